@@ -1,0 +1,3 @@
+"""Capture and analyse the steps of RL post-training."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,107 @@
+"""Who recorded: the identity of a worker, and the file names that follow from it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["WorkerIdentity", "artifact_name", "clock_domain", "step_folder_name"]
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
+
+
+@cache
+def clock_domain() -> str:
+    """Return a name shared by exactly the processes that read the same system clock.
+
+    Containers on one machine have different host names and one kernel, hence one clock:
+    the kernel's boot id tells them apart from another machine. Where there is none, the
+    host name stands in.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of one role.
+
+    Attributes:
+        role: What its worker group is, e.g. ``actor``.
+        rank: Global rank inside the role; for a rollout engine, its first accelerator rank.
+        world_size: Number of ranks of the role.
+        replica: Index of the rollout replica; ``None`` for every other role.
+        node_rank: Node index inside a replica that spans several nodes.
+        topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1, "tp": 0}``.
+        host: Host name, for people.
+        clock_domain: See :func:`clock_domain`; equal domains need no clock correction.
+        pid: Process id on ``host``.
+    """
+
+    role: str
+    rank: int = 0
+    world_size: int = 1
+    replica: int | None = None
+    node_rank: int = 0
+    topology: dict[str, int] = {}
+    host: str = msgspec.field(default_factory=socket.gethostname)
+    clock_domain: str = msgspec.field(default_factory=clock_domain)
+    pid: int = msgspec.field(default_factory=os.getpid)
+
+    @property
+    def name(self) -> str:
+        """``actor_rank3``; a rollout replica is ``rollout0`` (its ranks are lanes of it)."""
+        if self.replica is not None:
+            return f"{safe_name(self.role)}{self.replica}"
+        return f"{safe_name(self.role)}_rank{self.rank}"
+
+    def lane(self, rank: int | None = None) -> str:
+        """Return the lane of one rank: ``actor_rank3``, or ``rollout0_rank1`` in a replica.
+
+        Args:
+            rank: For a replica, the tensor-parallel rank inside it (default 0).
+        """
+        if self.replica is not None:
+            return f"{self.name}_rank{rank or 0}"
+        return self.name
+
+    def __str__(self) -> str:
+        if self.replica is not None:
+            return f"{self.role} replica {self.replica} node {self.node_rank} (pid {self.pid} on {self.host})"
+        return f"{self.role} rank {self.rank} (pid {self.pid} on {self.host})"
+
+
+def safe_name(text: str) -> str:
+    """Return ``text`` with everything that is unsafe in a file name replaced by ``-``."""
+    return _UNSAFE.sub("-", text)[:80] or "-"
+
+
+def step_folder_name(step: int) -> str:
+    """Return the step folder's name, e.g. ``step_000012``."""
+    return f"step_{step:06d}"
+
+
+def artifact_name(lane: str, suffix: str, stage: str | None = None, occurrence: int = 1) -> str:
+    """Return an artifact's file name.
+
+    Args:
+        lane: Lane of the rank that recorded, e.g. ``actor_rank0``.
+        suffix: The tool's suffix, e.g. ``.torch.json.gz``.
+        stage: Stage, in discrete mode.
+        occurrence: 1 for the first run of the stage in the step, 2 for the second, ...
+
+    Returns:
+        ``actor_rank0.update_actor.2.torch.json.gz`` and the like.
+    """
+    parts = [lane]
+    if stage is not None:
+        parts.append(safe_name(stage))
+        if occurrence > 1:
+            parts.append(str(occurrence))
+    return ".".join(parts) + suffix

@@ -1,0 +1,281 @@
+"""The manifest: the only contract between capturing and analysing.
+
+A step folder's ``manifest.json`` lists everything that was expected of the step and what
+became of it. All times are unix nanoseconds on the clock of the process that took them;
+:class:`HostClock` says how far each host's clock is from the controller's.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.identity import WorkerIdentity
+
+__all__ = [
+    "MANIFEST_NAME",
+    "SCHEMA_VERSION",
+    "Artifact",
+    "CaptureCost",
+    "CaptureResult",
+    "ClockAnchor",
+    "HostClock",
+    "Manifest",
+    "Rpc",
+    "RunInfo",
+    "StageSpan",
+    "read_manifest",
+    "write_json_atomically",
+]
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+RUN_NAME = "run.json"
+CONTROLLER_TRACE_NAME = "controller.trace.json.gz"
+
+ArtifactStatus = Literal["ok", "pending", "missing", "empty", "truncated", "failed", "skipped"]
+CaptureStatus = Literal["ok", "failed", "empty", "truncated", "skipped"]
+
+
+class ClockAnchor(msgspec.Struct, frozen=True):
+    """One instant read on two clocks of one process, in nanoseconds."""
+
+    unix_ns: int
+    monotonic_ns: int
+
+
+class StageSpan(msgspec.Struct, frozen=True):
+    """One run of a stage (or of a named range inside one), in unix nanoseconds.
+
+    Attributes:
+        name: Stage name, e.g. ``update_actor``.
+        begin_ns: When it began.
+        end_ns: When it ended.
+        thread: Native id of the thread it began on.
+        depth: 0 for an outermost stage, 1 for a stage inside one, ...
+        failed: User code raised inside it, or the capture ended before it did.
+    """
+
+    name: str
+    begin_ns: int
+    end_ns: int
+    thread: int = 0
+    depth: int = 0
+    failed: bool = False
+
+
+class Artifact(msgspec.Struct, frozen=True, kw_only=True):
+    """One file (or folder) that a tool was expected to write.
+
+    Attributes:
+        path: Path relative to the step folder.
+        lane: Lane that it fills in the timeline, e.g. ``actor_rank0`` or ``rollout0_rank1``.
+        tool: Name of the tool.
+        status: Its fate. ``pending``: the bytes were still being compressed in the background
+            when this was written; the file at ``path`` decides.
+        stage: Stage it holds, in discrete mode; ``None`` in e2e mode.
+        occurrence: Which run of that stage in this step, from 1.
+        begin_ns: When recording began.
+        end_ns: When recording ended.
+        bytes: Size on disk, if known.
+        events: Number of trace events, if known.
+        reason: Why the status is not ``ok``.
+    """
+
+    path: str
+    lane: str
+    tool: str
+    status: ArtifactStatus
+    stage: str | None = None
+    occurrence: int = 1
+    begin_ns: int = 0
+    end_ns: int = 0
+    bytes: int | None = None
+    events: int | None = None
+    reason: str = ""
+
+
+class CaptureCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What the capture cost the training process, in seconds."""
+
+    start_s: float = 0.0
+    stop_s: float = 0.0
+    export_s: float = 0.0
+
+
+class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker recorded for one capture: plain and picklable.
+
+    Attributes:
+        identity: The worker.
+        roles: All roles that share the worker's process and joined the capture.
+        capture_id: The capture it belongs to.
+        step: First step of the capture.
+        mode: ``e2e`` or ``discrete``.
+        tools: Names of the tools that recorded.
+        status: The worst fate among the artifacts, or why there are none.
+        reason: Why the status is not ``ok``.
+        artifacts: Everything expected of this worker.
+        stages: Spans of the stages it ran, in order of their begin.
+        anchors: Clock readings at start and stop.
+        cost: What the capture cost this worker.
+        notes: Things a user should know, e.g. a selection that matched nothing.
+        metrics: Plain numbers recorded with the capture, e.g. ``{"stage/update_actor/peak_rss_bytes": ...}``.
+    """
+
+    identity: WorkerIdentity
+    roles: list[str] = []
+    capture_id: str = ""
+    step: int = 0
+    mode: str = "e2e"
+    tools: list[str] = []
+    status: CaptureStatus = "ok"
+    reason: str = ""
+    artifacts: list[Artifact] = []
+    stages: list[StageSpan] = []
+    anchors: list[ClockAnchor] = []
+    cost: CaptureCost = CaptureCost()
+    notes: list[str] = []
+    metrics: dict[str, float] = {}
+
+    @property
+    def name(self) -> str:
+        return self.identity.name
+
+
+class HostClock(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a host's clock is ahead of the controller's.
+
+    ``controller_ns = host_ns - offset_ns``, true within ``error_ns``.
+
+    Attributes:
+        host: Host name.
+        clock_domain: Which workers it holds for (see ``WorkerIdentity.clock_domain``).
+        offset_ns: Offset when the capture opened.
+        error_ns: Bound of its error: half of the shortest round trip.
+        closing_offset_ns: Offset when the capture closed (drift shows as a difference).
+        closing_error_ns: Bound of its error.
+        samples: Round trips measured; 0 where no correction is needed (same clock).
+    """
+
+    host: str
+    clock_domain: str
+    offset_ns: int = 0
+    error_ns: int = 0
+    closing_offset_ns: int = 0
+    closing_error_ns: int = 0
+    samples: int = 0
+
+
+class Rpc(msgspec.Struct, frozen=True):
+    """One call from the controller to a worker, on the controller's clock."""
+
+    worker: str
+    method: str
+    begin_ns: int
+    end_ns: int
+    ok: bool = True
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything known about one capture.
+
+    Attributes:
+        schema_version: Version of this schema.
+        run_id: Identifies the run.
+        capture_id: Identifies the capture within the run.
+        step: First step captured; names the folder.
+        steps: All steps captured (several for a continuous capture).
+        policy_version: Version of the weights, where the loop reports one.
+        begin_ns: When ``on_step_begin`` ran, on the controller's clock.
+        end_ns: When ``on_step_end`` ran, on the controller's clock.
+        complete: False when the step was left early (an exception, the end of the process).
+        controller: The process that runs the loop.
+        stages: The controller's stages.
+        rpcs: Calls made to drive the capture.
+        workers: One entry per worker that was expected to take part.
+        clocks: One entry per clock domain.
+        metrics: What the loop passed to ``on_step_end`` and ``on_rollout_end``.
+        notes: Things a user should know.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    capture_id: str
+    step: int
+    steps: list[int]
+    policy_version: int | None = None
+    begin_ns: int
+    end_ns: int
+    complete: bool = True
+    controller: WorkerIdentity
+    stages: list[StageSpan] = []
+    rpcs: list[Rpc] = []
+    workers: list[CaptureResult] = []
+    clocks: list[HostClock] = []
+    metrics: dict[str, float] = {}
+    notes: list[str] = []
+
+    def offset_ns(self, identity: WorkerIdentity) -> int:
+        """Return what to subtract from a worker's times to put them on the controller's clock."""
+        for clock in self.clocks:
+            if clock.clock_domain == identity.clock_domain:
+                return clock.offset_ns
+        return 0
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """``run.json``: what holds for every step of a run."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    begin_ns: int
+    config: dict[str, Any]
+    versions: dict[str, str]
+    hosts: list[str]
+
+
+
+def write_json_atomically(path: Path, value: msgspec.Struct) -> None:
+    """Write ``value`` as indented JSON, so that readers see the old file or the new one.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    data = msgspec.json.format(msgspec.json.encode(value), indent=2)
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_manifest(step_dir: Path) -> Manifest:
+    """Read ``manifest.json`` of a step folder.
+
+    Raises:
+        TraceFormatError: It is missing, is no manifest, or is of a newer schema.
+    """
+    path = step_dir / MANIFEST_NAME
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read ({error.strerror}); is this a step folder?") from error
+    try:
+        version = msgspec.json.decode(data, type=dict[str, Any]).get("schema_version")
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            raise TraceFormatError(path, f"schema version {version}, newer than {SCHEMA_VERSION}: update verl-profiling")
+        return msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise TraceFormatError(path, f"not a manifest: {error}") from error

@@ -1,0 +1,114 @@
+"""Which steps are captured: a pure function of the step number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from verl_profiling.errors import ConfigError
+
+__all__ = ["Action", "Schedule", "Window"]
+
+
+class Action(Enum):
+    """What happens in one step."""
+
+    OFF = "off"
+    WARMUP = "warmup"
+    RECORD = "record"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The run of steps that one capture covers, both ends included.
+
+    Attributes:
+        first: First step; it names the step folder.
+        last: Last step.
+        action: ``RECORD``, or ``WARMUP`` for a capture that is thrown away.
+    """
+
+    first: int
+    last: int
+    action: Action = Action.RECORD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Chooses steps in one of three ways: listed, every N, or in cycles.
+
+    Cycles have the meaning of ``torch.profiler.schedule``, counted in RL steps: after
+    ``skip_first`` steps, each cycle waits, warms up and records; ``repeat`` cycles in all.
+    With nothing set, every step from ``first_step`` on is captured.
+
+    Attributes:
+        steps: Listed steps. Excludes ``every`` and the cycle fields.
+        every: Captures the steps that are divisible by it. Excludes the cycle fields.
+        first_step: Number of the loop's first step (verl counts from 1). Cycles count from it.
+        skip_first: Steps left out before the first cycle.
+        wait: Steps of a cycle in which nothing happens.
+        warmup: Steps of a cycle that run the tool and throw the recording away.
+        active: Steps of a cycle that are captured.
+        repeat: Number of cycles; 0 for no end.
+        continuous: Consecutive captured steps form one capture.
+    """
+
+    steps: tuple[int, ...] | None = None
+    every: int | None = None
+    first_step: int = 1
+    skip_first: int = 0
+    wait: int = 0
+    warmup: int = 0
+    active: int = 1
+    repeat: int = 0
+    continuous: bool = False
+
+    def __post_init__(self) -> None:
+        cycle = {"skip_first": 0, "wait": 0, "warmup": 0, "active": 1, "repeat": 0}
+        changed = [name for name, default in cycle.items() if getattr(self, name) != default]
+        if self.steps is not None:
+            if self.every is not None or changed:
+                other = "every" if self.every is not None else changed[0]
+                raise ConfigError("schedule.steps", f"excludes schedule.{other}; remove one of them")
+            if not self.steps:
+                raise ConfigError("schedule.steps", "is empty, so nothing would be captured; set enable=false instead")
+            if min(self.steps) < 0:
+                raise ConfigError("schedule.steps", f"step {min(self.steps)} is negative")
+        if self.every is not None:
+            if changed:
+                raise ConfigError("schedule.every", f"excludes schedule.{changed[0]}; remove one of them")
+            if self.every < 1:
+                raise ConfigError("schedule.every", f"must be at least 1, not {self.every}")
+        for name in ("first_step", "skip_first", "wait", "warmup", "repeat"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"schedule.{name}", f"must not be negative, is {getattr(self, name)}")
+        if self.active < 1:
+            raise ConfigError("schedule.active", f"must be at least 1, not {self.active}")
+        endless = self.every == 1 or (self.every is None and self.steps is None and self.wait == self.warmup == 0)
+        if self.continuous and endless and self.repeat == 0:
+            raise ConfigError("schedule.continuous", "would be one capture without an end; bound it with steps or repeat")
+
+    def action(self, step: int) -> Action:
+        """Return what happens in ``step``."""
+        if self.steps is not None:
+            return Action.RECORD if step in self.steps else Action.OFF
+        if self.every is not None:
+            return Action.RECORD if step > 0 and step % self.every == 0 else Action.OFF
+        index = step - self.first_step - self.skip_first
+        cycle, position = divmod(index, self.wait + self.warmup + self.active)
+        if index < 0 or (self.repeat and cycle >= self.repeat) or position < self.wait:
+            return Action.OFF
+        return Action.WARMUP if position < self.wait + self.warmup else Action.RECORD
+
+    def window(self, step: int) -> Window | None:
+        """Return the capture that ``step`` belongs to, or ``None``."""
+        action = self.action(step)
+        if action is Action.OFF:
+            return None
+        first = last = step
+        if self.continuous:
+            while self.action(first - 1) is action:
+                first -= 1
+            while self.action(last + 1) is action:
+                last += 1
+        return Window(first, last, action)
