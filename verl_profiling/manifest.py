@@ -240,7 +240,6 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     hosts: list[str]
 
 
-
 def write_json_atomically(path: Path, value: msgspec.Struct) -> None:
     """Write ``value`` as indented JSON, so that readers see the old file or the new one.
 
@@ -275,7 +274,9 @@ def read_manifest(step_dir: Path) -> Manifest:
     try:
         version = msgspec.json.decode(data, type=dict[str, Any]).get("schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:
-            raise TraceFormatError(path, f"schema version {version}, newer than {SCHEMA_VERSION}: update verl-profiling")
+            raise TraceFormatError(
+                path, f"schema version {version}, newer than {SCHEMA_VERSION}: update verl-profiling"
+            )
         return msgspec.json.decode(data, type=Manifest)
     except msgspec.DecodeError as error:
         raise TraceFormatError(path, f"not a manifest: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from verl_profiling.errors import ConfigError
 
@@ -69,29 +70,37 @@ class Schedule:
         if self.steps is not None:
             if self.every is not None or changed:
                 other = "every" if self.every is not None else changed[0]
-                raise ConfigError("schedule.steps", f"excludes schedule.{other}; remove one of them")
+                raise ConfigError("steps", f"excludes schedule.{other}; remove one of them")
             if not self.steps:
-                raise ConfigError("schedule.steps", "is empty, so nothing would be captured; set enable=false instead")
+                raise ConfigError("steps", "is empty, so nothing would be captured; set enable=false instead")
             if min(self.steps) < 0:
-                raise ConfigError("schedule.steps", f"step {min(self.steps)} is negative")
+                raise ConfigError("steps", f"step {min(self.steps)} is negative")
         if self.every is not None:
             if changed:
-                raise ConfigError("schedule.every", f"excludes schedule.{changed[0]}; remove one of them")
+                raise ConfigError("every", f"excludes schedule.{changed[0]}; remove one of them")
             if self.every < 1:
-                raise ConfigError("schedule.every", f"must be at least 1, not {self.every}")
+                raise ConfigError("every", f"must be at least 1, not {self.every}")
         for name in ("first_step", "skip_first", "wait", "warmup", "repeat"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"schedule.{name}", f"must not be negative, is {getattr(self, name)}")
+                raise ConfigError(name, f"must not be negative, is {getattr(self, name)}")
         if self.active < 1:
-            raise ConfigError("schedule.active", f"must be at least 1, not {self.active}")
-        endless = self.every == 1 or (self.every is None and self.steps is None and self.wait == self.warmup == 0)
+            raise ConfigError("active", f"must be at least 1, not {self.active}")
+        endless = self.every == 1 or (
+            self.every is None and self.steps is None and self.wait == self.warmup == 0
+        )
         if self.continuous and endless and self.repeat == 0:
-            raise ConfigError("schedule.continuous", "would be one capture without an end; bound it with steps or repeat")
+            raise ConfigError(
+                "continuous", "would be one capture without an end; bound it with steps or repeat"
+            )
+
+    @cached_property
+    def _listed(self) -> frozenset[int]:
+        return frozenset(self.steps or ())
 
     def action(self, step: int) -> Action:
         """Return what happens in ``step``."""
         if self.steps is not None:
-            return Action.RECORD if step in self.steps else Action.OFF
+            return Action.RECORD if step in self._listed else Action.OFF
         if self.every is not None:
             return Action.RECORD if step > 0 and step % self.every == 0 else Action.OFF
         index = step - self.first_step - self.skip_first

@@ -1,0 +1,392 @@
+"""One capture in one process: its recordings, its stage spans, and the result they make."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.config import RoleConfig
+from verl_profiling.errors import CaptureStateError
+from verl_profiling.finisher import Finisher
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, CaptureStatus, StageSpan
+from verl_profiling.messages import CaptureRequest
+from verl_profiling.stage import OpenSpan, SpanLog
+from verl_profiling.tools import Output, Recording, Target, Tool
+
+__all__ = ["TRANSITIONS", "Capture", "Event", "State"]
+
+logger = logging.getLogger(__name__)
+
+HANDOVER_S = 30.0
+
+
+class State(Enum):
+    """What a process is doing."""
+
+    IDLE = "idle"
+    ARMED = "armed"
+    RECORDING = "recording"
+
+
+class Event(Enum):
+    """What changes it."""
+
+    START = "start"
+    ARM = "arm"
+    STAGE_BEGIN = "stage begins"
+    STAGE_END = "stage ends"
+    STOP = "stop"
+    FAIL = "fail"
+
+
+TRANSITIONS = {
+    (State.IDLE, Event.START): State.RECORDING,
+    (State.IDLE, Event.ARM): State.ARMED,
+    (State.ARMED, Event.STAGE_BEGIN): State.RECORDING,
+    (State.RECORDING, Event.STAGE_END): State.ARMED,
+    (State.ARMED, Event.STOP): State.IDLE,
+    (State.RECORDING, Event.STOP): State.IDLE,
+    (State.IDLE, Event.FAIL): State.IDLE,
+    (State.ARMED, Event.FAIL): State.ARMED,
+    (State.RECORDING, Event.FAIL): State.IDLE,
+}
+
+
+class Capture:
+    """Takes note of stages (it is a ``StageSink``) and drives the tools of one worker.
+
+    In e2e mode the tools record from :meth:`open` to :meth:`close`. In discrete mode they
+    record inside each outermost selected stage; a stage inside it is a span of that artifact.
+
+    Args:
+        request: What the callback asked for.
+        role: The worker's settings.
+        identity: The worker.
+        finisher: Takes the background work on artifacts.
+    """
+
+    def __init__(
+        self, request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity, finisher: Finisher
+    ) -> None:
+        self.request = request
+        self.identity = identity
+        self.roles = [identity.role]
+        self.state = State.IDLE
+        self._role = role
+        self._finisher = finisher
+        self._whole = role.mode == "e2e" or request.stage is not None
+        self._spans = SpanLog()
+        self._lock = threading.Lock()
+        self._recordings: list[tuple[Tool, Recording, Target]] = []
+        self._annotate: Callable[[str], AbstractContextManager[object] | None] | None = None
+        self._recorded_stage = ""
+        self._recorded_depth = 0
+        self._owner = 0
+        self._handover: _Handover | None = None
+        self._artifacts: dict[str, Artifact] = {}
+        self._stages: list[StageSpan] = []
+        self._occurrences: Counter[str] = Counter()
+        self._anchors = [clock.read_anchor()]
+        self._start_s = self._stop_s = self._export_s = 0.0
+
+    def open(self) -> list[Artifact]:
+        """Start recording, or arm; return the artifacts expected as far as known.
+
+        Raises:
+            Exception: Whatever the tool raised; nothing records then.
+        """
+        Path(self.request.folder).mkdir(parents=True, exist_ok=True)
+        if not self._whole:
+            self._move(Event.ARM)
+            return []
+        self._start_tools(self.request.stage, self.request.occurrence)
+        self._move(Event.START)
+        return list(self._artifacts.values())
+
+    def close(self) -> CaptureResult:
+        """Stop what records and return what was recorded. Tool errors become part of the result."""
+        begin = time.perf_counter()
+        try:
+            self._on_owner_thread(self._stop_tools)
+        except CaptureStateError as error:
+            self._fail_recordings(str(error))
+        self._annotate = None
+        self._move(Event.STOP)
+        self._stop_s += time.perf_counter() - begin
+        self._anchors.append(clock.read_anchor())
+        return self._result()
+
+    def step(self) -> None:
+        """Note that a mini-batch is done."""
+        self._serve_handover()
+        for tool, recording, _ in self._recordings:
+            try:
+                recording.step()
+            except Exception:
+                logger.exception("%s: tool %s failed in step()", self.identity, tool.name)
+
+    def begin(self, name: str) -> None:
+        """Note that a stage begins; in discrete mode, start the tools for it."""
+        if self._handover is not None:
+            self._serve_handover()
+        if self.state is State.ARMED and not self._whole:
+            self._begin_recorded_stage(name)
+        annotate = self._annotate
+        self._spans.begin(name, None if annotate is None else annotate(name))
+
+    def end(self, name: str, failed: bool) -> None:
+        """Note that a stage ends; in discrete mode, stop the tools that were started for it."""
+        span = self._spans.end(name, failed)
+        if self._handover is not None:
+            self._serve_handover()
+        if span is not None and self._is_recorded_stage(span):
+            begin = time.perf_counter()
+            self._stop_tools()
+            self._recorded_stage = ""
+            if self.state is State.RECORDING:
+                self._move(Event.STAGE_END)
+            self._stop_s += time.perf_counter() - begin
+
+    def _is_recorded_stage(self, span: OpenSpan) -> bool:
+        return (
+            span.name == self._recorded_stage
+            and span.depth == self._recorded_depth
+            and self._owner == threading.get_ident()
+        )
+
+    def _begin_recorded_stage(self, name: str) -> None:
+        if self._role.stages is not None and name not in self._role.stages:
+            return
+        self._occurrences[name] += 1
+        try:
+            self._start_tools(name, self._occurrences[name])
+        except Exception:
+            self._move(Event.FAIL)
+            return
+        self._recorded_stage = name
+        inside = self._spans.innermost()
+        self._recorded_depth = 0 if inside is None else inside.depth + 1
+        self._move(Event.STAGE_BEGIN)
+
+    def _start_tools(self, stage: str | None, occurrence: int) -> None:
+        """Start all tools; when one fails, stop those already started, note why, and raise."""
+        begin = time.perf_counter()
+        target = Target(
+            folder=Path(self.request.folder),
+            lane=self.identity.lane(),
+            stage=stage,
+            occurrence=occurrence,
+            metadata=self._metadata(stage),
+        )
+        with self._lock:
+            self._owner = threading.get_ident()
+            for tool in self._role.tools:
+                if tool.suffix:
+                    expected = target.artifact(type(tool))
+                    self._artifacts[expected.path] = expected
+                try:
+                    self._recordings.append((tool, tool.start(target), target))
+                except Exception as error:
+                    self._report(tool, target, "start", error)
+                    for _, recording, _ in reversed(self._recordings):
+                        recording.discard()
+                    self._recordings = []
+                    raise
+            self._annotate = _annotator([recording for _, recording, _ in self._recordings])
+        for path, artifact in self._artifacts.items():
+            if artifact.stage == stage and artifact.begin_ns == 0:
+                self._artifacts[path] = msgspec.structs.replace(artifact, begin_ns=clock.now_ns())
+        self._start_s += time.perf_counter() - begin
+
+    def _stop_tools(self) -> None:
+        with self._lock:
+            recordings, self._recordings = self._recordings, []
+            self._annotate = None
+            self._close_spans_of_whole_capture()
+            for tool, recording, target in recordings:
+                end_ns = clock.now_ns()
+                try:
+                    if self.request.keep:
+                        self._keep(recording.stop(), end_ns)
+                    else:
+                        recording.discard()
+                except Exception as error:
+                    self._report(tool, target, "stop", error)
+
+    def _close_spans_of_whole_capture(self) -> None:
+        """Leave the tool's ranges while the tool still records."""
+        if self._whole:
+            self._stages = self._spans.close()
+
+    def _keep(self, outputs: Sequence[Output], end_ns: int) -> None:
+        for output in outputs:
+            expected = next(
+                (known for known in self._artifacts.values() if _same_run(known, output.artifact)),
+                output.artifact,
+            )
+            artifact = msgspec.structs.replace(output.artifact, begin_ns=expected.begin_ns, end_ns=end_ns)
+            self._artifacts.pop(expected.path, None)
+            self._artifacts[artifact.path] = artifact
+            self._export_s += output.export_s
+            if output.finish is not None:
+                self._finisher.submit(
+                    self.request.capture_id,
+                    artifact,
+                    _keeping_times(output.finish, expected.begin_ns, end_ns),
+                )
+
+    def _report(self, tool: Tool, target: Target, doing: str, error: Exception) -> None:
+        """The one failure boundary around tools: log once, note it in the artifact."""
+        logger.error(
+            "%s: tool %s failed to %s in step %d: %s",
+            self.identity,
+            tool.name,
+            doing,
+            self.request.step,
+            error,
+        )
+        self._fail(target.artifact(type(tool)), f"{doing} raised {type(error).__name__}: {error}")
+
+    def _fail(self, artifact: Artifact, reason: str) -> None:
+        self._artifacts[artifact.path] = msgspec.structs.replace(artifact, status="failed", reason=reason)
+
+    def _fail_recordings(self, reason: str) -> None:
+        logger.error("%s: %s", self.identity, reason)
+        for tool, _, target in self._recordings:
+            self._fail(target.artifact(type(tool)), reason)
+        self._recordings = []
+
+    def _on_owner_thread(self, action: Callable[[], None]) -> None:
+        """Run ``action`` here, or have the thread that owns the recording run it.
+
+        Raises:
+            CaptureStateError: That thread passed no stage within :data:`HANDOVER_S`.
+        """
+        bound = any(not tool.any_thread for tool, _, _ in self._recordings)
+        if not bound or self._owner == threading.get_ident():
+            action()
+            return
+        self._handover = _Handover(action)
+        if not self._handover.done.wait(HANDOVER_S):
+            self._handover = None
+            raise CaptureStateError(
+                f"stop_capture(step={self.request.step}) arrived on another thread than the one that started "
+                f"recording, which passed no stage for {HANDOVER_S:.0f} s ({self.identity}); "
+                "start and stop on one thread"
+            )
+
+    def _serve_handover(self) -> None:
+        handover = self._handover
+        if handover is not None and self._owner == threading.get_ident():
+            self._handover = None
+            handover.action()
+            handover.done.set()
+
+    def _move(self, event: Event) -> None:
+        try:
+            self.state = TRANSITIONS[self.state, event]
+        except KeyError:
+            raise CaptureStateError(
+                f"{event.value}: not possible while {self.state.value} (step {self.request.step}, {self.identity})"
+            ) from None
+
+    def _metadata(self, stage: str | None) -> dict[str, Any]:
+        request = self.request
+        return {
+            "run_id": request.run_id,
+            "capture_id": request.capture_id,
+            "step": request.step,
+            "policy_version": request.policy_version,
+            "stage": stage,
+            "worker": msgspec.to_builtins(self.identity),
+        }
+
+    def _result(self) -> CaptureResult:
+        stages = self._stages if self._whole else self._spans.close()
+        artifacts = list(self._artifacts.values())
+        status, reason = _status_of(artifacts)
+        if not self.request.keep:
+            status, reason, artifacts = "skipped", "warm-up", []
+        elif not self._whole and not artifacts and any(tool.suffix for tool in self._role.tools):
+            ran = ", ".join(sorted({span.name for span in stages})) or "none"
+            wanted = "any" if self._role.stages is None else ", ".join(sorted(self._role.stages))
+            status, reason = "empty", f"no selected stage ran (selected: {wanted}; ran: {ran})"
+        return CaptureResult(
+            identity=self.identity,
+            roles=self.roles,
+            capture_id=self.request.capture_id,
+            step=self.request.step,
+            mode=self._role.mode,
+            tools=[tool.name for tool in self._role.tools],
+            status=status,
+            reason=reason,
+            artifacts=artifacts,
+            stages=stages,
+            anchors=self._anchors,
+            cost=CaptureCost(start_s=self._start_s, stop_s=self._stop_s, export_s=self._export_s),
+        )
+
+
+class _Handover:
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action = action
+        self.done = threading.Event()
+
+
+def _annotator(
+    recordings: list[Recording],
+) -> Callable[[str], AbstractContextManager[object] | None] | None:
+    """Return what makes a stage's range inside the artifacts, if any tool shows ranges."""
+    showing = [
+        recording.annotate for recording in recordings if type(recording).annotate is not Recording.annotate
+    ]
+    if len(showing) <= 1:
+        return showing[0] if showing else None
+
+    def all_ranges(name: str) -> AbstractContextManager[object]:
+        stack = ExitStack()
+        for annotate in showing:
+            if (range_ := annotate(name)) is not None:
+                stack.enter_context(range_)
+        return stack
+
+    return all_ranges
+
+
+def _same_run(one: Artifact, other: Artifact) -> bool:
+    return (one.lane, one.tool, one.stage, one.occurrence) == (
+        other.lane,
+        other.tool,
+        other.stage,
+        other.occurrence,
+    )
+
+
+def _keeping_times(finish: Callable[[], Artifact], begin_ns: int, end_ns: int) -> Callable[[], Artifact]:
+    return lambda: msgspec.structs.replace(finish(), begin_ns=begin_ns, end_ns=end_ns)
+
+
+def _status_of(artifacts: list[Artifact]) -> tuple[CaptureStatus, str]:
+    """Return the worst fate among artifacts, and its reason."""
+    worst: tuple[tuple[str, CaptureStatus], ...] = (
+        ("failed", "failed"),
+        ("missing", "failed"),
+        ("truncated", "truncated"),
+        ("empty", "empty"),
+    )
+    for fate, status in worst:
+        for artifact in artifacts:
+            if artifact.status == fate:
+                return status, artifact.reason or f"{artifact.path} is {fate}"
+    return "ok", ""

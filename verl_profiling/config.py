@@ -1,0 +1,297 @@
+"""The configuration: frozen dataclasses, checked once, before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.schedule import Schedule
+from verl_profiling.tools import TOOLS, Tool, load_tool
+
+__all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts", "parse_ranks"]
+
+Mode = Literal["e2e", "discrete"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What is captured of a profiled step. ``None`` means all.
+
+    Attributes:
+        roles: Roles that take part.
+        ranks: Global accelerator ranks inside the role: ``"0,8-15"``, a number or a list.
+        replicas: Rollout replicas, written like ``ranks``.
+        stages: Stages that are recorded in discrete mode.
+    """
+
+    roles: tuple[str, ...] | None = None
+    ranks: str | int | tuple[int, ...] | None = None
+    replicas: str | int | tuple[int, ...] | None = None
+    stages: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleOverride:
+    """What differs for one role. ``None`` means: as for all roles.
+
+    Attributes:
+        enable: ``False`` leaves the role out.
+        tool: Name or names of the tools.
+        mode: ``e2e`` or ``discrete``.
+        ranks: As in :class:`Selection`.
+        replicas: As in :class:`Selection`.
+        stages: As in :class:`Selection`.
+        tools: Options by tool name; they replace the common options key by key.
+    """
+
+    enable: bool = True
+    tool: str | tuple[str, ...] | None = None
+    mode: Mode | None = None
+    ranks: str | int | tuple[int, ...] | None = None
+    replicas: str | int | tuple[int, ...] | None = None
+    stages: tuple[str, ...] | None = None
+    tools: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long the callback waits for workers, in seconds. A worker that needs longer is ``failed``.
+
+    Attributes:
+        start_s: For a capture to start.
+        stop_s: For a capture to stop, the export of the trace included.
+        finish_s: At the end of the run, for compression in the background.
+    """
+
+    start_s: float = 60.0
+    stop_s: float = 600.0
+    finish_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("start_s", "stop_s", "finish_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(name, f"must be greater than 0, is {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleConfig:
+    """The configuration as one role sees it: overrides applied, ranks parsed, tools built."""
+
+    role: str
+    enable: bool
+    tools: tuple[Tool, ...]
+    mode: Mode
+    ranks: frozenset[int] | None
+    replicas: frozenset[int] | None
+    stages: frozenset[str] | None
+
+    def selects(self, rank: int, replica: int | None = None) -> bool:
+        """Return whether a worker takes part in captures."""
+        if not self.enable or (self.ranks is not None and rank not in self.ranks):
+            return False
+        return replica is None or self.replicas is None or replica in self.replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilingConfig:
+    """All settings. Build one with keywords, or with :meth:`from_any` from a dict or ``DictConfig``.
+
+    Attributes:
+        enable: Nothing is built and nothing is recorded unless this is set.
+        tool: What records: a name, ``"package.module:Class"``, or a list of such.
+        mode: ``e2e``: one artifact per worker per step. ``discrete``: one per worker per stage.
+        save_path: Folder of the run; step folders are made inside.
+        strict: Raise tool errors into the training loop instead of reporting them.
+        schedule: Which steps.
+        select: Which workers and stages.
+        roles: What differs by role.
+        tools: Options by tool name.
+        timeouts: How long to wait for workers.
+    """
+
+    enable: bool = False
+    tool: str | tuple[str, ...] = "torch"
+    mode: Mode = "e2e"
+    save_path: str = "outputs/profiling"
+    strict: bool = False
+    schedule: Schedule = field(default_factory=Schedule)
+    select: Selection = field(default_factory=Selection)
+    roles: dict[str, RoleOverride] = field(default_factory=dict)
+    tools: dict[str, dict[str, Any]] = field(default_factory=dict)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        if not self.save_path:
+            raise ConfigError("save_path", "is empty")
+        if not self.enable:
+            return
+        used = {name for role in ("", *self.roles) for name in self._tool_names(role)}
+        for name in self.tools:
+            if name not in used and name not in TOOLS:
+                raise ConfigError(
+                    f"tools.{name}", f"no tool of that name is used; {choices_hint(name, TOOLS)}"
+                )
+        for role in ("", *self.roles):
+            self.for_role(role)
+
+    @classmethod
+    def from_any(cls, config: ProfilingConfig | Mapping[str, Any] | None) -> ProfilingConfig:
+        """Build a configuration from a dict, an OmegaConf ``DictConfig``, or one that is built already.
+
+        Raises:
+            ConfigError: A key is unknown, a value has the wrong type, or the settings
+                contradict each other. The message names the dotted key.
+        """
+        if isinstance(config, cls):
+            return config
+        return _build(cls, _plain(config if config is not None else {}), "")
+
+    def for_role(self, role: str) -> RoleConfig:
+        """Return the settings as one role sees them.
+
+        Raises:
+            ConfigError: The role's settings are wrong.
+        """
+        override = self.roles.get(role, RoleOverride())
+        key = f"roles.{role}." if role in self.roles else ""
+        names = self._tool_names(role)
+        tools = tuple(self._build_tool(name, override, key) for name in names)
+        for tool in tools:
+            if clash := sorted(tool.conflicts.intersection(names)):
+                raise ConfigError(f"{key}tool", f"{tool.name} cannot record together with {', '.join(clash)}")
+        stages = override.stages if override.stages is not None else self.select.stages
+        own_ranks, own_replicas = override.ranks is not None, override.replicas is not None
+        return RoleConfig(
+            role=role,
+            enable=self.enable
+            and override.enable
+            and (self.select.roles is None or role in self.select.roles),
+            tools=tools,
+            mode=override.mode or self.mode,
+            ranks=parse_ranks(
+                override.ranks if own_ranks else self.select.ranks,
+                f"{key}ranks" if own_ranks else "select.ranks",
+            ),
+            replicas=parse_ranks(
+                override.replicas if own_replicas else self.select.replicas,
+                f"{key}replicas" if own_replicas else "select.replicas",
+            ),
+            stages=frozenset(stages) if stages is not None else None,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain, JSON-compatible values, as :meth:`from_any` takes them."""
+        return typing.cast("dict[str, Any]", msgspec.to_builtins(self))
+
+    def _tool_names(self, role: str) -> tuple[str, ...]:
+        override = self.roles.get(role)
+        tool = override.tool if override is not None and override.tool is not None else self.tool
+        key = f"roles.{role}.tool" if override is not None and override.tool is not None else "tool"
+        names = (tool,) if isinstance(tool, str) else tuple(tool)
+        if not names:
+            raise ConfigError(key, "is empty; set enable=false to record nothing")
+        if len(set(names)) < len(names):
+            raise ConfigError(key, f"names a tool twice: {', '.join(names)}")
+        return names
+
+    def _build_tool(self, name: str, override: RoleOverride, key: str) -> Tool:
+        tool_class = load_tool(name, f"{key}tool" if override.tool is not None else "tool")
+        common, own = self.tools.get(name, {}), override.tools.get(name, {})
+        where = f"{key}tools.{name}" if own else f"tools.{name}"
+        return tool_class(_build(tool_class.options_class, {**common, **own}, where))
+
+
+def parse_ranks(value: str | int | tuple[int, ...] | None, key: str) -> frozenset[int] | None:
+    """Return the ranks in ``"0,8-15"``, ``3`` or ``[0, 1]``; ``None`` stays ``None``.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if value is None:
+        return None
+    if isinstance(value, int):
+        value = (value,)
+    if isinstance(value, str):
+        value = tuple(_ranks_in(value, key))
+    if not value:
+        raise ConfigError(key, 'selects nothing; leave it out to select all, or write e.g. "0,8-15"')
+    if min(value) < 0:
+        raise ConfigError(key, f"rank {min(value)} is negative")
+    return frozenset(value)
+
+
+_MOST_RANKS = 1 << 20
+
+
+def _ranks_in(text: str, key: str) -> Iterator[int]:
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        try:
+            low = int(first)
+            high = int(last) if dash else low
+        except ValueError:
+            raise ConfigError(key, f'{text!r} is no list of ranks; write e.g. "0,8-15"') from None
+        if high < low or high - low > _MOST_RANKS:
+            raise ConfigError(key, f'{part.strip()!r} is no range of ranks; write e.g. "8-15"')
+        yield from range(low, high + 1)
+
+
+def _plain(config: Any) -> Any:
+    """Return an OmegaConf container as plain values; anything else as it is."""
+    if type(config).__module__.partition(".")[0] == "omegaconf":
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_container(config, resolve=True)
+    return config
+
+
+def _build(cls: type[T], values: Any, key: str) -> T:
+    """Build a dataclass from a mapping, naming the dotted key of whatever is wrong."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(key, f"must be a mapping, is {type(values).__name__}")
+    prefix = f"{key}." if key else ""
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise ConfigError(
+                f"{prefix}{name}", f"unknown key; {choices_hint(name, hints) if hints else 'it has none'}"
+            )
+        arguments[name] = _value(hints[name], value, f"{prefix}{name}")
+    try:
+        return cls(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error.key}", error.problem) from None
+
+
+def _value(kind: Any, value: Any, key: str) -> Any:
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if dataclasses.is_dataclass(option) and isinstance(option, type):
+            return value if isinstance(value, option) else _build(option, value, key)
+        if typing.get_origin(option) is dict and isinstance(value, Mapping):
+            item = typing.get_args(option)[1]
+            return {str(name): _value(item, entry, f"{key}.{name}") for name, entry in value.items()}
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(key, f"{error}{_choices(options)}") from None
+
+
+def _choices(options: tuple[Any, ...]) -> str:
+    for option in options:
+        inner = [option, *typing.get_args(option)]
+        for literal in inner:
+            if typing.get_origin(literal) is Literal:
+                return f"; choose from: {', '.join(map(str, typing.get_args(literal)))}"
+    return ""

@@ -1,0 +1,206 @@
+"""The session: the one recorder slot of this process.
+
+The profilers are process-wide, so roles that share a process share the slot: the first
+``start_capture`` of a capture opens it, those of colocated roles join it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Sequence
+
+from verl_profiling import clock
+from verl_profiling.capture import Capture, State
+from verl_profiling.config import ProfilingConfig, RoleConfig
+from verl_profiling.errors import CaptureStateError
+from verl_profiling.finisher import Finisher
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import Artifact, CaptureResult
+from verl_profiling.messages import CaptureRequest, StartReply, StartStatus, StopReply
+from verl_profiling.stage import Stage, StageSink
+
+__all__ = ["Session", "process_session", "stage"]
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """Holds at most one capture. All methods may be called from any thread.
+
+    Attributes:
+        sink: Where stages go; ``None`` whenever nothing records.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything. A forked child does: it inherits the slot, and records nothing."""
+        self.sink: StageSink | None = None
+        self._capture: Capture | None = None
+        self._last: CaptureResult | None = None
+        self._roles: dict[str, RoleConfig] = {}
+        self._lock = threading.RLock()
+        self._finisher = Finisher()
+        self._finish_s = 0.0
+
+    def register(self, config: ProfilingConfig, identity: WorkerIdentity) -> None:
+        """Make a worker of this process known, and do its tools' slow preparations.
+
+        Raises:
+            ToolUnavailableError: A tool that the worker is to use cannot work here.
+        """
+        role = config.for_role(identity.role)
+        with self._lock:
+            if not self._roles:
+                atexit.register(self.leave)
+            self._roles[identity.name] = role
+            self._finish_s = max(self._finish_s, config.timeouts.finish_s)
+        if role.selects(identity.rank, identity.replica):
+            for tool in role.tools:
+                tool.prepare()
+
+    def start(self, request: CaptureRequest, identity: WorkerIdentity) -> StartReply:
+        """Start the capture that ``request`` describes, or join it if it runs already.
+
+        Raises:
+            CaptureStateError: The worker is not registered, or another capture is open.
+            Exception: Whatever the tool raised; nothing records then.
+        """
+        received_ns = clock.now_ns()
+        with self._lock:
+            role = self._roles.get(identity.name)
+            if role is None:
+                raise CaptureStateError(
+                    f"start_capture(step={request.step}): {identity} is not set up; call init_capture(...) first"
+                )
+            if not role.selects(identity.rank, identity.replica):
+                return self._reply(identity, "skipped", received_ns, reason="not selected")
+            if self._capture is not None:
+                return self._join(self._capture, request, identity, received_ns)
+            capture = Capture(request, role, identity, self._finisher)
+            expected = capture.open()
+            self._capture = capture
+            self.sink = capture
+            status: StartStatus = "armed" if capture.state is State.ARMED else "recording"
+        return self._reply(identity, status, received_ns, expected=expected)
+
+    def stop(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        """Stop the open capture.
+
+        Args:
+            capture_id: The capture meant; ``None`` for whichever is open. A capture that has
+                ended already gives its result again.
+            finish_s: Seconds to wait for background work on artifacts.
+
+        Returns:
+            The result; its status is ``skipped`` when there was nothing to stop.
+        """
+        received_ns = clock.now_ns()
+        with self._lock:
+            capture = self._capture
+            if capture is not None and capture_id in (None, capture.request.capture_id):
+                result = self._close(capture)
+            elif self._last is not None and capture_id in (None, self._last.capture_id):
+                result = self._last
+            else:
+                open_now = f"capture {capture.request.capture_id} is open" if capture else "nothing is open"
+                result = CaptureResult(
+                    identity=capture.identity if capture else WorkerIdentity(role="unknown"),
+                    capture_id=capture_id or "",
+                    status="skipped",
+                    reason=f"stop_capture: {open_now}; call start_capture(...) first",
+                )
+        if finish_s:
+            self._finisher.drain(finish_s)
+        return StopReply(
+            result=result,
+            finished=self._finisher.take_news(),
+            received_ns=received_ns,
+            replied_ns=clock.now_ns(),
+        )
+
+    def step(self) -> None:
+        """Note that a mini-batch is done; the ``torch`` tool's ``mini_batches`` window counts these."""
+        capture = self._capture
+        if capture is not None:
+            capture.step()
+
+    def leave(self) -> None:
+        """Stop what is open and finish what is pending, before the process ends."""
+        with self._lock:
+            capture = self._capture
+            if capture is not None:
+                logger.warning(
+                    "%s ends while step %d is being captured; stopping the capture",
+                    capture.identity,
+                    capture.request.step,
+                )
+                self._close(capture)
+        if not self._finisher.drain(self._finish_s):
+            logger.error(
+                "artifacts were still being compressed after %.0f s; they stay uncompressed", self._finish_s
+            )
+
+    def _close(self, capture: Capture) -> CaptureResult:
+        try:
+            self._last = capture.close()
+        finally:
+            self.sink = None
+            self._capture = None
+        return self._last
+
+    def _join(
+        self, capture: Capture, request: CaptureRequest, identity: WorkerIdentity, received_ns: int
+    ) -> StartReply:
+        if capture.request.capture_id != request.capture_id:
+            raise CaptureStateError(
+                f"start_capture(step={request.step}): already {capture.state.value} step {capture.request.step} "
+                f"({capture.identity}); call stop_capture() first"
+            )
+        if identity.role not in capture.roles:
+            capture.roles.append(identity.role)
+        return self._reply(capture.identity, "joined", received_ns)
+
+    def _reply(
+        self,
+        identity: WorkerIdentity,
+        status: StartStatus,
+        received_ns: int,
+        reason: str = "",
+        expected: Sequence[Artifact] = (),
+    ) -> StartReply:
+        return StartReply(
+            identity=identity,
+            status=status,
+            reason=reason,
+            expected=list(expected),
+            finished=self._finisher.take_news(),
+            received_ns=received_ns,
+            replied_ns=clock.now_ns(),
+        )
+
+
+_session = Session()
+_stages: dict[str, Stage] = {}
+os.register_at_fork(after_in_child=_session.reset)
+
+
+def process_session() -> Session:
+    """Return the session of this process."""
+    return _session
+
+
+def stage(name: str) -> Stage:
+    """Return the stage of that name, as context manager or decorator.
+
+    ``with stage("update_actor"): ...`` or ``@stage("update_actor")`` above a function or a
+    coroutine function. Exceptions pass through; stages nest.
+    """
+    try:
+        return _stages[name]
+    except KeyError:
+        return _stages.setdefault(name, Stage(_session, name))

@@ -1,0 +1,139 @@
+"""What a tool is: the interface that third parties implement too.
+
+A :class:`Tool` holds options; :meth:`Tool.start` returns a :class:`Recording`, which lives
+until it is stopped. A process has at most one recording of a tool at a time, so neither
+needs locks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl_profiling.identity import artifact_name
+from verl_profiling.manifest import Artifact
+
+__all__ = ["NoOptions", "Output", "Recording", "Target", "Tool"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """A tool without options."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where a recording goes and what it is called.
+
+    Attributes:
+        folder: The step folder; it exists.
+        lane: Lane of the recording rank, e.g. ``actor_rank0``.
+        stage: Stage, in discrete mode.
+        occurrence: Which run of the stage in this step, from 1.
+        metadata: Plain values that a tool may store in the artifact.
+    """
+
+    folder: Path
+    lane: str
+    stage: str | None = None
+    occurrence: int = 1
+    metadata: dict[str, Any]
+
+    def path(self, suffix: str) -> Path:
+        """Return the artifact's path for a tool's suffix."""
+        return self.folder / artifact_name(self.lane, suffix, self.stage, self.occurrence)
+
+    def artifact(self, tool: type[Tool]) -> Artifact:
+        """Return the artifact as expected now, before anything is written."""
+        return Artifact(
+            path=self.path(tool.suffix).name,
+            lane=self.lane,
+            tool=tool.name,
+            status="missing",
+            stage=self.stage,
+            occurrence=self.occurrence,
+        )
+
+
+@dataclass(frozen=True)
+class Output:
+    """One artifact that a recording wrote.
+
+    Attributes:
+        artifact: Its state now; ``pending`` when ``finish`` has to run.
+        finish: The rest of the work (compression, ...). It runs on a background thread, off
+            the training path, and returns the artifact's final state.
+        export_s: Seconds that writing took, after recording had stopped.
+    """
+
+    artifact: Artifact
+    finish: Callable[[], Artifact] | None = None
+    export_s: float = 0.0
+
+
+class Recording(ABC):
+    """One recording, from :meth:`Tool.start` to :meth:`stop` or :meth:`discard`."""
+
+    def annotate(self, name: str) -> AbstractContextManager[object] | None:
+        """Return a range that shows ``name`` inside the artifact, if the tool has such ranges."""
+        return None
+
+    def step(self) -> None:
+        """Note that one mini-batch is done."""
+
+    @abstractmethod
+    def stop(self) -> Sequence[Output]:
+        """Stop recording and write what was recorded.
+
+        Returns:
+            One output per artifact. A recording that held nothing returns an artifact whose
+            status is ``empty`` and whose reason says why.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Stop recording and write nothing."""
+
+
+class Tool(ABC):
+    """Something that records a process.
+
+    Attributes:
+        name: Name in the configuration, in file names and in the manifest.
+        suffix: What artifact names end in.
+        options_class: A frozen dataclass of the tool's options.
+        conflicts: Names of tools that cannot record at the same time in one process.
+    """
+
+    name: ClassVar[str]
+    suffix: ClassVar[str]
+    options_class: ClassVar[type] = NoOptions
+    conflicts: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    @property
+    def any_thread(self) -> bool:
+        """Whether a recording may be stopped on another thread than it was started on."""
+        return True
+
+    def prepare(self) -> None:
+        """Do what is slow once, before the first capture: imports, checks.
+
+        Raises:
+            ToolUnavailableError: The tool cannot work here; the message says what to install.
+        """
+
+    @abstractmethod
+    def start(self, target: Target) -> Recording:
+        """Start recording.
+
+        Raises:
+            ToolUnavailableError: The tool cannot work here.
+            CaptureStateError: Something else records this process already.
+        """

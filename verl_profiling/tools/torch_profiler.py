@@ -1,0 +1,219 @@
+"""The ``torch`` tool: ``torch.profiler``, one Kineto trace per recording."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.trace_file import output_of_raw_trace
+
+__all__ = ["MiniBatchWindow", "TorchOptions", "TorchTool"]
+
+_INSTALL = "install it with: pip install 'verl-profiling[train]'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatchWindow:
+    """Which mini-batches of one recording are kept, counted by ``capture.step()``.
+
+    Attributes:
+        wait: Mini-batches that are not recorded.
+        warmup: Mini-batches that are recorded and thrown away.
+        active: Mini-batches that are kept.
+    """
+
+    wait: int = 0
+    warmup: int = 0
+    active: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("wait", 0), ("warmup", 0), ("active", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(name, f"must be at least {least}, is {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchOptions:
+    """Options of the ``torch`` tool.
+
+    Attributes:
+        activities: What is recorded; ``None`` for all that this machine has.
+        stack: Python stacks of every op. Costly: about three times the events.
+        shapes: Shapes of the inputs of every op.
+        memory: Allocations. torch then records only the thread that starts the recording.
+        flops: Estimated floating-point operations of matrix products and convolutions.
+        mini_batches: Keep only a window of mini-batches; ``None`` for everything.
+        compression_level: isal gzip level, 0 (fastest) to 3 (smallest).
+    """
+
+    activities: tuple[Literal["cpu", "cuda", "xpu"], ...] | None = None
+    stack: bool = False
+    shapes: bool = False
+    memory: bool = False
+    flops: bool = False
+    mini_batches: MiniBatchWindow | None = None
+    compression_level: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.compression_level <= 3:
+            raise ConfigError("compression_level", f"must be 0 to 3, is {self.compression_level}")
+        if self.activities is not None and not self.activities:
+            raise ConfigError("activities", "is empty; leave it out to record all that this machine has")
+
+
+class TorchTool(Tool):
+    """Records with ``torch.profiler``.
+
+    torch ties a profiler to the thread that started it: only that thread is recorded, and
+    stopping it elsewhere corrupts the export. Where torch can record all threads at once
+    (``profile_all_threads``), neither holds, and that is what is used; memory events are
+    left out by torch in that mode, so with ``memory`` the starting thread owns the recording.
+    ``trace_only`` spares the Python copy of every event that a trace does not need.
+    """
+
+    name: ClassVar[str] = "torch"
+    suffix: ClassVar[str] = ".torch.json.gz"
+    options_class: ClassVar[type] = TorchOptions
+    conflicts: ClassVar[frozenset[str]] = frozenset({"npu"})
+    options: TorchOptions
+
+    @property
+    def any_thread(self) -> bool:
+        return not self.options.memory and "profile_all_threads" in _experimental_options()
+
+    def prepare(self) -> None:
+        """Import what the first start of a profiler would import, which takes seconds."""
+        try:
+            import torch._inductor.config
+            import torch.profiler  # noqa: F401
+        except ImportError as error:
+            raise ToolUnavailableError(f"tool 'torch' needs torch; {_INSTALL}") from error
+        self._activities()
+
+    def start(self, target: Target) -> Recording:
+        self.prepare()
+        import torch
+
+        profiler_state = torch.autograd.profiler
+        if getattr(profiler_state, "_is_profiler_enabled", False) or torch._C._autograd._profiler_enabled():
+            raise CaptureStateError(
+                f"{target.lane}: another torch profiler already records this process, and two at once crash it; "
+                "stop that one, or switch one of the two off"
+            )
+        window = self.options.mini_batches
+        profiler = torch.profiler.profile(
+            activities=self._activities(),
+            schedule=window
+            and torch.profiler.schedule(
+                wait=window.wait, warmup=window.warmup, active=window.active, repeat=1
+            ),
+            record_shapes=self.options.shapes,
+            profile_memory=self.options.memory,
+            with_stack=self.options.stack,
+            with_flops=self.options.flops,
+            experimental_config=self._experimental_config(),
+        )
+        return _TorchRecording(profiler, target, self.options)
+
+    def _experimental_config(self) -> Any:
+        from torch._C._profiler import _ExperimentalConfig
+
+        wanted = {"trace_only": True, "profile_all_threads": self.any_thread}
+        return _ExperimentalConfig(**{name: wanted[name] for name in _experimental_options()})
+
+    def _activities(self) -> list[Any]:
+        from torch.profiler import ProfilerActivity, supported_activities
+
+        supported = supported_activities()
+        if self.options.activities is None:
+            return sorted(supported, key=str)
+        wanted = [getattr(ProfilerActivity, name.upper()) for name in self.options.activities]
+        if missing := [activity.name.lower() for activity in wanted if activity not in supported]:
+            have = ", ".join(sorted(activity.name.lower() for activity in supported))
+            raise ToolUnavailableError(
+                f"tools.torch.activities: this torch cannot record {', '.join(missing)} here, only {have}; "
+                "leave activities out to record all that there is"
+            )
+        return wanted
+
+
+@cache
+def _experimental_options() -> frozenset[str]:
+    """Return which of the experimental options that we use this torch knows."""
+    try:
+        from torch._C._profiler import _ExperimentalConfig
+    except ImportError:
+        return frozenset()
+    signature = inspect.getdoc(_ExperimentalConfig.__init__) or ""
+    return frozenset(name for name in ("profile_all_threads", "trace_only") if name in signature)
+
+
+class _TorchRecording(Recording):
+    def __init__(self, profiler: Any, target: Target, options: TorchOptions) -> None:
+        from torch.autograd import _record_function_with_args_enter, _record_function_with_args_exit
+
+        self._profiler = profiler
+        self._target = target
+        self._options = options
+        self._mini_batches = 0
+        self._enter_range = _record_function_with_args_enter
+        self._exit_range = _record_function_with_args_exit
+        profiler.start()
+        profiler.add_metadata_json("verl_profiling", msgspec.json.encode(target.metadata).decode())
+
+    def annotate(self, name: str) -> AbstractContextManager[object]:
+        return _Range(self._enter_range, self._exit_range, name)
+
+    def step(self) -> None:
+        self._mini_batches += 1
+        if self._options.mini_batches is not None:
+            self._profiler.step()
+
+    def stop(self) -> list[Output]:
+        self._profiler.stop()
+        expected = self._target.artifact(TorchTool)
+        window = self._options.mini_batches
+        if window is not None and self._mini_batches < window.wait + window.warmup:
+            reason = (
+                f"the mini-batch window opens after {window.wait + window.warmup} calls of capture.step(), "
+                f"and there were {self._mini_batches}"
+            )
+            return [Output(msgspec.structs.replace(expected, status="empty", reason=reason))]
+        final = self._target.path(TorchTool.suffix)
+        part: Path = final.with_name(f".{final.stem}.part")
+        begin = time.perf_counter()
+        self._profiler.export_chrome_trace(str(part))
+        output = output_of_raw_trace(part, final, expected, self._options.compression_level)
+        return [replace(output, export_s=time.perf_counter() - begin)]
+
+    def discard(self) -> None:
+        self._profiler.stop()
+
+
+class _Range:
+    """A user annotation at a fifth of the price of ``record_function``."""
+
+    __slots__ = ("_enter", "_exit", "_handle", "_name")
+
+    def __init__(self, enter: Any, exit: Any, name: str) -> None:
+        self._enter = enter
+        self._exit = exit
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._handle = self._enter(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit(self._handle)

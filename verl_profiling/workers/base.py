@@ -1,0 +1,81 @@
+"""The mixin every training worker inherits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.errors import CaptureStateError
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.session import Session, process_session
+
+__all__ = ["CaptureMixin"]
+
+
+class CaptureMixin:
+    """Adds ``start_capture`` and ``stop_capture`` to a worker.
+
+    It has no ``__init__``, so it composes with any class. The worker calls
+    :meth:`init_capture` once it knows its rank, and marks its own stages with
+    ``verl_profiling.stage("update_actor")``.
+    """
+
+    _capture_identity: WorkerIdentity | None = None
+
+    def init_capture(
+        self,
+        config: ProfilingConfig | Mapping[str, Any] | None,
+        *,
+        role: str,
+        rank: int = 0,
+        world_size: int = 1,
+        topology: Mapping[str, int] | None = None,
+    ) -> None:
+        """Set this worker up. Slow imports happen here, so that the first capture starts at once.
+
+        Args:
+            config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
+            role: What the worker group is, e.g. ``actor``.
+            rank: Global rank inside the role.
+            world_size: Number of ranks of the role.
+            topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1}``.
+
+        Raises:
+            ConfigError: The settings are wrong.
+            ToolUnavailableError: A tool cannot work on this machine.
+        """
+        settings = ProfilingConfig.from_any(config)
+        self._capture_identity = WorkerIdentity(
+            role=role, rank=rank, world_size=world_size, topology=dict(topology or {})
+        )
+        if settings.enable:
+            process_session().register(settings, self._capture_identity)
+
+    @property
+    def capture(self) -> Session:
+        """The session of this process; ``self.capture.step()`` counts a mini-batch."""
+        return process_session()
+
+    def start_capture(self, request: CaptureRequest) -> StartReply:
+        """Start, arm or join a capture. The callback calls this.
+
+        Raises:
+            CaptureStateError: ``init_capture`` was not called, or another capture is open.
+        """
+        if self._capture_identity is None:
+            raise CaptureStateError(
+                f"start_capture(step={request.step}): {type(self).__name__} is not set up; "
+                "call init_capture(config, role=..., rank=...) first"
+            )
+        return process_session().start(request, self._capture_identity)
+
+    def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        """Stop a capture; never raises for one that is not open. The callback calls this.
+
+        Args:
+            capture_id: The capture meant; ``None`` for whichever is open.
+            finish_s: Seconds to wait for background work on artifacts.
+        """
+        return process_session().stop(capture_id, finish_s)

@@ -1,0 +1,59 @@
+"""The mixin for FSDP workers: rank and parallel coordinates from torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.errors import CaptureStateError
+from verl_profiling.workers.base import CaptureMixin
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["FSDPCaptureMixin"]
+
+
+class FSDPCaptureMixin(CaptureMixin):
+    """Like :class:`CaptureMixin`, with the rank read from the process group and the device mesh."""
+
+    def init_capture(  # type: ignore[override]
+        self,
+        config: ProfilingConfig | Mapping[str, Any] | None,
+        *,
+        role: str,
+        rank: int | None = None,
+        world_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """Set this worker up, after ``torch.distributed.init_process_group``.
+
+        Args:
+            config: The same settings as the callback's.
+            role: What the worker group is, e.g. ``actor``.
+            rank: Global rank; read from the default process group when left out.
+            world_size: Number of ranks; read likewise.
+            mesh: The device mesh; its named dimensions become the worker's topology.
+
+        Raises:
+            CaptureStateError: There is no process group to read the rank from.
+            ConfigError: The settings are wrong.
+            ToolUnavailableError: A tool cannot work on this machine.
+        """
+        if rank is None or world_size is None:
+            import torch.distributed as dist
+
+            if not dist.is_initialized():
+                raise CaptureStateError(
+                    f"init_capture(role={role!r}): torch.distributed is not initialised; call it after "
+                    "init_process_group(), or pass rank and world_size"
+                )
+            rank = dist.get_rank() if rank is None else rank
+            world_size = dist.get_world_size() if world_size is None else world_size
+        topology = (
+            {name: mesh.get_local_rank(name) for name in (mesh.mesh_dim_names or ())}
+            if mesh is not None
+            else {}
+        )
+        super().init_capture(config, role=role, rank=rank, world_size=world_size, topology=topology)
