@@ -1,0 +1,99 @@
+"""``check`` looks at every byte, so that "ok" means that the step can be analysed."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+from step_folders import build_step
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.report.check import check
+
+VICTIM = "actor_rank0.torch.json.gz"
+
+
+def fates(path: Path) -> dict[str, str]:
+    """Return what became of each artifact."""
+    return {entry.path: entry.fate for entry in check(path).artifacts}
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_a_whole_step_passes(tmp_path: Path, mode: str) -> None:
+    """Three workers and the controller are read, and all is well."""
+    result = check(build_step(tmp_path, mode=mode))
+    assert result.ok
+    assert [entry.fate for entry in result.artifacts] == ["ok"] * 4
+    assert all(entry.events for entry in result.artifacts)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fate"),
+    [
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: path.write_bytes(b""), "empty"),
+        (lambda path: path.write_bytes(gzip.compress(b"")), "unreadable"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "truncated"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-4]), "truncated"),
+        (lambda path: path.write_bytes(b"\x1f\x8b" + path.read_bytes()[40:]), "unreadable"),
+        (
+            lambda path: path.write_bytes(gzip.compress(b'{"baseTimeNanoseconds":1,"traceEvents":[]}')),
+            "empty",
+        ),
+        (
+            lambda path: path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-99_999])),
+            "truncated",
+        ),
+    ],
+    ids=[
+        "unlinked",
+        "0 bytes",
+        "no content",
+        "cut",
+        "no checksum",
+        "no gzip",
+        "no events",
+        "cut before gzip",
+    ],
+)
+def test_damage_is_found_and_named(tmp_path: Path, damage: object, fate: str) -> None:
+    """Whatever happened to one file, it is named, and the others stay ok."""
+    folder = build_step(tmp_path)
+    damage(folder / VICTIM)
+    found = fates(folder)
+    assert found.pop(VICTIM) == fate
+    assert set(found.values()) == {"ok"}
+    assert not check(folder).ok
+
+
+def test_a_run_is_checked_step_by_step(tmp_path: Path) -> None:
+    """An unfinished step, which has no manifest, fails the run."""
+    build_step(tmp_path, step=1)
+    assert check(tmp_path).ok
+    (tmp_path / "step_000002").mkdir()
+    assert fates(tmp_path)["step_000002/manifest.json"] == "missing"
+    assert not check(tmp_path).ok
+
+
+def test_a_lost_controller_trace_is_missing(tmp_path: Path) -> None:
+    """The stages are expected like everything else."""
+    folder = build_step(tmp_path)
+    (folder / "controller.trace.json.gz").unlink()
+    assert fates(folder)["controller.trace.json.gz"] == "missing"
+
+
+def test_a_broken_manifest_is_unreadable(tmp_path: Path) -> None:
+    """The rest of the run is still checked."""
+    folder = build_step(tmp_path, step=1)
+    build_step(tmp_path, step=2)
+    (folder / "manifest.json").write_text("{")
+    found = fates(tmp_path)
+    assert found["step_000001/manifest.json"] == "unreadable"
+    assert found["step_000002/actor_rank0.torch.json.gz"] == "ok"
+
+
+def test_nothing_to_check_is_an_error(tmp_path: Path) -> None:
+    """An empty folder is bad input, not a success."""
+    with pytest.raises(TraceFormatError, match="nothing to check"):
+        check(tmp_path)

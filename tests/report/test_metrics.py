@@ -1,0 +1,106 @@
+"""The report's numbers are those of the recorded stages and of the traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from step_folders import WORKERS, build_step, recordings
+
+from verl_profiling.report.metrics import OUTSIDE_STAGES, build_report
+from verl_profiling.report.model import Report
+from verl_profiling.timeline.inputs import find_steps
+
+
+def report_of(path: Path) -> Report:
+    """Return the report of a folder with one step."""
+    (inputs,) = find_steps(path)
+    return build_report(inputs)
+
+
+def test_the_anatomy_adds_up_to_the_step(tmp_path: Path) -> None:
+    """Each stage has its recorded duration, and the rest of the step is named."""
+    report = report_of(build_step(tmp_path))
+    taken = recordings()
+    rollout = taken["rollout0_rank0"]
+    update_ns = taken["actor_rank1"].end_ns - taken["actor_rank0"].begin_ns
+    rows = {row.name: row for row in report.stages}
+    assert list(rows) == ["rollout", "update_actor", OUTSIDE_STAGES]
+    assert rows["rollout"].duration_us == (rollout.end_ns - rollout.begin_ns) / 1000
+    assert rows["update_actor"].duration_us == update_ns / 1000
+    assert sum(row.duration_us for row in report.stages) == pytest.approx(report.span_us)
+    assert sum(row.share for row in report.stages) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("clock_ns", [0, 1_234_567_891])
+def test_busy_is_the_time_with_an_operator_running(tmp_path: Path, clock_ns: int) -> None:
+    """On CPU traces busy equals the union of top-level operators, whatever the host's clock says."""
+    report = report_of(build_step(tmp_path, rank1_clock_ns=clock_ns))
+    for row in report.workers:
+        events = json.loads(recordings()[row.name].trace)["traceEvents"]
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "cpu_op")
+        busy, reach = 0.0, 0.0
+        for begin, end in spans:
+            busy += max(0.0, end - max(begin, reach))
+            reach = max(reach, end)
+        assert row.busy_us == pytest.approx(busy, abs=0.01 * len(spans))
+        assert row.busy_us + row.idle_us == pytest.approx(row.span_us)
+        assert row.span_us == pytest.approx(report.span_us)
+        assert not row.device
+
+
+def test_a_discrete_capture_is_measured_where_it_recorded(tmp_path: Path) -> None:
+    """Outside its windows a worker was not observed, so it is not called idle there."""
+    report = report_of(build_step(tmp_path, mode="discrete", rank1_clock_ns=99))
+    for row in report.workers:
+        recording = recordings()[row.name]
+        assert row.span_us == pytest.approx((recording.end_ns - recording.begin_ns) / 1000)
+
+
+def test_each_lane_has_a_row(tmp_path: Path) -> None:
+    """Training ranks come before engines, each with its identity."""
+    report = report_of(build_step(tmp_path))
+    assert [row.name for row in report.workers] == list(WORKERS)
+    assert [(row.role, row.rank, row.replica) for row in report.workers] == [
+        ("actor", 0, None),
+        ("actor", 1, None),
+        ("rollout", 0, 0),
+    ]
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    """A lost and a truncated trace are named, and the others are reported on."""
+    folder = build_step(tmp_path)
+    (folder / "actor_rank1.torch.json.gz").unlink()
+    victim = folder / "rollout0_rank0.torch.json.gz"
+    victim.write_bytes(victim.read_bytes()[:-2_000])
+    report = report_of(folder)
+    assert (report.coverage.expected, report.coverage.read) == (3, 2)
+    assert report.coverage.missing[0] == "actor_rank1.torch.json.gz is missing"
+    assert any("rollout0_rank0.torch.json.gz" in sentence for sentence in report.coverage.missing)
+    assert [row.name for row in report.workers] == ["actor_rank0", "rollout0_rank0"]
+
+
+def test_the_clocks_error_is_reported(tmp_path: Path) -> None:
+    """A corrected clock comes with its bound and its drift."""
+    (clock,) = report_of(build_step(tmp_path, rank1_clock_ns=1_000_000)).clocks
+    assert (clock.host, clock.offset_us, clock.error_us, clock.drift_us) == ("other", 1000.0, 2.0, 0.5)
+
+
+def test_plain_traces_have_no_anatomy_but_all_else(tmp_path: Path) -> None:
+    """A folder of traces without a manifest is reported from first to last operator."""
+    folder = build_step(tmp_path)
+    (folder / "manifest.json").unlink()
+    (folder / "controller.trace.json.gz").unlink()
+    report = report_of(folder)
+    assert report.stages == []
+    assert [row.name for row in report.workers] == list(WORKERS)
+    assert all(0 < row.busy_us < row.span_us for row in report.workers)
+
+
+def test_the_report_survives_json(tmp_path: Path) -> None:
+    """What ``--json`` prints can be read back as the same report."""
+    report = report_of(build_step(tmp_path))
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report

@@ -1,0 +1,122 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from step_folders import WORKERS, build_step
+
+from verl_profiling.cli import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK, main
+
+ANSI = "\x1b["
+
+
+def test_merge_writes_a_timeline_per_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run folder gets one timeline in each of its steps."""
+    folders = [build_step(tmp_path, step=step) for step in (1, 2)]
+    assert main(["merge", str(tmp_path)]) == EXIT_OK
+    assert all((folder / "timeline.json.gz").stat().st_size for folder in folders)
+    assert capsys.readouterr().out.count("timeline.json.gz") == 2
+
+
+def test_merging_twice_gives_the_same(tmp_path: Path) -> None:
+    """A timeline in the folder is not taken for a trace."""
+    folder = build_step(tmp_path)
+    main(["merge", str(folder)])
+    first = (folder / "timeline.json.gz").read_bytes()
+    main(["merge", str(folder)])
+    assert (folder / "timeline.json.gz").read_bytes() == first
+
+
+def test_report_fits_100_columns_and_has_no_colour_when_piped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The anatomy and every lane are printed, in plain text."""
+    assert main(["report", str(build_step(tmp_path))]) == EXIT_OK
+    printed = capsys.readouterr().out
+    assert ANSI not in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    for name in ("rollout", "update_actor", "(outside stages)", *WORKERS):
+        assert name in printed
+
+
+def test_report_json_is_one_document_per_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Programs get what people see, with every field of a worker."""
+    for step in (1, 2):
+        build_step(tmp_path, step=step)
+    assert main(["report", "--json", str(tmp_path)]) == EXIT_OK
+    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [report["step"] for report in reports] == [1, 2]
+    fields = "name role rank span_us busy_us idle_us compute_us communication_us exposed_communication_us"
+    assert {*fields.split(), "overlap_us", "memcpy_us"} <= reports[0]["workers"][0].keys()
+
+
+def test_check_exits_with_the_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 for a whole step, 1 for a damaged one, and the file is named."""
+    folder = build_step(tmp_path)
+    assert main(["check", str(folder)]) == EXIT_OK
+    (folder / "actor_rank1.torch.json.gz").unlink()
+    capsys.readouterr()
+    assert main(["check", str(folder), "--json"]) == EXIT_FINDING
+    result = json.loads(capsys.readouterr().out)
+    assert not result["ok"]
+    assert {e["path"]: e["fate"] for e in result["artifacts"]}["actor_rank1.torch.json.gz"] == "missing"
+
+
+@pytest.mark.parametrize("command", ["merge", "report", "check"])
+def test_bad_input_is_one_line_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """A path that holds nothing gives a sentence on standard error and no traceback."""
+    assert main([command, str(tmp_path / "nowhere")]) == EXIT_BAD_INPUT
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("verl-profiling: error: ")
+    assert "nowhere: no such file or folder" in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_an_unwritable_output_is_one_line_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error names the folder that cannot be written."""
+    folder = build_step(tmp_path)
+    assert main(["merge", str(folder), "-o", str(tmp_path / "no" / "t.json.gz")]) == EXIT_BAD_INPUT
+    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["merge"], ["report"], ["check"]])
+def test_help_shows_an_example_or_the_exit_codes(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    """Help is enough to go on without the documentation."""
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--help"])
+    assert left.value.code == 0
+    printed = capsys.readouterr().out
+    assert ("example: verl-profiling" if command else "exit codes:") in printed
+
+
+def test_analysis_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
+    """A laptop without them can merge and report."""
+    folder = build_step(tmp_path)
+    program = (
+        "import sys; sys.modules.update(torch=None, ray=None, vllm=None)\n"
+        "from verl_profiling.cli import main\n"
+        f"sys.exit(main(['merge', {str(folder)!r}]) or main(['report', {str(folder)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    """``verl-profiling report ... | head`` ends without a traceback."""
+    folder = build_step(tmp_path)
+    command = f"{sys.executable} -m verl_profiling.cli report {folder} | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert "step 12" in done.stdout

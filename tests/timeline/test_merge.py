@@ -1,0 +1,208 @@
+"""The timeline holds every event, on one clock, with names, order and arrows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from step_folders import WORKERS, build_step, read_events, recordings, unix_ns
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import MergeResult, merge
+from verl_profiling.timeline.slim import Keep
+
+CLOCK_NS = 1_234_567_891
+
+
+def merged(folder: Path, **options: object) -> tuple[MergeResult, list[dict]]:
+    """Merge a folder that holds one step and return the result and the timeline's events."""
+    (inputs,) = find_steps(folder)
+    result = merge(inputs, **options)
+    return result, read_events(result.path)
+
+
+def process_names(events: list[dict]) -> dict[int, str]:
+    """Return the name of each process of a timeline."""
+    return {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_every_event_is_in_the_timeline(tmp_path: Path, mode: str) -> None:
+    """Nothing but the old names of processes is lost, and nothing is added but lanes and arrows."""
+    folder = build_step(tmp_path, mode=mode)
+    result, events = merged(folder)
+    inputs = Counter(
+        (event["ph"], event["name"])
+        for path in folder.glob("*.json.gz")
+        if path.name != "timeline.json.gz"
+        for event in read_events(path)
+        if event["ph"] != "M"
+    )
+    arrows = {("s", "causes"): 3, ("f", "causes"): 3}
+    assert Counter((e["ph"], e["name"]) for e in events if e["ph"] != "M") == inputs + Counter(arrows)
+    assert result.events == sum(inputs.values()) + 6
+
+
+def test_times_differ_by_the_hosts_offset_and_by_nothing_else(tmp_path: Path) -> None:
+    """With a host 1.234567891 s ahead, each event lands on the controller's clock to the nanosecond."""
+    folder = build_step(tmp_path, rank1_clock_ns=CLOCK_NS)
+    result, events = merged(folder)
+    base = json.loads(gzip.decompress(result.path.read_bytes()))["baseTimeNanoseconds"]
+    names = process_names(events)
+    for lane in WORKERS:
+        pids = {pid for pid, name in names.items() if name.split()[0] == lane}
+        found: dict[str, list[int]] = {}
+        for event in events:
+            if event["pid"] in pids and event["ph"] == "X" and event.get("cat") != "stage":
+                found.setdefault(event["name"], []).append(base + round(event["ts"] * 1000))
+        expected = unix_ns(recordings()[lane].trace)
+        assert {name: sorted(times) for name, times in found.items()} == {
+            name: sorted(times) for name, times in expected.items()
+        }
+
+
+def test_lanes_are_named_and_sorted(tmp_path: Path) -> None:
+    """The controller comes first, then the ranks in order, then the engines; no process is nameless."""
+    _, events = merged(build_step(tmp_path))
+    names = process_names(events)
+    order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
+    lanes = list(dict.fromkeys(names[pid].split()[0] for pid in sorted(names, key=order.__getitem__)))
+    assert lanes == ["controller", *WORKERS]
+    assert {event["pid"] for event in events} == names.keys()
+
+
+def test_processes_of_different_workers_never_share_an_id(tmp_path: Path) -> None:
+    """The traces were recorded under one process id, and still each lane has its own processes."""
+    folder = build_step(tmp_path)
+    pids = {
+        e["pid"]
+        for lane in WORKERS
+        for e in read_events(folder / f"{lane}.torch.json.gz")
+        if e.get("cat") == "cpu_op"
+    }
+    assert len(pids) == 1
+    _, events = merged(folder)
+    names = process_names(events)
+    assert len(set(names.values())) == len(names)
+    for lane in WORKERS:
+        assert sum(name == lane for name in names.values()) == 1
+
+
+def test_a_workers_stages_share_its_process(tmp_path: Path) -> None:
+    """The lane of stages is in the process that holds the operators, so that they are seen together."""
+    _, events = merged(build_step(tmp_path))
+    names = process_names(events)
+    stages = {names[e["pid"]] for e in events if e["ph"] == "X" and e.get("cat") == "stage"}
+    operators = {names[e["pid"]] for e in events if e.get("cat") == "cpu_op"}
+    assert stages == {"controller", "actor_rank0", "actor_rank1", "rollout0_rank0"}
+    assert operators == stages - {"controller"}
+
+
+def test_arrows_lead_from_the_controllers_stage_into_the_workers(tmp_path: Path) -> None:
+    """Each arrow begins with a stage of the controller and ends with the same stage of a worker."""
+    _, events = merged(build_step(tmp_path, rank1_clock_ns=CLOCK_NS))
+    names = process_names(events)
+    stages = {
+        (e["pid"], e["tid"], e["ts"]): e["name"] for e in events if e["ph"] == "X" and e.get("cat") == "stage"
+    }
+    starts = {e["id"]: e for e in events if e["name"] == "causes" and e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["name"] == "causes" and e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    led_to = set()
+    for number, start in starts.items():
+        end = ends[number]
+        stage = stages[start["pid"], start["tid"], start["ts"]]
+        assert stages[end["pid"], end["tid"], end["ts"]] == stage
+        assert start["ts"] <= end["ts"]
+        assert names[start["pid"]] == "controller"
+        led_to.add((names[end["pid"]], stage))
+    assert led_to == {
+        ("actor_rank0", "update_actor"),
+        ("actor_rank1", "update_actor"),
+        ("rollout0_rank0", "rollout"),
+    }
+
+
+def test_flow_ids_stay_apart(tmp_path: Path) -> None:
+    """Perfetto keys flows by id, category and name, so no two traces may use the same ones."""
+    _, events = merged(build_step(tmp_path))
+    users: dict[tuple, set[int]] = {}
+    starts: Counter[tuple] = Counter()
+    for event in events:
+        if event["ph"] in "sf" and event["name"] != "causes":
+            key = (event["id"], event.get("cat"), event["name"])
+            users.setdefault(key, set()).add(event["pid"])
+            starts[key] += event["ph"] == "s"
+    assert users
+    assert all(len(pids) == 1 for pids in users.values())
+    assert set(starts.values()) == {1}
+
+
+def test_two_processes_write_the_same_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many processes merge does not show in the result."""
+    (inputs,) = find_steps(build_step(tmp_path))
+    alone = merge(inputs, tmp_path / "alone.json.gz").path
+    monkeypatch.setattr("verl_profiling.timeline.merge._SPAWN_BYTES", 0)
+    together = merge(inputs, tmp_path / "together.json.gz", jobs=2).path
+    assert together.read_bytes() == alone.read_bytes()
+
+
+def test_one_gzip_member_per_trace(tmp_path: Path) -> None:
+    """The members are the head, one per trace, and the foot."""
+    result, _ = merged(build_step(tmp_path))
+    assert result.path.read_bytes().count(b"\x1f\x8b\x08") >= len(WORKERS) + 2
+
+
+def test_a_truncated_trace_costs_nobody_elses_data(tmp_path: Path) -> None:
+    """What is left of it is merged, the others whole, and the damage is named."""
+    folder = build_step(tmp_path)
+    whole, _ = merged(folder)
+    victim = folder / "actor_rank0.torch.json.gz"
+    victim.write_bytes(victim.read_bytes()[:-5_000])
+    result, events = merged(folder)
+    assert [m.events for m in result.members][1:] == [m.events for m in whole.members][1:]
+    assert 0 < result.members[0].events < whole.members[0].events
+    assert any("actor_rank0.torch.json.gz: byte " in problem for problem in result.problems)
+    assert "controller" in process_names(events).values()
+
+
+def test_a_missing_trace_is_named_and_the_rest_merged(tmp_path: Path) -> None:
+    """A worker that died leaves its stages and a sentence, not an exception."""
+    folder = build_step(tmp_path)
+    (folder / "actor_rank1.torch.json.gz").unlink()
+    result, events = merged(folder)
+    assert result.problems == ["actor_rank1.torch.json.gz is missing"]
+    assert "actor_rank1" in process_names(events).values()
+
+
+def test_bytes_still_being_compressed_are_read_raw(tmp_path: Path) -> None:
+    """While only the raw file of a pending artifact is there, it stands in for the final one."""
+    folder = build_step(tmp_path)
+    whole, _ = merged(folder)
+    path = folder / "actor_rank0.torch.json.gz"
+    path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
+    path.unlink()
+    result, _ = merged(folder)
+    assert result.events == whole.events
+
+
+def test_what_was_left_out_is_written_into_the_file(tmp_path: Path) -> None:
+    """A slimmed timeline says how much it lacks."""
+    folder = build_step(tmp_path)
+    whole, _ = merged(folder)
+    result, events = merged(folder, keep=Keep(min_us=50.0))
+    about = json.loads(gzip.decompress(result.path.read_bytes()))["verlProfiling"]
+    assert result.left_out > 0
+    assert result.left_out == sum(source["left_out"] for source in about["sources"])
+    assert result.events + result.left_out == whole.events
+    assert all(e["dur"] >= 50.0 for e in events if e["ph"] == "X" and e.get("cat") == "cpu_op")
+
+
+def test_a_folder_without_anything_to_merge_is_refused(tmp_path: Path) -> None:
+    """The error names the folder."""
+    with pytest.raises(TraceFormatError, match="no trace files"):
+        find_steps(tmp_path)

@@ -1,0 +1,1 @@
+"""Says where the accelerator-seconds of a step went."""

@@ -1,0 +1,152 @@
+"""Verifies that every expected artifact is there, whole and not empty."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, Artifact, read_manifest
+from verl_profiling.timeline.blocks import Blocks
+from verl_profiling.timeline.inputs import resolve_artifact, step_folders
+from verl_profiling.timeline.plain import plain_steps
+from verl_profiling.timeline.reader import Trace
+
+__all__ = ["CheckResult", "Checked", "check"]
+
+Fate = Literal["ok", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found in the place of one artifact.
+
+    Attributes:
+        path: Path relative to the folder that was checked.
+        fate: What it is.
+        reason: Why it is not ``ok``.
+        bytes: Its size on disk.
+        events: Number of events, for a trace.
+    """
+
+    path: str
+    fate: Fate
+    reason: str = ""
+    bytes: int = 0
+    events: int | None = None
+
+
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a check.
+
+    Attributes:
+        directory: What was checked.
+        ok: Whether every artifact is ``ok`` (or was skipped on purpose).
+        artifacts: One entry per artifact.
+    """
+
+    directory: str
+    ok: bool
+    artifacts: list[Checked]
+
+
+def check(path: Path) -> CheckResult:
+    """Read everything that a step folder, a run folder or a folder of traces should hold.
+
+    Raises:
+        TraceFormatError: There is nothing to check.
+    """
+    if (path / MANIFEST_NAME).is_file():
+        checked = _check_step(path, path)
+    elif path.is_dir() and (folders := step_folders(path)):
+        checked = [entry for folder in folders for entry in _check_step(path, folder)]
+    elif path.exists():
+        base = path if path.is_dir() else path.parent
+        traces = [source.path for step in plain_steps(path) for source in step.sources]
+        checked = [_check_trace(str(trace.relative_to(base)), trace) for trace in traces]
+    else:
+        raise TraceFormatError(path, "no such file or folder")
+    if not checked:
+        raise TraceFormatError(path, "holds nothing to check")
+    ok = all(entry.fate in ("ok", "skipped") for entry in checked)
+    return CheckResult(directory=str(path), ok=ok, artifacts=checked)
+
+
+def _check_step(root: Path, folder: Path) -> list[Checked]:
+    where = "" if folder == root else f"{folder.name}/"
+    try:
+        manifest = read_manifest(folder)
+    except TraceFormatError as error:
+        missing = not (folder / MANIFEST_NAME).exists()
+        fate: Fate = "missing" if missing else "unreadable"
+        reason = "the capture was not finished" if missing else error.problem
+        return [Checked(path=f"{where}{MANIFEST_NAME}", fate=fate, reason=reason)]
+    controller = Artifact(path=CONTROLLER_TRACE_NAME, lane="controller", tool="spans", status="ok")
+    checked = [_check_artifact(where, folder, controller)]
+    for worker in manifest.workers:
+        checked += [_check_artifact(where, folder, artifact) for artifact in worker.artifacts]
+        if worker.status == "failed" and not worker.artifacts:
+            checked.append(Checked(path=f"{where}{worker.name}", fate="failed", reason=worker.reason))
+    return checked
+
+
+def _check_artifact(where: str, folder: Path, artifact: Artifact) -> Checked:
+    name = where + artifact.path
+    if artifact.status == "skipped":
+        return Checked(path=name, fate="skipped", reason=artifact.reason)
+    path = resolve_artifact(folder, artifact)
+    if path is None:
+        return Checked(path=name, fate="missing", reason=artifact.reason)
+    if path.is_dir():
+        return _check_folder(name, path)
+    is_trace = path.name.endswith((".json", ".json.gz"))
+    found = _check_trace(name, path) if is_trace else _check_bytes(name, path)
+    if found.fate == "ok" and artifact.status == "failed":
+        return msgspec.structs.replace(found, fate="failed", reason=artifact.reason)
+    return found
+
+
+def _check_trace(name: str, path: Path) -> Checked:
+    size = path.stat().st_size
+    if size == 0:
+        return Checked(path=name, fate="empty", reason="0 bytes")
+    try:
+        trace = Trace(path)
+        spans = sum(event.ph != "M" for events in trace.chunks() for event in events)
+    except TraceFormatError as error:
+        return Checked(path=name, fate="unreadable", reason=error.problem, bytes=size)
+    if trace.warnings:
+        fate: Fate = "truncated" if trace.truncated else "unreadable"
+        return Checked(path=name, fate=fate, reason=str(trace.warnings[-1]), bytes=size, events=trace.events)
+    if spans == 0:
+        return Checked(path=name, fate="empty", reason="holds no events", bytes=size, events=0)
+    return Checked(path=name, fate="ok", bytes=size, events=trace.events)
+
+
+def _check_bytes(name: str, path: Path) -> Checked:
+    """Check a file that is no trace: it has content, and its compression is whole."""
+    blocks = Blocks(path)
+    try:
+        content = sum(len(block) for block in blocks)
+    except TraceFormatError as error:
+        return Checked(path=name, fate="unreadable", reason=error.problem)
+    size = path.stat().st_size
+    if blocks.damage:
+        return Checked(path=name, fate="truncated", reason=blocks.damage, bytes=size)
+    if not content:
+        return Checked(path=name, fate="empty", reason="holds no bytes")
+    return Checked(path=name, fate="ok", bytes=size)
+
+
+def _check_folder(name: str, path: Path) -> Checked:
+    """Check an artifact that is a folder: it has files, and its traces can be read."""
+    files = [file for file in path.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    if not size:
+        return Checked(path=name, fate="empty", reason="the folder holds no data")
+    for trace in sorted(path.rglob("trace_view.json")):
+        found = _check_trace(f"{name}/{trace.relative_to(path)}", trace)
+        if found.fate != "ok":
+            return found
+    return Checked(path=name, fate="ok", bytes=size)

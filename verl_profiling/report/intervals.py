@@ -1,0 +1,61 @@
+"""Arithmetic on sets of time, each an ``(n, 2)`` array of disjoint, sorted ``[begin, end)`` in ns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["EMPTY", "Spans", "intersection", "length", "spans_of", "subtract", "union", "within"]
+
+Spans: TypeAlias = NDArray[np.int64]
+
+EMPTY: Spans = np.empty((0, 2), dtype=np.int64)
+
+
+def spans_of(pairs: Iterable[tuple[int, int]]) -> Spans:
+    """Return the time covered by pairs of begin and end."""
+    return union(np.array(list(pairs), dtype=np.int64).reshape(-1, 2))
+
+
+def union(*parts: Spans) -> Spans:
+    """Return the time covered by at least one span; the parts may overlap in any way."""
+    spans = np.concatenate((EMPTY, *parts))
+    spans = spans[spans[:, 1] > spans[:, 0]]
+    if len(spans) == 0:
+        return EMPTY
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(spans[:, 1])
+    first = np.concatenate(([True], spans[1:, 0] > reach[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    return np.stack((spans[first, 0], reach[last]), axis=1)
+
+
+def length(spans: Spans) -> int:
+    """Return how much time is covered, in nanoseconds."""
+    return int((spans[:, 1] - spans[:, 0]).sum())
+
+
+def subtract(spans: Spans, holes: Spans) -> Spans:
+    """Return the time in ``spans`` and not in ``holes``."""
+    if len(spans) == 0 or len(holes) == 0:
+        return spans
+    edges = np.concatenate((spans[:, 0], holes[:, 1], spans[:, 1], holes[:, 0]))
+    change = np.repeat(np.array([1, 1, -1, -1]), [len(spans), len(holes), len(spans), len(holes)])
+    order = np.argsort(edges, kind="stable")
+    edges, inside = edges[order], np.cumsum(change[order])
+    # Inside a span and outside every hole the running count is 1; a hole lowers it by 1.
+    keep = inside[:-1] >= 1
+    return union(np.stack((edges[:-1][keep], edges[1:][keep]), axis=1))
+
+
+def intersection(spans: Spans, other: Spans) -> Spans:
+    """Return the time in both."""
+    return subtract(spans, subtract(spans, other))
+
+
+def within(spans: Spans, begin_ns: int, end_ns: int) -> Spans:
+    """Return the part of ``spans`` from ``begin_ns`` to ``end_ns``."""
+    return union(np.clip(spans, begin_ns, end_ns))

@@ -1,0 +1,1 @@
+"""Reads traces, and merges those of one step into one timeline."""

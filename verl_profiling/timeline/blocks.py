@@ -1,0 +1,77 @@
+"""Reads the bytes of a trace file in bounded blocks, compressed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from isal import isal_zlib
+
+from verl_profiling.errors import TraceFormatError
+
+__all__ = ["BLOCK_BYTES", "Blocks"]
+
+BLOCK_BYTES = 4 << 20
+_READ_BYTES = 1 << 18
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class Blocks:
+    """The content of one file as blocks of at most ``BLOCK_BYTES``.
+
+    A gzip file may have several members (RFC 1952, section 2.2). Iterating never raises for
+    a damaged file: it ends early and says why in :attr:`damage`.
+
+    Attributes:
+        path: The file.
+        position: Bytes of uncompressed content handed out so far.
+        damage: Why the content ended early, or ``""``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.position = 0
+        self.damage = ""
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the content.
+
+        Raises:
+            TraceFormatError: The file cannot be opened or read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                head = file.read(2)
+                file.seek(0)
+                for block in self._gzip(file) if head == _GZIP_MAGIC else self._plain(file):
+                    self.position += len(block)
+                    yield block
+        except OSError as error:
+            raise TraceFormatError(self.path, f"cannot be read ({error.strerror or error})") from error
+
+    def _plain(self, file: BinaryIO) -> Iterator[bytes]:
+        while block := file.read(BLOCK_BYTES):
+            yield block
+
+    def _gzip(self, file: BinaryIO) -> Iterator[bytes]:
+        member = isal_zlib.decompressobj(wbits=31)
+        pending = b""
+        started = False
+        try:
+            while pending or (pending := file.read(_READ_BYTES)):
+                if member.eof:
+                    if not pending.strip(b"\0"):  # padding after the last member is allowed
+                        pending = b""
+                        continue
+                    member = isal_zlib.decompressobj(wbits=31)
+                started = True
+                block = member.decompress(pending, BLOCK_BYTES)
+                pending = member.unused_data if member.eof else member.unconsumed_tail
+                if block:
+                    yield block
+        except isal_zlib.error as error:  # type: ignore[misc]  # its stub does not say it is an exception
+            self.damage = f"corrupt gzip data ({error})"
+            return
+        if started and not member.eof:
+            self.damage = "the gzip stream is cut off"

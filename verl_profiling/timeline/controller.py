@@ -1,0 +1,90 @@
+"""The controller's part of the timeline: stages, calls, and arrows to the workers' stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from verl_profiling.timeline.member import STAGES_TID
+from verl_profiling.timeline.reader import Event, Trace
+from verl_profiling.timeline.sources import StepInputs
+
+__all__ = ["CONTROLLER", "controller_events"]
+
+CONTROLLER = "controller"
+_ARROW = "causes"
+
+
+def controller_events(inputs: StepInputs, pids: dict[str, int], base_ns: int) -> list[Event]:
+    """Return the events of the controller's trace, moved to their lanes, and the arrows.
+
+    Args:
+        inputs: The step.
+        pids: Process id by the name of a worker (and of ``controller``).
+        base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
+
+    Raises:
+        TraceFormatError: The controller's trace cannot be read.
+    """
+    if inputs.controller is None:
+        return []
+    trace = Trace(inputs.controller)
+    events = [event for chunk in trace.chunks() for event in chunk]
+    names: dict[Any, str] = {}
+    stage_threads = set()
+    for event in events:
+        if event.ph == "M" and event.name in ("process_name", "thread_name"):
+            name = msgspec.json.decode(event.args).get("name")
+            if event.name == "process_name":
+                names[event.pid] = name
+            elif name == "stages":
+                stage_threads.add((event.pid, event.tid))
+    shift_ns = trace.base_ns - base_ns
+    placed = []
+    stages: dict[str, list[Event]] = {}
+    for event in events:
+        if event.name in ("process_name", "process_sort_index", "process_labels") or event.pid not in names:
+            continue
+        worker = names[event.pid]
+        is_stage = (event.pid, event.tid) in stage_threads
+        event.pid = pids[worker]
+        event.tid = STAGES_TID if is_stage else event.tid
+        if event.ts is not None:
+            event.ts = round(event.ts * 1000 + shift_ns) / 1000
+        if is_stage and event.ph == "X":
+            stages.setdefault(worker, []).append(event)
+        placed.append(event)
+    return placed + _arrows(stages)
+
+
+def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
+    """Return arrows from each stage of the controller to the same stage of the workers inside it."""
+    arrows: list[Event] = []
+    for worker, spans in stages.items():
+        if worker == CONTROLLER:
+            continue
+        for span in spans:
+            cause = _cause(span, stages.get(CONTROLLER, []))
+            if cause is None:
+                continue
+            number = len(arrows) // 2 + 1
+            arrows.append(_end(cause, "s", number))
+            arrows.append(_end(span, "f", number))
+    return arrows
+
+
+def _cause(span: Event, stages: list[Event]) -> Event | None:
+    """Return the latest stage of the same name that began before ``span`` and had not ended."""
+    begin = span.ts or 0.0
+    found = None
+    for stage in stages:
+        start = stage.ts or 0.0
+        if stage.name == span.name and start <= begin <= start + (stage.dur or 0.0):
+            found = stage
+    return found
+
+
+def _end(stage: Event, phase: str, number: int) -> Event:
+    bind = "e" if phase == "f" else None
+    return Event(phase, "stage", _ARROW, stage.pid, stage.tid, stage.ts, id=number, bp=bind)

@@ -1,0 +1,116 @@
+"""Finds what there is to analyse under a path: step folders, or plain trace files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import (
+    CONTROLLER_TRACE_NAME,
+    MANIFEST_NAME,
+    Artifact,
+    CaptureResult,
+    Manifest,
+    read_manifest,
+)
+from verl_profiling.timeline.plain import plain_steps
+from verl_profiling.timeline.sources import Source, StepInputs, sorted_sources
+
+__all__ = ["find_steps", "resolve_artifact", "step_folders"]
+
+_STEP_FOLDER = re.compile(r"step_(\d+)")
+
+
+def find_steps(path: Path) -> list[StepInputs]:
+    """Return the steps under ``path``: a step folder, a run folder, or plain traces.
+
+    Raises:
+        TraceFormatError: There is nothing to analyse, or a manifest cannot be read.
+    """
+    if (path / MANIFEST_NAME).is_file():
+        return [_from_manifest(path)]
+    if path.is_dir():
+        finished = [folder for folder in step_folders(path) if (folder / MANIFEST_NAME).is_file()]
+        steps = [_from_manifest(folder) for folder in finished]
+        if steps:
+            return steps
+    elif not path.exists():
+        raise TraceFormatError(path, "no such file or folder")
+    steps = plain_steps(path)
+    if not steps:
+        raise TraceFormatError(path, f"holds no {MANIFEST_NAME}, no step folders and no trace files")
+    return steps
+
+
+def step_folders(run: Path) -> list[Path]:
+    """Return the step folders of a run folder, in order, finished or not."""
+    folders = [child for child in run.iterdir() if _STEP_FOLDER.fullmatch(child.name) and child.is_dir()]
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step_")))
+
+
+def resolve_artifact(directory: Path, artifact: Artifact) -> Path | None:
+    """Return where an artifact's bytes are, or ``None``.
+
+    While it is still being compressed, these are the bytes of the raw file beside it.
+    """
+    path = directory / artifact.path
+    if path.exists():
+        return path
+    raw = path.with_name(path.name.removesuffix(".gz"))
+    return raw if raw.exists() else None
+
+
+def _from_manifest(directory: Path) -> StepInputs:
+    manifest = read_manifest(directory)
+    controller = directory / CONTROLLER_TRACE_NAME
+    inputs = StepInputs(
+        directory=directory,
+        step=manifest.step,
+        manifest=manifest,
+        controller=controller if controller.is_file() else None,
+        absent=[] if controller.is_file() else [f"{CONTROLLER_TRACE_NAME} is missing"],
+    )
+    found: list[Source] = []
+    for worker in manifest.workers:
+        if worker.status == "failed" and not worker.artifacts:
+            inputs.absent.append(f"{worker.identity}: {worker.reason or 'failed'}")
+        for artifact in worker.artifacts:
+            if artifact.status == "skipped":
+                continue
+            path = resolve_artifact(directory, artifact)
+            if path is None:
+                because = f": {artifact.reason}" if artifact.reason else ""
+                inputs.absent.append(f"{artifact.path} is missing{because}")
+                continue
+            for trace in _traces_in(path):
+                found.append(_source(manifest, worker, artifact, trace))
+    inputs.sources = sorted_sources(found)
+    return inputs
+
+
+def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path: Path) -> Source:
+    identity = worker.identity
+    clock = next((c for c in manifest.clocks if c.clock_domain == identity.clock_domain), None)
+    lane_rank = re.search(r"_rank(\d+)$", artifact.lane)
+    return Source(
+        path=path,
+        lane=artifact.lane,
+        worker=worker.name,
+        role=identity.role,
+        rank=int(lane_rank[1]) if lane_rank else identity.rank,
+        replica=identity.replica,
+        topology=identity.topology,
+        offset_ns=manifest.offset_ns(identity),
+        error_ns=clock.error_ns if clock else 0,
+        stage=artifact.stage,
+    )
+
+
+def _traces_in(path: Path) -> Iterator[Path]:
+    """Yield the Chrome traces of an artifact: itself, or what torch_npu put into its folder."""
+    if path.is_dir():
+        yield from sorted(path.rglob("trace_view.json"))
+    elif path.name.endswith((".json", ".json.gz")):
+        yield path

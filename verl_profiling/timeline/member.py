@@ -1,0 +1,197 @@
+"""Writes one trace as one gzip member of the timeline, on the controller's clock.
+
+Members are independent of each other, so they can be written by several processes and
+joined by copying: a gzip file is a sequence of members (RFC 1952, section 2.2).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from isal import isal_zlib
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.timeline.reader import GPU_CATEGORIES, Event, Trace
+from verl_profiling.timeline.slim import Keep
+from verl_profiling.timeline.sources import Source
+
+__all__ = ["LANE_PIDS", "STAGES_TID", "Member", "MemberJob", "compressor", "name_process", "write_member"]
+
+LANE_PIDS = 10_000
+"""Process ids set aside for one lane."""
+
+STAGES_TID = 1 << 23
+"""Thread id of the lane of stages inside a worker's process; Linux gives none above 2^22."""
+
+_FIRST_DEVICE = 1
+_FIRST_OTHER = 2_000
+_OTHERS_PER_TRACE = 50
+_ID_STRIDE = 1 << 33
+_ODD_IDS = 1 << 32
+_PROCESS_METADATA = {"process_name", "process_labels", "process_sort_index"}
+_ENCODER = msgspec.json.Encoder()
+
+
+class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process needs to know to write one member.
+
+    Attributes:
+        source: The trace.
+        output: File to write.
+        index: Place among all members, from 1: flow ids become unique with it.
+        pid: First process id of the lane.
+        lane_index: Place among the members of the same lane.
+        title: Name of the lane, for people.
+        base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
+        keep: What is kept.
+    """
+
+    source: Source
+    output: Path
+    index: int
+    pid: int
+    lane_index: int
+    title: str
+    base_ns: int
+    keep: Keep
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one trace.
+
+    Attributes:
+        path: The trace.
+        events: Events written, without the names of lanes (``ph == "M"``).
+        left_out: Events that :class:`Keep` left out.
+        problems: What could not be read.
+    """
+
+    path: Path
+    events: int
+    left_out: int
+    problems: list[str]
+
+
+def compressor() -> Any:
+    """Return a fast gzip compressor for one member (isal level 1)."""
+    return isal_zlib.compressobj(1, wbits=31)
+
+
+def name_process(pid: int, name: str) -> list[Event]:
+    """Return the metadata that names a process and sorts it by its id."""
+    return [
+        Event("M", name="process_name", pid=pid, tid=0, args=msgspec.Raw(_ENCODER.encode({"name": name}))),
+        Event("M", name="process_sort_index", pid=pid, tid=0, args=msgspec.Raw(b'{"sort_index":%d}' % pid)),
+    ]
+
+
+def write_member(job: MemberJob) -> Member:
+    """Write one trace as a gzip member of comma-led events.
+
+    Raises:
+        TraceFormatError: The trace cannot be read at all.
+        OSError: The member cannot be written.
+    """
+    trace = Trace(job.source.path)
+    pids = _Pids(job)
+    names: list[Event] = []
+    written = left_out = 0
+    gzip = compressor()
+    problems = []
+    with job.output.open("wb") as file:
+
+        def write(batch: list[Event]) -> None:
+            if batch:
+                file.write(gzip.compress(b",\n"))
+                file.write(gzip.compress(memoryview(_ENCODER.encode(batch))[1:-1]))
+
+        try:
+            for events in trace.chunks():
+                base_ns = trace.base_ns - job.source.offset_ns
+                kept = job.keep.select(events, base_ns)
+                left_out += len(events) - len(kept)
+                timed = _relocate(kept, names, pids, base_ns - job.base_ns, job.index)
+                written += len(timed)
+                write(timed)
+        except TraceFormatError as error:
+            problems.append(error.problem)
+        lanes = [event for event in names if pids.rename(event)]
+        for pid, title in pids.titles.items():
+            lanes += name_process(pid, title)
+        write(lanes)
+        file.write(gzip.flush())
+    problems += [str(warning) for warning in trace.warnings]
+    return Member(path=job.source.path, events=written, left_out=left_out, problems=problems)
+
+
+def _relocate(events: list[Event], names: list[Event], pids: _Pids, shift_ns: int, index: int) -> list[Event]:
+    """Put events on the timeline's clock, processes and flow ids; set metadata apart.
+
+    The whole microseconds of ``shift_ns`` are added first: that is exact in doubles, because
+    both numbers are multiples of the last place of ``ts``. Then everything is rounded to
+    nanoseconds once.
+    """
+    whole_us, rest_ns = divmod(shift_ns, 1000)
+    timed = []
+    known = pids.known
+    for event in events:
+        if event.ph == "M":
+            names.append(event)
+            continue
+        pid = event.pid
+        event.pid = known[pid] if pid in known else pids.assign(event)
+        if event.ts is not None:
+            event.ts = round((event.ts + whole_us) * 1000 + rest_ns) / 1000
+        if event.id is not None:
+            event.id = index * _ID_STRIDE + pids.small_id(event.id)
+        timed.append(event)
+    return timed
+
+
+class _Pids:
+    """Gives the processes of one trace their ids on the timeline.
+
+    The host process gets the lane's own id, which it shares with the lane of its stages and
+    with other traces of the same worker; a device gets the id after it by its number.
+
+    Attributes:
+        known: New id by the trace's own id.
+        titles: Names of the processes that hold events, by new id.
+    """
+
+    def __init__(self, job: MemberJob) -> None:
+        self.known: dict[int | str | None, int] = {}
+        self._job = job
+        self._next_other = job.pid + _FIRST_OTHER + _OTHERS_PER_TRACE * job.lane_index
+        self.titles: dict[int, str] = {}
+        self._odd_ids: dict[int | str, int] = {}
+
+    def assign(self, event: Event) -> int:
+        """Return the new id of an event's process, seen for the first time."""
+        old, title = event.pid, self._job.title
+        if event.cat in GPU_CATEGORIES and isinstance(old, int) and old < _FIRST_OTHER - _FIRST_DEVICE:
+            new, name = self._job.pid + _FIRST_DEVICE + old, f"{title} GPU {old}"
+        elif isinstance(old, int) and self._job.pid not in self.titles:
+            new, name = self._job.pid, title
+        else:
+            new, self._next_other = self._next_other, self._next_other + 1
+            name = f"{title} {old}" if old not in (None, "") else f"{title} profiler"
+        self.known[old] = new
+        self.titles[new] = name
+        return new
+
+    def small_id(self, old: int | str) -> int:
+        """Return a flow id below the stride; ids of other forms are numbered."""
+        if isinstance(old, int) and 0 <= old < _ODD_IDS:
+            return old
+        return _ODD_IDS + self._odd_ids.setdefault(old, len(self._odd_ids))
+
+    def rename(self, event: Event) -> bool:
+        """Move a metadata event to its process; return whether it is still needed."""
+        if event.name in _PROCESS_METADATA or event.pid not in self.known:
+            return False
+        event.pid = self.known[event.pid]
+        event.ts = None
+        return True

@@ -1,0 +1,226 @@
+"""Merges the traces of one step into one timeline, in bounded memory.
+
+The result is one Chrome trace, ``timeline.json.gz``: the controller's lanes, then the
+workers' and the engines', each named and sorted. Every trace becomes one gzip member.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import msgspec
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import SCHEMA_VERSION
+from verl_profiling.timeline.controller import CONTROLLER, controller_events
+from verl_profiling.timeline.member import (
+    LANE_PIDS,
+    STAGES_TID,
+    Member,
+    MemberJob,
+    compressor,
+    name_process,
+    write_member,
+)
+from verl_profiling.timeline.reader import Event, Trace
+from verl_profiling.timeline.slim import Keep
+from verl_profiling.timeline.sources import TIMELINE_NAME, Source, StepInputs
+
+__all__ = ["MergeResult", "merge"]
+
+_SLACK_NS = 3_600_000_000_000  # the clock begins an hour before the step: no ts is negative
+_SPAWN_BYTES = 8 << 20  # below this, starting processes costs more than it saves
+
+
+class MergeResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written.
+
+    Attributes:
+        path: The timeline.
+        bytes: Its size.
+        events: Number of events in it, names of processes not counted.
+        left_out: Number of events left out on request.
+        members: What became of each trace.
+        problems: What could not be merged or read, as sentences.
+    """
+
+    path: Path
+    bytes: int
+    events: int
+    left_out: int
+    members: list[Member]
+    problems: list[str]
+
+
+def merge(
+    inputs: StepInputs,
+    output: Path | None = None,
+    *,
+    keep: Keep | None = None,
+    jobs: int = 1,
+    on_progress: Callable[[Source], None] | None = None,
+) -> MergeResult:
+    """Write the timeline of one step.
+
+    Args:
+        inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
+        output: File to write; by default ``timeline.json.gz`` in the step's folder.
+        keep: What is kept; everything by default.
+        jobs: Processes to use. With more than one, the caller's main module must be
+            importable (``multiprocessing`` starts processes with ``spawn``).
+        on_progress: Called with each trace when it is done.
+
+    Raises:
+        TraceFormatError: There is no trace in the step that can be read.
+        OSError: The timeline cannot be written.
+    """
+    output = output or inputs.directory / TIMELINE_NAME
+    readable, problems, base_ns = _open_all(inputs)
+    if not readable and inputs.controller is None:
+        raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".timeline-") as scratch:
+        plan = _plan(readable, Path(scratch), base_ns, keep or Keep())
+        members = []
+        for job, member in _run(plan, jobs):
+            members.append(member)
+            problems += [f"{member.path.name}: {problem}" for problem in member.problems]
+            if on_progress:
+                on_progress(job.source)
+        whole = Path(scratch) / "timeline"
+        with whole.open("wb") as file:
+            opening = _opening(inputs, plan, base_ns)
+            file.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
+            for job in plan:
+                with job.output.open("rb") as part:
+                    shutil.copyfileobj(part, file, 1 << 20)
+                job.output.unlink()
+            file.write(_gzip(_footer(inputs, plan, members, problems)))
+        whole.chmod(0o644)
+        whole.replace(output)
+    return MergeResult(
+        path=output,
+        bytes=output.stat().st_size,
+        events=sum(member.events for member in members) + sum(event.ph != "M" for event in opening),
+        left_out=sum(member.left_out for member in members),
+        members=members,
+        problems=problems,
+    )
+
+
+def _open_all(inputs: StepInputs) -> tuple[list[Source], list[str], int]:
+    """Return what can be opened, what cannot, and the base of the timeline's clock."""
+    readable, problems, begins = [], list(inputs.absent), []
+    for source in inputs.sources:
+        try:
+            trace = Trace(source.path)
+            if inputs.manifest is None:
+                begins.append(_begin_ns(trace) - source.offset_ns)
+        except TraceFormatError as error:
+            problems.append(str(error))
+            continue
+        readable.append(source)
+    begin_ns = inputs.manifest.begin_ns if inputs.manifest else min(begins, default=0)
+    return readable, problems, (begin_ns - _SLACK_NS) // 1_000_000_000 * 1_000_000_000
+
+
+def _begin_ns(trace: Trace) -> int:
+    """Return about when a trace begins: the time of its first event."""
+    first = next((event.ts for events in trace.chunks() for event in events if event.ts is not None), 0.0)
+    return trace.base_ns + round(first * 1000)
+
+
+def _plan(sources: list[Source], scratch: Path, base_ns: int, keep: Keep) -> list[MemberJob]:
+    lanes: dict[str, int] = {}
+    for source in sources:
+        lanes.setdefault(source.lane, (len(lanes) + 2) * LANE_PIDS)
+    uses: dict[str, int] = {}
+    plan = []
+    for index, source in enumerate(sources, 1):
+        lane_index = uses[source.lane] = uses.get(source.lane, -1) + 1
+        plan.append(
+            MemberJob(
+                source=source,
+                output=scratch / str(index),
+                index=index,
+                pid=lanes[source.lane],
+                lane_index=lane_index,
+                title=_title(source),
+                base_ns=base_ns,
+                keep=keep,
+            )
+        )
+    return plan
+
+
+def _title(source: Source) -> str:
+    where = " ".join(f"{dimension}{index}" for dimension, index in source.topology.items())
+    return f"{source.lane} [{where}]" if where else source.lane
+
+
+def _run(plan: list[MemberJob], jobs: int) -> Iterator[tuple[MemberJob, Member]]:
+    if min(jobs, len(plan)) < 2 or sum(job.source.path.stat().st_size for job in plan) < _SPAWN_BYTES:
+        yield from ((job, write_member(job)) for job in plan)
+        return
+    with ProcessPoolExecutor(min(jobs, len(plan)), mp_context=get_context("spawn")) as pool:
+        yield from zip(plan, pool.map(write_member, plan), strict=True)
+
+
+class _WorkerPids(dict[str, int]):
+    """Process id by the name of a worker; one that recorded nothing gets a lane of its own."""
+
+    def __missing__(self, worker: str) -> int:
+        self[worker] = (max(self.values()) // LANE_PIDS + 1) * LANE_PIDS
+        return self[worker]
+
+
+def _opening(inputs: StepInputs, plan: list[MemberJob], base_ns: int) -> list[Event]:
+    """Return what stands before the traces: the controller's lanes, and the workers' stages."""
+    pids = _WorkerPids({CONTROLLER: LANE_PIDS})
+    titles: dict[str, str] = {}
+    for job in plan:
+        pids.setdefault(job.source.worker, job.pid)
+        titles.setdefault(job.source.worker, job.title)
+    events = controller_events(inputs, pids, base_ns)
+    used = {event.pid for event in events} or {plan[0].pid}
+    for worker, pid in pids.items():
+        if pid in used:
+            events += name_process(pid, titles.get(worker, worker))
+            first = msgspec.Raw(b'{"sort_index":-1}')
+            events.append(Event("M", name="thread_sort_index", pid=pid, tid=STAGES_TID, args=first))
+    return events
+
+
+def _header(base_ns: int) -> bytes:
+    return b'{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":%d,"traceEvents":[\n' % base_ns
+
+
+def _footer(inputs: StepInputs, plan: list[MemberJob], members: list[Member], problems: list[str]) -> bytes:
+    """Close the list of events and say what the timeline was made of."""
+    about = {
+        "schema_version": SCHEMA_VERSION,
+        "step": inputs.step,
+        "sources": [
+            {
+                "path": os.path.relpath(member.path, inputs.directory),
+                "lane": job.source.lane,
+                "offset_ns": job.source.offset_ns,
+                "error_ns": job.source.error_ns,
+                "events": member.events,
+                "left_out": member.left_out,
+            }
+            for job, member in zip(plan, members, strict=True)
+        ],
+        "problems": problems,
+    }
+    return b'\n],"verlProfiling":' + msgspec.json.encode(about) + b"}\n"
+
+
+def _gzip(data: bytes) -> bytes:
+    gzip = compressor()
+    return bytes(gzip.compress(data) + gzip.flush())

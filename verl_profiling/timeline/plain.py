@@ -1,0 +1,91 @@
+"""Reads role, rank and step of trace files that have no manifest.
+
+It knows the names that verl (``<role>/[prefix_]prof_rank-<r>.json.gz``), vLLM
+(``rank<r>.<ns>.pt.trace.json.gz``), SGLang (``<time>-TP-<r>[-DECODE].trace.json.gz``) and
+torch_npu (``trace_view.json``) give their files, and the process names they write inside.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.timeline.reader import Trace
+from verl_profiling.timeline.sources import TIMELINE_NAME, Source, StepInputs, sorted_sources
+
+__all__ = ["plain_steps"]
+
+_STEP = re.compile(r"step[_-]?(\d+)", re.IGNORECASE)
+_RANK = re.compile(r"(?:rank|TP)[_-]?(\d+)", re.IGNORECASE)
+_REPLICA = re.compile(r"(?:rollout|replica)[_-]?(\d+)", re.IGNORECASE)
+_ROLE = re.compile(r"(?<![a-z])(actor|critic|ref|reward|rollout|controller)(?![a-z])", re.IGNORECASE)
+_ENGINE_PROCESS = re.compile(r"VLLM::|sglang::", re.IGNORECASE)
+_NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
+
+
+def plain_steps(path: Path) -> list[StepInputs]:
+    """Return the traces at or below ``path``, grouped by the step that their names give.
+
+    A file in a folder that is no trace is passed over; a single file must be one.
+
+    Raises:
+        TraceFormatError: ``path`` is a file and no trace.
+    """
+    if path.is_file():
+        source = _describe(path, path.name)
+        return [StepInputs(directory=path.parent, step=_step(path.name), sources=[source])]
+    steps: dict[int | None, list[Source]] = {}
+    for file in sorted([*path.rglob("*.json"), *path.rglob("*.json.gz")]):
+        if file.name in _NOT_A_TRACE:
+            continue
+        name = str(file.relative_to(path))
+        try:
+            source = _describe(file, name)
+        except TraceFormatError:
+            continue
+        steps.setdefault(_step(name), []).append(source)
+    return [
+        StepInputs(directory=path, step=step, sources=_distinct(found))
+        for step, found in sorted(steps.items(), key=lambda item: -1 if item[0] is None else item[0])
+    ]
+
+
+def _step(name: str) -> int | None:
+    match = _STEP.search(name)
+    return int(match[1]) if match else None
+
+
+def _describe(path: Path, name: str) -> Source:
+    trace = Trace(path)
+    process = _process_name(trace)
+    engine = bool(_ENGINE_PROCESS.search(process)) or "vllm_version" in trace.metadata
+    named_role = _ROLE.search(name)
+    role = named_role[1].lower() if named_role else "rollout" if engine else "worker"
+    named_rank = _RANK.findall(name)
+    rank = trace.rank if trace.rank is not None else int(named_rank[-1]) if named_rank else 0
+    replica_match = _REPLICA.search(name)
+    replica = (int(replica_match[1]) if replica_match else 0) if role == "rollout" else None
+    worker = f"{role}{replica}" if replica is not None else f"{role}_rank{rank}"
+    lane = f"{worker}_rank{rank}" if replica is not None else worker
+    return Source(path=path, lane=lane, worker=worker, role=role, rank=rank, replica=replica)
+
+
+def _process_name(trace: Trace) -> str:
+    for event in next(trace.chunks(), []):
+        if event.ph == "M" and event.name == "process_name":
+            return str(msgspec.json.decode(event.args).get("name", ""))
+    return ""
+
+
+def _distinct(sources: list[Source]) -> list[Source]:
+    """Give files that would share a lane although their processes differ lanes of their own."""
+    counts: dict[str, int] = {}
+    result = []
+    for source in sources:
+        count = counts[source.lane] = counts.get(source.lane, 0) + 1
+        lane = source.lane if count == 1 else f"{source.lane}.{count}"
+        result.append(msgspec.structs.replace(source, lane=lane))
+    return sorted_sources(result)

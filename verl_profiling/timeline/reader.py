@@ -1,0 +1,307 @@
+"""Streaming, typed reader of Chrome trace files, in bounded memory whatever their size.
+
+It reads what torch (2.1 and later), vLLM, SGLang, torch_npu (``trace_view.json``) and this
+package write: an object with ``traceEvents`` or a bare list of events, compressed or not.
+
+Clocks: ``unix_ns = base_ns + round(ts * 1000)``. torch from 2.4 on writes
+``baseTimeNanoseconds``; older torch and torch_npu write absolute microseconds, which a
+double holds only to 0.25 us. Those are parsed as decimals and given a base of their own, so
+events come out base-relative in every format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.timeline.blocks import BLOCK_BYTES, Blocks
+
+__all__ = ["GPU_CATEGORIES", "Event", "Trace", "TraceWarning"]
+
+GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"})
+"""Categories of the lanes that kineto draws for a device's streams."""
+
+NO_ARGS = msgspec.Raw(b"")
+
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
+_TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+_HEADER_LIMIT = 16 << 20
+_TAIL_BYTES = 1 << 18
+_TRAILER_KEYS = ("baseTimeNanoseconds", "distributedInfo", "host_name", "traceName")
+
+
+class Event(msgspec.Struct, gc=False, omit_defaults=True):
+    """One event of the `Trace Event Format`_; a field that is absent is ``None``.
+
+    Attributes:
+        ts: Begin in microseconds since the trace's ``base_ns``.
+        dur: Duration in microseconds.
+        args: The arguments as they stand in the file, not decoded.
+
+    .. _Trace Event Format:
+        https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+
+    ph: str
+    cat: str = ""
+    name: str = ""
+    pid: int | str | None = None
+    tid: int | str | None = None
+    ts: float | None = None
+    dur: float | None = None
+    id: int | str | None = None
+    bp: str | None = None
+    s: str | None = None
+    id2: dict[str, Any] | None = None
+    scope: str | None = None
+    cname: str | None = None
+    args: msgspec.Raw = NO_ARGS
+
+
+class _AbsoluteEvent(Event):
+    ts: Decimal | None = None  # type: ignore[assignment]  # made a float before anyone sees it
+
+
+class TraceWarning(msgspec.Struct, frozen=True):
+    """Something in a file that could not be read.
+
+    Attributes:
+        offset: Byte offset in the uncompressed content.
+        message: What was wrong there.
+    """
+
+    offset: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"byte {self.offset}: {self.message}"
+
+
+class Trace:
+    """One trace file.
+
+    Attributes:
+        path: The file.
+        metadata: The top-level keys other than ``traceEvents``.
+        base_ns: Unix nanoseconds of ``ts == 0``. For a file without a base it is known once
+            the first event with a time was read, and 0 before.
+        warnings: What could not be read, complete when :meth:`chunks` is exhausted.
+        truncated: Whether the content ends early (then the last warning says where).
+        events: Number of events read so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and read what stands before the events.
+
+        Raises:
+            TraceFormatError: It cannot be read, or is no trace.
+        """
+        self.path = path
+        self.warnings: list[TraceWarning] = []
+        self.truncated = False
+        self.events = 0
+        self._blocks = Blocks(path)
+        self._source = iter(self._blocks)
+        self._buffer = b""
+        self._consumed = 0
+        self._ended = False
+        self.metadata = self._read_header()
+        if "baseTimeNanoseconds" not in self.metadata:
+            self.metadata.update(_read_trailer(path))
+        base = self.metadata.get("baseTimeNanoseconds")
+        self.base_ns = base if isinstance(base, int) else 0
+        self._relative = isinstance(base, int)
+        kind = list[Event] if self._relative else list[_AbsoluteEvent]
+        self._decoder: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(kind, strict=False)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that ``torch.distributed`` gave the process, if the file says."""
+        info = self.metadata.get("distributedInfo")
+        rank = info.get("rank") if isinstance(info, dict) else None
+        return rank if isinstance(rank, int) else None
+
+    def chunks(self) -> Iterator[list[Event]]:
+        """Yield the events, some thousands at a time, in the order of the file.
+
+        A damaged or truncated file yields what it holds and leaves a warning.
+
+        Raises:
+            TraceFormatError: The file cannot be read any more, or one event exceeds 64 MiB.
+        """
+        wanted = BLOCK_BYTES
+        while not self._ended:
+            last = not self._fill(wanted)
+            cut = len(self._buffer) if last else _last_boundary(self._buffer)
+            events, used = self._decode(self._buffer[:cut], last)
+            if not used and not last:
+                wanted *= 2
+                if wanted > BLOCK_BYTES << 4:
+                    raise TraceFormatError(self.path, "no end of an event within 64 MiB", self._consumed)
+                continue
+            wanted = BLOCK_BYTES
+            self._drop(used)
+            self._ended = self._ended or last
+            self.events += len(events)
+            if events:
+                yield self._on_base(events)
+        while self._fill(_READ_ON):  # what follows the events is skipped, to see whether it is whole
+            self._drop(len(self._buffer))
+        if self._blocks.damage:
+            self.truncated = True
+            self.warnings.append(TraceWarning(self._blocks.position, self._blocks.damage))
+
+    def _read_header(self) -> dict[str, Any]:
+        while self._fill(len(self._buffer) + 1):
+            text = self._buffer.lstrip(b"\xef\xbb\xbf \t\r\n")
+            if text[:1] == b"[":
+                self._drop(len(self._buffer) - len(text) + 1)
+                return {}
+            if text[:1] not in (b"{", b""):
+                break
+            if match := _EVENTS_KEY.search(self._buffer):
+                head = self._buffer[: match.end()]
+                self._drop(match.end())
+                try:
+                    header: dict[str, Any] = json.loads(head.decode("utf-8", "replace") + "]}")
+                except ValueError as error:
+                    raise TraceFormatError(self.path, f"bad JSON before traceEvents ({error})") from error
+                header.pop("traceEvents")
+                return header
+            if len(self._buffer) > _HEADER_LIMIT:
+                break
+        if not self._buffer.strip():
+            raise TraceFormatError(self.path, f"is empty{self._damage_note()}", 0)
+        raise TraceFormatError(self.path, f"not a Chrome trace: found no traceEvents{self._damage_note()}", 0)
+
+    def _damage_note(self) -> str:
+        return f" ({self._blocks.damage})" if self._blocks.damage else ""
+
+    def _fill(self, wanted: int) -> bool:
+        """Read until the buffer holds ``wanted`` bytes; return False at the end of the file."""
+        parts = [self._buffer]
+        size = len(self._buffer)
+        while size < wanted:
+            block = next(self._source, b"")
+            if not block:
+                break
+            parts.append(block)
+            size += len(block)
+        if len(parts) > 1:
+            self._buffer = b"".join(parts)
+        return size >= wanted
+
+    def _drop(self, count: int) -> None:
+        self._buffer = self._buffer[count:]
+        self._consumed += count
+
+    def _decode(self, text: bytes, last: bool) -> tuple[list[Event], int]:
+        """Return the events of ``text`` and how many of its bytes are done with."""
+        try:
+            events = self._decoder.decode(b"[" + text.rstrip(b", \t\r\n") + b"]")
+            if last:
+                self._warn(len(text), "the list of events is not closed: the file is truncated")
+                self.truncated = True
+            return events, len(text)
+        except _UNDECODABLE:
+            pass  # it holds the end of the list, or something damaged
+        listed = b"[" + text
+        try:
+            events = self._decoder.decode(listed)
+            self._ended = True
+            return events, len(text)
+        except _UNDECODABLE as error:
+            if match := _TRAILING.search(str(error)):
+                end = listed.rindex(b"]", 0, int(match[1]))
+                self._ended = True
+                return self._decoder.decode(listed[: end + 1]), end - 1
+        return self._decode_one_by_one(text, last)
+
+    def _decode_one_by_one(self, text: bytes, last: bool) -> tuple[list[Event], int]:
+        """Decode a damaged stretch with the tolerant ``json`` module, event by event.
+
+        It accepts ``NaN`` and bytes that are no UTF-8, and skips events that are no JSON.
+        """
+        characters = text.decode("utf-8", "replace")
+        scanner = json.JSONDecoder()
+        events: list[Event] = []
+        position = 0
+
+        def offset(index: int) -> int:
+            return len(characters[:index].encode())
+
+        while True:
+            while position < len(characters) and characters[position] in ", \t\r\n":
+                position += 1
+            if position == len(characters):
+                return events, len(text)
+            if characters[position] == "]":
+                self._ended = True
+                return events, offset(position)
+            try:
+                value, position = scanner.raw_decode(characters, position)
+                events += self._decoder.decode(msgspec.json.encode([value]))
+            except msgspec.ValidationError as error:
+                self._warn(offset(position), f"skipped something that is no event ({error})")
+            except json.JSONDecodeError as error:
+                following = _BOUNDARY.search(characters[error.pos :].encode())
+                if following is None:
+                    if last:
+                        self._warn(offset(position), "the last event is cut off: the file is truncated")
+                        self.truncated = True
+                        return events, len(text)
+                    return events, offset(position)
+                self._warn(offset(position), f"skipped an unreadable event ({error.msg})")
+                position = error.pos + len(characters[error.pos :].encode()[: following.end()].decode())
+
+    def _warn(self, offset: int, message: str) -> None:
+        self.warnings.append(TraceWarning(self._consumed + offset, message))
+
+    def _on_base(self, events: list[Event]) -> list[Event]:
+        if self._relative:
+            return events
+        for event in events:
+            if event.ts is None:
+                continue
+            if not self.base_ns:
+                self.base_ns = int(event.ts) // 1_000_000 * 1_000_000_000
+            event.ts = float(event.ts - self.base_ns // 1000)
+        return events
+
+
+_READ_ON = 1 << 16
+
+
+def _last_boundary(buffer: bytes) -> int:
+    """Return where the last event that is surely whole ends, 0 if there is none."""
+    for window in (1 << 16, len(buffer)):
+        start = max(0, len(buffer) - window)
+        ends = [match.end() for match in _BOUNDARY.finditer(buffer, start)]
+        if ends:
+            return ends[-1]
+    return 0
+
+
+def _read_trailer(path: Path) -> dict[str, Any]:
+    """Return the known top-level keys that stand behind the events (``json.dump`` of a trace)."""
+    tail = b""
+    for block in Blocks(path):
+        tail = (tail + block)[-_TAIL_BYTES:]
+    text = tail.decode("utf-8", "replace")
+    found: dict[str, Any] = {}
+    for key in _TRAILER_KEYS:
+        for match in re.finditer(rf'"{key}"\s*:\s*', text):
+            try:
+                found[key], _ = json.JSONDecoder().raw_decode(text, match.end())
+            except ValueError:
+                continue  # a truncated file: the value is cut off
+    return found
