@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from verl_profiling.engines.options import RolloutOptions
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.schedule import Schedule
 from verl_profiling.tools import TOOLS, Tool, load_tool
@@ -114,6 +115,7 @@ class ProfilingConfig:
         select: Which workers and stages.
         roles: What differs by role.
         tools: Options by tool name.
+        rollout: How much of a rollout its engine records.
         timeouts: How long to wait for workers.
     """
 
@@ -126,6 +128,7 @@ class ProfilingConfig:
     select: Selection = field(default_factory=Selection)
     roles: dict[str, RoleOverride] = field(default_factory=dict)
     tools: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:

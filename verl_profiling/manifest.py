@@ -26,6 +26,7 @@ __all__ = [
     "ClockAnchor",
     "HostClock",
     "Manifest",
+    "Request",
     "Rpc",
     "RunInfo",
     "StageSpan",
@@ -99,6 +100,15 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     events: int | None = None
     reason: str = ""
 
+    def is_run_of(self, other: Artifact) -> bool:
+        """Return whether both describe the same recording, whatever became of it."""
+        return (self.lane, self.tool, self.stage, self.occurrence) == (
+            other.lane,
+            other.tool,
+            other.stage,
+            other.occurrence,
+        )
+
 
 class CaptureCost(msgspec.Struct, frozen=True, kw_only=True):
     """What the capture cost the training process, in seconds."""
@@ -106,6 +116,32 @@ class CaptureCost(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float = 0.0
     stop_s: float = 0.0
     export_s: float = 0.0
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One inference request that ended while a rollout engine was captured.
+
+    Times are unix nanoseconds on the clock of the process that sent the request.
+
+    Attributes:
+        replica: Replica that served it.
+        begin_ns: When it was sent.
+        first_token_ns: When its first output arrived; 0 where the engine hands over only whole responses.
+        end_ns: When its response was complete.
+        prompt_tokens: Length of the prompt.
+        response_tokens: Length of the response; summed over the samples of one request.
+        policy_version: Version of the weights, where the loop reports one.
+        failed: It raised, or was given up.
+    """
+
+    replica: int
+    begin_ns: int
+    first_token_ns: int = 0
+    end_ns: int
+    prompt_tokens: int
+    response_tokens: int
+    policy_version: int | None = None
+    failed: bool = False
 
 
 class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +161,7 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         anchors: Clock readings at start and stop.
         cost: What the capture cost this worker.
         notes: Things a user should know, e.g. a selection that matched nothing.
+        requests: Inference requests that a rollout engine served, in order of their end.
         metrics: Plain numbers recorded with the capture, e.g. ``{"stage/update_actor/peak_rss_bytes": ...}``.
     """
 
@@ -141,6 +178,7 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     anchors: list[ClockAnchor] = []
     cost: CaptureCost = CaptureCost()
     notes: list[str] = []
+    requests: list[Request] = []
     metrics: dict[str, float] = {}
 
     @property

@@ -1,0 +1,1 @@
+"""Rollout engines, one adapter each. Importing this imports no engine."""

@@ -1,0 +1,143 @@
+"""From the files an engine wrote to verified artifacts of a step folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from isal import igzip
+
+from verl_profiling.engines.base import SPOOL_PARENT, EngineAdapter, EngineTrace
+from verl_profiling.identity import WorkerIdentity, artifact_name
+from verl_profiling.manifest import Artifact
+from verl_profiling.messages import CaptureRequest
+from verl_profiling.tools.base import Output
+from verl_profiling.tools.torch_profiler import TorchTool
+from verl_profiling.tools.trace_file import output_of_raw_trace
+
+__all__ = ["Spool", "expected_artifacts", "output_of"]
+
+_CHUNK_BYTES = 4 << 20
+_PHASE = b'"ph"'
+_SPAN = b'"ph": "X"'
+
+
+def expected_artifacts(
+    request: CaptureRequest, identity: WorkerIdentity, engine: EngineAdapter, ranks: Iterable[int]
+) -> dict[EngineTrace, Artifact]:
+    """Return the artifacts that a capture will have when all goes well.
+
+    Args:
+        request: The capture.
+        identity: The replica.
+        engine: Its engine.
+        ranks: The ranks inside the replica that are selected.
+    """
+    expected = {}
+    for rank in ranks:
+        for part in engine.stages:
+            stage = "-".join(name for name in (request.stage, part) if name is not None) or None
+            lane = identity.lane(rank)
+            expected[EngineTrace(rank, part)] = Artifact(
+                path=artifact_name(lane, TorchTool.suffix, stage, request.occurrence),
+                lane=lane,
+                tool=TorchTool.name,
+                status="missing",
+                stage=stage,
+                occurrence=request.occurrence,
+            )
+    return expected
+
+
+class Spool:
+    """The folder that an engine writes into, seen from the start of one capture.
+
+    Args:
+        engine: The engine.
+        label: The capture's label.
+
+    Raises:
+        OSError: The folder cannot be made.
+    """
+
+    def __init__(self, engine: EngineAdapter, label: str) -> None:
+        self._engine = engine
+        self._label = label
+        engine.spool.mkdir(parents=True, exist_ok=True)
+        self._before = set(engine.spool.iterdir())
+
+    def take(self) -> dict[EngineTrace, Path]:
+        """Return what the engine wrote since; the newest file where it wrote several of a kind."""
+        new = [path for path in _files_in(self._engine.spool) if path not in self._before]
+        found: dict[EngineTrace, Path] = {}
+        for path in sorted(new, key=lambda path: path.stat().st_mtime_ns):
+            trace = self._engine.identify(path, self._label)
+            if trace is not None:
+                found[trace] = path
+        return found
+
+    def clear(self) -> None:
+        """Remove what nobody took: tables, traces of ranks that are not selected."""
+        if self._engine.spool.parent.name == SPOOL_PARENT:
+            shutil.rmtree(self._engine.spool, ignore_errors=True)
+            try:
+                self._engine.spool.parent.rmdir()
+            except OSError:
+                pass  # another engine's spool is in there
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+
+
+def output_of(raw: Path, folder: Path, expected: Artifact, level: int) -> Output:
+    """Bring an engine's file into the step folder and return the artifact it makes.
+
+    Args:
+        raw: The file: JSON, or gzip-compressed JSON.
+        folder: The step folder.
+        expected: The artifact as expected.
+        level: isal compression level for JSON.
+    """
+    final = folder / expected.path
+    if raw.suffix == ".gz":
+        _move(raw, final)
+        pending = msgspec.structs.replace(expected, status="pending")
+        return Output(pending, lambda: _verify(final, pending))
+    part = final.with_name(f".{final.stem}.part")
+    _move(raw, part)
+    return output_of_raw_trace(part, final, expected, level)
+
+
+def _move(source: Path, target: Path) -> None:
+    try:
+        os.replace(source, target)
+    except OSError:  # another file system
+        shutil.move(source, target)
+
+
+def _verify(path: Path, pending: Artifact) -> Artifact:
+    """Read a compressed trace through, and say what it holds."""
+    events = spans = 0
+    overlap = tail = b""
+    try:
+        with igzip.open(path, "rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                window = overlap + chunk
+                events += window.count(_PHASE) - overlap.count(_PHASE)
+                spans += window.count(_SPAN) - overlap.count(_SPAN)
+                overlap = window[-(len(_SPAN) - 1) :]
+                tail = window[-64:]
+    except (OSError, EOFError) as error:
+        tail = f"({error})".encode()
+    size = path.stat().st_size
+    artifact = msgspec.structs.replace(pending, bytes=size, events=events)
+    if not tail.rstrip().endswith(b"}"):
+        reason = f"cut off after {size} bytes: the engine did not write it to the end"
+        return msgspec.structs.replace(artifact, status="truncated", reason=reason)
+    if not spans:
+        return msgspec.structs.replace(artifact, status="empty", reason="the trace holds no spans")
+    return msgspec.structs.replace(artifact, status="ok")

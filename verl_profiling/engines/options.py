@@ -1,0 +1,75 @@
+"""Options of rollout engines: the ``rollout`` group of the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from verl_profiling.errors import ConfigError
+
+__all__ = ["EngineStage", "RolloutOptions", "SGLangOptions"]
+
+EngineStage = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangOptions:
+    """What only SGLang has.
+
+    Attributes:
+        stages: With ``rollout.by_stage``: the stages to record. ``None`` for both.
+        merge: Let SGLang merge the ranks' traces into one more file of the step folder. Slow, and
+            ``verl-profiling merge`` does it for the whole step.
+    """
+
+    stages: tuple[EngineStage, ...] | None = None
+    merge: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stages is not None and not self.stages:
+            raise ConfigError("stages", "is empty; leave it out to record both prefill and decode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """How much of a rollout its engine records.
+
+    An engine iteration is one forward pass of a whole batch; it makes one token for each
+    request that is decoding, so iterations are not tokens of anything.
+
+    Attributes:
+        start: Engine iterations that pass before recording begins.
+        count: Engine iterations that are recorded; ``None`` for no limit.
+        max_window_s: Seconds after which recording ends, whatever else is set; ``None`` for no limit.
+        by_stage: Record prefill and decode apart, ``count`` iterations of each.
+        stop_s: Seconds given to the engine to stop and write its traces; at most nine tenths of
+            ``timeouts.stop_s`` are used, so that the result still reaches the callback.
+        requests: Note when each request began, got its first token and ended, and its lengths.
+        sglang: What only SGLang has.
+    """
+
+    start: int = 0
+    count: int | None = None
+    max_window_s: float | None = 30.0
+    by_stage: bool = False
+    stop_s: float = 300.0
+    requests: bool = True
+    sglang: SGLangOptions = field(default_factory=SGLangOptions)
+
+    def __post_init__(self) -> None:
+        if self.start < 0:
+            raise ConfigError("start", f"must not be negative, is {self.start}")
+        if self.count is not None and self.count < 1:
+            raise ConfigError("count", f"must be at least 1, is {self.count}; leave it out for no limit")
+        for name in ("max_window_s", "stop_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(name, f"must be greater than 0, is {value}")
+        if self.by_stage and self.count is None:
+            raise ConfigError(
+                "by_stage", "needs rollout.count: how many iterations of prefill and of decode to record"
+            )
+        if self.by_stage and self.start:
+            raise ConfigError("by_stage", "excludes rollout.start; no engine counts the two together")
+        if self.sglang.stages is not None and not self.by_stage:
+            raise ConfigError("sglang.stages", "needs rollout.by_stage=true")
