@@ -1,0 +1,127 @@
+"""The rollout: one process per replica, each with an inference engine of its own."""
+
+import asyncio
+import itertools
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from omegaconf import DictConfig
+
+from recipes.grpo_tiny.task import END, RESPONSE_LENGTH, build_model
+from verl_profiling.workers import RolloutCaptureMixin
+
+Weights = dict[str, torch.Tensor]
+
+
+class Engine(Protocol):
+    """What the recipe asks of an inference engine. ``handle`` is the object that the engine's users hold."""
+
+    handle: Any
+
+    async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return one sampled response per prompt, ``END`` included."""
+
+    async def load_weights(self, weights: Weights) -> None:
+        """Replace the weights."""
+
+
+class TransformersEngine:
+    """``model.generate`` in this process: nothing to install, and good enough for a toy."""
+
+    def __init__(self, config: DictConfig, seed: int, engine_args: dict[str, Any]) -> None:
+        self.handle = build_model(config.model, config.seed).eval()
+        torch.manual_seed(seed)
+
+    async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Sample on this thread, the one that a capture records."""
+        tokens = torch.tensor(prompts)
+        sampled = self.handle.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=RESPONSE_LENGTH,
+            do_sample=True,
+            top_k=0,
+        )
+        responses = sampled[:, tokens.shape[1] :].tolist()
+        return [row[: row.index(END) + 1] if END in row else row for row in responses]
+
+    async def load_weights(self, weights: Weights) -> None:
+        """Copy them in."""
+        self.handle.load_state_dict(weights)
+
+
+class VLLMEngine:
+    """vLLM's ``AsyncLLM``, whose engine core and workers are processes of their own."""
+
+    def __init__(self, config: DictConfig, seed: int, engine_args: dict[str, Any]) -> None:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        from vllm import SamplingParams
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._folder = tempfile.TemporaryDirectory(prefix="grpo_tiny_")
+        build_model(config.model, config.seed).save_pretrained(self._folder.name)
+        self.handle = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=self._folder.name,
+                skip_tokenizer_init=True,
+                dtype="float32",
+                enforce_eager=True,
+                max_model_len=32,
+                seed=seed,
+                use_tqdm_on_load=False,
+                **engine_args,
+            )
+        )
+        self._sampling = SamplingParams(max_tokens=RESPONSE_LENGTH, detokenize=False)
+        self._request_ids = map(str, itertools.count())
+
+    async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Send every prompt at once; the engine batches them."""
+        return await asyncio.gather(*map(self._generate_one, prompts))
+
+    async def _generate_one(self, prompt: list[int]) -> list[int]:
+        request = self.handle.generate({"prompt_token_ids": prompt}, self._sampling, next(self._request_ids))
+        async for output in request:
+            response = output.outputs[0].token_ids
+        return list(response)
+
+    async def load_weights(self, weights: Weights) -> None:
+        """Write them as a checkpoint and have the engine's workers read it."""
+        from safetensors.torch import save_file
+
+        save_file(weights, Path(self._folder.name, "model.safetensors"))
+        await self.handle.collective_rpc("reload_weights", kwargs={"weights_path": self._folder.name})
+        await self.handle.reset_prefix_cache()
+
+
+ENGINES: dict[str, type[Engine]] = {"transformers": TransformersEngine, "vllm": VLLMEngine}
+
+
+class RolloutServer(RolloutCaptureMixin):
+    """One replica. The mixin adds what the profiling callback calls."""
+
+    def __init__(self, config: DictConfig, replica: int) -> None:
+        self.config = config
+        self.replica = replica
+
+    async def start(self) -> None:
+        """Start the engine, inside the actor's event loop."""
+        rollout = self.config.rollout
+        self.engine = ENGINES[rollout.engine](
+            self.config, self.config.seed + self.replica, self.engine_args(self.config.profiling)
+        )
+        self.init_capture(
+            self.config.profiling, role="rollout", replica=self.replica, engine=self.engine.handle
+        )
+
+    async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return one sampled response per prompt."""
+        return await self.engine.generate(prompts)
+
+    async def load_weights(self, weights: Weights) -> None:
+        """Replace the engine's weights."""
+        await self.engine.load_weights(weights)
