@@ -19,7 +19,7 @@ from verl_profiling.config import RoleConfig
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.finisher import Finisher
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, CaptureStatus, StageSpan
+from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
 from verl_profiling.messages import CaptureRequest
 from verl_profiling.stage import OpenSpan, SpanLog
 from verl_profiling.tools import Output, Recording, Target, Tool
@@ -106,7 +106,8 @@ class Capture:
         Raises:
             Exception: Whatever the tool raised; nothing records then.
         """
-        Path(self.request.folder).mkdir(parents=True, exist_ok=True)
+        if self.request.keep:
+            Path(self.request.folder).mkdir(parents=True, exist_ok=True)
         if not self._whole:
             self._move(Event.ARM)
             return []
@@ -232,7 +233,7 @@ class Capture:
     def _keep(self, outputs: Sequence[Output], end_ns: int) -> None:
         for output in outputs:
             expected = next(
-                (known for known in self._artifacts.values() if _same_run(known, output.artifact)),
+                (known for known in self._artifacts.values() if known.is_run_of(output.artifact)),
                 output.artifact,
             )
             artifact = msgspec.structs.replace(output.artifact, begin_ns=expected.begin_ns, end_ns=end_ns)
@@ -298,7 +299,8 @@ class Capture:
             self.state = TRANSITIONS[self.state, event]
         except KeyError:
             raise CaptureStateError(
-                f"{event.value}: not possible while {self.state.value} (step {self.request.step}, {self.identity})"
+                f"{event.value}: not possible while {self.state.value} "
+                f"(step {self.request.step}, {self.identity})"
             ) from None
 
     def _metadata(self, stage: str | None) -> dict[str, Any]:
@@ -315,7 +317,7 @@ class Capture:
     def _result(self) -> CaptureResult:
         stages = self._stages if self._whole else self._spans.close()
         artifacts = list(self._artifacts.values())
-        status, reason = _status_of(artifacts)
+        status, reason = worst_fate(artifacts)
         if not self.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
         elif not self._whole and not artifacts and any(tool.suffix for tool in self._role.tools):
@@ -364,29 +366,5 @@ def _annotator(
     return all_ranges
 
 
-def _same_run(one: Artifact, other: Artifact) -> bool:
-    return (one.lane, one.tool, one.stage, one.occurrence) == (
-        other.lane,
-        other.tool,
-        other.stage,
-        other.occurrence,
-    )
-
-
 def _keeping_times(finish: Callable[[], Artifact], begin_ns: int, end_ns: int) -> Callable[[], Artifact]:
     return lambda: msgspec.structs.replace(finish(), begin_ns=begin_ns, end_ns=end_ns)
-
-
-def _status_of(artifacts: list[Artifact]) -> tuple[CaptureStatus, str]:
-    """Return the worst fate among artifacts, and its reason."""
-    worst: tuple[tuple[str, CaptureStatus], ...] = (
-        ("failed", "failed"),
-        ("missing", "failed"),
-        ("truncated", "truncated"),
-        ("empty", "empty"),
-    )
-    for fate, status in worst:
-        for artifact in artifacts:
-            if artifact.status == fate:
-                return status, artifact.reason or f"{artifact.path} is {fate}"
-    return "ok", ""

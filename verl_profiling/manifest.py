@@ -8,7 +8,6 @@ became of it. All times are unix nanoseconds on the clock of the process that to
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +30,7 @@ __all__ = [
     "RunInfo",
     "StageSpan",
     "read_manifest",
+    "worst_fate",
     "write_json_atomically",
 ]
 
@@ -278,6 +278,22 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     hosts: list[str]
 
 
+def worst_fate(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
+    """Return the status of a capture with these artifacts, and why it is not ``ok``."""
+    artifacts = list(artifacts)
+    worst: tuple[tuple[ArtifactStatus, CaptureStatus], ...] = (
+        ("failed", "failed"),
+        ("missing", "failed"),
+        ("truncated", "truncated"),
+        ("empty", "empty"),
+    )
+    for fate, status in worst:
+        for artifact in artifacts:
+            if artifact.status == fate:
+                return status, artifact.reason or f"{artifact.path} is {fate}"
+    return "ok", ""
+
+
 def write_json_atomically(path: Path, value: msgspec.Struct) -> None:
     """Write ``value`` as indented JSON, so that readers see the old file or the new one.
 
@@ -285,16 +301,15 @@ def write_json_atomically(path: Path, value: msgspec.Struct) -> None:
         OSError: The folder cannot be written.
     """
     data = msgspec.json.format(msgspec.json.encode(value), indent=2)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(fd, "wb") as file:
+        with part.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        part.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
 
 

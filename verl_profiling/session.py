@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from verl_profiling import clock
 from verl_profiling.capture import Capture, State
@@ -47,6 +48,10 @@ class Session:
         self._finisher = Finisher()
         self._finish_s = 0.0
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """A worker class whose methods are decorated with stages travels to other processes."""
+        return process_session, ()
+
     def register(self, config: ProfilingConfig, identity: WorkerIdentity) -> None:
         """Make a worker of this process known, and do its tools' slow preparations.
 
@@ -75,7 +80,7 @@ class Session:
             role = self._roles.get(identity.name)
             if role is None:
                 raise CaptureStateError(
-                    f"start_capture(step={request.step}): {identity} is not set up; call init_capture(...) first"
+                    f"start_capture(step={request.step}): {identity} is not set up; call init_capture() first"
                 )
             if not role.selects(identity.rank, identity.replica):
                 return self._reply(identity, "skipped", received_ns, reason="not selected")
@@ -158,8 +163,8 @@ class Session:
     ) -> StartReply:
         if capture.request.capture_id != request.capture_id:
             raise CaptureStateError(
-                f"start_capture(step={request.step}): already {capture.state.value} step {capture.request.step} "
-                f"({capture.identity}); call stop_capture() first"
+                f"start_capture(step={request.step}): already {capture.state.value} step "
+                f"{capture.request.step} ({capture.identity}); call stop_capture() first"
             )
         if identity.role not in capture.roles:
             capture.roles.append(identity.role)

@@ -35,9 +35,11 @@ class StageSink(Protocol):
 
 
 class StageSource(Protocol):
-    """Owner of stages: ``sink`` is ``None`` whenever nothing records."""
+    """Owner of stages."""
 
-    sink: StageSink | None
+    @property
+    def sink(self) -> StageSink | None:
+        """Where stages go; ``None`` whenever nothing records."""
 
 
 class Stage:
@@ -103,7 +105,7 @@ class OpenSpan:
         self.log = log
         self.name = name
         self.parent = parent
-        self.depth = 0 if parent is None else parent.depth + 1
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.range = range
         self.thread = threading.get_native_id()
         self.begin_ns = clock.now_ns()

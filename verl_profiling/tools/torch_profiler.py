@@ -107,8 +107,8 @@ class TorchTool(Tool):
         profiler_state = torch.autograd.profiler
         if getattr(profiler_state, "_is_profiler_enabled", False) or torch._C._autograd._profiler_enabled():
             raise CaptureStateError(
-                f"{target.lane}: another torch profiler already records this process, and two at once crash it; "
-                "stop that one, or switch one of the two off"
+                f"{target.lane}: another torch profiler already records this process, and two at once "
+                "crash it; stop that one, or switch one of the two off"
             )
         window = self.options.mini_batches
         profiler = torch.profiler.profile(
@@ -128,7 +128,7 @@ class TorchTool(Tool):
     def _experimental_config(self) -> Any:
         from torch._C._profiler import _ExperimentalConfig
 
-        wanted = {"trace_only": True, "profile_all_threads": self.any_thread}
+        wanted: dict[str, Any] = {"trace_only": True, "profile_all_threads": self.any_thread}
         return _ExperimentalConfig(**{name: wanted[name] for name in _experimental_options()})
 
     def _activities(self) -> list[Any]:

@@ -1,0 +1,317 @@
+"""What the callbacks do, without waiting: each hook yields the rounds of calls that it needs.
+
+The two callbacks of ``callback.py`` differ only in how they wait for a round, so a hook is a
+generator here, and they drive it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import uuid
+from asyncio import AbstractEventLoop
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.errors import ConfigError, ProfilingError, choices_hint
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import Manifest
+from verl_profiling.messages import CaptureRequest
+from verl_profiling.participants import Participants
+from verl_profiling.schedule import Action, Window
+from verl_profiling.stage import SpanLog
+from verl_profiling.step_folder import StepFolders
+from verl_profiling.targets import Call, Round, Target, Worker, make_targets
+
+__all__ = ["Controller"]
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKES = 8
+ROLLOUT = "rollout"
+
+
+@dataclass
+class _Live:
+    """The capture that is open."""
+
+    window: Window
+    request: CaptureRequest
+    folder: Path
+    participants: Participants
+    begin_ns: int
+    steps: list[int]
+    rollout_requests: Iterator[CaptureRequest]
+    spans: SpanLog = field(default_factory=SpanLog)
+    metrics: dict[str, float] = field(default_factory=dict)
+    rollout_request: CaptureRequest | None = None
+
+    def begin(self, name: str) -> None:
+        self.spans.begin(name)
+
+    def end(self, name: str, failed: bool) -> None:
+        self.spans.end(name, failed)
+
+
+class Controller:
+    """Decides, drives the workers, and writes step folders.
+
+    Attributes:
+        sink: Where the controller's stages go; ``None`` whenever nothing records.
+        last_folder: Step folder of the last capture, once written.
+    """
+
+    def __init__(self, config: ProfilingConfig) -> None:
+        self.config = config
+        self.sink: _Live | None = None
+        self.last_folder: Path | None = None
+        self._run_id = uuid.uuid4().hex[:12]
+        self._folders = StepFolders(config, self._run_id)
+        self._identity = WorkerIdentity(role="controller")
+        self._targets: list[Target] = []
+        self._known: dict[Worker, WorkerIdentity] = {}
+        self._unanswered: list[Call] = []
+        self._captures = count(1)
+        self._notes: list[str] = []
+
+    def add(self, role: str, workers: Any, is_rollout: bool, loop: AbstractEventLoop | None) -> None:
+        """Register workers; those registered under another role already get one name more.
+
+        Raises:
+            ConfigError: There are none, the role has some already, or one has no capture methods.
+        """
+        if any(role in target.roles for target in self._targets):
+            raise ConfigError("", f"role {role!r} has its workers already; add all of a role at once")
+        by_key = {target.key: target for target in self._targets}
+        for target in make_targets(role, workers, loop):
+            target.is_rollout = is_rollout
+            if (known := by_key.get(target.key)) is not None:
+                known.roles.append(role)
+            else:
+                self._targets.append(target)
+
+    def wants(self, step: int) -> bool:
+        """Return whether a step needs any work at all."""
+        return self.sink is not None or self.config.schedule.action(step) is not Action.OFF
+
+    def check_selection(self) -> None:
+        """Warn of roles in the settings that no worker has."""
+        roles = {role for target in self._targets for role in target.roles}
+        for key, named in (
+            ("select.roles", self.config.select.roles or ()),
+            ("roles", tuple(self.config.roles)),
+        ):
+            for role in named:
+                if role not in roles:
+                    text = f"{key}: no workers were added as {role!r}; {choices_hint(role, roles)}"
+                    logger.warning("%s", text)
+                    self._notes.append(text)
+
+    def step_begin(self, step: int, policy_version: int | None) -> Iterator[Round]:
+        """Open a capture, or go on with one that covers several steps."""
+        live = self.sink
+        if live is not None:
+            if live.steps[-1] < step <= live.window.last:
+                live.steps.append(step)
+                return
+            logger.warning("step %d begins while step %d is being captured; closing it", step, live.steps[-1])
+            yield from self.close(complete=False)
+        window = self.config.schedule.window(step)
+        if window is None:
+            return
+        live = self._open(window, step, policy_version)
+        self.sink = live
+        targets = [
+            target for target in self._targets if self._is_driven(target) and not self._has_windows(target)
+        ]
+        yield from self._start(live, targets, live.request)
+        live.begin_ns = clock.now_ns()
+
+    def rollout_begin(self) -> Iterator[Round]:
+        """Open a window on the rollout engines that are captured by stage."""
+        live = self.sink
+        if live is None:
+            return
+        targets = [
+            target for target in self._targets if self._is_driven(target) and self._has_windows(target)
+        ]
+        if targets:
+            live.rollout_request = next(live.rollout_requests)
+            yield from self._start(live, targets, live.rollout_request)
+        live.begin(ROLLOUT)
+
+    def rollout_end(self, metrics: Mapping[str, Any] | None) -> Iterator[Round]:
+        """Close that window."""
+        live = self.sink
+        if live is None:
+            return
+        live.end(ROLLOUT, False)
+        live.metrics.update(_numbers(metrics))
+        yield from self._close_rollout_window(live)
+
+    def step_end(self, metrics: Mapping[str, Any] | None) -> Iterator[Round]:
+        """Close the capture, unless it goes on in the next step."""
+        live = self.sink
+        if live is None:
+            return
+        live.metrics.update(_numbers(metrics))
+        if live.steps[-1] >= live.window.last:
+            yield from self.close(complete=True)
+
+    def close(self, complete: bool) -> Iterator[Round]:
+        """Stop all workers and write the step folder.
+
+        Raises:
+            ProfilingError: Something failed, and the settings are strict.
+            OSError: The step folder cannot be written.
+        """
+        live = self.sink
+        if live is None:
+            return
+        end_ns = clock.now_ns()
+        stages = live.spans.close()
+        yield from self._close_rollout_window(live)
+        targets = [target for target in self._targets if not self._has_windows(target)]
+        yield from self._stop(live, targets, live.request)
+        self.sink = None
+        people = live.participants
+        manifest = Manifest(
+            run_id=self._run_id,
+            capture_id=live.request.capture_id,
+            step=live.request.step,
+            steps=live.steps,
+            policy_version=live.request.policy_version,
+            begin_ns=live.begin_ns,
+            end_ns=end_ns,
+            complete=complete,
+            controller=self._identity,
+            stages=stages,
+            rpcs=people.rpcs,
+            workers=people.results(),
+            clocks=people.clocks(),
+            metrics=live.metrics,
+            notes=[*self._notes, *people.notes],
+        )
+        if live.request.keep:
+            self._folders.write(live.folder, manifest)
+            self.last_folder = live.folder
+        for news in people.news:
+            self._folders.note(news)
+        failed = [worker for worker in manifest.workers if worker.status not in ("ok", "skipped")]
+        if failed and self.config.strict:
+            raise ProfilingError(
+                f"step {live.request.step}: {failed[0].name} {failed[0].status}: {failed[0].reason}"
+            )
+
+    def train_end(self) -> Iterator[Round]:
+        """Close what is open, and wait for artifacts that are being compressed."""
+        yield from self.close(complete=False)
+        pending = self._folders.pending_workers()
+        owners = {id(target) for (target, _), identity in self._known.items() if identity.name in pending}
+        targets = [target for target in self._targets if id(target) in owners]
+        finish_s = self.config.timeouts.finish_s
+        calls = self._send(targets, "stop_capture", None, finish_s)
+        yield (round_ := Round(calls, finish_s + self.config.timeouts.start_s))
+        self._remember_unanswered(round_)
+        for call in calls:
+            for news in getattr(call.reply(), "finished", ()):
+                self._folders.note(news)
+        self._folders.flush()
+
+    def _open(self, window: Window, step: int, policy_version: int | None) -> _Live:
+        keep = window.action is Action.RECORD
+        folder = self._folders.make(step) if keep else self._folders.path(step)
+        request = CaptureRequest(
+            capture_id=f"{self._run_id}-{next(self._captures)}",
+            run_id=self._run_id,
+            step=step,
+            folder=str(folder),
+            policy_version=policy_version,
+            keep=keep,
+        )
+        windows = (
+            msgspec.structs.replace(
+                request, capture_id=f"{request.capture_id}/{number}", stage=ROLLOUT, occurrence=number
+            )
+            for number in count(1)
+        )
+        people = Participants(self.config, self._known)
+        return _Live(window, request, folder, people, clock.now_ns(), [step], windows)
+
+    def _start(self, live: _Live, targets: Iterable[Target], request: CaptureRequest) -> Iterator[Round]:
+        round_ = Round(self._send(targets, "start_capture", request), self.config.timeouts.start_s)
+        yield round_
+        self._remember_unanswered(round_)
+        live.participants.take_starts(round_, request)
+        yield from self._shake_hands(live, "start_capture", request)
+
+    def _stop(self, live: _Live, targets: Iterable[Target], request: CaptureRequest) -> Iterator[Round]:
+        people = live.participants
+        remote = people.remote_clocks()
+        round_ = Round(
+            self._send(people.called(targets), "stop_capture", request.capture_id),
+            self.config.timeouts.stop_s,
+        )
+        yield round_
+        self._remember_unanswered(round_)
+        people.take_stops(round_, request)
+        yield from self._shake_hands(live, "stop_capture", request.capture_id, remote)
+
+    def _shake_hands(
+        self,
+        live: _Live,
+        method: str,
+        argument: CaptureRequest | str,
+        targets: Iterable[Target] | None = None,
+    ) -> Iterator[Round]:
+        """Repeat a call, which changes nothing, to measure clocks that are not the controller's."""
+        targets = live.participants.remote_clocks() if targets is None else targets
+        for _ in range(HANDSHAKES if targets else 0):
+            round_ = Round(self._send(targets, method, argument), self.config.timeouts.start_s)
+            yield round_
+            live.participants.take_handshakes(round_, closing=method == "stop_capture")
+
+    def _close_rollout_window(self, live: _Live) -> Iterator[Round]:
+        request, live.rollout_request = live.rollout_request, None
+        if request is not None:
+            yield from self._stop(
+                live, [target for target in self._targets if self._has_windows(target)], request
+            )
+
+    def _send(self, targets: Iterable[Target], method: str, *arguments: Any) -> list[Call]:
+        """Call all workers. One that has not answered yet gets the call too, and is not waited for."""
+        self._unanswered = [call for call in self._unanswered if not call.future.done()]
+        busy = {call.worker for call in self._unanswered}
+        calls = [call for target in targets for call in target.call(method, *arguments)]
+        for call in calls:
+            call.awaited = call.worker not in busy
+        return calls
+
+    def _remember_unanswered(self, round_: Round) -> None:
+        self._unanswered += [call for call in round_.calls if not call.future.done()]
+
+    def _is_driven(self, target: Target) -> bool:
+        return any(self.config.for_role(role).enable for role in target.roles)
+
+    def _has_windows(self, target: Target) -> bool:
+        return target.is_rollout and self.config.for_role(target.roles[0]).mode == "discrete"
+
+
+def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the entries that are finite numbers (NumPy's and torch's scalars too), as floats."""
+    numbers = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            continue
+        if math.isfinite(number):
+            numbers[str(name)] = number
+    return numbers

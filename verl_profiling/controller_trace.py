@@ -1,0 +1,116 @@
+"""The controller's trace: stages, calls and every worker's stages, in Chrome's trace format.
+
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+("Trace Event Format"); ``baseTimeNanoseconds`` as Kineto writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from isal import igzip
+
+from verl_profiling.manifest import CONTROLLER_TRACE_NAME, Manifest, StageSpan
+
+__all__ = ["write_controller_trace"]
+
+_FIRST_RPC_THREAD = 1000
+_CONTROLLER_PID = 1
+
+
+def write_controller_trace(folder: Path, manifest: Manifest) -> None:
+    """Write ``controller.trace.json.gz``; all times are on the controller's clock.
+
+    Args:
+        folder: The step folder.
+        manifest: The capture.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    trace = {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": manifest.begin_ns,
+        "verl_profiling": {
+            "run_id": manifest.run_id,
+            "capture_id": manifest.capture_id,
+            "step": manifest.step,
+        },
+        "traceEvents": list(_events(manifest)),
+    }
+    path = folder / CONTROLLER_TRACE_NAME
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(igzip.compress(msgspec.json.encode(trace), compresslevel=1))
+    part.replace(path)
+
+
+def _events(manifest: Manifest) -> Iterator[dict[str, Any]]:
+    base_ns = manifest.begin_ns
+    yield from _process(
+        _CONTROLLER_PID, "controller", f"{manifest.controller.host} pid {manifest.controller.pid}"
+    )
+    yield from _stage_threads(manifest.stages, _CONTROLLER_PID, base_ns)
+    threads: dict[str, int] = {}
+    for rpc in manifest.rpcs:
+        thread = threads.get(rpc.worker)
+        if thread is None:
+            thread = threads[rpc.worker] = _FIRST_RPC_THREAD + len(threads)
+            yield _named("thread_name", _CONTROLLER_PID, thread, f"rpc {rpc.worker}")
+        arguments = {"worker": rpc.worker, "ok": rpc.ok}
+        yield _span(
+            rpc.method,
+            "rpc",
+            _CONTROLLER_PID,
+            thread,
+            rpc.begin_ns - base_ns,
+            rpc.end_ns - base_ns,
+            arguments,
+        )
+    for pid, worker in enumerate(manifest.workers, _CONTROLLER_PID + 1):
+        yield from _process(pid, worker.name, str(worker.identity))
+        yield from _stage_threads(worker.stages, pid, base_ns + manifest.offset_ns(worker.identity))
+
+
+def _process(pid: int, name: str, label: str) -> Iterator[dict[str, Any]]:
+    yield _named("process_name", pid, 0, name)
+    yield {"ph": "M", "name": "process_labels", "pid": pid, "tid": 0, "args": {"labels": label}}
+
+
+def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _stage_threads(spans: Iterable[StageSpan], pid: int, base_ns: int) -> Iterator[dict[str, Any]]:
+    """Put spans on as few threads as can hold them: on one thread, spans nest or follow each other."""
+    open_ends: list[list[int]] = []
+    for span in sorted(spans, key=lambda span: (span.begin_ns, -span.end_ns)):
+        for ends in open_ends:
+            while ends and ends[-1] <= span.begin_ns:
+                ends.pop()
+        tid = next((tid for tid, ends in enumerate(open_ends, 1) if not ends or span.end_ns <= ends[-1]), 0)
+        if not tid:
+            open_ends.append([])
+            tid = len(open_ends)
+            yield _named("thread_name", pid, tid, "stages" if tid == 1 else f"stages {tid}")
+        open_ends[tid - 1].append(span.end_ns)
+        arguments = {"failed": True} if span.failed else {}
+        yield _span(span.name, "stage", pid, tid, span.begin_ns - base_ns, span.end_ns - base_ns, arguments)
+
+
+def _span(
+    name: str, category: str, pid: int, tid: int, begin_ns: int, end_ns: int, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": begin_ns / 1000,
+        "dur": (end_ns - begin_ns) / 1000,
+        "args": arguments,
+    }

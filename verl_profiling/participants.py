@@ -1,0 +1,239 @@
+"""What became of each worker in one capture: answers gathered, failures named, results merged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from verl_profiling.clock import Handshake, best_handshake
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.identity import WorkerIdentity, clock_domain
+from verl_profiling.manifest import CaptureCost, CaptureResult, CaptureStatus, HostClock, Rpc
+from verl_profiling.messages import CaptureRequest, Finished, StartReply, StopReply
+from verl_profiling.targets import Call, Round, Target, Worker
+
+__all__ = ["Participants"]
+
+logger = logging.getLogger(__name__)
+
+_WORST_FIRST: tuple[CaptureStatus, ...] = ("failed", "truncated", "empty", "ok", "skipped")
+Reply = TypeVar("Reply", StartReply, StopReply)
+
+
+@dataclass
+class _Participant:
+    identity: WorkerIdentity
+    started: StartReply | None = None
+    results: list[CaptureResult] = field(default_factory=list)
+
+
+class Participants:
+    """Keeps what every worker answered during one capture.
+
+    Args:
+        config: The settings.
+        known: Who each worker is, learnt from its answers; kept from capture to capture.
+
+    Attributes:
+        rpcs: All calls made.
+        news: Artifacts of earlier captures that were finished since.
+        notes: Things a user should know.
+    """
+
+    def __init__(self, config: ProfilingConfig, known: dict[Worker, WorkerIdentity]) -> None:
+        self.rpcs: list[Rpc] = []
+        self.news: list[Finished] = []
+        self.notes: list[str] = []
+        self._config = config
+        self._known = known
+        self._all: dict[Worker, _Participant] = {}
+        self._opening: dict[str, list[Handshake]] = {}
+        self._closing: dict[str, list[Handshake]] = {}
+
+    def take_starts(self, round: Round, request: CaptureRequest) -> None:
+        """Note the answers to ``start_capture``."""
+        for call in round.calls:
+            reply = self._reply(call, StartReply)
+            if reply is not None:
+                self._known[call.worker] = reply.identity
+                self._shake(self._opening, call, reply.identity, reply)
+            entry = self._all.setdefault(call.worker, _Participant(self._identity(call.worker)))
+            entry.identity = self._identity(call.worker)
+            entry.started = reply
+            if reply is None:
+                entry.results.append(self._failed(entry, request, call.problem(round.timeout_s), call.target))
+        self._note_twins()
+        self._note_empty_selections(round)
+
+    def take_stops(self, round: Round, request: CaptureRequest) -> None:
+        """Note the answers to ``stop_capture``."""
+        for call in round.calls:
+            entry = self._all.get(call.worker)
+            if entry is None or entry.started is None:
+                continue
+            reply = self._reply(call, StopReply)
+            if reply is not None:
+                self._shake(self._closing, call, entry.identity, reply)
+                if entry.started.status != "skipped":
+                    entry.results.append(reply.result)
+            else:
+                entry.results.append(self._failed(entry, request, call.problem(round.timeout_s), call.target))
+            entry.started = None
+
+    def take_handshakes(self, round: Round, closing: bool) -> None:
+        """Note repeated calls, which only measure clocks."""
+        for call in round.calls:
+            reply = call.reply()
+            if isinstance(reply, StartReply | StopReply):
+                side = self._closing if closing else self._opening
+                self._shake(side, call, self._identity(call.worker), reply)
+
+    def called(self, targets: Iterable[Target]) -> list[Target]:
+        """Return those of ``targets`` that were told to start."""
+        told = {id(target) for target, _ in self._all}
+        return [target for target in targets if id(target) in told]
+
+    def remote_clocks(self) -> list[Target]:
+        """Return one target for each clock that is not the controller's."""
+        found: dict[str, Target] = {}
+        for (target, _), entry in self._all.items():
+            if entry.started is not None and entry.identity.clock_domain != clock_domain():
+                found.setdefault(entry.identity.clock_domain, target)
+        return list(found.values())
+
+    def clocks(self) -> list[HostClock]:
+        """Return one entry for each clock that was seen."""
+        hosts = {entry.identity.clock_domain: entry.identity.host for entry in self._all.values()}
+        return [self._clock(domain, host) for domain, host in hosts.items() if domain in self._opening]
+
+    def results(self) -> list[CaptureResult]:
+        """Return one result for each worker, its windows merged, sorted by role and rank."""
+        by_name: dict[str, list[CaptureResult]] = {}
+        for entry in self._all.values():
+            for result in entry.results:
+                same = by_name.setdefault(result.name, [])
+                if all(
+                    result.capture_id != other.capture_id or result.identity != other.identity
+                    for other in same
+                ):
+                    same.append(result)
+        merged = [_merge(results) for results in by_name.values()]
+        return sorted(
+            merged,
+            key=lambda result: (result.identity.role, result.identity.replica or 0, result.identity.rank),
+        )
+
+    def _reply(self, call: Call, kind: type[Reply]) -> Reply | None:
+        reply = call.reply()
+        usable = reply if isinstance(reply, kind) else None
+        if usable is not None:
+            self.news += usable.finished
+        worker = self._known.get(call.worker) or self._identity(call.worker)
+        end_ns = call.returned_ns or call.sent_ns
+        self.rpcs.append(Rpc(worker.name, call.method, call.sent_ns, end_ns, usable is not None))
+        return usable
+
+    def _identity(self, worker: Worker) -> WorkerIdentity:
+        """Return who a worker is, or who it must be when it has never answered."""
+        target, index = worker
+        number = target.first + index
+        replica = number if target.is_rollout else None
+        guess = WorkerIdentity(
+            role=target.roles[0], rank=number, replica=replica, host="unknown", clock_domain="unknown", pid=0
+        )
+        return self._known.get(worker, guess)
+
+    def _failed(
+        self, entry: _Participant, request: CaptureRequest, reason: str, target: Target
+    ) -> CaptureResult:
+        logger.error("step %d: %s was not captured: %s", request.step, entry.identity, reason)
+        role = self._config.for_role(target.roles[0])
+        expected = list(entry.started.expected) if entry.started is not None else []
+        return CaptureResult(
+            identity=entry.identity,
+            roles=list(target.roles),
+            capture_id=request.capture_id,
+            step=request.step,
+            mode=role.mode,
+            tools=[tool.name for tool in role.tools],
+            status="failed",
+            reason=reason,
+            artifacts=[
+                msgspec.structs.replace(artifact, status="missing", reason=reason) for artifact in expected
+            ],
+        )
+
+    def _note_twins(self) -> None:
+        seen: dict[str, WorkerIdentity] = {}
+        for entry in self._all.values():
+            twin = seen.setdefault(entry.identity.name, entry.identity)
+            if (twin.host, twin.pid) != (entry.identity.host, entry.identity.pid):
+                self._note(
+                    f"two workers are called {twin.name} and overwrite each other: pass rank= to init_capture"
+                )
+
+    def _note_empty_selections(self, round: Round) -> None:
+        statuses: dict[str, list[str]] = {}
+        for call in round.calls:
+            entry = self._all[call.worker]
+            statuses.setdefault(call.target.roles[0], []).append(
+                entry.started.status if entry.started else "failed"
+            )
+        for role, found in statuses.items():
+            if set(found) == {"skipped"}:
+                self._note(
+                    f"the selection of ranks or replicas matches none of {len(found)} workers of role {role}"
+                )
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            logger.warning("%s", text)
+            self.notes.append(text)
+
+    def _shake(
+        self,
+        side: dict[str, list[Handshake]],
+        call: Call,
+        identity: WorkerIdentity,
+        reply: StartReply | StopReply,
+    ) -> None:
+        handshake = Handshake(call.sent_ns, reply.received_ns, reply.replied_ns, call.returned_ns)
+        side.setdefault(identity.clock_domain, []).append(handshake)
+
+    def _clock(self, domain: str, host: str) -> HostClock:
+        if domain == clock_domain():
+            return HostClock(host=host, clock_domain=domain)
+        opening, closing = self._opening[domain], self._closing.get(domain, [])
+        first, last = best_handshake(opening), best_handshake(closing or opening)
+        return HostClock(
+            host=host,
+            clock_domain=domain,
+            offset_ns=first.offset_ns,
+            error_ns=first.error_ns,
+            closing_offset_ns=last.offset_ns,
+            closing_error_ns=last.error_ns,
+            samples=len(opening) + len(closing),
+        )
+
+
+def _merge(results: list[CaptureResult]) -> CaptureResult:
+    """Return one result for several windows (or several names) of one worker."""
+    first = min(results, key=lambda result: _WORST_FIRST.index(result.status))
+    return msgspec.structs.replace(
+        first,
+        roles=list(dict.fromkeys(role for result in results for role in result.roles)),
+        artifacts=[artifact for result in results for artifact in result.artifacts],
+        stages=[span for result in results for span in result.stages],
+        anchors=[anchor for result in results for anchor in result.anchors],
+        notes=list(dict.fromkeys(note for result in results for note in result.notes)),
+        metrics={name: value for result in results for name, value in result.metrics.items()},
+        cost=CaptureCost(
+            start_s=sum(result.cost.start_s for result in results),
+            stop_s=sum(result.cost.stop_s for result in results),
+            export_s=sum(result.cost.export_s for result in results),
+        ),
+    )

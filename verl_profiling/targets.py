@@ -1,0 +1,271 @@
+"""Whom the callback drives: Ray actors, worker groups, local objects, behind one way of calling.
+
+A call fans out to all targets at once and is waited for with one deadline. Calling never
+raises: a worker that is dead, hung or wrong becomes a :class:`Call` without a reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from verl_profiling import clock
+from verl_profiling.errors import ConfigError
+
+__all__ = ["Call", "Round", "Target", "Worker", "make_targets"]
+
+
+class Call:
+    """One call to one worker.
+
+    Attributes:
+        sent_ns: When it was sent, on the controller's clock.
+        returned_ns: When its outcome arrived; 0 while it has not.
+        awaited: ``False`` when the worker is known to be busy with an earlier call.
+    """
+
+    def __init__(self, target: Target, index: int, method: str, future: Future[Any], sent_ns: int) -> None:
+        self.target = target
+        self.index = index
+        self.method = method
+        self.future = future
+        self.sent_ns = sent_ns
+        self.returned_ns = 0
+        self.awaited = True
+        future.add_done_callback(self._note_return)
+
+    def _note_return(self, future: Future[Any]) -> None:
+        self.returned_ns = clock.now_ns()
+
+    @property
+    def worker(self) -> Worker:
+        """The worker called: a target and an index in it."""
+        return self.target, self.index
+
+    def reply(self) -> Any:
+        """Return the worker's answer, or ``None`` when there is none."""
+        return self.future.result() if self.future.done() and self.future.exception() is None else None
+
+    def problem(self, waited_s: float) -> str:
+        """Return in one line why there is no answer."""
+        if not self.awaited and not self.future.done():
+            return f"{self.method} was not waited for: the worker has not answered an earlier call yet"
+        if not self.future.done():
+            return f"{self.method} did not return within {waited_s:g} s; is the worker hung or busy?"
+        error = self.future.exception()
+        cause = getattr(error, "cause", None) or error
+        lines = str(cause).strip().splitlines() or [""]
+        return f"{self.method} raised {type(cause).__name__}: {lines[0]}"
+
+
+class Round:
+    """The same call to several workers at once.
+
+    Args:
+        calls: What was sent.
+        timeout_s: How long to wait for the slowest, in seconds.
+    """
+
+    def __init__(self, calls: Sequence[Call], timeout_s: float) -> None:
+        self.calls = calls
+        self.timeout_s = timeout_s
+
+    def wait(self) -> None:
+        """Block until all calls returned or the time is up."""
+        concurrent.futures.wait([call.future for call in self.calls if call.awaited], self.timeout_s)
+
+    async def wait_async(self) -> None:
+        """Like :meth:`wait`, leaving the event loop free."""
+        if not all(call.future.done() for call in self.calls if call.awaited):
+            await asyncio.to_thread(self.wait)
+
+
+class Target(ABC):
+    """One worker, or a group that can only be called as a whole.
+
+    Attributes:
+        roles: The names it was added under; several for one process with several roles.
+        size: How many workers answer a call.
+        first: Index of the first of them among the workers of its role.
+        is_rollout: Each of them is a rollout replica.
+    """
+
+    is_rollout = False
+
+    def __init__(self, role: str, first: int, size: int) -> None:
+        self.roles = [role]
+        self.first = first
+        self.size = size
+
+    @property
+    @abstractmethod
+    def key(self) -> Hashable:
+        """Equal for targets that are the same workers."""
+
+    @abstractmethod
+    def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        """Start a call and return one future per worker."""
+
+    def call(self, method: str, *arguments: Any) -> list[Call]:
+        """Call a method of every worker of this target, without waiting."""
+        sent_ns = clock.now_ns()
+        try:
+            futures = self.start(method, arguments)
+        except Exception as error:
+            futures = [_failed(error) for _ in range(self.size)]
+        return [Call(self, index, method, future, sent_ns) for index, future in enumerate(futures)]
+
+
+class _RayActor(Target):
+    def __init__(self, role: str, first: int, handle: Any) -> None:
+        super().__init__(role, first, 1)
+        self._handle = handle
+
+    @property
+    def key(self) -> Hashable:
+        return _identity_of(self._handle)
+
+    def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        return [getattr(self._handle, method).remote(*arguments).future()]
+
+
+class _WorkerGroup(Target):
+    """Anything with verl's convention: ``execute_all_async(method, *args)`` -> one reference a worker."""
+
+    def __init__(self, role: str, group: Any) -> None:
+        super().__init__(role, 0, _group_size(group))
+        self._group = group
+
+    @property
+    def key(self) -> Hashable:
+        workers = getattr(self._group, "workers", None) or [self._group]
+        return frozenset(_identity_of(worker) for worker in workers)
+
+    def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        references = self._group.execute_all_async(method, *arguments)
+        return [_future_of(reference) for reference in references]
+
+
+class _Local(Target):
+    """An object of this process. Sync methods run on the calling thread, or on an executor's.
+
+    Args:
+        role: Its role.
+        first: Its index in the role.
+        worker: The object.
+        loop: Where its coroutines run; the caller's loop, or a new one, when left out.
+    """
+
+    def __init__(self, role: str, first: int, worker: Any, loop: asyncio.AbstractEventLoop | None) -> None:
+        super().__init__(role, first, 1)
+        self._worker = worker
+        self._loop = loop
+
+    @property
+    def key(self) -> Hashable:
+        return id(self._worker)
+
+    def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        function = getattr(self._worker, method)
+        running = _running_loop()
+        if inspect.iscoroutinefunction(function):
+            loop = self._loop or running
+            if loop is not None and loop.is_running():
+                return [asyncio.run_coroutine_threadsafe(function(*arguments), loop)]
+            run = loop.run_until_complete if loop is not None else asyncio.run
+            return [_done(lambda: run(function(*arguments)))]
+        if running is not None:
+            return [_on_thread(lambda: function(*arguments))]
+        return [_done(lambda: function(*arguments))]
+
+
+Worker = tuple[Target, int]
+
+
+def make_targets(
+    role: str, workers: Any, loop: asyncio.AbstractEventLoop | None = None, method: str = "start_capture"
+) -> list[Target]:
+    """Return the targets in what a user handed over.
+
+    Args:
+        role: The role they are added under.
+        workers: A worker group, a Ray actor handle, an object, or an iterable of the latter two.
+        loop: Event loop on which local objects' coroutines run.
+        method: A method that each must have.
+
+    Raises:
+        ConfigError: There is no worker in it, or one that has no capture methods.
+    """
+    if callable(getattr(workers, "execute_all_async", None)):
+        return [_WorkerGroup(role, workers)]
+    if _is_actor(workers) or hasattr(workers, method) or not isinstance(workers, Iterable):
+        workers = [workers]
+    targets: list[Target] = []
+    for index, worker in enumerate(workers):
+        if not hasattr(worker, method):
+            raise ConfigError(
+                "",
+                f"worker {index} of role {role!r} ({type(worker).__name__}) has no {method}; "
+                "let its class inherit a mixin of verl_profiling.workers",
+            )
+        if _is_actor(worker):
+            targets.append(_RayActor(role, index, worker))
+        else:
+            targets.append(_Local(role, index, worker, loop))
+    if not targets:
+        raise ConfigError("", f"role {role!r} has no workers")
+    return targets
+
+
+def _is_actor(worker: object) -> bool:
+    return type(worker).__module__.startswith("ray.") and type(worker).__name__ == "ActorHandle"
+
+
+def _identity_of(worker: Any) -> str | int:
+    return str(worker._actor_id.hex()) if _is_actor(worker) else id(worker)
+
+
+def _group_size(group: Any) -> int:
+    size = getattr(group, "world_size", None)
+    return size if isinstance(size, int) else len(getattr(group, "workers", ()) or (group,))
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _future_of(reference: Any) -> Future[Any]:
+    if hasattr(reference, "future"):
+        future: Future[Any] = reference.future()
+        return future
+    return _done(lambda: reference)
+
+
+def _done(function: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def _failed(error: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _on_thread(function: Callable[[], Any]) -> Future[Any]:
+    executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="verl-profiling-call")
+    future = executor.submit(function)
+    executor.shutdown(wait=False)
+    return future
