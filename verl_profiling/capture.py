@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +21,14 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
 from verl_profiling.messages import CaptureRequest
 from verl_profiling.stage import OpenSpan, SpanLog
+from verl_profiling.states import TRANSITIONS, Event, State
 from verl_profiling.tools import Output, Recording, Target, Tool
 
-__all__ = ["TRANSITIONS", "Capture", "Event", "State"]
+__all__ = ["Capture"]
 
 logger = logging.getLogger(__name__)
 
 HANDOVER_S = 30.0
-
-
-class State(Enum):
-    """What a process is doing."""
-
-    IDLE = "idle"
-    ARMED = "armed"
-    RECORDING = "recording"
-
-
-class Event(Enum):
-    """What changes it."""
-
-    START = "start"
-    ARM = "arm"
-    STAGE_BEGIN = "stage begins"
-    STAGE_END = "stage ends"
-    STOP = "stop"
-    FAIL = "fail"
-
-
-TRANSITIONS = {
-    (State.IDLE, Event.START): State.RECORDING,
-    (State.IDLE, Event.ARM): State.ARMED,
-    (State.ARMED, Event.STAGE_BEGIN): State.RECORDING,
-    (State.RECORDING, Event.STAGE_END): State.ARMED,
-    (State.ARMED, Event.STOP): State.IDLE,
-    (State.RECORDING, Event.STOP): State.IDLE,
-    (State.IDLE, Event.FAIL): State.IDLE,
-    (State.ARMED, Event.FAIL): State.ARMED,
-    (State.RECORDING, Event.FAIL): State.IDLE,
-}
 
 
 class Capture:

@@ -8,6 +8,7 @@ became of it. All times are unix nanoseconds on the clock of the process that to
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_profiling import clock
-from verl_profiling.capture import Capture, State
+from verl_profiling.capture import Capture
 from verl_profiling.config import ProfilingConfig, RoleConfig
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.finisher import Finisher
@@ -22,6 +22,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.stage import Stage, StageSink
+from verl_profiling.states import State
 
 __all__ = ["Session", "process_session", "stage"]
 
