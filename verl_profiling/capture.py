@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from verl_profiling.finisher import Finisher
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
 from verl_profiling.messages import CaptureRequest
-from verl_profiling.stage import OpenSpan, SpanLog
+from verl_profiling.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.states import TRANSITIONS, Event, State
 from verl_profiling.tools import Output, Recording, Target, Tool
 
@@ -57,7 +56,6 @@ class Capture:
         self._spans = SpanLog()
         self._lock = threading.Lock()
         self._recordings: list[tuple[Tool, Recording, Target]] = []
-        self._annotate: Callable[[str], AbstractContextManager[object] | None] | None = None
         self._recorded_stage = ""
         self._recorded_depth = 0
         self._owner = 0
@@ -83,6 +81,12 @@ class Capture:
         self._move(Event.START)
         return list(self._artifacts.values())
 
+    @property
+    def sink(self) -> StageSink:
+        """Where stages go: straight into the span log, where no stage makes a tool start or stop."""
+        bound = any(not tool.any_thread for tool in self._role.tools)
+        return self._spans if self._whole and not bound else self
+
     def close(self) -> CaptureResult:
         """Stop what records and return what was recorded. Tool errors become part of the result."""
         begin = time.perf_counter()
@@ -90,7 +94,6 @@ class Capture:
             self._on_owner_thread(self._stop_tools)
         except CaptureStateError as error:
             self._fail_recordings(str(error))
-        self._annotate = None
         self._move(Event.STOP)
         self._stop_s += time.perf_counter() - begin
         self._anchors.append(clock.read_anchor())
@@ -111,8 +114,7 @@ class Capture:
             self._serve_handover()
         if self.state is State.ARMED and not self._whole:
             self._begin_recorded_stage(name)
-        annotate = self._annotate
-        self._spans.begin(name, None if annotate is None else annotate(name))
+        self._spans.begin(name)
 
     def end(self, name: str, failed: bool) -> None:
         """Note that a stage ends; in discrete mode, stop the tools that were started for it."""
@@ -172,7 +174,7 @@ class Capture:
                         recording.discard()
                     self._recordings = []
                     raise
-            self._annotate = _annotator([recording for _, recording, _ in self._recordings])
+            self._mark_spans()
         for path, artifact in self._artifacts.items():
             if artifact.stage == stage and artifact.begin_ns == 0:
                 self._artifacts[path] = msgspec.structs.replace(artifact, begin_ns=clock.now_ns())
@@ -181,8 +183,9 @@ class Capture:
     def _stop_tools(self) -> None:
         with self._lock:
             recordings, self._recordings = self._recordings, []
-            self._annotate = None
-            self._close_spans_of_whole_capture()
+            self._spans.stop_marking()
+            if self._whole:
+                self._stages = self._spans.close()
             for tool, recording, target in recordings:
                 end_ns = clock.now_ns()
                 try:
@@ -193,10 +196,20 @@ class Capture:
                 except Exception as error:
                     self._report(tool, target, "stop", error)
 
-    def _close_spans_of_whole_capture(self) -> None:
-        """Leave the tool's ranges while the tool still records."""
-        if self._whole:
-            self._stages = self._spans.close()
+    def _mark_spans(self) -> None:
+        """Show stages in the artifacts of the tools that can."""
+        marking = [
+            recording
+            for _, recording, _ in self._recordings
+            if getattr(recording.begin_mark, "__func__", None) is not Recording.begin_mark
+        ]
+        if len(marking) == 1:
+            self._spans.begin_mark, self._spans.end_mark = marking[0].begin_mark, marking[0].end_mark
+        elif marking:
+            self._spans.begin_mark = lambda name: [recording.begin_mark(name) for recording in marking]
+            self._spans.end_mark = lambda marks: [
+                recording.end_mark(mark) for recording, mark in zip(marking, marks, strict=True)
+            ]
 
     def _keep(self, outputs: Sequence[Output], end_ns: int) -> None:
         for output in outputs:
@@ -312,26 +325,6 @@ class _Handover:
     def __init__(self, action: Callable[[], None]) -> None:
         self.action = action
         self.done = threading.Event()
-
-
-def _annotator(
-    recordings: list[Recording],
-) -> Callable[[str], AbstractContextManager[object] | None] | None:
-    """Return what makes a stage's range inside the artifacts, if any tool shows ranges."""
-    showing = [
-        recording.annotate for recording in recordings if type(recording).annotate is not Recording.annotate
-    ]
-    if len(showing) <= 1:
-        return showing[0] if showing else None
-
-    def all_ranges(name: str) -> AbstractContextManager[object]:
-        stack = ExitStack()
-        for annotate in showing:
-            if (range_ := annotate(name)) is not None:
-                stack.enter_context(range_)
-        return stack
-
-    return all_ranges
 
 
 def _keeping_times(finish: Callable[[], Artifact], begin_ns: int, end_ns: int) -> Callable[[], Artifact]:

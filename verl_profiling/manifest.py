@@ -58,7 +58,7 @@ class StageSpan(msgspec.Struct, frozen=True):
         name: Stage name, e.g. ``update_actor``.
         begin_ns: When it began.
         end_ns: When it ended.
-        thread: Native id of the thread it began on.
+        thread: Native id of the thread it ran on (Python's own id if that thread has ended).
         depth: 0 for an outermost stage, 1 for a stage inside one, ...
         failed: User code raised inside it, or the capture ended before it did.
     """

@@ -90,7 +90,7 @@ class Session:
             capture = Capture(request, role, identity, self._finisher)
             expected = capture.open()
             self._capture = capture
-            self.sink = capture
+            self.sink = capture.sink
             status: StartStatus = "armed" if capture.state is State.ARMED else "recording"
         return self._reply(identity, status, received_ns, expected=expected)
 

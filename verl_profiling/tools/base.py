@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -78,8 +77,15 @@ class Output:
 class Recording(ABC):
     """One recording, from :meth:`Tool.start` to :meth:`stop` or :meth:`discard`."""
 
-    def annotate(self, name: str) -> AbstractContextManager[object] | None:
-        """Return a range that shows ``name`` inside the artifact, if the tool has such ranges."""
+    def begin_mark(self, name: str) -> object:
+        """Begin to show a stage inside the artifact; return what :meth:`end_mark` needs, or ``None``.
+
+        Called on the thread that runs the stage, for every stage: about a microsecond at most.
+        """
+        return None
+
+    def end_mark(self, mark: Any) -> object:
+        """Stop showing the stage that ``mark`` stands for."""
         return None
 
     def step(self) -> None:

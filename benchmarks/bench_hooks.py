@@ -1,0 +1,178 @@
+"""What the hooks and stages cost: ratios against named peers, medians of interleaved rounds.
+
+Run: ``python benchmarks/bench_hooks.py``. With verl 0.9.1 installed (see
+``requirements/bench.txt``) its ``DistProfiler.annotate`` is measured in the same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+from verl_profiling import ProfilingCallback, stage
+from verl_profiling.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.workers import CaptureMixin
+
+ROUNDS = 9
+CALLS = 20_000
+STAGES = ("rollout", "reward", "old_log_prob", "ref_log_prob", "advantage", "update_actor", "update_weights")
+
+
+class CountingWorker(CaptureMixin):
+    """A worker that counts the calls it gets."""
+
+    calls = 0
+
+    def start_capture(self, request: CaptureRequest) -> StartReply:
+        self.calls += 1
+        return super().start_capture(request)
+
+    def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        self.calls += 1
+        return super().stop_capture(capture_id, finish_s)
+
+
+def ns_per_call(function: Callable[[], None], calls: int = CALLS) -> float:
+    """Return the time of one call in nanoseconds, the empty loop's taken off."""
+    loop = range(calls)
+    begin = time.perf_counter_ns()
+    for _ in loop:
+        pass
+    empty = time.perf_counter_ns() - begin
+    begin = time.perf_counter_ns()
+    for _ in loop:
+        function()
+    return (time.perf_counter_ns() - begin - empty) / calls
+
+
+def medians(functions: dict[str, Callable[[], None]], calls: int = CALLS) -> dict[str, float]:
+    """Measure functions in turn, several rounds, so that a slow spell of the machine hits all."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(ROUNDS):
+        for name, function in functions.items():
+            times[name].append(ns_per_call(function, calls))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def unprofiled_step() -> None:
+    """All hooks of a step that is not profiled, and the calls that they make to workers."""
+    worker = CountingWorker()
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"enable": True, "save_path": folder, "schedule": {"steps": [10**9]}}
+        worker.init_capture(config, role="actor")
+        callback = ProfilingCallback(config)
+        callback.add_workers("actor", [worker])
+        callback.on_train_begin()
+        metrics = {"loss": 1.0}
+
+        def hooks() -> None:
+            callback.on_step_begin(7)
+            callback.on_rollout_begin()
+            callback.on_rollout_end(metrics)
+            callback.on_step_end(metrics)
+
+        def hooks_and_stages() -> None:
+            hooks()
+            for name in STAGES:
+                with callback.stage(name):
+                    pass
+
+        found = medians({"hooks": hooks, "hooks and stages": hooks_and_stages})
+        callback.on_train_end()
+    print("unprofiled step")
+    print(f"  the four hooks                {found['hooks'] / 1000:8.2f} us   (goal: under 5)")
+    print(f"  with {len(STAGES)} controller stages     {found['hooks and stages'] / 1000:8.2f} us   (goal: under 5)")
+    print(f"  calls to workers              {worker.calls:8d}      (goal: 0)")
+
+
+def stages() -> None:
+    """``stage()`` idle and recording, against ``nullcontext`` and verl's ``annotate``."""
+
+    def null() -> None:
+        with contextlib.nullcontext():
+            pass
+
+    def ours() -> None:
+        with stage("update_actor"):
+            pass
+
+    @stage("update_actor")
+    def ours_decorated() -> None:
+        pass
+
+    peers: dict[str, Callable[[], None]] = {"nullcontext": null, "stage": ours, "decorator": ours_decorated}
+    verl = _verl_worker()
+    if verl is not None:
+        peers["verl"] = verl.annotated
+    idle = medians(peers)
+    print("stage, nothing records (verl: enabled, step not profiled)")
+    print(f"  with contextlib.nullcontext() {idle['nullcontext']:8.0f} ns")
+    print(f"  with stage(...)               {idle['stage']:8.0f} ns   ratio {idle['stage'] / idle['nullcontext']:.2f} (goal: at most 1.0)")
+    print(f"  @stage(...)                   {idle['decorator']:8.0f} ns")
+    if verl is not None:
+        print(f"  verl DistProfiler.annotate    {idle['verl']:8.0f} ns   {idle['verl'] / idle['decorator']:.1f}x ours (goal: 8x)")
+
+    calls = 2_000
+    print("stage, recording (spans tool: our own cost; torch tool: with the range in the trace)")
+    for tool in ("spans", "torch"):
+        cost = _recording(tool, ours, calls)
+        print(f"  with stage(...), {tool:5}        {cost:8.0f} ns   (goal: under 3000)")
+    if verl is not None:
+        decorated = _recording("torch", ours_decorated, calls)
+        theirs = verl.recording(calls)
+        print(f"  @stage(...), torch            {decorated:8.0f} ns")
+        print(f"  verl DistProfiler.annotate    {theirs:8.0f} ns   {theirs / decorated:.1f}x ours (goal: 5x)")
+
+
+def _recording(tool: str, function: Callable[[], None], calls: int) -> float:
+    worker = CaptureMixin()
+    worker.init_capture({"enable": True, "tool": tool}, role="actor")
+    times = []
+    for number in range(ROUNDS):
+        with tempfile.TemporaryDirectory() as folder:
+            worker.start_capture(CaptureRequest(capture_id=str(number), run_id="bench", step=1, folder=folder))
+            times.append(ns_per_call(function, calls))
+            worker.stop_capture(finish_s=30.0)
+    return statistics.median(times)
+
+
+class _VerlWorker:
+    """Holds verl's profiler the way verl's workers do."""
+
+    def __init__(self, folder: str) -> None:
+        from verl.utils.profiler.config import ProfilerConfig, TorchProfilerToolConfig
+        from verl.utils.profiler.profile import DistProfiler
+
+        tool = TorchProfilerToolConfig(contents=["cpu"], discrete=False)
+        settings = ProfilerConfig(tool="torch", enable=True, all_ranks=True, save_path=folder, tool_config=tool)
+        self.profiler = DistProfiler(rank=0, config=settings, tool_config=tool)
+
+        @DistProfiler.annotate(role="update_actor")
+        def update_actor(self: _VerlWorker) -> None:
+            pass
+
+        self.annotated: Callable[[], None] = update_actor.__get__(self)
+
+    def recording(self, calls: int) -> float:
+        times = []
+        for number in range(ROUNDS):
+            self.profiler.start(role="actor", profile_step=str(number))
+            times.append(ns_per_call(self.annotated, calls))
+            self.profiler.stop(run_command=False)
+        return statistics.median(times)
+
+
+def _verl_worker() -> _VerlWorker | None:
+    try:
+        return _VerlWorker(tempfile.mkdtemp())
+    except ImportError as error:
+        print(f"verl is not measured: {error} (pip install -r requirements/bench.txt)")
+        return None
+
+
+if __name__ == "__main__":
+    unprofiled_step()
+    stages()
