@@ -112,7 +112,9 @@ class RolloutServer(RolloutCaptureMixin):
         """Start the engine, inside the actor's event loop."""
         rollout = self.config.rollout
         self.engine = ENGINES[rollout.engine](
-            self.config, self.config.seed + self.replica, self.engine_args(self.config.profiling)
+            self.config,
+            self.config.seed + self.replica,
+            self.engine_args(self.config.profiling, engine=rollout.engine),
         )
         self.init_capture(
             self.config.profiling, role="rollout", replica=self.replica, engine=self.engine.handle

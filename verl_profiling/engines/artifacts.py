@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -114,7 +113,7 @@ def output_of(raw: Path, folder: Path, expected: Artifact, level: int) -> Output
 
 def _move(source: Path, target: Path) -> None:
     try:
-        os.replace(source, target)
+        source.replace(target)
     except OSError:  # another file system
         shutil.move(source, target)
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NoReturn
 from uuid import uuid4
 
 from verl_profiling.config import RoleConfig
-from verl_profiling.engines.options import EngineStage, RolloutOptions
+from verl_profiling.engines.options import EngineStage
+from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError
-from verl_profiling.manifest import Request
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
-__all__ = ["EngineAdapter", "EngineTrace", "RequestSink", "new_spool", "refuse_option", "torch_options"]
+__all__ = ["EngineAdapter", "EngineTrace", "new_spool", "refuse_option", "torch_options"]
 
 SPOOL_PARENT = ".engines"
-
-RequestSink = Callable[[], "Callable[[Request], None] | None"]
-"""Called when a request begins: returns what takes its facts, or ``None`` while nothing records."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +71,8 @@ class EngineAdapter(ABC):
         """Return what a new file in the spool folder is, or ``None`` if it is no trace of this capture."""
 
     @abstractmethod
-    def watch_requests(self, sink: RequestSink) -> None:
-        """Have the engine's requests noted while ``sink`` takes them."""
+    def watch(self, log: RequestLog) -> None:
+        """Have the engine's requests noted in ``log``."""
 
 
 def new_spool(save_path: str) -> Path:
@@ -100,7 +96,9 @@ def torch_options(role: RoleConfig, engine: str) -> TorchOptions | None:
                 f"{engine} engines record with torch only, not with {tool.name!r}; set it to torch or spans",
             )
     if found is not None and found.mini_batches is not None:
-        refuse_option(role.role, "mini_batches", "null", f"{engine} engines have no mini-batches (see rollout.count)")
+        refuse_option(
+            role.role, "mini_batches", "null", f"{engine} engines have no mini-batches (see rollout.count)"
+        )
     return found
 
 

@@ -1,6 +1,13 @@
-"""Mixins for workers, one file per training framework."""
+"""Mixins for workers, one file per training framework and one for rollout engines."""
 
 from verl_profiling.workers.base import CaptureMixin
 from verl_profiling.workers.fsdp import FSDPCaptureMixin
+from verl_profiling.workers.rollout import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
-__all__ = ["CaptureMixin", "FSDPCaptureMixin"]
+__all__ = [
+    "CaptureMixin",
+    "FSDPCaptureMixin",
+    "RolloutCaptureMixin",
+    "SGLangCaptureMixin",
+    "VLLMCaptureMixin",
+]

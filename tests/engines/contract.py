@@ -1,0 +1,283 @@
+"""What holds for every engine that records in processes of its own.
+
+A test module subclasses :class:`EngineContract` and gives it a ``server``: an object with a
+capture mixin, ``generate(requests, tokens)``, ``reconfigure(**settings)`` and ``iterations(trace)``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from verl_profiling.errors import CaptureStateError
+from verl_profiling.manifest import Artifact, CaptureResult
+from verl_profiling.messages import CaptureRequest
+
+
+def request(folder: Path, step: int = 1, **fields: Any) -> CaptureRequest:
+    """Return a request for a capture of one step."""
+    return CaptureRequest(
+        capture_id=uuid4().hex, run_id="run", step=step, folder=str(folder / f"step_{step:06d}"), **fields
+    )
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """Return a compressed trace."""
+    with gzip.open(path, "rt") as file:
+        trace: dict[str, Any] = json.load(file)
+    return trace
+
+
+def spans(path: Path) -> list[dict[str, Any]]:
+    """Return the complete events of a compressed trace."""
+    return [event for event in read_trace(path)["traceEvents"] if event.get("ph") == "X"]
+
+
+async def finished(server: Any, result: CaptureResult) -> list[Artifact]:
+    """Return a capture's artifacts after the background work on them."""
+    latest = {artifact.path: artifact for artifact in result.artifacts}
+    reply = await server.stop_capture(result.capture_id, 60.0)
+    server.news.extend(reply.finished)
+    for news in server.news:
+        if news.capture_id == result.capture_id:
+            latest[news.artifact.path] = news.artifact
+    return list(latest.values())
+
+
+async def stop(server: Any, capture_id: str | None = None) -> CaptureResult:
+    """Stop a capture, keeping news of artifacts for :func:`finished`."""
+    reply = await server.stop_capture(capture_id)
+    server.news.extend(reply.finished)
+    result: CaptureResult = reply.result
+    return result
+
+
+class EngineContract:
+    """Tests that every engine passes."""
+
+    ranks = 1
+
+    async def capture(self, server: Any, order: CaptureRequest, tokens: int = 4) -> list[Path]:
+        """Capture one generation; return the artifacts' paths after checking that all are ok."""
+        reply = await server.start_capture(order)
+        assert reply.status == "recording", reply
+        await server.generate(2, tokens)
+        result = await stop(server, order.capture_id)
+        assert result.status == "ok", result.reason
+        artifacts = await finished(server, result)
+        assert [a.path for a in artifacts] == [a.path for a in reply.expected]
+        for artifact in artifacts:
+            assert artifact.status == "ok", artifact
+            assert artifact.events
+            assert artifact.bytes == (Path(order.folder) / artifact.path).stat().st_size
+            assert artifact.begin_ns < artifact.end_ns
+        return [Path(order.folder) / artifact.path for artifact in artifacts]
+
+    async def test_two_captures_land_in_their_own_step_folders(self, server: Any, tmp_path: Path) -> None:
+        """Each of two captures in one engine life has its own folder, canonical names and events."""
+        server.reconfigure()
+        for step in (1, 7):
+            paths = await self.capture(server, request(tmp_path, step))
+            names = [f"rollout0_rank{rank}.torch.json.gz" for rank in range(self.ranks)]
+            assert [path.name for path in paths] == names
+            assert sorted(path.name for path in paths[0].parent.iterdir()) == names
+            assert paths[0].parent.name == f"step_{step:06d}"
+            assert all(server.iterations(path) >= 4 for path in paths)
+
+    async def test_discrete_windows_are_named_by_stage_and_occurrence(
+        self, server: Any, tmp_path: Path
+    ) -> None:
+        """Two rollout windows of one step are two artifacts per rank."""
+        server.reconfigure(mode="discrete")
+        first = await self.capture(server, request(tmp_path, stage="rollout"))
+        again = await self.capture(server, request(tmp_path, stage="rollout", occurrence=2))
+        assert first[0].name == "rollout0_rank0.rollout.torch.json.gz"
+        assert again[0].name == "rollout0_rank0.rollout.2.torch.json.gz"
+
+    async def test_start_again_joins_and_stop_again_repeats(self, server: Any, tmp_path: Path) -> None:
+        """The same capture id joins; an ended capture gives its result again."""
+        server.reconfigure()
+        order = request(tmp_path)
+        await server.start_capture(order)
+        joined = await asyncio.gather(server.start_capture(order), server.start_capture(order))
+        assert [reply.status for reply in joined] == ["joined", "joined"]
+        await server.generate(1, 2)
+        first = await stop(server, order.capture_id)
+        again = await stop(server, order.capture_id)
+        assert first == again
+        assert first.status == "ok"
+        assert first.cost.stop_s > 0
+
+    async def test_stop_without_start_is_skipped(self, server: Any) -> None:
+        """Stopping what was never started says so, and the next capture is not disturbed."""
+        server.reconfigure()
+        result = await stop(server, "never")
+        assert (result.status, result.identity.name) == ("skipped", "rollout0")
+        assert "nothing is open" in result.reason
+
+    async def test_another_capture_is_refused_while_one_is_open(self, server: Any, tmp_path: Path) -> None:
+        """The error names step and replica; the open capture survives."""
+        server.reconfigure()
+        order = request(tmp_path, 3)
+        await server.start_capture(order)
+        with pytest.raises(
+            CaptureStateError, match=r"step=4\).*already recording step 3 \(rollout replica 0"
+        ):
+            await server.start_capture(request(tmp_path, 4))
+        await server.generate(1, 2)
+        assert (await stop(server, order.capture_id)).status == "ok"
+
+    async def test_concurrent_stops_get_one_result(self, server: Any, tmp_path: Path) -> None:
+        """Three stops at once stop the engine once and agree."""
+        server.reconfigure()
+        order = request(tmp_path)
+        await server.start_capture(order)
+        await server.generate(1, 2)
+        results = await asyncio.gather(*[stop(server, order.capture_id) for _ in range(3)])
+        assert results[0] == results[1] == results[2]
+        assert results[0].status == "ok"
+
+    async def test_window_holds_exactly_count_iterations(self, server: Any, tmp_path: Path) -> None:
+        """`rollout.count` and `rollout.start` are exact, in every rank's trace."""
+        for start, count in ((0, 1), (0, 3), (2, 3), (1, 1)):
+            server.reconfigure(rollout={"start": start, "count": count})
+            paths = await self.capture(server, request(tmp_path, 10 * start + count), tokens=12)
+            assert [server.iterations(path) for path in paths] == [count] * self.ranks, (start, count)
+
+    async def test_unreached_window_is_empty_and_the_next_capture_clean(
+        self, server: Any, tmp_path: Path
+    ) -> None:
+        """A window that generation does not reach gives `empty`, and does not fire later."""
+        server.reconfigure(rollout={"start": 500, "count": 2})
+        order = request(tmp_path, 1)
+        await server.start_capture(order)
+        await server.generate(1, 3)
+        result = await stop(server, order.capture_id)
+        assert result.status == "empty"
+        assert "rollout.start=500" in result.reason
+        server.reconfigure(rollout={"start": 0, "count": 2})
+        paths = await self.capture(server, request(tmp_path, 2), tokens=8)
+        assert server.iterations(paths[0]) == 2
+        assert not list((tmp_path / "step_000001").iterdir())
+
+    async def test_window_longer_than_the_rollout_keeps_what_ran(self, server: Any, tmp_path: Path) -> None:
+        """A count that generation does not reach is cut at the stop."""
+        server.reconfigure(rollout={"count": 500})
+        paths = await self.capture(server, request(tmp_path), tokens=5)
+        assert 5 <= server.iterations(paths[0]) < 20
+
+    async def test_stop_while_generating(self, server: Any, tmp_path: Path) -> None:
+        """Stopping early returns a whole trace, and generation goes on to its end."""
+        server.reconfigure()
+        order = request(tmp_path)
+        await server.start_capture(order)
+        generation = asyncio.create_task(server.generate(2, 60))
+        await asyncio.sleep(0.1)
+        result = await stop(server, order.capture_id)
+        assert await generation == 120
+        artifacts = await finished(server, result)
+        assert [artifact.status for artifact in artifacts] == ["ok"] * self.ranks
+
+    async def test_start_while_generating(self, server: Any, tmp_path: Path) -> None:
+        """A capture may open in the middle of a generation."""
+        server.reconfigure()
+        generation = asyncio.create_task(server.generate(2, 60))
+        await asyncio.sleep(0.1)
+        await self.capture(server, request(tmp_path), tokens=3)
+        assert await generation == 120
+
+    async def test_uncreatable_folder_leaves_the_engine_alone(self, server: Any, tmp_path: Path) -> None:
+        """A step folder that cannot be made is an error at the start; the next capture works."""
+        server.reconfigure()
+        (tmp_path / "file").write_text("in the way")
+        with pytest.raises(OSError, match="file"):
+            await server.start_capture(request(tmp_path / "file"))
+        assert (await stop(server)).status != "failed"
+        await self.capture(server, request(tmp_path))
+
+    async def test_window_ends_by_time(self, server: Any, tmp_path: Path) -> None:
+        """After `rollout.max_window_s` the engine stops recording by itself; the stop still collects."""
+        server.reconfigure(rollout={"max_window_s": 0.3})
+        order = request(tmp_path)
+        await server.start_capture(order)
+        await server.generate(1, 3)
+        await asyncio.sleep(1.5)
+        await server.generate(1, 50)
+        result = await stop(server, order.capture_id)
+        artifacts = await finished(server, result)
+        assert [artifact.status for artifact in artifacts] == ["ok"] * self.ranks
+        assert server.iterations(Path(order.folder) / artifacts[0].path) < 50
+        assert "rollout.max_window_s" in result.notes[0]
+        assert artifacts[0].end_ns - artifacts[0].begin_ns < 1e9
+
+    async def test_a_stop_past_its_deadline_fails_and_delivers_later(
+        self, server: Any, tmp_path: Path
+    ) -> None:
+        """The result says `failed` after `rollout.stop_s`; what the engine writes later arrives as news."""
+        server.reconfigure(rollout={"stop_s": 0.001})
+        order = request(tmp_path)
+        await server.start_capture(order)
+        await server.generate(2, 30)
+        result = await stop(server, order.capture_id)
+        assert result.status == "failed"
+        assert "0.001 s after the stop" in result.reason
+        for _ in range(300):
+            if server.news:
+                break
+            await asyncio.sleep(0.1)
+            await stop(server)
+        assert [news.artifact.status for news in server.news] == ["ok"] * self.ranks
+        assert server.news[0].capture_id == order.capture_id
+        server.reconfigure()
+        await self.capture(server, request(tmp_path, 2))
+
+    async def test_warm_up_leaves_nothing(self, server: Any, tmp_path: Path) -> None:
+        """A capture that is not kept runs the profiler and throws the trace away."""
+        server.reconfigure()
+        order = request(tmp_path, keep=False)
+        await server.start_capture(order)
+        await server.generate(1, 2)
+        result = await stop(server, order.capture_id)
+        assert (result.status, result.artifacts) == ("skipped", [])
+        assert not list(Path(order.folder).glob("*"))
+
+    async def test_requests_are_noted_only_while_capturing(self, server: Any, tmp_path: Path) -> None:
+        """Times and lengths of each request, with the policy version, and of no other request."""
+        server.reconfigure()
+        await server.generate(3, 2)
+        order = request(tmp_path, policy_version=5)
+        await server.start_capture(order)
+        await server.generate(4, 6)
+        result = await stop(server, order.capture_id)
+        await server.generate(1, 2)
+        assert len(result.requests) == 4
+        for noted in result.requests:
+            assert (noted.prompt_tokens, noted.response_tokens) == (4, 6)
+            assert (noted.replica, noted.policy_version, noted.failed) == (0, 5, False)
+            assert noted.begin_ns < noted.first_token_ns < noted.end_ns
+
+    async def test_a_generation_that_raises_passes_through(self, server: Any, tmp_path: Path) -> None:
+        """The user's exception is untouched and the capture goes on."""
+        server.reconfigure()
+        order = request(tmp_path)
+        await server.start_capture(order)
+        with pytest.raises(Exception, match=server.too_long_message):
+            await server.generate_too_long()
+        await server.generate(1, 2)
+        result = await stop(server, order.capture_id)
+        assert result.status == "ok"
+        assert [noted.failed for noted in result.requests] == [True, False]
+
+    async def test_a_replica_that_is_not_selected_is_skipped(self, server: Any, tmp_path: Path) -> None:
+        """Global ranks and replicas select; the engine is not touched otherwise."""
+        for select in ({"ranks": "8"}, {"replicas": "1"}, {"roles": ["actor"]}):
+            server.reconfigure(select=select)
+            order = request(tmp_path)
+            assert (await server.start_capture(order)).status == "skipped"
+            assert (await stop(server, order.capture_id)).status == "skipped"

@@ -1,0 +1,72 @@
+"""From an engine to what records it. A new engine is one adapter and one branch here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.engines.base import EngineAdapter, torch_options
+from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
+from verl_profiling.engines.recorder import EngineRecorder, Recorder
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.vllm import VLLMAdapter, records_in_process
+from verl_profiling.engines.vllm_requests import watch_llm
+from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.identity import WorkerIdentity
+
+__all__ = ["make_recorder"]
+
+_PACKAGES = ("vllm", "transformers")
+
+
+def make_recorder(
+    engine: Any, config: ProfilingConfig, *, role: str, replica: int, rank: int | None
+) -> tuple[Recorder, WorkerIdentity]:
+    """Return what records an engine, and the identity of its replica.
+
+    Args:
+        engine: A vLLM ``AsyncLLM`` or ``LLM``, or a transformers model.
+        config: All settings.
+        role: Role of the server.
+        replica: Index of the replica.
+        rank: The replica's first global accelerator rank, or ``None`` to number replicas of
+            equal size one after another.
+
+    Raises:
+        ToolUnavailableError: No adapter knows the engine, or it is too old.
+        ConfigError: The engine cannot do what the settings ask for.
+        CaptureStateError: The engine was started in a way that it cannot be captured.
+    """
+    requests = RequestLog(replica, config.rollout.requests)
+    settings = config.for_role(role)
+    identity = WorkerIdentity(role=role, rank=replica if rank is None else rank, replica=replica)
+    package = _package(engine)
+    adapter: EngineAdapter | None = None
+    if package == "transformers":
+        watch_transformers(engine, requests)
+    elif package == "vllm" and records_in_process(engine):
+        watch_llm(engine, requests)
+    elif package == "vllm":
+        adapter = VLLMAdapter(engine, config, identity)
+        adapter.watch(requests)
+    else:
+        raise ToolUnavailableError(
+            f"init_capture: no adapter knows {type(engine).__module__}.{type(engine).__name__} ({identity}); "
+            "pass engine=... a vLLM AsyncLLM or LLM, or a transformers model"
+        )
+    options = torch_options(settings, adapter.name) if adapter is not None else None
+    if adapter is None or options is None:
+        return SessionRecorder(config, identity, requests), identity
+    identity = WorkerIdentity(
+        role=role,
+        rank=replica * adapter.ranks if rank is None else rank,
+        world_size=adapter.ranks,
+        replica=replica,
+    )
+    return EngineRecorder(adapter, identity, settings, config, options, requests), identity
+
+
+def _package(engine: Any) -> str | None:
+    """Return which package an object's class comes from, subclasses included."""
+    packages = {base.__module__.partition(".")[0] for base in type(engine).__mro__}
+    return next((name for name in _PACKAGES if name in packages), None)

@@ -1,0 +1,253 @@
+"""The vLLM adapter: ``AsyncLLM`` and ``LLM``, from 0.8.5 on.
+
+vLLM's profiler has to be asked for before the engine starts, and writes into one folder for
+life. What each version offers is read off its own code: docs/engines.md has the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.engines.base import EngineAdapter, EngineTrace, new_spool, refuse_option, torch_options
+from verl_profiling.engines.options import RolloutOptions
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.vllm_requests import watch_async_llm, watch_llm
+from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.tools.torch_profiler import TorchOptions
+
+__all__ = ["VLLMAdapter", "records_in_process", "vllm_engine_args"]
+
+_DIR_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
+_ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
+_PLACE = re.compile(r"(?:^|_)dp(\d+)_pp(\d+)_tp(\d+)")
+_RANK = re.compile(r"rank[-_]?(\d+)")
+_RANK_INSIDE = re.compile(rb'"distributedInfo":\s*\{[^}]*"rank":\s*(\d+)')
+
+
+def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
+    """Return what to pass to ``AsyncEngineArgs`` or ``LLM`` so that the engine can be captured.
+
+    Before vLLM 0.13 the profiler is configured by environment variables; these are set, and
+    there is nothing to pass.
+
+    Raises:
+        ConfigError: The installed vLLM has no such option.
+        ToolUnavailableError: vLLM is not installed.
+    """
+    settings = config.for_role(role)
+    if not settings.enable or (options := torch_options(settings, "vLLM")) is None:
+        return {}
+    if find_spec("vllm") is None:
+        raise ToolUnavailableError("engine_args: vLLM is not installed; pip install 'verl-profiling[vllm]'")
+    _check_window(config.rollout)
+    spool = new_spool(config.save_path)
+    if find_spec("vllm.config.profiler") is None:
+        _configure_by_environment(options, config.rollout, role, spool)
+        return {}
+    from vllm.config import ProfilerConfig
+
+    wanted: dict[str, Any] = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(spool),
+        "torch_profiler_with_stack": options.stack,
+        "torch_profiler_record_shapes": options.shapes,
+        "torch_profiler_with_memory": options.memory,
+        "torch_profiler_with_flops": options.flops,
+        # Compressing while the engine waits takes far longer than doing it afterwards.
+        "torch_profiler_use_gzip": False,
+        "torch_profiler_dump_cuda_time_total": False,
+        # The front end runs in this process, where the session may record already.
+        "ignore_frontend": True,
+        "delay_iterations": _delay(config.rollout),
+        "max_iterations": config.rollout.count or 0,
+    }
+    if options.activities is not None:
+        wanted["torch_profiler_activities"] = [_ACTIVITIES[name] for name in options.activities]
+        if "torch_profiler_activities" not in _fields(ProfilerConfig):
+            refuse_option(role, "activities", "null", f"vLLM {_version()} records all that there is")
+    return {"profiler_config": ProfilerConfig(**wanted)}
+
+
+def records_in_process(engine: Any) -> bool:
+    """Return whether a vLLM engine computes in this very process, where the session records it."""
+    client = getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
+    executor = getattr(getattr(client, "engine_core", None), "model_executor", None)
+    return any(base.__name__ == "UniProcExecutor" for base in type(executor).__mro__)
+
+
+class VLLMAdapter(EngineAdapter):
+    """Drives the profilers of a vLLM engine's workers.
+
+    Args:
+        engine: An ``AsyncLLM`` or an ``LLM`` that was started with :func:`vllm_engine_args`.
+        config: All settings.
+        identity: The replica.
+
+    Raises:
+        CaptureStateError: The engine was started without a profiler, or with another window.
+        ConfigError: The settings ask for what this vLLM does not have.
+        ToolUnavailableError: This vLLM is too old.
+    """
+
+    name: ClassVar[str] = "vLLM"
+
+    def __init__(self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity) -> None:
+        self._engine = engine
+        self._identity = identity
+        self._rollout = config.rollout
+        if not callable(getattr(engine, "start_profile", None)):
+            raise ToolUnavailableError(
+                f"{identity}: {type(engine).__name__} of vLLM {_version()} has no start_profile; "
+                "install vllm>=0.8.5, and pass an AsyncLLM or an LLM"
+            )
+        _check_window(config.rollout)
+        parameters = inspect.signature(engine.start_profile).parameters
+        self._takes_prefix = "profile_prefix" in parameters
+        self._takes_window = "max_iterations" in parameters
+        vllm_config = getattr(engine, "llm_engine", engine).vllm_config
+        self.spool = self._configured_spool(getattr(vllm_config, "profiler_config", None))
+        parallel = vllm_config.parallel_config
+        self._pp, self._tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+        self.ranks = self._pp * self._tp * parallel.data_parallel_size
+
+    async def start(self, label: str) -> None:
+        arguments: dict[str, Any] = {}
+        if self._takes_prefix:
+            arguments["profile_prefix"] = label
+        if self._takes_window:
+            arguments["delay_iterations"] = _delay(self._rollout)
+            arguments["max_iterations"] = self._rollout.count or 0
+        try:
+            await _result(self._engine.start_profile(**arguments))
+        except Exception as error:
+            if type(error).__name__ == "ProfilerAlreadyActiveError":
+                raise CaptureStateError(
+                    f"start_capture: something else started vLLM's profiler ({self._identity}); "
+                    "call the engine's stop_profile() first"
+                ) from error
+            raise
+
+    async def stop(self) -> None:
+        await _result(self._engine.stop_profile())
+
+    def identify(self, path: Path, label: str) -> EngineTrace | None:
+        if ".pt.trace.json" not in path.name or "async_llm" in path.name:
+            return None
+        if self._takes_window and not path.name.startswith(label):
+            return None
+        if place := _PLACE.search(path.name):
+            dp, pp, tp = map(int, place.groups())
+            return EngineTrace((dp * self._pp + pp) * self._tp + tp)
+        if rank := _RANK.search(path.name):
+            return EngineTrace(int(rank[1]))
+        return EngineTrace(_rank_inside(path))
+
+    def watch(self, log: RequestLog) -> None:
+        if hasattr(self._engine, "llm_engine"):
+            watch_llm(self._engine, log)
+        else:
+            watch_async_llm(self._engine, log)
+
+    def _configured_spool(self, profiler_config: Any) -> Path:
+        """Return the folder that the engine was started with."""
+        remedy = f"{self._identity}: pass **engine_args(config) to its constructor"
+        if profiler_config is None:
+            if folder := os.environ.get(_DIR_VARIABLE):
+                return Path(folder).expanduser().absolute()
+            raise CaptureStateError(f"init_capture: vLLM was started without a profiler; {remedy}")
+        if profiler_config.profiler != "torch":
+            kind = profiler_config.profiler or "no profiler"
+            raise CaptureStateError(f"init_capture: vLLM was started with {kind}, not with torch; {remedy}")
+        configured = (profiler_config.delay_iterations, profiler_config.max_iterations)
+        wanted = (_delay(self._rollout), self._rollout.count or 0)
+        if not self._takes_window and configured != wanted:
+            raise CaptureStateError(
+                f"init_capture: vLLM {_version()} was started with (delay, iterations) = {configured}, and "
+                f"rollout.start and rollout.count mean {wanted}; {remedy}"
+            )
+        return Path(profiler_config.torch_profiler_dir)
+
+
+async def _result(answer: Any) -> None:
+    """Wait for what ``AsyncLLM`` returns; ``LLM`` has done it already."""
+    if inspect.isawaitable(answer):
+        await answer
+
+
+def _delay(options: RolloutOptions) -> int:
+    """Return vLLM's ``delay_iterations``: the number of the first recorded iteration, 0 for at once."""
+    return options.start + 1 if options.start else 0
+
+
+def _check_window(options: RolloutOptions) -> None:
+    if options.by_stage:
+        raise ConfigError("rollout.by_stage", "vLLM cannot record prefill and decode apart; set it to false")
+    bounded = options.start or options.count is not None
+    if (
+        bounded
+        and find_spec("vllm.config.profiler") is None
+        and "VLLM_PROFILER_MAX_ITERS" not in _variables()
+    ):
+        key = "rollout.start" if options.start else "rollout.count"
+        raise ConfigError(
+            key, f"vLLM {_version()} cannot count iterations; install vllm>=0.12, or use rollout.max_window_s"
+        )
+
+
+def _configure_by_environment(options: TorchOptions, window: RolloutOptions, role: str, spool: Path) -> None:
+    known = _variables()
+    if options.activities is not None:
+        refuse_option(role, "activities", "null", f"vLLM {_version()} records all that there is")
+    wanted: dict[str, str | int] = {
+        _DIR_VARIABLE: str(spool),
+        "VLLM_TORCH_PROFILER_WITH_STACK": options.stack,
+        "VLLM_TORCH_PROFILER_RECORD_SHAPES": options.shapes,
+        "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY": options.memory,
+        "VLLM_TORCH_PROFILER_WITH_FLOPS": options.flops,
+        "VLLM_TORCH_PROFILER_USE_GZIP": False,
+        "VLLM_TORCH_PROFILER_DUMP_CUDA_TIME_TOTAL": False,
+        "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM": True,
+        "VLLM_PROFILER_DELAY_ITERS": _delay(window),
+        "VLLM_PROFILER_MAX_ITERS": window.count or 0,
+    }
+    for name, value in wanted.items():
+        if name in known:
+            os.environ[name] = value if isinstance(value, str) else str(int(value))
+
+
+def _variables() -> set[str]:
+    from vllm import envs
+
+    return set(envs.environment_variables)
+
+
+def _fields(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def _version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _rank_inside(path: Path) -> int:
+    """Return the rank that torch wrote into a trace's head; versions before 0.11 name no rank."""
+    if path.suffix == ".gz":
+        import gzip
+
+        with gzip.open(path, "rb") as file:
+            head = file.read(1 << 16)
+    else:
+        with path.open("rb") as file:
+            head = file.read(1 << 16)
+    found = _RANK_INSIDE.search(head)
+    return int(found[1]) if found else 0

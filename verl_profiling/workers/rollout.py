@@ -1,0 +1,157 @@
+"""The mixins for rollout servers: two async methods in front of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from verl_profiling import clock
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.engines.factory import make_recorder
+from verl_profiling.engines.recorder import Recorder, skipped
+from verl_profiling.errors import CaptureStateError
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.messages import CaptureRequest, StartReply, StopReply
+
+__all__ = ["RolloutCaptureMixin", "SGLangCaptureMixin", "VLLMCaptureMixin"]
+
+
+class RolloutCaptureMixin:
+    """Adds ``start_capture`` and ``stop_capture`` to a rollout server.
+
+    It has no ``__init__``, so it composes with any class, Ray actors included. The server
+    passes :meth:`engine_args` to the engine's constructor and calls :meth:`init_capture` once
+    the engine exists.
+    """
+
+    engine_package: ClassVar[str | None] = None
+
+    _capture_identity: WorkerIdentity | None = None
+    _capture_recorder: Recorder | None = None
+    _capture_idle_reason: str = ""
+
+    @classmethod
+    def engine_args(
+        cls,
+        config: ProfilingConfig | Mapping[str, Any] | None,
+        *,
+        engine: str | None = None,
+        role: str = "rollout",
+    ) -> dict[str, Any]:
+        """Return what to pass to the engine's constructor so that it can be captured.
+
+        ``AsyncEngineArgs(model=..., **self.engine_args(config, engine="vllm"))``. Only vLLM needs
+        anything; for other engines, and when profiling is off, it is empty.
+
+        Args:
+            config: The same settings as the callback's.
+            engine: Package of the engine; a mixin for one engine knows it.
+            role: Role of the server.
+
+        Raises:
+            ConfigError: The settings are wrong, or the installed engine cannot do what they ask for.
+        """
+        settings = ProfilingConfig.from_any(config)
+        if not settings.enable or (engine or cls.engine_package) != "vllm":
+            return {}
+        from verl_profiling.engines.vllm import vllm_engine_args
+
+        return vllm_engine_args(settings, role)
+
+    def init_capture(
+        self,
+        config: ProfilingConfig | Mapping[str, Any] | None,
+        *,
+        engine: Any = None,
+        role: str = "rollout",
+        replica: int = 0,
+        rank: int | None = None,
+        node_rank: int = 0,
+    ) -> None:
+        """Set this server up, once its engine exists.
+
+        Args:
+            config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
+            engine: The engine, or the object that holds it; left out, it is looked for on the
+                server (see :class:`VLLMCaptureMixin` and :class:`SGLangCaptureMixin`). ``None`` on
+                the nodes of a replica other than its first.
+            role: Role of the server.
+            replica: Index of the replica.
+            rank: The replica's first global accelerator rank; replicas of equal size are
+                numbered one after another when it is left out.
+            node_rank: Index of this node in a replica that spans several; only node 0 acts.
+
+        Raises:
+            CaptureStateError: The engine was started in a way that it cannot be captured.
+            ConfigError: The settings are wrong, or the engine cannot do what they ask for.
+            ToolUnavailableError: The engine is unknown or too old.
+        """
+        settings = ProfilingConfig.from_any(config)
+        self._capture_identity = WorkerIdentity(
+            role=role, rank=rank or 0, replica=replica, node_rank=node_rank
+        )
+        self._capture_recorder = None
+        if not settings.for_role(role).enable:
+            self._capture_idle_reason = "switched off"
+        elif node_rank:
+            self._capture_idle_reason = f"node {node_rank} of the replica; node 0 records for all"
+        else:
+            found = engine if engine is not None else self._capture_engine()
+            self._capture_recorder, self._capture_identity = make_recorder(
+                found, settings, role=role, replica=replica, rank=rank
+            )
+
+    async def start_capture(self, request: CaptureRequest) -> StartReply:
+        """Start or join a capture. The callback calls this.
+
+        Raises:
+            CaptureStateError: ``init_capture`` was not called, or another capture is open.
+            Exception: Whatever the engine raised; nothing records then.
+        """
+        if self._capture_identity is None:
+            raise CaptureStateError(
+                f"start_capture(step={request.step}): {type(self).__name__} is not set up; "
+                "call init_capture(config, engine=..., replica=...) first"
+            )
+        if self._capture_recorder is not None:
+            return await self._capture_recorder.start(request)
+        now_ns = clock.now_ns()
+        return StartReply(
+            identity=self._capture_identity,
+            status="skipped",
+            reason=self._capture_idle_reason,
+            received_ns=now_ns,
+            replied_ns=now_ns,
+        )
+
+    async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        """Stop a capture; never raises for one that is not open. The callback calls this.
+
+        Args:
+            capture_id: The capture meant; ``None`` for whichever is open.
+            finish_s: Seconds to wait for background work on artifacts.
+        """
+        if self._capture_recorder is not None:
+            return await self._capture_recorder.stop(capture_id, finish_s)
+        now_ns = clock.now_ns()
+        identity = self._capture_identity or WorkerIdentity(role="unknown")
+        reason = self._capture_idle_reason or "stop_capture: not set up; call init_capture(...) first"
+        return StopReply(result=skipped(identity, reason, capture_id), received_ns=now_ns, replied_ns=now_ns)
+
+    def _capture_engine(self) -> Any:
+        return getattr(self, "engine", None)
+
+
+class VLLMCaptureMixin(RolloutCaptureMixin):
+    """For a server that holds an ``AsyncLLM`` or an ``LLM`` as ``self.engine``."""
+
+    engine_package: ClassVar[str | None] = "vllm"
+
+
+class SGLangCaptureMixin(RolloutCaptureMixin):
+    """For a server that holds an SGLang ``Engine`` as ``self.engine``, or a ``self.tokenizer_manager``."""
+
+    engine_package: ClassVar[str | None] = "sglang"
+
+    def _capture_engine(self) -> Any:
+        return getattr(self, "engine", None) or (self if hasattr(self, "tokenizer_manager") else None)
