@@ -62,6 +62,7 @@ class EngineContract:
     """Tests that every engine passes."""
 
     ranks = 1
+    streams = True
 
     async def capture(self, server: Any, order: CaptureRequest, tokens: int = 4) -> list[Path]:
         """Capture one generation; return the artifacts' paths after checking that all are ok."""
@@ -143,6 +144,65 @@ class EngineContract:
         assert results[0] == results[1] == results[2]
         assert results[0].status == "ok"
 
+    async def test_uncreatable_folder_leaves_the_engine_alone(self, server: Any, tmp_path: Path) -> None:
+        """A step folder that cannot be made is an error at the start; the next capture works."""
+        server.reconfigure()
+        (tmp_path / "file").write_text("in the way")
+        with pytest.raises(OSError, match="file"):
+            await server.start_capture(request(tmp_path / "file"))
+        assert (await stop(server)).status != "failed"
+        await self.capture(server, request(tmp_path))
+
+    async def test_warm_up_leaves_nothing(self, server: Any, tmp_path: Path) -> None:
+        """A capture that is not kept runs the profiler and throws the trace away."""
+        server.reconfigure()
+        order = request(tmp_path, keep=False)
+        await server.start_capture(order)
+        await server.generate(1, 2)
+        result = await stop(server, order.capture_id)
+        assert (result.status, result.artifacts) == ("skipped", [])
+        assert not list(Path(order.folder).glob("*"))
+
+    async def test_requests_are_noted_only_while_capturing(self, server: Any, tmp_path: Path) -> None:
+        """Times and lengths of each request, with the policy version, and of no other request."""
+        server.reconfigure()
+        await server.generate(3, 2)
+        order = request(tmp_path, policy_version=5)
+        await server.start_capture(order)
+        await server.generate(4, 6)
+        result = await stop(server, order.capture_id)
+        await server.generate(1, 2)
+        assert len(result.requests) == 4
+        for noted in result.requests:
+            assert (noted.prompt_tokens, noted.response_tokens) == (4, 6)
+            assert (noted.replica, noted.policy_version, noted.failed) == (0, 5, False)
+            assert noted.begin_ns < noted.end_ns
+            assert (noted.begin_ns < noted.first_token_ns < noted.end_ns) is self.streams
+
+    async def test_a_generation_that_raises_passes_through(self, server: Any, tmp_path: Path) -> None:
+        """The user's exception is untouched and the capture goes on."""
+        server.reconfigure()
+        order = request(tmp_path)
+        await server.start_capture(order)
+        with pytest.raises(Exception, match=server.too_long_message):
+            await server.generate_too_long()
+        await server.generate(1, 2)
+        result = await stop(server, order.capture_id)
+        assert result.status == "ok"
+        assert [noted.failed for noted in result.requests] == [True, False]
+
+    async def test_a_replica_that_is_not_selected_is_skipped(self, server: Any, tmp_path: Path) -> None:
+        """Global ranks and replicas select; the engine is not touched otherwise."""
+        for select in ({"ranks": "8"}, {"replicas": "1"}, {"roles": ["actor"]}):
+            server.reconfigure(select=select)
+            order = request(tmp_path)
+            assert (await server.start_capture(order)).status == "skipped"
+            assert (await stop(server, order.capture_id)).status == "skipped"
+
+
+class WindowContract(EngineContract):
+    """Tests that every engine passes whose profiler runs in processes of its own."""
+
     async def test_window_holds_exactly_count_iterations(self, server: Any, tmp_path: Path) -> None:
         """`rollout.count` and `rollout.start` are exact, in every rank's trace."""
         for start, count in ((0, 1), (0, 3), (2, 3), (1, 1)):
@@ -192,15 +252,6 @@ class EngineContract:
         await self.capture(server, request(tmp_path), tokens=3)
         assert await generation == 120
 
-    async def test_uncreatable_folder_leaves_the_engine_alone(self, server: Any, tmp_path: Path) -> None:
-        """A step folder that cannot be made is an error at the start; the next capture works."""
-        server.reconfigure()
-        (tmp_path / "file").write_text("in the way")
-        with pytest.raises(OSError, match="file"):
-            await server.start_capture(request(tmp_path / "file"))
-        assert (await stop(server)).status != "failed"
-        await self.capture(server, request(tmp_path))
-
     async def test_window_ends_by_time(self, server: Any, tmp_path: Path) -> None:
         """After `rollout.max_window_s` the engine stops recording by itself; the stop still collects."""
         server.reconfigure(rollout={"max_window_s": 0.3})
@@ -236,48 +287,3 @@ class EngineContract:
         assert server.news[0].capture_id == order.capture_id
         server.reconfigure()
         await self.capture(server, request(tmp_path, 2))
-
-    async def test_warm_up_leaves_nothing(self, server: Any, tmp_path: Path) -> None:
-        """A capture that is not kept runs the profiler and throws the trace away."""
-        server.reconfigure()
-        order = request(tmp_path, keep=False)
-        await server.start_capture(order)
-        await server.generate(1, 2)
-        result = await stop(server, order.capture_id)
-        assert (result.status, result.artifacts) == ("skipped", [])
-        assert not list(Path(order.folder).glob("*"))
-
-    async def test_requests_are_noted_only_while_capturing(self, server: Any, tmp_path: Path) -> None:
-        """Times and lengths of each request, with the policy version, and of no other request."""
-        server.reconfigure()
-        await server.generate(3, 2)
-        order = request(tmp_path, policy_version=5)
-        await server.start_capture(order)
-        await server.generate(4, 6)
-        result = await stop(server, order.capture_id)
-        await server.generate(1, 2)
-        assert len(result.requests) == 4
-        for noted in result.requests:
-            assert (noted.prompt_tokens, noted.response_tokens) == (4, 6)
-            assert (noted.replica, noted.policy_version, noted.failed) == (0, 5, False)
-            assert noted.begin_ns < noted.first_token_ns < noted.end_ns
-
-    async def test_a_generation_that_raises_passes_through(self, server: Any, tmp_path: Path) -> None:
-        """The user's exception is untouched and the capture goes on."""
-        server.reconfigure()
-        order = request(tmp_path)
-        await server.start_capture(order)
-        with pytest.raises(Exception, match=server.too_long_message):
-            await server.generate_too_long()
-        await server.generate(1, 2)
-        result = await stop(server, order.capture_id)
-        assert result.status == "ok"
-        assert [noted.failed for noted in result.requests] == [True, False]
-
-    async def test_a_replica_that_is_not_selected_is_skipped(self, server: Any, tmp_path: Path) -> None:
-        """Global ranks and replicas select; the engine is not touched otherwise."""
-        for select in ({"ranks": "8"}, {"replicas": "1"}, {"roles": ["actor"]}):
-            server.reconfigure(select=select)
-            order = request(tmp_path)
-            assert (await server.start_capture(order)).status == "skipped"
-            assert (await stop(server, order.capture_id)).status == "skipped"

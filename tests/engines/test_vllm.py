@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.engines.contract import EngineContract, spans
+from tests.engines.contract import WindowContract, finished, request, spans, stop
+from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.workers import VLLMCaptureMixin
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
@@ -91,5 +93,79 @@ def engine_of_the_table(record_property: Any) -> None:
     record_property("engine", f"vLLM {vllm.__version__}")
 
 
-class TestAsyncLLM(EngineContract):
+class TestAsyncLLM(WindowContract):
     """The contract, on an engine core in a process of its own."""
+
+
+class TestTensorParallel(WindowContract):
+    """The contract, on two workers."""
+
+    ranks = 2
+
+    @pytest_asyncio.fixture(scope="class", loop_scope="module")
+    async def server(
+        self, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> AsyncIterator[Server]:
+        """One engine with two ranks."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+            server = Server(tiny_model, tmp_path_factory.mktemp("save"), tensor_parallel_size=2)
+            yield server
+            server.engine.shutdown()
+
+    async def test_only_selected_ranks_are_kept(self, server: Server, tmp_path: Path) -> None:
+        """`select.ranks` counts global ranks: rank 1 is the second rank of replica 0."""
+        server.reconfigure(select={"ranks": "1"})
+        paths = await self.capture(server, request(tmp_path))
+        assert [path.name for path in tmp_path.rglob("*.gz")] == ["rollout0_rank1.torch.json.gz"]
+        assert paths[0].name == "rollout0_rank1.torch.json.gz"
+
+
+async def test_idle_engine_with_stacks_stops_in_time(tiny_model: Path, tmp_path: Path) -> None:
+    """Stacks of an idle engine cost no minutes, and shapes and stacks are in the trace when asked for."""
+    changes = {"tools": {"torch": {"stack": True, "shapes": True}}}
+    server = Server(tiny_model, tmp_path, changes=changes)
+    try:
+        server.reconfigure(**changes)
+        await server.generate(1, 2)
+        order = request(tmp_path)
+        await server.start_capture(order)
+        await asyncio.sleep(3)
+        await server.generate(1, 2)
+        begin = time.monotonic()
+        result = await stop(server, order.capture_id)
+        assert result.status == "ok", result.reason
+        assert time.monotonic() - begin < 60
+        [artifact] = await finished(server, result)
+        events = spans(Path(order.folder) / artifact.path)
+        assert any(event.get("cat") == "python_function" for event in events)
+        assert any("Input Dims" in event.get("args", {}) for event in events)
+    finally:
+        server.engine.shutdown()
+
+
+async def test_engine_without_a_profiler_is_refused_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
+    """An engine that was started without `engine_args` cannot be captured: said at init, not later."""
+    server = Server(tiny_model, tmp_path, changes={"enable": False})
+    try:
+        with pytest.raises(CaptureStateError, match=r"no profiler.*engine_args\(config\)"):
+            server.reconfigure()
+        assert await server.generate(1, 2) == 2
+    finally:
+        server.engine.shutdown()
+
+
+async def test_options_that_vllm_does_not_have_are_refused(tmp_path: Path) -> None:
+    """The error names the key; nothing is started."""
+    for changes, key in (
+        ({"rollout": {"by_stage": True, "count": 2}}, "rollout.by_stage"),
+        ({"tools": {"torch": {"mini_batches": {"active": 2}}}}, "tools.torch.mini_batches"),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            VLLMCaptureMixin.engine_args(settings(tmp_path, **changes))
+
+
+async def test_nothing_is_configured_when_profiling_is_off(tmp_path: Path) -> None:
+    """No arguments when disabled, when the role is left out, and for tools that record no engine."""
+    for changes in ({"enable": False}, {"select": {"roles": ["actor"]}}, {"tool": "spans"}):
+        assert VLLMCaptureMixin.engine_args({**settings(tmp_path), **changes}) == {}

@@ -6,6 +6,7 @@ other worker, and a trainer that shares the process joins the capture instead of
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import Any
 
@@ -16,6 +17,7 @@ from verl_profiling.engines.recorder import Recorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import Request
 from verl_profiling.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.session import process_session
 
@@ -43,24 +45,31 @@ class SessionRecorder(Recorder):
                 )
         self._identity = identity
         self._requests = requests
-        self._open_id: str | None = None
+        self._capture_id = ""
+        self._noted: list[Request] | None = None
         process_session().register(config, identity)
 
     async def start(self, request: CaptureRequest) -> StartReply:
         reply = process_session().start(request, self._identity)
-        if reply.status in ("recording", "joined") and self._open_id != request.capture_id:
-            self._open_id = request.capture_id
+        if reply.status in ("recording", "joined") and self._capture_id != request.capture_id:
+            self._capture_id, self._noted = request.capture_id, None
             self._requests.begin(request.policy_version)
         return reply
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
-        reply = process_session().stop(capture_id, finish_s)
-        if self._open_id is None or capture_id not in (None, self._open_id):
-            return reply
-        self._open_id = None
-        return msgspec.structs.replace(
-            reply, result=msgspec.structs.replace(reply.result, requests=self._requests.end())
-        )
+        reply = process_session().stop(capture_id)
+        result = reply.result
+        if result.status == "skipped" and result.identity.name != self._identity.name:
+            result = msgspec.structs.replace(result, identity=self._identity)
+        elif result.capture_id == self._capture_id:
+            if self._noted is None:
+                self._noted = self._requests.end()
+            result = msgspec.structs.replace(result, requests=self._noted)
+        news = reply.finished
+        if finish_s:  # on a thread, to leave the event loop free
+            later = await asyncio.to_thread(process_session().stop, result.capture_id, finish_s)
+            news = [*news, *later.finished]
+        return msgspec.structs.replace(reply, result=result, finished=news)
 
 
 def watch_transformers(model: Any, log: RequestLog) -> None:
@@ -70,16 +79,20 @@ def watch_transformers(model: Any, log: RequestLog) -> None:
     @functools.wraps(generate)
     def watched(*args: Any, **kwargs: Any) -> Any:
         record = log.open()
-        output = generate(*args, **kwargs)
-        if record is not None:
-            prompts: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-            sequences = getattr(output, "sequences", output)
-            padding = model.generation_config.pad_token_id
-            responses = sequences[:, prompts.shape[1] :]
-            mask = kwargs.get("attention_mask")
-            for row in range(len(sequences)):
-                prompt = prompts.shape[1] if mask is None else int(mask[row % len(mask)].sum())
-                record.close(prompt, _length(responses[row], padding))
+        if record is None:
+            return generate(*args, **kwargs)
+        prompts: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        try:
+            output = generate(*args, **kwargs)
+        except BaseException:
+            for row in prompts:
+                record.close(len(row), 0, failed=True)
+            raise
+        mask = kwargs.get("attention_mask")
+        padding = model.generation_config.pad_token_id
+        for row, sequence in enumerate(getattr(output, "sequences", output)):
+            prompt = prompts.shape[1] if mask is None else int(mask[row % len(mask)].sum())
+            record.close(prompt, _length(sequence[prompts.shape[1] :], padding))
         return output
 
     model.generate = watched

@@ -1,0 +1,108 @@
+"""A transformers model, which computes in the process of its server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.contract import EngineContract, finished, request, spans, stop
+from verl_profiling.errors import ConfigError
+from verl_profiling.session import process_session
+from verl_profiling.workers import CaptureMixin, RolloutCaptureMixin
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+class Server(RolloutCaptureMixin):
+    """What a user writes, plus the helpers of the contract."""
+
+    too_long_message = "too long"
+
+    def __init__(self, model: Path, save_path: Path) -> None:
+        self.news: list[Any] = []
+        self.save_path = save_path
+        self.engine = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+
+    def reconfigure(self, **changes: Any) -> None:
+        self.news.clear()
+        self.init_capture({"enable": True, "save_path": str(self.save_path), **changes})
+
+    async def generate(self, requests: int, tokens: int) -> int:
+        prompts = torch.full((requests, 4), 5)
+        output = self.engine.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+        )
+        return int(output[:, 4:].numel())
+
+    async def generate_too_long(self) -> None:
+        def refuse(*_: Any) -> None:
+            raise ValueError("too long")
+
+        handle = self.engine.register_forward_pre_hook(refuse)
+        try:
+            await self.generate(1, 1)
+        finally:
+            handle.remove()
+
+    @staticmethod
+    def iterations(path: Path) -> int:
+        """Count lookups of token embeddings: one for each forward pass."""
+        return sum(event["name"] == "aten::embedding" for event in spans(path))
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """One model for the module."""
+    return Server(tiny_model, tmp_path_factory.mktemp("save"))
+
+
+@pytest.fixture(autouse=True)
+def engine_of_the_table(record_property: Any) -> None:
+    record_property("engine", f"transformers {transformers.__version__}")
+
+
+class TestTransformers(EngineContract):
+    """The contract, recorded by the session of this process."""
+
+    streams = False
+
+
+async def test_a_trainer_in_the_same_process_joins(server: Server, tmp_path: Path) -> None:
+    """One process is recorded once: the second role joins, and one stop ends the capture for both."""
+    server.reconfigure()
+    trainer = CaptureMixin()
+    trainer.init_capture({"enable": True, "save_path": str(tmp_path)}, role="actor")
+    order = request(tmp_path)
+    assert trainer.start_capture(order).status == "recording"
+    assert (await server.start_capture(order)).status == "joined"
+    await server.generate(1, 2)
+    result = await stop(server, order.capture_id)
+    assert result.roles == ["actor", "rollout"]
+    assert len(result.requests) == 1
+    assert trainer.stop_capture(order.capture_id).result.capture_id == order.capture_id
+    [artifact] = await finished(server, result)
+    assert (artifact.path, artifact.status) == ("actor_rank0.torch.json.gz", "ok")
+
+
+def test_a_window_in_iterations_is_refused(server: Server) -> None:
+    """Nothing counts iterations in this process, so asking for it is an error that names the key."""
+    with pytest.raises(ConfigError, match=r"rollout\.count: rollout replica 0 .* computes in this process"):
+        server.reconfigure(rollout={"count": 3})
+
+
+def test_lengths_leave_out_padding(server: Server, tmp_path: Path) -> None:
+    """Prompt lengths follow the attention mask, response lengths end before the padding."""
+    from verl_profiling.engines.in_process import _length
+
+    assert _length(torch.tensor([7, 8, 0, 0]), 0) == 2
+    assert _length(torch.tensor([0, 0]), 0) == 0
+    assert _length(torch.tensor([7, 0, 8]), 0) == 3
+    assert _length(torch.tensor([7, 0, 8]), None) == 3
+    process_session().reset()

@@ -1,0 +1,80 @@
+"""The rollout mixins, where no engine is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.messages import CaptureRequest
+from verl_profiling.workers import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
+
+MIXINS = [RolloutCaptureMixin, VLLMCaptureMixin, SGLangCaptureMixin]
+
+
+def request(folder: Path) -> CaptureRequest:
+    """Return a request for a capture."""
+    return CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(folder / "step_000001"))
+
+
+@pytest.mark.parametrize("mixin", MIXINS)
+async def test_other_nodes_of_a_replica_do_nothing(mixin: type[Any], tmp_path: Path) -> None:
+    """Node 1 has no engine to drive: it answers `skipped`, makes no folder, and stops without a word."""
+    server = mixin()
+    server.init_capture({"enable": True}, engine=None, replica=2, node_rank=1)
+    reply = await server.start_capture(request(tmp_path))
+    assert (reply.status, reply.identity.name, reply.identity.node_rank) == ("skipped", "rollout2", 1)
+    assert "node 0 records for all" in reply.reason
+    assert (await server.stop_capture("c")).result.status == "skipped"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mixin", MIXINS)
+@pytest.mark.parametrize("config", [None, {}, {"enable": False}])
+async def test_nothing_is_set_up_when_profiling_is_off(mixin: type[Any], config: Any, tmp_path: Path) -> None:
+    """Disabled, the engine is not looked at and every call answers `skipped`."""
+    server = mixin()
+    server.init_capture(config, engine=object())
+    assert (await server.start_capture(request(tmp_path))).status == "skipped"
+    assert (await server.stop_capture()).result.reason == "switched off"
+    assert mixin.engine_args(config) == {}
+
+
+async def test_start_before_init_names_the_remedy(tmp_path: Path) -> None:
+    """A server that was not set up says what to call; stopping it is harmless."""
+
+    class Server(RolloutCaptureMixin):
+        pass
+
+    with pytest.raises(CaptureStateError, match=r"step=1\): Server is not set up; call init_capture"):
+        await Server().start_capture(request(tmp_path))
+    assert (await Server().stop_capture()).result.status == "skipped"
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    """The error names the class, the replica and what would do."""
+    with pytest.raises(ToolUnavailableError, match=r"builtins\.object \(rollout replica 3 .*AsyncLLM"):
+        RolloutCaptureMixin().init_capture({"enable": True}, engine=object(), replica=3)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "key"),
+    [
+        ({"start": -1}, "rollout.start"),
+        ({"count": 0}, "rollout.count"),
+        ({"max_window_s": 0}, "rollout.max_window_s"),
+        ({"stop_s": -1}, "rollout.stop_s"),
+        ({"by_stage": True}, "rollout.by_stage"),
+        ({"by_stage": True, "count": 1, "start": 1}, "rollout.by_stage"),
+        ({"sglang": {"stages": ["decode"]}}, "rollout.sglang.stages"),
+        ({"sglang": {"stages": ["verify"]}}, "rollout.sglang.stages"),
+        ({"tokens": 3}, "rollout.tokens"),
+    ],
+)
+def test_impossible_windows_are_refused(rollout: dict[str, Any], key: str) -> None:
+    """A wrong value names its dotted key, before anything is sent to an engine."""
+    with pytest.raises(ConfigError) as error:
+        RolloutCaptureMixin().init_capture({"enable": True, "rollout": rollout})
+    assert error.value.key == key
