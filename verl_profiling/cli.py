@@ -20,8 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import verl_profiling
 from verl_profiling.errors import ProfilingError
+from verl_profiling.report.build import build_report
 from verl_profiling.report.check import check
-from verl_profiling.report.metrics import build_report
 from verl_profiling.report.terminal import print_report
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge

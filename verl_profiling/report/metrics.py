@@ -1,169 +1,260 @@
 """The numbers of the report: every formula, its unit and its source is here.
 
-Let ``S`` be the set of time in which a lane was observed, ``C``, ``M`` and ``K`` those in
-which it computed, communicated and copied (see :mod:`~verl_profiling.report.activity`), all
-inside ``S``, and ``|X|`` the length of a set:
+Let ``S`` be the set of time in which a lane was observed: the step for an e2e capture, the
+recorded windows for a discrete one, the time from the first to the last busy event where
+there is no manifest. Let ``C``, ``M``, ``K`` be those in which it computed, communicated and
+copied, ``B`` their union and ``I = S - B``, all inside ``S``; ``|X|`` is the length of a set.
+All are in nanoseconds here and in microseconds in the report.
 
-==========================  ==============================  ====================================
-number                      formula                         source
-==========================  ==============================  ====================================
-busy                        ``|C + M + K|``                 HTA temporal breakdown (span - idle)
-idle                        ``|S| - busy``                  HTA temporal breakdown, idle time
-compute                     ``|C|``                         HTA temporal breakdown, compute time
-communication               ``|M|``                         HTA communication/computation overlap
-overlap                     ``|C * M|``                     HTA communication/computation overlap
-exposed communication       ``|M - C|``                     communication - overlap
-==========================  ==============================  ====================================
-
-``S`` is the step for an e2e capture, the recorded windows for a discrete one, and the time
-from the first to the last busy event where there is no manifest (HTA's definition).
+====================== ============================= ==================================
+number                 formula                       source
+====================== ============================= ==================================
+busy, idle             ``|B|``, ``|I|``              HTA 0.5 temporal breakdown
+compute                ``|C|``                       HTA 0.5 temporal breakdown
+communication, overlap ``|M|``, ``|C & M|``          HTA 0.5 comm/comp overlap
+exposed communication  ``|M - C|``                   communication less overlap
+tail ratio             last over median finish       here, ``rollout_tail``
+collective wait        sum of (run - shortest run)   here, ``collectives``
+self time              duration less nested calls    ``optimes.self_times``
+lost by cause          a partition of ``I``          ``lost.lost_by_cause``
+host-bound             ``|I & own stages|``          ``lost.lost_by_cause``
+straggler wait         sum of (last end - end)       ``lost.stragglers``
+====================== ============================= ==================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import groupby
+from collections import Counter
+from statistics import median
 
-from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import Manifest, StageSpan
-from verl_profiling.report.activity import Activity, read_activity
-from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, spans_of, subtract, union
-from verl_profiling.report.model import Clock, Coverage, Report, StageRow, WorkerRow
-from verl_profiling.timeline.sources import Source, StepInputs
+import numpy as np
 
-__all__ = ["OUTSIDE_STAGES", "build_report"]
+from verl_profiling.manifest import Request
+from verl_profiling.report.intervals import intersection, length, spans_of, subtract, union
+from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.report.lost import ROLLOUT, lost_by_cause, working_span
+from verl_profiling.report.model import (
+    CollectiveRow,
+    EngineRow,
+    OpRow,
+    Percentiles,
+    StageRow,
+    Tail,
+    Throughput,
+    WorkerRow,
+)
+
+__all__ = [
+    "OUTSIDE_STAGES",
+    "anatomy",
+    "collectives",
+    "engine_row",
+    "rollout_tail",
+    "throughput",
+    "top_ops",
+    "worker_row",
+]
 
 OUTSIDE_STAGES = "(outside stages)"
+_TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
+_TOP_OPS = 40
+_TOP_COLLECTIVES = 20
 
 
-def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Report:
-    """Read the traces of one step and compute its report.
+def anatomy(step: Step) -> list[StageRow]:
+    """Return the controller's stages in order of their first begin, and the rest of the step.
 
-    Args:
-        inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
-        on_progress: Called with each trace when it was read.
-
-    Raises:
-        TraceFormatError: There is neither a manifest nor a trace that can be read.
+    A stage's duration is the length of the union of its runs; its share is of the step.
     """
-    manifest = inputs.manifest
-    missing = list(inputs.absent)
-    lanes: list[tuple[Source, Activity]] = []
-    read = 0
-    for _, group in groupby(inputs.sources, key=lambda source: source.lane):
-        sources = list(group)
-        try:
-            activity = read_activity((source.path, source.offset_ns) for source in sources)
-        except TraceFormatError as error:
-            missing.append(str(error))
-            continue
-        finally:
-            for source in sources:
-                if on_progress:
-                    on_progress(source)
-        missing += activity.problems
-        read += len(sources)
-        lanes.append((sources[0], activity))
-    if manifest is None and not lanes:
-        raise TraceFormatError(inputs.directory, "; ".join(missing) or "holds no trace to report on")
-    begin_ns, end_ns = _step_span(manifest, [activity for _, activity in lanes])
-    expected = sum(a.status != "skipped" for w in manifest.workers for a in w.artifacts) if manifest else read
-    return Report(
-        directory=str(inputs.directory),
-        step=inputs.step,
-        policy_version=manifest.policy_version if manifest else None,
-        complete=manifest.complete if manifest else True,
-        span_us=(end_ns - begin_ns) / 1000,
-        stages=_anatomy(manifest) if manifest else [],
-        workers=[_worker_row(source, a, _observed(manifest, source, a)) for source, a in lanes],
-        clocks=list(_clocks(manifest)) if manifest else [],
-        coverage=Coverage(
-            expected=expected, read=read, events=sum(a.events for _, a in lanes), missing=missing
-        ),
-        metrics=manifest.metrics if manifest else {},
-        notes=[*manifest.notes, *(note for w in manifest.workers for note in w.notes)] if manifest else [],
-    )
-
-
-def _step_span(manifest: Manifest | None, activities: list[Activity]) -> tuple[int, int]:
-    if manifest:
-        return manifest.begin_ns, manifest.end_ns
-    begins = [a.first_ns for a in activities if a.first_ns is not None]
-    ends = [a.last_ns for a in activities if a.last_ns is not None]
-    return min(begins, default=0), max(ends, default=0)
-
-
-def _anatomy(manifest: Manifest) -> list[StageRow]:
-    """Return the controller's stages in order of their first begin, and the rest of the step."""
-    step_ns = max(manifest.end_ns - manifest.begin_ns, 1)
-    runs: dict[tuple[str, int], list[StageSpan]] = {}
-    for span in sorted(manifest.stages, key=lambda s: s.begin_ns):
-        runs.setdefault((span.name, span.depth), []).append(span)
     rows = []
-    for (name, depth), spans in runs.items():
-        took = length(spans_of((s.begin_ns, s.end_ns) for s in spans))
+    for name, depth in dict.fromkeys((span.name, span.depth) for span in step.stages):
+        runs = [s for s in step.stages if (s.name, s.depth) == (name, depth)]
+        covered = spans_of((s.begin_ns, s.end_ns) for s in runs)
         rows.append(
             StageRow(
                 name=name,
-                runs=len(spans),
-                begin_us=(spans[0].begin_ns - manifest.begin_ns) / 1000,
-                duration_us=took / 1000,
-                share=took / step_ns,
+                runs=len(runs),
+                begin_us=(runs[0].begin_ns - step.begin_ns) / 1000,
+                duration_us=length(covered) / 1000,
+                share=step.share(covered),
                 depth=depth,
             )
         )
-    inside = spans_of((s.begin_ns, s.end_ns) for s in manifest.stages)
-    outside = length(subtract(spans_of([(manifest.begin_ns, manifest.end_ns)]), inside))
-    if manifest.stages:
+    if rows:
+        rest = subtract(spans_of([(step.begin_ns, step.end_ns)]), step.during())
+        begin = int(rest[0, 0]) - step.begin_ns if len(rest) else 0
         rows.append(
             StageRow(
-                name=OUTSIDE_STAGES, runs=1, begin_us=0.0, duration_us=outside / 1000, share=outside / step_ns
+                name=OUTSIDE_STAGES,
+                runs=len(rest),
+                begin_us=begin / 1000,
+                duration_us=length(rest) / 1000,
+                share=step.share(rest),
             )
         )
     return rows
 
 
-def _observed(manifest: Manifest | None, source: Source, activity: Activity) -> Spans:
-    """Return the set of time that the numbers of a lane refer to."""
-    if manifest is None:
-        busy = activity.busy
-        return spans_of([(int(busy[0, 0]), int(busy[-1, 1]))]) if len(busy) else EMPTY
-    worker = next(w for w in manifest.workers if w.name == source.worker)
-    if worker.mode == "discrete":
-        windows = [(a.begin_ns, a.end_ns) for a in worker.artifacts if a.lane == source.lane and a.end_ns]
-        return spans_of((begin - source.offset_ns, end - source.offset_ns) for begin, end in windows)
-    return spans_of([(manifest.begin_ns, manifest.end_ns)])
-
-
-def _worker_row(source: Source, activity: Activity, observed: Spans) -> WorkerRow:
-    compute = intersection(activity.compute, observed)
-    communication = intersection(activity.communication, observed)
-    memory = intersection(activity.memory, observed)
+def worker_row(lane: Lane, step: Step, tail: Tail | None) -> WorkerRow:
+    """Return what one lane did with its time, in microseconds."""
+    compute = intersection(lane.activity.compute, lane.observed)
+    communication = intersection(lane.activity.communication, lane.observed)
+    memory = intersection(lane.activity.memory, lane.observed)
     busy_ns = length(union(compute, communication, memory))
     overlap_ns = length(intersection(compute, communication))
+    lost = {cause: length(spans) / 1000 for cause, spans in lost_by_cause(lane, step, tail).items()}
     return WorkerRow(
-        name=source.lane,
-        role=source.role,
-        rank=source.rank,
-        replica=source.replica,
-        device=activity.on_device,
-        span_us=length(observed) / 1000,
+        name=lane.name,
+        role=lane.source.role,
+        rank=lane.source.rank,
+        replica=lane.source.replica,
+        device=lane.activity.on_device,
+        span_us=length(lane.observed) / 1000,
         busy_us=busy_ns / 1000,
-        idle_us=(length(observed) - busy_ns) / 1000,
+        idle_us=(length(lane.observed) - busy_ns) / 1000,
         compute_us=length(compute) / 1000,
         communication_us=length(communication) / 1000,
         exposed_communication_us=(length(communication) - overlap_ns) / 1000,
         overlap_us=overlap_ns / 1000,
         memcpy_us=length(memory) / 1000,
+        host_bound_us=lost["host_bound"],
+        lost_us=lost,
+        load=lane.load(step.begin_ns, step.end_ns),
     )
 
 
-def _clocks(manifest: Manifest) -> Iterator[Clock]:
-    for clock in manifest.clocks:
-        if clock.samples:
-            yield Clock(
-                host=clock.host,
-                offset_us=clock.offset_ns / 1000,
-                error_us=clock.error_ns / 1000,
-                drift_us=(clock.closing_offset_ns - clock.offset_ns) / 1000,
+def engine_row(lane: Lane, step: Step) -> EngineRow:
+    """Return what one rank of an engine did; an iteration with prompt tokens counts as prefill."""
+    iterations = lane.activity.iterations
+    prefill = [i for i in iterations if i.prefill_tokens]
+    rollout, work = step.during(ROLLOUT), working_span(lane, step)
+    known = len(rollout) > 0 and len(work) > 0
+    return EngineRow(
+        name=lane.name,
+        replica=lane.source.replica or 0,
+        busy_us=length(intersection(lane.activity.busy, lane.observed)) / 1000,
+        queueing_us=int(work[0, 0] - rollout[0, 0]) / 1000 if known else None,
+        iterations=len(iterations),
+        prefill_us=sum(i.end_ns - i.begin_ns for i in prefill) / 1000,
+        decode_us=sum(i.end_ns - i.begin_ns for i in iterations if not i.prefill_tokens) / 1000,
+        prefill_tokens=sum(i.prefill_tokens for i in iterations),
+        decode_tokens=sum(i.decode_tokens for i in iterations),
+        finish_us=int(work[0, 1] - rollout[0, 0]) / 1000 if known else None,
+    )
+
+
+def rollout_tail(step: Step) -> Tail | None:
+    """Return how the rollout ended, or ``None`` without a rollout stage and an engine.
+
+    A replica finishes with the last of its requests, where those are known, and else with the
+    last iteration of its slowest rank.
+    """
+    rollout = step.during(ROLLOUT)
+    requests = [
+        (request, step.manifest.offset_ns(worker.identity))
+        for worker in step.workers.values()
+        for request in worker.requests
+        if step.manifest and not request.failed
+    ]
+    if not len(rollout):
+        return None
+    begin = int(rollout[0, 0])
+    finishes: dict[int, int] = {}
+    for request, offset_ns in requests:
+        finishes[request.replica] = max(finishes.get(request.replica, 0), request.end_ns - offset_ns)
+    if not finishes:
+        for lane in (lane for lane in step.lanes if lane.is_engine):
+            if len(work := working_span(lane, step)):
+                replica = lane.source.replica or 0
+                finishes[replica] = max(finishes.get(replica, 0), int(work[0, 1]))
+    if not finishes:
+        return None
+    ends = sorted((end - begin) / 1000 for end in finishes.values())
+    single = sorted((request.end_ns - offset - begin) / 1000 for request, offset in requests)
+    middle = median(ends)
+    return Tail(
+        replicas=len(ends),
+        median_finish_us=middle,
+        last_finish_us=ends[-1],
+        ratio=ends[-1] / middle if middle > 0 else 1.0,
+        tail_share=max(ends[-1] - middle, 0.0) * 1000 / max(step.span_ns, 1),
+        requests=len(requests),
+        latency_s=_percentiles([(r.end_ns - r.begin_ns) / 1e9 for r, _ in requests]),
+        response_tokens=_percentiles([float(r.response_tokens) for r, _ in requests]),
+        finishes_us=single or ends,
+    )
+
+
+def _percentiles(sample: list[float]) -> Percentiles | None:
+    if not sample:
+        return None
+    p50, p90, p99 = (float(value) for value in np.percentile(sample, (50, 90, 99)))
+    return Percentiles(p50=p50, p90=p90, p99=p99, max=max(sample))
+
+
+def collectives(step: Step) -> list[CollectiveRow]:
+    """Compare the nth run of each collective across the ranks of a role that all ran it as often.
+
+    All ranks leave a collective together, so the one that is in it for the shortest time came
+    last, and what the others took longer is waiting.
+    """
+    rows = []
+    for role in dict.fromkeys(lane.source.role for lane in step.lanes):
+        peers = [lane for lane in step.lanes if lane.source.role == role]
+        names = Counter(name for lane in peers for name in lane.activity.collectives)
+        for name in (name for name, count in names.items() if count == len(peers) > 1):
+            runs = [lane.activity.collectives[name] for lane in peers]
+            if len({len(run) for run in runs}) != 1:
+                continue  # some ranks called it more often: the nth runs are not one call
+            took = np.stack([run[:, 1] - run[:, 0] for run in runs])
+            shortest = took.min(axis=0)
+            late = Counter(np.argmin(took, axis=0).tolist()).most_common(1)[0]
+            rows.append(
+                CollectiveRow(
+                    name=name,
+                    role=role,
+                    calls=took.shape[1],
+                    median_us=float(np.median(shortest)) / 1000,
+                    wait_us=float((took - shortest).sum()) / 1000,
+                    late=peers[late[0]].name,
+                    late_share=late[1] / took.shape[1],
+                )
             )
+    return sorted(rows, key=lambda row: -row.wait_us)[:_TOP_COLLECTIVES]
+
+
+def top_ops(step: Step) -> list[OpRow]:
+    """Return the kernels with most self time, by the stage they began in, over all lanes."""
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    outer = [(s.name, s.begin_ns, s.end_ns) for s in step.stages if s.depth == 0]
+    for lane in step.lanes:
+        windows = [(s.name, s.begin_ns, s.end_ns) for s in lane.stages if s.depth == 0] or outer
+        for place, (calls, self_ns) in lane.activity.ops.by_stage(windows).items():
+            before = totals.get(place, (0, 0))
+            totals[place] = (before[0] + calls, before[1] + self_ns)
+    everything = sum(self_ns for _, self_ns in totals.values()) or 1
+    ranked = sorted(totals.items(), key=lambda item: -item[1][1])[:_TOP_OPS]
+    return [
+        OpRow(name=name, stage=stage, calls=calls, self_us=self_ns / 1000, share=self_ns / everything)
+        for (stage, name), (calls, self_ns) in ranked
+    ]
+
+
+def throughput(step: Step, engines: list[EngineRow]) -> Throughput | None:
+    """Return tokens by time: as the loop reported them, else of the requests, else of the engines."""
+    metrics = step.manifest.metrics if step.manifest else {}
+    requests: list[Request] = [r for worker in step.workers.values() for r in worker.requests]
+    first_ranks = {row.replica: row for row in reversed(engines)}.values()
+    counted = (
+        *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),
+        (float(sum(r.prompt_tokens + r.response_tokens for r in requests)), "requests"),
+        (float(sum(row.prefill_tokens + row.decode_tokens for row in first_ranks)), "engine iterations"),
+    )
+    tokens, source = next(((count, source) for count, source in counted if count), (0.0, ""))
+    seconds = step.span_ns / 1e9
+    if not tokens or not seconds:
+        return None
+    rate = tokens / seconds
+    return Throughput(
+        tokens=tokens, source=source, tokens_per_s=rate, tokens_per_s_per_lane=rate / max(len(step.lanes), 1)
+    )

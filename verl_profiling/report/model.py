@@ -7,7 +7,24 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["REPORT_SCHEMA_VERSION", "Clock", "Coverage", "Report", "StageRow", "WorkerRow"]
+__all__ = [
+    "REPORT_SCHEMA_VERSION",
+    "Clock",
+    "CollectiveRow",
+    "Coverage",
+    "EngineRow",
+    "Finding",
+    "GanttSpan",
+    "LostRow",
+    "OpRow",
+    "Percentiles",
+    "Report",
+    "StageRow",
+    "StragglerRow",
+    "Tail",
+    "Throughput",
+    "WorkerRow",
+]
 
 REPORT_SCHEMA_VERSION = 1
 
@@ -51,6 +68,9 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         exposed_communication_us: Communication with no computation at the same time.
         overlap_us: Computation and communication at the same time.
         memcpy_us: Time in which memory was copied or set.
+        host_bound_us: Idle time inside its own stages (also in ``lost_us``).
+        lost_us: Idle time by cause; adds up to ``idle_us``.
+        load: Busy share of each of the equal parts of the step, 0 to 100.
     """
 
     name: str
@@ -66,6 +86,198 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     exposed_communication_us: float
     overlap_us: float
     memcpy_us: float
+    host_bound_us: float
+    lost_us: dict[str, float]
+    load: list[int]
+
+
+class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank of a rollout engine did, from the names of its iterations.
+
+    Attributes:
+        name: Name of the lane.
+        replica: Index of the replica.
+        busy_us: As in :class:`WorkerRow`.
+        queueing_us: From the begin of the rollout to the engine's first iteration.
+        iterations: Number of iterations.
+        prefill_us: Time in iterations that processed prompt tokens.
+        decode_us: Time in iterations that only generated.
+        prefill_tokens: Prompt tokens processed.
+        decode_tokens: Tokens generated.
+        finish_us: End of its last iteration, after the begin of the rollout.
+    """
+
+    name: str
+    replica: int
+    busy_us: float
+    queueing_us: float | None
+    iterations: int
+    prefill_us: float
+    decode_us: float
+    prefill_tokens: int
+    decode_tokens: int
+    finish_us: float | None
+
+
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The 50th, 90th and 99th percentile and the largest of a sample."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class Tail(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the rollout waits for its last replicas.
+
+    Attributes:
+        replicas: Number of replicas that were seen.
+        median_finish_us: Median time at which a replica was done, after the begin of the rollout.
+        last_finish_us: Time at which the last one was.
+        ratio: The last over the median.
+        tail_share: Share of the step after half of the replicas were done.
+        requests: Number of requests, where the engine reported them.
+        latency_s: Of the requests, from being sent to the complete response.
+        response_tokens: Length of the responses.
+        finishes_us: Time at which each request (or else each replica) was done, sorted.
+    """
+
+    replicas: int
+    median_finish_us: float
+    last_finish_us: float
+    ratio: float
+    tail_share: float
+    requests: int
+    latency_s: Percentiles | None
+    response_tokens: Percentiles | None
+    finishes_us: list[float]
+
+
+class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How far apart the workers of a role end a stage.
+
+    Attributes:
+        stage: The stage.
+        role: The role.
+        workers: Number of workers that ran it.
+        slowest: The one that took longest.
+        slowest_us: How long it took.
+        median_us: Median over the workers.
+        wait_us: Time that the others, together, were done before the last one was.
+    """
+
+    stage: str
+    role: str
+    workers: int
+    slowest: str
+    slowest_us: float
+    median_us: float
+    wait_us: float
+
+
+class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How unevenly the ranks of a role arrive at a collective.
+
+    Attributes:
+        name: The collective.
+        role: The role.
+        calls: Calls that every rank made.
+        median_us: Median duration of the shortest run of each call: its cost when all are there.
+        wait_us: Sum, over calls and ranks, of what a run took longer than the shortest one.
+        late: The rank that was in it for the shortest time most often, hence arrived last.
+        late_share: Share of the calls in which it did.
+    """
+
+    name: str
+    role: str
+    calls: int
+    median_us: float
+    wait_us: float
+    late: str
+    late_share: float
+
+
+class OpRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel (or operator, in a CPU trace) in one stage, over all lanes.
+
+    Attributes:
+        name: The kernel.
+        stage: The stage that it began in, or ``""``.
+        calls: Number of calls.
+        self_us: Time in it and in nothing inside it.
+        share: Of the self time of all kernels.
+    """
+
+    name: str
+    stage: str
+    calls: int
+    self_us: float
+    share: float
+
+
+class LostRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Idle time of all lanes that has one cause.
+
+    Attributes:
+        cause: Name of the cause; ``docs/report.md`` defines each.
+        seconds: Lane-seconds, which are accelerator-seconds where each lane has one of its own.
+        share: Of the observed time of all lanes.
+    """
+
+    cause: str
+    seconds: float
+    share: float
+
+
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens by time.
+
+    Attributes:
+        tokens: Tokens of the step.
+        source: Where their number is from.
+        tokens_per_s: By the duration of the step.
+        tokens_per_s_per_lane: The same, by the number of lanes.
+    """
+
+    tokens: float
+    source: str
+    tokens_per_s: float
+    tokens_per_s_per_lane: float
+
+
+class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a stage on one worker.
+
+    Attributes:
+        lane: Name of the worker, or ``controller``.
+        name: The stage.
+        begin_us: After the begin of the step.
+        end_us: After the begin of the step.
+        depth: 0 for an outermost stage.
+    """
+
+    lane: str
+    name: str
+    begin_us: float
+    end_us: float
+    depth: int
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that stands out.
+
+    Attributes:
+        rule: Name of the rule; ``docs/report.md`` gives its threshold.
+        text: A sentence with its number.
+        advice: What to try.
+        weight: Lane-seconds at stake; the heaviest come first.
+    """
+
+    rule: str
+    text: str
+    advice: str
+    weight: float
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +325,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             manifest, from the first to the last event.
         stages: Step anatomy, in order of time.
         workers: One row per lane.
+        engines: One row per lane of a rollout engine.
+        tail: How the rollout ended.
+        stragglers: One row per stage and role with several workers.
+        collectives: The collectives that cost most waiting.
+        ops: The kernels with most self time.
+        lost: Idle time by cause, largest first, ``unexplained`` last; adds up to all idle time.
+        weight_sync_share: Share of the step spent on updating the engines' weights.
+        throughput: Tokens by time, where their number is known.
+        gantt: Runs of stages.
+        findings: What stands out, at most five.
         clocks: Hosts whose clock is not the controller's.
         coverage: How much of what was expected is in here.
         metrics: What the loop reported for the step.
@@ -127,6 +349,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     span_us: float
     stages: list[StageRow]
     workers: list[WorkerRow]
+    engines: list[EngineRow]
+    tail: Tail | None
+    stragglers: list[StragglerRow]
+    collectives: list[CollectiveRow]
+    ops: list[OpRow]
+    lost: list[LostRow]
+    weight_sync_share: float
+    throughput: Throughput | None
+    gantt: list[GanttSpan]
+    findings: list[Finding]
     clocks: list[Clock]
     coverage: Coverage
     metrics: dict[str, float]

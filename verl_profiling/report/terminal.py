@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich import box
@@ -9,12 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl_profiling.report.model import Report, WorkerRow
+from verl_profiling.report.model import Report, StageRow, WorkerRow
 
 __all__ = ["print_report"]
 
 _WIDTH = 100
 _BAR_CELLS = 24
+_ROWS = 8
+_NAME = 48
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -26,59 +29,144 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"[bold]{escape(title)}[/bold]{policy}: {_seconds(report.span_us)} s")
     if not report.complete:
         console.print("[yellow]The step was left early: this is what was recorded until then.[/yellow]")
-    if report.stages:
-        console.print(_stage_table(report))
+    for finding in report.findings:
+        console.print(
+            f"[bold yellow]•[/bold yellow] {escape(finding.text)} [dim]Try: {escape(finding.advice)}.[/dim]"
+        )
     engines = [row for row in report.workers if row.replica is not None]
     others = [row for row in report.workers if row.replica is None]
-    for name, rows in (("Workers", others), ("Rollout engines", engines)):
-        if rows:
-            console.print(_worker_table(name, rows))
+    for table in (
+        _stages(report.stages),
+        _workers("Workers", others),
+        _workers("Rollout engines", engines),
+        _engines(report),
+        _lost(report),
+        _stragglers(report),
+        _ops(report),
+    ):
+        if table.row_count:
+            console.print(table)
     if report.workers and not any(row.device for row in report.workers):
         console.print("[dim]CPU traces: busy means that operators or collectives ran on any thread.[/dim]")
+    for line in _closing_lines(report):
+        console.print(line)
+
+
+def _closing_lines(report: Report) -> Iterator[str]:
+    if tail := report.tail:
+        yield (
+            f"rollout tail: last of {tail.replicas} replicas done after {_seconds(tail.last_finish_us)} s, "
+            f"{tail.ratio:.2f}x the median; {tail.tail_share:.1%} of the step"
+        )
+        if tail.latency_s and tail.response_tokens:
+            latency, tokens = tail.latency_s, tail.response_tokens
+            yield (
+                f"{tail.requests} requests: latency p50 {latency.p50:.2f} s, p99 {latency.p99:.2f} s; "
+                f"response p50 {tokens.p50:.0f}, p99 {tokens.p99:.0f} tokens"
+            )
+    if report.weight_sync_share:
+        yield f"weight sync: {report.weight_sync_share:.1%} of the step"
+    if rate := report.throughput:
+        yield (
+            f"{rate.tokens:,.0f} tokens ({rate.source}): {rate.tokens_per_s:,.0f} per second, "
+            f"{rate.tokens_per_s_per_lane:,.0f} per second and lane"
+        )
     for clock in report.clocks:
-        console.print(
+        yield (
             f"clock of {escape(clock.host)}: corrected by {clock.offset_us:,.1f} us, "
             f"true within {clock.error_us:,.1f} us, drift {clock.drift_us:,.1f} us"
         )
     coverage = report.coverage
-    console.print(f"{coverage.read} of {coverage.expected} traces read, {coverage.events:,} events")
-    for sentence in coverage.missing:
-        console.print(f"[red]missing:[/red] {escape(sentence)}")
-    for note in report.notes:
-        console.print(f"[yellow]note:[/yellow] {escape(note)}")
+    yield f"{coverage.read} of {coverage.expected} traces read, {coverage.events:,} events"
+    yield from (f"[red]missing:[/red] {escape(sentence)}" for sentence in coverage.missing)
+    yield from (f"[yellow]note:[/yellow] {escape(note)}" for note in report.notes)
 
 
-def _stage_table(report: Report) -> Table:
-    table = Table(title="Step anatomy", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("stage", no_wrap=True)
-    table.add_column("runs", justify="right")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("")
-    for row in report.stages:
+def _stages(rows: list[StageRow]) -> Table:
+    table = _table("Step anatomy", "stage", "runs", "seconds", "share", "")
+    table.columns[-1].justify = "left"
+    for row in rows:
         bar = f"[cyan]{'█' * round(row.share * _BAR_CELLS)}[/cyan]"
         name = escape("  " * row.depth + row.name)
         table.add_row(name, str(row.runs), _seconds(row.duration_us), f"{row.share:.1%}", bar)
     return table
 
 
-def _worker_table(title: str, rows: list[WorkerRow]) -> Table:
-    table = Table(title=f"{title} (seconds)", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("name", no_wrap=True)
-    for heading in ("observed", "busy", "", "idle", "compute", "exposed comm", "copy"):
-        table.add_column(heading, justify="right")
+def _workers(title: str, rows: list[WorkerRow]) -> Table:
+    headings = ("observed", "busy", "", "idle", "host-bound", "compute", "exposed comm", "copy")
+    table = _table(f"{title} (seconds)", "name", *headings)
     for row in rows:
         share = row.busy_us / row.span_us if row.span_us else 0.0
+        times = (row.idle_us, row.host_bound_us, row.compute_us, row.exposed_communication_us, row.memcpy_us)
         table.add_row(
             escape(row.name),
             _seconds(row.span_us),
             _seconds(row.busy_us),
             f"{share:.1%}",
-            _seconds(row.idle_us),
-            _seconds(row.compute_us),
-            _seconds(row.exposed_communication_us),
-            _seconds(row.memcpy_us),
+            *map(_seconds, times),
         )
+    return table
+
+
+def _engines(report: Report) -> Table:
+    headings = (
+        "iterations",
+        "prefill s",
+        "decode s",
+        "prompt tok",
+        "generated tok",
+        "queueing s",
+        "finish s",
+    )
+    table = _table("Engine iterations", "name", *headings)
+    for row in report.engines:
+        if row.iterations:
+            table.add_row(
+                escape(row.name),
+                f"{row.iterations:,}",
+                _seconds(row.prefill_us),
+                _seconds(row.decode_us),
+                f"{row.prefill_tokens:,}",
+                f"{row.decode_tokens:,}",
+                "" if row.queueing_us is None else _seconds(row.queueing_us),
+                "" if row.finish_us is None else _seconds(row.finish_us),
+            )
+    return table
+
+
+def _lost(report: Report) -> Table:
+    table = _table("Idle time by cause (all lanes)", "cause", "lane-seconds", "share")
+    for row in report.lost:
+        table.add_row(row.cause.replace("_", " "), f"{row.seconds:.3f}", f"{row.share:.1%}")
+    return table
+
+
+def _stragglers(report: Report) -> Table:
+    table = _table("Stragglers", "stage", "slowest", "seconds", "median", "others waited")
+    for row in report.stragglers[:_ROWS]:
+        times = (row.slowest_us, row.median_us, row.wait_us)
+        table.add_row(escape(row.stage), escape(row.slowest), *map(_seconds, times))
+    return table
+
+
+def _ops(report: Report) -> Table:
+    table = _table(
+        "Kernels (operators, in a CPU trace) by self time", "stage", "name", "calls", "seconds", "share"
+    )
+    table.columns[1].justify = "left"
+    for row in report.ops[:_ROWS]:
+        name = row.name if len(row.name) <= _NAME else f"{row.name[: _NAME - 1]}…"
+        table.add_row(
+            escape(row.stage), escape(name), f"{row.calls:,}", _seconds(row.self_us), f"{row.share:.1%}"
+        )
+    return table
+
+
+def _table(title: str, first: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right")
     return table
 
 

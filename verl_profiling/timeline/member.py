@@ -25,6 +25,8 @@ LANE_PIDS = 10_000
 STAGES_TID = 1 << 23
 """Thread id of the lane of stages inside a worker's process; Linux gives none above 2^22."""
 
+_PROFILER_TID = STAGES_TID + 1
+_PROFILER_LANES = {"Spans", "Traces", ""}  # kineto's processes for its own events
 _FIRST_DEVICE = 1
 _FIRST_OTHER = 2_000
 _OTHERS_PER_TRACE = 50
@@ -87,6 +89,11 @@ def name_process(pid: int, name: str) -> list[Event]:
     ]
 
 
+def name_thread(pid: int, tid: int, name: str) -> Event:
+    """Return the metadata that names a thread."""
+    return Event("M", name="thread_name", pid=pid, tid=tid, args=msgspec.Raw(_ENCODER.encode({"name": name})))
+
+
 def write_member(job: MemberJob) -> Member:
     """Write one trace as a gzip member of comma-led events.
 
@@ -118,6 +125,9 @@ def write_member(job: MemberJob) -> Member:
         except TraceFormatError as error:
             problems.append(error.problem)
         lanes = [event for event in names if pids.rename(event)]
+        if pids.marked:
+            pids.titles.setdefault(job.pid, job.title)
+            lanes.append(name_thread(job.pid, _PROFILER_TID, "profiler"))
         for pid, title in pids.titles.items():
             lanes += name_process(pid, title)
         write(lanes)
@@ -140,8 +150,7 @@ def _relocate(events: list[Event], names: list[Event], pids: _Pids, shift_ns: in
         if event.ph == "M":
             names.append(event)
             continue
-        pid = event.pid
-        event.pid = known[pid] if pid in known else pids.assign(event)
+        event.pid = known.get(event.pid) or pids.assign(event)
         if event.ts is not None:
             event.ts = round((event.ts + whole_us) * 1000 + rest_ns) / 1000
         if event.id is not None:
@@ -159,6 +168,7 @@ class _Pids:
     Attributes:
         known: New id by the trace's own id.
         titles: Names of the processes that hold events, by new id.
+        marked: Whether the profiler left marks of its own.
     """
 
     def __init__(self, job: MemberJob) -> None:
@@ -166,18 +176,27 @@ class _Pids:
         self._job = job
         self._next_other = job.pid + _FIRST_OTHER + _OTHERS_PER_TRACE * job.lane_index
         self.titles: dict[int, str] = {}
+        self.marked = False
         self._odd_ids: dict[int | str, int] = {}
 
     def assign(self, event: Event) -> int:
-        """Return the new id of an event's process, seen for the first time."""
+        """Return the new id of an event's process, seen for the first time.
+
+        The profiler's own marks go to a thread of the host process, and no longer across all
+        processes: they are about this one.
+        """
         old, title = event.pid, self._job.title
+        if old in _PROFILER_LANES:
+            event.tid, event.s = _PROFILER_TID, event.s and "t"
+            self.marked = True
+            return self._job.pid
         if event.cat in GPU_CATEGORIES and isinstance(old, int) and old < _FIRST_OTHER - _FIRST_DEVICE:
             new, name = self._job.pid + _FIRST_DEVICE + old, f"{title} GPU {old}"
-        elif isinstance(old, int) and self._job.pid not in self.titles:
+        elif self._job.pid not in self.titles:
             new, name = self._job.pid, title
         else:
             new, self._next_other = self._next_other, self._next_other + 1
-            name = f"{title} {old}" if old not in (None, "") else f"{title} profiler"
+            name = f"{title} {old}"
         self.known[old] = new
         self.titles[new] = name
         return new

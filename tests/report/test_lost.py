@@ -1,0 +1,265 @@
+"""Idle time has exactly one cause at each instant, and the right one in a step made to show it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from step_folders import build_step
+
+from verl_profiling.controller_trace import write_controller_trace
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import (
+    MANIFEST_NAME,
+    Artifact,
+    CaptureResult,
+    Manifest,
+    Request,
+    StageSpan,
+    write_json_atomically,
+)
+from verl_profiling.report.build import build_report
+from verl_profiling.report.lost import CAUSES
+from verl_profiling.report.model import Report
+from verl_profiling.timeline.inputs import find_steps
+
+S = 1_000_000_000  # the synthetic steps are drawn in seconds
+BASE = 1_790_000_000 * S
+
+
+@dataclass
+class Worker:
+    """One worker of a synthetic step, in seconds after its begin."""
+
+    role: str
+    rank: int = 0
+    replica: int | None = None
+    stages: list[tuple[str, float, float]] = field(default_factory=list)
+    kernels: list[tuple[str, float, float]] = field(default_factory=list)
+    iterations: list[tuple[str, float, float]] = field(default_factory=list)
+    requests: list[tuple[float, float, int]] = field(default_factory=list)
+    recorded: tuple[float, float] = (0.0, 10.0)
+
+
+def ns(seconds: float) -> int:
+    """Return unix nanoseconds of an instant of the step."""
+    return BASE + round(seconds * S)
+
+
+def report_of(
+    folder: Path, stages: list[tuple[str, float, float]], workers: list[Worker], end: float = 10.0
+) -> Report:
+    """Write a step that is drawn by hand, and return its report."""
+    results = []
+    for worker in workers:
+        identity = WorkerIdentity(role=worker.role, rank=worker.rank, replica=worker.replica)
+        lane = identity.lane(0)
+        events = [
+            {
+                "ph": "X",
+                "cat": cat,
+                "name": name,
+                "pid": 0,
+                "tid": 7,
+                "ts": begin * 1e6,
+                "dur": (stop - begin) * 1e6,
+            }
+            for cat, spans in (("kernel", worker.kernels), ("user_annotation", worker.iterations))
+            for name, begin, stop in spans
+        ]
+        path = folder / f"{lane}.torch.json.gz"
+        path.write_bytes(
+            gzip.compress(json.dumps({"baseTimeNanoseconds": BASE, "traceEvents": events}).encode())
+        )
+        begin, stop = worker.recorded
+        results.append(
+            CaptureResult(
+                identity=identity,
+                artifacts=[
+                    Artifact(
+                        path=path.name,
+                        lane=lane,
+                        tool="torch",
+                        status="ok",
+                        begin_ns=ns(begin),
+                        end_ns=ns(stop),
+                    )
+                ],
+                stages=[StageSpan(name, ns(a), ns(b)) for name, a, b in worker.stages],
+                requests=[
+                    Request(
+                        replica=worker.replica or 0,
+                        begin_ns=ns(a),
+                        end_ns=ns(b),
+                        prompt_tokens=10,
+                        response_tokens=tokens,
+                    )
+                    for a, b, tokens in worker.requests
+                ],
+            )
+        )
+    manifest = Manifest(
+        run_id="drawn",
+        capture_id="drawn-1",
+        step=1,
+        steps=[1],
+        begin_ns=ns(0),
+        end_ns=ns(end),
+        controller=WorkerIdentity(role="controller"),
+        stages=[StageSpan(name, ns(a), ns(b)) for name, a, b in stages],
+        workers=results,
+    )
+    write_controller_trace(folder, manifest)
+    write_json_atomically(folder / MANIFEST_NAME, manifest)
+    (inputs,) = find_steps(folder)
+    return build_report(inputs)
+
+
+def seconds(report: Report, lane: str) -> dict[str, float]:
+    """Return the idle seconds of a lane by cause, without the causes that it has none of."""
+    (row,) = (row for row in report.workers if row.name == lane)
+    return {cause: lost / 1e6 for cause, lost in row.lost_us.items() if lost}
+
+
+STAGES = [("rollout", 0, 4), ("reward", 4, 5), ("update_actor", 5, 8), ("update_weights", 8, 9)]
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Report:
+    """A step of 10 s: two ranks, of which one is slow, and two replicas, of which one is late."""
+    return report_of(
+        tmp_path,
+        STAGES,
+        [
+            Worker("actor", 0, stages=[("update_actor", 5, 6)], kernels=[("gemm", 5, 5.75)]),
+            Worker("actor", 1, stages=[("update_actor", 5, 8)], kernels=[("gemm", 5, 8)]),
+            Worker(
+                "rollout",
+                replica=0,
+                kernels=[("attention", 0.5, 1), ("attention", 1.5, 2)],
+                iterations=[
+                    ("execute_context_1(16)_generation_0(0)", 0.5, 1),
+                    ("execute_context_0(0)_generation_4(4)", 1, 2),
+                ],
+            ),
+            Worker(
+                "rollout",
+                replica=1,
+                kernels=[("attention", 0, 4)],
+                iterations=[("execute_context_0(0)_generation_2(2)", 0, 4)],
+            ),
+        ],
+    )
+
+
+def test_a_fast_rank_waits_for_rollout_tail_reward_straggler_and_weights(drawn: Report) -> None:
+    """Half of the replicas are done at 3 s (the median of 2 and 4), so the tail is from 3 s to 4 s."""
+    assert seconds(drawn, "actor_rank0") == {
+        "waiting_for_rollout": 3.0,
+        "long_tail": 1.0,
+        "other_stages": 1.0,
+        "host_bound": 0.25,
+        "straggler_wait": 2.0,
+        "weight_sync": 1.0,
+        "between_stages": 1.0,
+    }
+
+
+def test_the_straggler_itself_waits_for_nobody(drawn: Report) -> None:
+    """The slow rank is busy while the other waits."""
+    assert "straggler_wait" not in seconds(drawn, "actor_rank1")
+    (row,) = drawn.stragglers
+    assert (row.stage, row.slowest, row.slowest_us, row.median_us, row.wait_us) == (
+        "update_actor",
+        "actor_rank1",
+        3e6,
+        2e6,
+        2e6,
+    )
+
+
+def test_an_engine_waits_for_requests_and_for_the_other_replica(drawn: Report) -> None:
+    """Before its first iteration, between iterations, after its last, and outside of the rollout."""
+    assert seconds(drawn, "rollout0_rank0") == {
+        "waiting_for_rollout": 0.5,
+        "host_bound": 0.5,
+        "long_tail": 2.0,
+        "other_stages": 4.0,
+        "weight_sync": 1.0,
+        "between_stages": 1.0,
+    }
+
+
+def test_engine_rows_tell_prefill_from_decode(drawn: Report) -> None:
+    """Tokens and seconds come from the names of the iterations."""
+    first, second = drawn.engines
+    assert (first.iterations, first.prefill_us, first.decode_us) == (2, 0.5e6, 1e6)
+    assert (first.prefill_tokens, first.decode_tokens) == (16, 4)
+    assert (first.queueing_us, first.finish_us) == (0.5e6, 2e6)
+    assert (second.queueing_us, second.finish_us) == (0.0, 4e6)
+
+
+def test_the_tail_is_last_over_median(drawn: Report) -> None:
+    """Finishes at 2 s and 4 s: median 3 s, and a tenth of the step after it."""
+    tail = drawn.tail
+    assert (tail.replicas, tail.median_finish_us, tail.last_finish_us) == (2, 3e6, 4e6)
+    assert tail.ratio == pytest.approx(4 / 3)
+    assert tail.tail_share == pytest.approx(0.1)
+    assert tail.latency_s is None
+
+
+def test_requests_decide_when_a_replica_is_done(tmp_path: Path) -> None:
+    """Where requests are known they give finishes, latency, length and tokens."""
+    requests = [(0, 1, 10), (0, 2, 20), (1, 3, 30)]
+    report = report_of(
+        tmp_path, STAGES, [Worker("rollout", replica=0, kernels=[("k", 0, 1)], requests=requests)]
+    )
+    tail = report.tail
+    assert (tail.requests, tail.last_finish_us, tail.finishes_us) == (3, 3e6, [1e6, 2e6, 3e6])
+    assert (tail.latency_s.p50, tail.latency_s.max, tail.response_tokens.p50) == (2.0, 2.0, 20.0)
+    assert (report.throughput.tokens, report.throughput.tokens_per_s) == (90.0, 9.0)
+
+
+def test_starting_and_stopping_the_tool_is_the_capture(tmp_path: Path) -> None:
+    """What lies in the step and outside of the recording was spent on the capture itself."""
+    report = report_of(tmp_path, [], [Worker("actor", kernels=[("k", 1, 8)], recorded=(1, 8))])
+    assert seconds(report, "actor_rank0") == {"capture": 3.0}
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_causes_add_up_to_all_idle_time(tmp_path: Path, mode: str) -> None:
+    """In a real capture too, no instant is lost and none is counted twice."""
+    (inputs,) = find_steps(build_step(tmp_path, mode=mode, rank1_clock_ns=777))
+    report = build_report(inputs)
+    for row in report.workers:
+        assert list(row.lost_us) == list(CAUSES)
+        assert sum(row.lost_us.values()) == pytest.approx(row.idle_us)
+    assert sum(row.seconds for row in report.lost) == pytest.approx(
+        sum(r.idle_us for r in report.workers) / 1e6
+    )
+    assert report.lost[-1].cause == "unexplained"
+
+
+def test_findings_name_what_stands_out_with_its_number(drawn: Report) -> None:
+    """At most five, the heaviest first, each with advice."""
+    assert 1 <= len(drawn.findings) <= 5
+    assert [f.weight for f in drawn.findings] == sorted((f.weight for f in drawn.findings), reverse=True)
+    tail = next(f for f in drawn.findings if f.rule == "long_tail")
+    assert "3.00 lane-seconds" in tail.text or "4.00 lane-seconds" in tail.text
+    assert all(f.advice for f in drawn.findings)
+
+
+def test_nothing_is_said_when_nothing_stands_out(tmp_path: Path) -> None:
+    """A step that is busy from begin to end has no findings."""
+    report = report_of(
+        tmp_path,
+        [("update_actor", 0, 10)],
+        [
+            Worker("actor", rank, stages=[("update_actor", 0, 10)], kernels=[("k", 0, 10)])
+            for rank in range(2)
+        ],
+    )
+    assert report.findings == []

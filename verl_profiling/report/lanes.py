@@ -1,0 +1,119 @@
+"""What the report knows of one lane: its source, its activity, and when it was observed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
+from verl_profiling.report.activity import Activity
+from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of, within
+from verl_profiling.timeline.sources import Source
+
+__all__ = ["Lane", "Step"]
+
+LOAD_PARTS = 120
+
+
+class Lane:
+    """One lane of the step, all times on the controller's clock.
+
+    Attributes:
+        source: Where it was read from.
+        activity: What it did.
+        stages: Runs of its worker's own stages.
+        observed: When it was observed: the set ``S`` of :mod:`~verl_profiling.report.metrics`.
+        recorded: When its tool recorded.
+    """
+
+    def __init__(self, source: Source, activity: Activity, step: Step) -> None:
+        self.source = source
+        self.activity = activity
+        worker = step.workers.get(source.worker)
+        shift = source.offset_ns
+        self.stages = [
+            StageSpan(s.name, s.begin_ns - shift, s.end_ns - shift, s.thread, s.depth, s.failed)
+            for s in (worker.stages if worker else [])
+        ]
+        windows = [
+            (a.begin_ns - shift, a.end_ns - shift)
+            for a in (worker.artifacts if worker else [])
+            if a.lane == source.lane and a.end_ns
+        ]
+        self.recorded = spans_of(windows)
+        self.observed = self._observed(step, worker)
+
+    def _observed(self, step: Step, worker: CaptureResult | None) -> Spans:
+        if worker is None:
+            busy = self.activity.busy
+            return spans_of([(int(busy[0, 0]), int(busy[-1, 1]))]) if len(busy) else EMPTY
+        return self.recorded if worker.mode == "discrete" else spans_of([(step.begin_ns, step.end_ns)])
+
+    @property
+    def name(self) -> str:
+        """Name of the lane."""
+        return self.source.lane
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether it belongs to a rollout engine."""
+        return self.source.replica is not None
+
+    def load(self, begin_ns: int, end_ns: int) -> list[int]:
+        """Return the busy share (percent) of each of ``LOAD_PARTS`` equal parts of a span."""
+        edges = np.linspace(begin_ns, end_ns, LOAD_PARTS + 1).astype(np.int64)
+        busy = within(self.activity.busy, begin_ns, end_ns)
+        # Busy time before each edge: whole spans, plus the part of the one that the edge cuts.
+        before = np.concatenate(([0], np.cumsum(busy[:, 1] - busy[:, 0])))
+        at = np.searchsorted(busy[:, 0], edges, side="right")
+        cut = (
+            np.where(at > 0, np.maximum(busy[at - 1, 1] - edges, 0), 0) if len(busy) else np.zeros(len(edges))
+        )
+        covered = np.diff(before[at] - cut)
+        width = np.maximum(np.diff(edges), 1)
+        return [int(share) for share in np.rint(100 * covered / width)]
+
+
+class Step:
+    """What the report knows of the step itself.
+
+    Attributes:
+        manifest: The manifest, where there is one.
+        begin_ns: Begin of the step.
+        end_ns: Its end.
+        workers: Results by the name of the worker.
+        lanes: The lanes that could be read.
+    """
+
+    def __init__(self, manifest: Manifest | None, activities: Iterable[tuple[Source, Activity]]) -> None:
+        read = list(activities)
+        self.manifest = manifest
+        self.workers = {worker.name: worker for worker in (manifest.workers if manifest else [])}
+        if manifest:
+            self.begin_ns, self.end_ns = manifest.begin_ns, manifest.end_ns
+        else:
+            known = [
+                (a.first_ns, a.last_ns) for _, a in read if a.first_ns is not None and a.last_ns is not None
+            ]
+            self.begin_ns = min((first for first, _ in known), default=0)
+            self.end_ns = max((last for _, last in known), default=0)
+        self.lanes = [Lane(source, activity, self) for source, activity in read]
+
+    @property
+    def span_ns(self) -> int:
+        """Duration of the step."""
+        return self.end_ns - self.begin_ns
+
+    @property
+    def stages(self) -> list[StageSpan]:
+        """The controller's stages, in order of begin."""
+        return sorted(self.manifest.stages if self.manifest else [], key=lambda span: span.begin_ns)
+
+    def during(self, *names: str) -> Spans:
+        """Return when the controller was in a stage of one of these names, or in any if none is given."""
+        return spans_of((s.begin_ns, s.end_ns) for s in self.stages if not names or s.name in names)
+
+    def share(self, spans: Spans) -> float:
+        """Return a set of time as a share of the step."""
+        return length(spans) / max(self.span_ns, 1)

@@ -1,0 +1,149 @@
+"""Where idle time goes: each instant of it has exactly one cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median
+
+from verl_profiling.manifest import StageSpan
+from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, spans_of, subtract, union
+from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.report.model import LostRow, StragglerRow, Tail, WorkerRow
+
+__all__ = ["CAUSES", "ROLLOUT", "WEIGHT_SYNC", "lost_by_cause", "lost_total", "stragglers", "working_span"]
+
+ROLLOUT, WEIGHT_SYNC = "rollout", "update_weights"
+CAUSES = (
+    "capture",
+    "weight_sync",
+    "long_tail",
+    "waiting_for_rollout",
+    "straggler_wait",
+    "host_bound",
+    "other_stages",
+    "between_stages",
+    "unexplained",
+)
+"""Causes of idle time, in the order in which they claim it."""
+
+
+def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]:
+    """Partition a lane's idle time ``I`` by cause. Each cause claims what those before it left.
+
+    * ``capture``: outside of what the tool recorded (starting and stopping it), e2e only;
+    * ``weight_sync``: during ``update_weights``, the controller's or the lane's own;
+    * ``long_tail``: during the rollout, for a training rank after half of the replicas were
+      done, for an engine after its own last iteration;
+    * ``waiting_for_rollout``: the rest of the rollout, for a training rank; for an engine, the
+      time before its first iteration;
+    * ``straggler_wait``: after the end of an own stage, until its role's last worker ends it;
+    * ``host_bound``: inside an own stage (between iterations, for an engine), or while
+      operators run on the host: the device waits for the host to launch work;
+    * ``other_stages``: the controller is in a stage that the lane takes no part in;
+    * ``between_stages``: the controller is in no stage;
+    * ``unexplained``: the rest.
+    """
+    rollout = step.during(ROLLOUT)
+    own = {name: _own(lane, name) for name in {span.name for span in lane.stages}}
+    own_time = union(*(spans for name, spans in own.items() if name != ROLLOUT))
+    whole = spans_of([(step.begin_ns, step.end_ns)])
+    claims = dict.fromkeys(CAUSES, EMPTY)
+    if len(lane.recorded):
+        claims["capture"] = subtract(whole, lane.recorded)
+    claims["weight_sync"] = union(step.during(WEIGHT_SYNC), own.get(WEIGHT_SYNC, EMPTY))
+    if lane.is_engine:
+        work = working_span(lane, step)
+        if len(work):
+            claims["long_tail"] = intersection(rollout, spans_of([(int(work[0, 1]), step.end_ns)]))
+            claims["waiting_for_rollout"] = intersection(
+                rollout, spans_of([(step.begin_ns, int(work[0, 0]))])
+            )
+        claims["host_bound"] = union(work, own_time)
+    else:
+        if tail and tail.replicas > 1 and len(rollout):
+            half_done = int(rollout[0, 0]) + round(tail.median_finish_us * 1000)
+            claims["long_tail"] = intersection(rollout, spans_of([(half_done, step.end_ns)]))
+        claims["waiting_for_rollout"] = rollout
+        claims["straggler_wait"] = union(*(_after_stage(lane, name, step) for name in own))
+        claims["host_bound"] = union(own_time, lane.activity.host)
+    claims["other_stages"] = step.during()
+    claims["between_stages"] = subtract(whole, step.during()) if step.manifest else EMPTY
+    claims["unexplained"] = lane.observed
+    left = subtract(lane.observed, lane.activity.busy)
+    result = {}
+    for cause in CAUSES:
+        result[cause] = intersection(left, claims[cause])
+        left = subtract(left, claims[cause])
+    return result
+
+
+def _own(lane: Lane, name: str) -> Spans:
+    return spans_of((span.begin_ns, span.end_ns) for span in lane.stages if span.name == name)
+
+
+def working_span(lane: Lane, step: Step) -> Spans:
+    """Return when an engine was at work, from begin to end: its iterations, or else its operators.
+
+    Where the step has a rollout stage, only what lies in it counts: the same engine may also
+    load weights.
+    """
+    work = spans_of((i.begin_ns, i.end_ns) for i in lane.activity.iterations)
+    if not len(work):
+        work = lane.activity.busy
+    if len(rollout := step.during(ROLLOUT)):
+        work = intersection(work, rollout)
+    return spans_of([(int(work[0, 0]), int(work[-1, 1]))]) if len(work) else EMPTY
+
+
+def _after_stage(lane: Lane, stage: str, step: Step) -> Spans:
+    """Return the time between the end of each own run of a stage and its end on the role's last worker."""
+    peers = [_runs(other, stage) for other in step.lanes if other.source.role == lane.source.role]
+    return spans_of(
+        (span.end_ns, max(runs[index].end_ns for runs in peers if len(runs) > index))
+        for index, span in enumerate(_runs(lane, stage))
+    )
+
+
+def _runs(lane: Lane, stage: str) -> list[StageSpan]:
+    return [span for span in lane.stages if span.name == stage]
+
+
+def lost_total(rows: Iterable[WorkerRow]) -> list[LostRow]:
+    """Add up the idle time of all lanes by cause, in seconds; the share is of their observed time."""
+    rows = list(rows)
+    observed = sum(row.span_us for row in rows) or 1.0
+    totals = {cause: sum(row.lost_us[cause] for row in rows) for cause in CAUSES}
+    order = sorted(CAUSES, key=lambda cause: (cause == "unexplained", -totals[cause]))
+    return [
+        LostRow(cause=cause, seconds=totals[cause] / 1e6, share=totals[cause] / observed)
+        for cause in order
+        if totals[cause] or cause == "unexplained"
+    ]
+
+
+def stragglers(step: Step) -> list[StragglerRow]:
+    """Return, for each stage that several workers of a role ran, how far apart they ended it."""
+    rows = []
+    lanes = {lane.source.worker: lane for lane in step.lanes}
+    for role in dict.fromkeys(lane.source.role for lane in lanes.values()):
+        peers = [lane for lane in lanes.values() if lane.source.role == role]
+        for stage in dict.fromkeys(span.name for lane in peers for span in lane.stages):
+            took = {
+                lane.source.worker: length(_own(lane, stage)) / 1000 for lane in peers if _runs(lane, stage)
+            }
+            if len(took) < 2:
+                continue
+            slowest = max(took, key=lambda worker: took[worker])
+            wait_ns = sum(length(_after_stage(lane, stage, step)) for lane in peers)
+            rows.append(
+                StragglerRow(
+                    stage=stage,
+                    role=role,
+                    workers=len(took),
+                    slowest=slowest,
+                    slowest_us=took[slowest],
+                    median_us=median(took.values()),
+                    wait_us=wait_ns / 1000,
+                )
+            )
+    return sorted(rows, key=lambda row: -row.wait_us)

@@ -1,0 +1,109 @@
+"""Self time of operators: their duration less that of the operators inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.report.intervals import Spans
+
+__all__ = ["OpTimes", "Window", "self_times"]
+
+Window = tuple[str, int, int]
+"""Name, begin and end (ns) of a stage."""
+
+
+class OpTimes:
+    """Calls of operators, gathered while a trace is read.
+
+    Attributes:
+        names: Name by number.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._calls: list[tuple[Spans, NDArray[np.int32], NDArray[np.int64]]] = []
+
+    def number(self, name: str) -> int:
+        """Return the number that stands for a name."""
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self.names)
+            self.names.append(name)
+        return number
+
+    def add(self, spans: Spans, numbers: Sequence[int], threads: Sequence[int]) -> None:
+        """Add calls: begin and end, operator, and the thread or stream (calls nest inside one)."""
+        if len(spans):
+            self._calls.append((spans, np.array(numbers, np.int32), np.array(threads, np.int64)))
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._calls.clear()
+
+    def by_stage(self, windows: Sequence[Window]) -> dict[tuple[str, str], tuple[int, int]]:
+        """Return calls and self time (ns) by stage and operator; a call belongs where it begins.
+
+        Args:
+            windows: Stages that do not overlap; outside of them the stage is ``""``.
+        """
+        if not self._calls:
+            return {}
+        spans, numbers, threads = (np.concatenate(part) for part in zip(*self._calls, strict=True))
+        own = self_times(spans, threads)
+        stages = _stage_of(spans[:, 0], windows)
+        keys = stages * len(self.names) + numbers
+        found, inverse = np.unique(keys, return_inverse=True)
+        calls = np.bincount(inverse)
+        totals = np.zeros(len(found), np.int64)
+        np.add.at(totals, inverse, own)
+        named = [*(name for name, _, _ in sorted(windows, key=lambda w: w[1])), ""]
+        result: dict[tuple[str, str], tuple[int, int]] = {}
+        for key, count, total in zip(found.tolist(), calls.tolist(), totals.tolist(), strict=True):
+            stage, number = divmod(key, len(self.names))
+            place = (named[stage], self.names[number])
+            before = result.get(place, (0, 0))  # a stage that ran twice has two windows
+            result[place] = (before[0] + count, before[1] + total)
+        return result
+
+
+def self_times(spans: Spans, threads: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the self time of each call, in nanoseconds.
+
+    On one thread calls nest. Sorted by begin, longest first, a call is inside the nearest
+    earlier one that has not ended when it begins.
+    """
+    own = spans[:, 1] - spans[:, 0]
+    order = np.lexsort((-own, spans[:, 0], threads))
+    begins, ends, lanes = spans[order, 0].tolist(), spans[order, 1].tolist(), threads[order].tolist()
+    inside = np.zeros(len(order), np.int64)
+    covered = inside.tolist()
+    stack: list[int] = []
+    lane = None
+    for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        if lanes[index] != lane:
+            lane = lanes[index]
+            stack.clear()
+        while stack and ends[stack[-1]] <= begin:
+            stack.pop()
+        if stack:
+            covered[stack[-1]] += min(end, ends[stack[-1]]) - begin
+        stack.append(index)
+    result = np.empty(len(order), np.int64)
+    result[order] = own[order] - np.array(covered, np.int64)
+    return result
+
+
+def _stage_of(begins: NDArray[np.int64], windows: Iterable[Window]) -> NDArray[np.int64]:
+    """Return the index of the window (in order of begin) that each instant is in, else their number."""
+    ordered = sorted(windows, key=lambda window: window[1])
+    if not ordered:
+        return np.zeros(len(begins), np.int64)
+    starts = np.array([begin for _, begin, _ in ordered])
+    ends = np.array([end for _, _, end in ordered])
+    at = np.searchsorted(starts, begins, side="right") - 1
+    inside = (at >= 0) & (begins < ends[at])
+    return np.where(inside, at, len(ordered))
