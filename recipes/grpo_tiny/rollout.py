@@ -11,6 +11,7 @@ import torch
 from omegaconf import DictConfig
 
 from recipes.grpo_tiny.task import END, RESPONSE_LENGTH, build_model
+from verl_profiling import stage
 from verl_profiling.workers import RolloutCaptureMixin
 
 Weights = dict[str, torch.Tensor]
@@ -124,6 +125,7 @@ class RolloutServer(RolloutCaptureMixin):
         """Return one sampled response per prompt."""
         return await self.engine.generate(prompts)
 
+    @stage("update_weights")
     async def load_weights(self, weights: Weights) -> None:
         """Replace the engine's weights."""
         await self.engine.load_weights(weights)
