@@ -83,9 +83,11 @@ def unprofiled_step() -> None:
         found = medians({"hooks": hooks, "hooks and stages": hooks_and_stages})
         callback.on_train_end()
     print("unprofiled step")
-    print(f"  the four hooks                {found['hooks'] / 1000:8.2f} us   (goal: under 5)")
-    print(f"  with {len(STAGES)} controller stages     {found['hooks and stages'] / 1000:8.2f} us   (goal: under 5)")
-    print(f"  calls to workers              {worker.calls:8d}      (goal: 0)")
+    _row("the four hooks", f"{found['hooks'] / 1000:.2f} us", "goal: under 5")
+    _row(
+        f"with {len(STAGES)} controller stages", f"{found['hooks and stages'] / 1000:.2f} us", "goal: under 5"
+    )
+    _row("calls to workers", f"{worker.calls}", "goal: 0")
 
 
 def stages() -> None:
@@ -109,22 +111,27 @@ def stages() -> None:
         peers["verl"] = verl.annotated
     idle = medians(peers)
     print("stage, nothing records (verl: enabled, step not profiled)")
-    print(f"  with contextlib.nullcontext() {idle['nullcontext']:8.0f} ns")
-    print(f"  with stage(...)               {idle['stage']:8.0f} ns   ratio {idle['stage'] / idle['nullcontext']:.2f} (goal: at most 1.0)")
-    print(f"  @stage(...)                   {idle['decorator']:8.0f} ns")
+    _row("with contextlib.nullcontext()", f"{idle['nullcontext']:.0f} ns")
+    ratio = idle["stage"] / idle["nullcontext"]
+    _row("with stage(...)", f"{idle['stage']:.0f} ns", f"ratio {ratio:.2f}, goal: at most 1.0")
+    _row("@stage(...)", f"{idle['decorator']:.0f} ns")
     if verl is not None:
-        print(f"  verl DistProfiler.annotate    {idle['verl']:8.0f} ns   {idle['verl'] / idle['decorator']:.1f}x ours (goal: 8x)")
+        ratio = idle["verl"] / idle["decorator"]
+        _row("verl DistProfiler.annotate", f"{idle['verl']:.0f} ns", f"{ratio:.1f}x ours, goal: 8x")
 
     calls = 2_000
-    print("stage, recording (spans tool: our own cost; torch tool: with the range in the trace)")
-    for tool in ("spans", "torch"):
-        cost = _recording(tool, ours, calls)
-        print(f"  with stage(...), {tool:5}        {cost:8.0f} ns   (goal: under 3000)")
+    print("stage, recording")
+    _row("with stage(...), tool spans", f"{_recording('spans', ours, calls):.0f} ns", "goal: under 3000")
+    _row("with stage(...), tool torch", f"{_recording('torch', ours, calls):.0f} ns", "goal: under 3000")
+    decorated = _recording("torch", ours_decorated, calls)
+    _row("@stage(...), tool torch", f"{decorated:.0f} ns")
     if verl is not None:
-        decorated = _recording("torch", ours_decorated, calls)
         theirs = verl.recording(calls)
-        print(f"  @stage(...), torch            {decorated:8.0f} ns")
-        print(f"  verl DistProfiler.annotate    {theirs:8.0f} ns   {theirs / decorated:.1f}x ours (goal: 5x)")
+        _row("verl DistProfiler.annotate", f"{theirs:.0f} ns", f"{theirs / decorated:.1f}x ours, goal: 5x")
+
+
+def _row(label: str, value: str, note: str = "") -> None:
+    print(f"  {label:32}{value:>10}   {note}")
 
 
 def _recording(tool: str, function: Callable[[], None], calls: int) -> float:
@@ -133,7 +140,8 @@ def _recording(tool: str, function: Callable[[], None], calls: int) -> float:
     times = []
     for number in range(ROUNDS):
         with tempfile.TemporaryDirectory() as folder:
-            worker.start_capture(CaptureRequest(capture_id=str(number), run_id="bench", step=1, folder=folder))
+            request = CaptureRequest(capture_id=str(number), run_id="bench", step=1, folder=folder)
+            worker.start_capture(request)
             times.append(ns_per_call(function, calls))
             worker.stop_capture(finish_s=30.0)
     return statistics.median(times)
@@ -147,7 +155,9 @@ class _VerlWorker:
         from verl.utils.profiler.profile import DistProfiler
 
         tool = TorchProfilerToolConfig(contents=["cpu"], discrete=False)
-        settings = ProfilerConfig(tool="torch", enable=True, all_ranks=True, save_path=folder, tool_config=tool)
+        settings = ProfilerConfig(
+            tool="torch", enable=True, all_ranks=True, save_path=folder, tool_config=tool
+        )
         self.profiler = DistProfiler(rank=0, config=settings, tool_config=tool)
 
         @DistProfiler.annotate(role="update_actor")

@@ -74,7 +74,8 @@ def main(events: int) -> None:
     """Measure and print."""
     starts = []
     for _ in range(5):
-        output = subprocess.run([sys.executable, "-c", FIRST_START], capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", FIRST_START]
+        output = subprocess.run(command, capture_output=True, text=True, check=True)
         starts.append([float(word) for word in output.stdout.split()])
     init_s, start_s = (statistics.median(column) for column in zip(*starts, strict=True))
     print(f"first start_capture after init_capture {start_s * 1000:8.1f} ms   (goal: under 50)")
