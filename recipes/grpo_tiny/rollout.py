@@ -121,6 +121,7 @@ class RolloutServer(RolloutCaptureMixin):
             self.config.profiling, role="rollout", replica=self.replica, engine=self.engine.handle
         )
 
+    @stage("rollout")
     async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return one sampled response per prompt."""
         return await self.engine.generate(prompts)
