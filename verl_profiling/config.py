@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -105,6 +106,8 @@ class RoleConfig:
 class ProfilingConfig:
     """All settings. Build one with keywords, or with :meth:`from_any` from a dict or ``DictConfig``.
 
+    Keywords are checked like a dict, and may be plain mappings and lists like its values.
+
     Attributes:
         enable: Nothing is built and nothing is recorded unless this is set.
         tool: What records: a name, ``"package.module:Class"``, or a list of such.
@@ -132,6 +135,8 @@ class ProfilingConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
+        for name, kind in _hints(ProfilingConfig).items():
+            object.__setattr__(self, name, _value(kind, getattr(self, name), name))
         if not self.save_path:
             raise ConfigError("save_path", "is empty")
         if not self.enable:
@@ -155,7 +160,7 @@ class ProfilingConfig:
         """
         if isinstance(config, cls):
             return config
-        return _build(cls, _plain(config if config is not None else {}), "")
+        return _build(cls, config if config is not None else {}, "")
 
     def for_role(self, role: str) -> RoleConfig:
         """Return the settings as one role sees them.
@@ -235,6 +240,7 @@ _MOST_RANKS = 1 << 20
 
 
 def _ranks_in(text: str, key: str) -> Iterator[int]:
+    room = _MOST_RANKS
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         try:
@@ -242,26 +248,39 @@ def _ranks_in(text: str, key: str) -> Iterator[int]:
             high = int(last) if dash else low
         except ValueError:
             raise ConfigError(key, f'{text!r} is no list of ranks; write e.g. "0,8-15"') from None
-        if high < low or high - low > _MOST_RANKS:
+        room -= high - low + 1
+        if high < low or room < 0:
             raise ConfigError(key, f'{part.strip()!r} is no range of ranks; write e.g. "8-15"')
         yield from range(low, high + 1)
 
 
-def _plain(config: Any) -> Any:
+def _plain(config: Any, key: str) -> Any:
     """Return an OmegaConf container as plain values; anything else as it is."""
-    if type(config).__module__.partition(".")[0] == "omegaconf":
-        from omegaconf import OmegaConf
+    if type(config).__module__.partition(".")[0] != "omegaconf":
+        return config
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
+    try:
         return OmegaConf.to_container(config, resolve=True)
-    return config
+    except OmegaConfBaseException as error:
+        raise ConfigError(key, str(error).partition("\n")[0]) from error
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields by name."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def _build(cls: type[T], values: Any, key: str) -> T:
     """Build a dataclass from a mapping, naming the dotted key of whatever is wrong."""
+    values = _plain(values, key)
     if not isinstance(values, Mapping):
         raise ConfigError(key, f"must be a mapping, is {type(values).__name__}")
     prefix = f"{key}." if key else ""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     arguments = {}
     for name, value in values.items():
         if name not in hints:
@@ -276,12 +295,15 @@ def _build(cls: type[T], values: Any, key: str) -> T:
 
 
 def _value(kind: Any, value: Any, key: str) -> Any:
+    value = _plain(value, key)
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if value is None and type(None) in options:
         return None
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(option, type):
-            return value if isinstance(value, option) else _build(option, value, key)
+            if isinstance(value, option):
+                value = {name: getattr(value, name) for name in _hints(option)}
+            return _build(option, value, key)
         if typing.get_origin(option) is dict and isinstance(value, Mapping):
             item = typing.get_args(option)[1]
             return {str(name): _value(item, entry, f"{key}.{name}") for name, entry in value.items()}

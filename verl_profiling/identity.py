@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["WorkerIdentity", "artifact_name", "clock_domain", "step_folder_name"]
+__all__ = ["WorkerIdentity", "artifact_name", "clock_domain", "safe_name", "step_folder_name"]
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 
@@ -51,7 +51,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int = 0
     topology: dict[str, int] = {}
     host: str = msgspec.field(default_factory=socket.gethostname)
-    clock_domain: str = msgspec.field(default_factory=clock_domain)
+    clock_domain: str = msgspec.field(default_factory=lambda: clock_domain())
     pid: int = msgspec.field(default_factory=os.getpid)
 
     @property

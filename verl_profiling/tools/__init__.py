@@ -33,7 +33,7 @@ def load_tool(name: str, key: str = "tool") -> type[Tool]:
         )
     try:
         found = getattr(import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # importing a module may raise anything
         raise ConfigError(key, f"tool {name!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Tool)):
         raise ConfigError(key, f"{name!r} is not a subclass of verl_profiling.tools.Tool")

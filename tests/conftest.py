@@ -1,0 +1,114 @@
+"""Fixtures of all tests. The first one proves that no test leaves anything behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import hypothesis
+import psutil
+import pytest
+
+from verl_profiling.session import Session, process_session
+from verl_profiling.testing import leaks
+
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.load_profile("default")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No capture, profiler, thread, child process or stray file outlives a test."""
+    children = _children()
+    outputs = Path("outputs/profiling").exists()
+    yield
+    process_session().stop("no such capture", finish_s=30)
+    assert _after_a_while(leaks) == []
+    assert _after_a_while(lambda: [str(child) for child in _children() - children]) == []
+    assert outputs or not Path("outputs/profiling").exists(), "written into the working directory"
+    parts = [path for path in tmp_path_factory.getbasetemp().rglob(".*.part*") if path.is_file()]
+    for part in parts:
+        part.unlink()
+    assert parts == []
+
+
+def _children() -> set[psutil.Process]:
+    return {
+        child
+        for child in psutil.Process().children()
+        if not any("resource_tracker" in part for part in _command(child))
+    }
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
+    except psutil.Error:
+        return []
+
+
+def _after_a_while(look: Callable[[], list[str]], seconds: float = 5.0) -> list[str]:
+    """Return what ``look`` sees once it sees nothing, or when the time is up."""
+    deadline = time.monotonic() + seconds
+    while (seen := look()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return seen
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    """The session of this process, knowing no worker."""
+    process_session().reset()
+    yield process_session()
+    process_session().leave()
+    process_session().reset()
+
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> RunPython:
+    """Run code in an interpreter of its own, in the test's folder; it must exit with 0."""
+
+    def run(code: str, *arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One small Ray cluster for the whole run."""
+    ray = pytest.importorskip("ray")
+    ray.init(
+        num_cpus=4,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}},
+    )
+    yield
+    ray.shutdown()

@@ -1,0 +1,446 @@
+"""Settings: what is accepted, and that everything else is an error naming its key."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+import verl_profiling
+from verl_profiling import ConfigError, ProfilingConfig, ProfilingError
+from verl_profiling.config import RoleOverride, Selection, Timeouts, parse_ranks
+from verl_profiling.schedule import Schedule
+from verl_profiling.tools import Recording, Target, Tool
+
+GROUP = Path(verl_profiling.__file__).parent / "conf" / "profiling"
+
+
+def on(**settings: Any) -> ProfilingConfig:
+    """Build enabled settings from a dict."""
+    return ProfilingConfig.from_any({"enable": True, **settings})
+
+
+def test_nothing_is_profiled_by_default() -> None:
+    """No settings, or none at all, mean disabled."""
+    assert ProfilingConfig.from_any(None) == ProfilingConfig.from_any({}) == ProfilingConfig()
+    assert not ProfilingConfig().enable
+
+
+def test_settings_that_are_built_already_are_taken_as_they_are() -> None:
+    """``from_any`` returns a ``ProfilingConfig`` itself."""
+    config = on()
+    assert ProfilingConfig.from_any(config) is config
+
+
+def test_a_dict_sets_every_level() -> None:
+    """Nested mappings become the nested dataclasses, lists become tuples."""
+    config = on(
+        tool=["torch", "spans"],
+        mode="discrete",
+        save_path="run",
+        strict=True,
+        schedule={"steps": [2, 3], "continuous": True},
+        select={"roles": ["actor"], "ranks": "0,8-15", "replicas": 1, "stages": ["update_actor"]},
+        roles={"rollout": {"mode": "e2e", "ranks": [0, 1]}},
+        tools={"torch": {"stack": True, "mini_batches": {"wait": 1, "active": 2}}},
+        rollout={"count": 10},
+        timeouts={"start_s": 5},
+    )
+    assert config.schedule == Schedule(steps=(2, 3), continuous=True)
+    assert config.select == Selection(roles=("actor",), ranks="0,8-15", replicas=1, stages=("update_actor",))
+    assert config.roles == {"rollout": RoleOverride(mode="e2e", ranks=(0, 1))}
+    assert config.tool == ("torch", "spans")
+    assert config.rollout.count == 10
+    assert config.timeouts == Timeouts(start_s=5.0)
+
+
+def test_settings_survive_json() -> None:
+    """What ``to_dict`` returns builds the same settings again."""
+    config = on(
+        tool=["torch", "spans"],
+        schedule={"steps": [2, 3]},
+        select={"ranks": "0,8-15"},
+        roles={"rollout": {"mode": "discrete", "tools": {"torch": {"stack": True}}}},
+        tools={"torch": {"mini_batches": {"wait": 1}}},
+    )
+    assert ProfilingConfig.from_any(config.to_dict()) == config
+
+
+def test_settings_cannot_be_changed() -> None:
+    """Nobody changes settings behind a worker's back."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        on().mode = "discrete"  # type: ignore[misc]
+
+
+WRONG: list[tuple[Any, str, str]] = [
+    # settings, dotted key, part of the message
+    ({"enbale": True}, "enbale", "did you mean 'enable'?"),
+    ({"schedule": {"step": [1]}}, "schedule.step", "did you mean 'steps'?"),
+    ({"roles": {"actor": {"rank": 0}}}, "roles.actor.rank", "did you mean 'ranks'?"),
+    ({"rollout": {"tokens": 3}}, "rollout.tokens", "choose from: "),
+    ({"rollout": {"sglang": {"stage": []}}}, "rollout.sglang.stage", "did you mean 'stages'?"),
+    ({"tools": {"torch": {"stacks": True}}}, "tools.torch.stacks", "did you mean 'stack'?"),
+    ({"roles": {"actor": {"tools": {"torch": {"a": 1}}}}}, "roles.actor.tools.torch.a", "choose from: "),
+    ({"tools": {"spans": {"a": 1}}, "tool": "spans"}, "tools.spans.a", "unknown key; it has none"),
+    ({"tools": {"nsight": {}}}, "tools.nsight", "no tool of that name is used"),
+    ({"tool": "troch"}, "tool", "did you mean 'torch'?"),
+    ({"tool": "no_such_module:Tool"}, "tool", "No module named 'no_such_module'"),
+    ({"tool": "verl_profiling:Tool"}, "tool", "cannot be imported"),
+    ({"tool": "pathlib:Path"}, "tool", "is not a subclass of verl_profiling.tools.Tool"),
+    ({"tool": ":"}, "tool", "cannot be imported"),
+    ({"tool": ".tools:Tool"}, "tool", "cannot be imported"),
+    ({"tool": []}, "tool", "is empty"),
+    ({"tool": ["torch", "torch"]}, "tool", "names a tool twice"),
+    ({"roles": {"actor": {"tool": "x"}}}, "roles.actor.tool", "unknown tool 'x'"),
+    ({"roles": {"actor": {"tool": []}}}, "roles.actor.tool", "is empty"),
+    ({"mode": "both"}, "mode", "choose from: e2e, discrete"),
+    ({"roles": {"actor": {"mode": "both"}}}, "roles.actor.mode", "choose from: e2e, discrete"),
+    ({"save_path": ""}, "save_path", "is empty"),
+    ({"save_path": 3}, "save_path", "Expected `str`"),
+    ({"strict": "yes"}, "strict", "Expected `bool`"),
+    ({"schedule": []}, "schedule", "must be a mapping, is list"),
+    ({"schedule": {"steps": "2,3"}}, "schedule.steps", "Expected `array"),
+    ({"schedule": {"steps": []}}, "schedule.steps", "nothing would be captured"),
+    ({"schedule": {"steps": [-1]}}, "schedule.steps", "step -1 is negative"),
+    ({"schedule": {"steps": [1], "every": 2}}, "schedule.steps", "excludes schedule.every"),
+    ({"schedule": {"steps": [1], "warmup": 2}}, "schedule.steps", "excludes schedule.warmup"),
+    ({"schedule": {"every": 2, "wait": 2}}, "schedule.every", "excludes schedule.wait"),
+    ({"schedule": {"every": 0}}, "schedule.every", "must be at least 1, not 0"),
+    ({"schedule": {"active": 0}}, "schedule.active", "must be at least 1, not 0"),
+    ({"schedule": {"skip_first": -1}}, "schedule.skip_first", "must not be negative, is -1"),
+    ({"schedule": {"continuous": True}}, "schedule.continuous", "one capture without an end"),
+    ({"select": {"ranks": "0-"}}, "select.ranks", 'write e.g. "0,8-15"'),
+    ({"select": {"ranks": "a"}}, "select.ranks", "'a' is no list of ranks"),
+    ({"select": {"ranks": ""}}, "select.ranks", "is no list of ranks"),
+    ({"select": {"ranks": "5-2"}}, "select.ranks", "'5-2' is no range of ranks"),
+    ({"select": {"ranks": "0-99999999999"}}, "select.ranks", "is no range of ranks"),
+    ({"select": {"ranks": []}}, "select.ranks", "selects nothing"),
+    ({"select": {"ranks": -1}}, "select.ranks", "rank -1 is negative"),
+    ({"select": {"ranks": [0, -2]}}, "select.ranks", "rank -2 is negative"),
+    ({"select": {"ranks": 1.5}}, "select.ranks", "Expected `int | str | array"),
+    ({"select": {"ranks": True}}, "select.ranks", "Expected `int | str | array"),
+    ({"select": {"replicas": "x"}}, "select.replicas", "is no list of ranks"),
+    ({"select": {"roles": "actor"}}, "select.roles", "Expected `array"),
+    ({"roles": {"actor": {"ranks": "x"}}}, "roles.actor.ranks", "is no list of ranks"),
+    ({"roles": {"actor": {"replicas": "x"}}}, "roles.actor.replicas", "is no list of ranks"),
+    ({"roles": {"actor": 3}}, "roles.actor", "must be a mapping, is int"),
+    ({"roles": 3}, "roles", "Expected `object`"),
+    ({"tools": {"torch": 3}}, "tools.torch", "Expected `object`"),
+    ({"tools": {"torch": {"stack": 1}}}, "tools.torch.stack", "Expected `bool`"),
+    ({"tools": {"torch": {"activities": ["gpu"]}}}, "tools.torch.activities", "choose from: cpu, cuda, xpu"),
+    ({"tools": {"torch": {"activities": []}}}, "tools.torch.activities", "is empty"),
+    ({"tools": {"torch": {"compression_level": 9}}}, "tools.torch.compression_level", "must be 0 to 3, is 9"),
+    (
+        {"tools": {"torch": {"mini_batches": {"active": 0}}}},
+        "tools.torch.mini_batches.active",
+        "must be at least 1, is 0",
+    ),
+    ({"timeouts": {"stop_s": 0}}, "timeouts.stop_s", "must be greater than 0, is 0"),
+    ({"timeouts": {"stop_s": float("nan")}}, "timeouts.stop_s", "must be greater than 0, is nan"),
+    ({"timeouts": {"stop_s": "long"}}, "timeouts.stop_s", "Expected `float`"),
+    ({"rollout": {"count": 0}}, "rollout.count", "must be at least 1, is 0"),
+    ({"rollout": {"start": -1}}, "rollout.start", "must not be negative, is -1"),
+    ({"rollout": {"by_stage": True}}, "rollout.by_stage", "needs rollout.count"),
+    ({"rollout": {"sglang": {"stages": []}}}, "rollout.sglang.stages", "is empty"),
+    ({1: 2}, "1", "unknown key"),
+    (3, "", "must be a mapping, is int"),
+    ([], "", "must be a mapping, is list"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "part"), WRONG, ids=[f"{key}-{n}" for n, (_, key, _) in enumerate(WRONG)]
+)
+def test_a_wrong_value_names_its_key_and_the_remedy(settings: Any, key: str, part: str) -> None:
+    """Every class of mistake is a ``ConfigError`` with the dotted key of the culprit."""
+    if isinstance(settings, dict):
+        settings = {"enable": True, **settings}
+    with pytest.raises(ConfigError) as caught:
+        ProfilingConfig.from_any(settings)
+    assert caught.value.key == key
+    assert part in str(caught.value)
+    assert str(caught.value).startswith(f"{key}: " if key else "must be")
+
+
+def test_an_error_can_be_caught_as_what_users_expect() -> None:
+    """A ``ConfigError`` is a ``ProfilingError`` and a ``ValueError``."""
+    with pytest.raises(ValueError, match="mode") as caught:
+        on(mode="both")
+    assert isinstance(caught.value, ProfilingError)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "key"),
+    [
+        ({"mode": "both"}, "mode"),
+        ({"enable": "yes"}, "enable"),
+        ({"tool": 3}, "tool"),
+        ({"save_path": None}, "save_path"),
+        ({"schedule": [1, 2]}, "schedule"),
+        ({"roles": {"actor": {"mode": "both"}}}, "roles.actor.mode"),
+        ({"select": Selection(ranks=1.5)}, "select.ranks"),  # type: ignore[arg-type]
+        ({"roles": {"actor": RoleOverride(mode="both")}}, "roles.actor.mode"),  # type: ignore[arg-type]
+    ],
+)
+def test_keywords_are_checked_like_a_dict(keywords: dict[str, Any], key: str) -> None:
+    """A mistyped keyword is found at once, not in the middle of training."""
+    with pytest.raises(ConfigError) as caught:
+        ProfilingConfig(**{"enable": True, **keywords})
+    assert caught.value.key == key
+
+
+def test_keywords_take_plain_values_too() -> None:
+    """Mappings and lists as keywords become what they stand for."""
+    config = ProfilingConfig(
+        enable=True,
+        tool=["torch"],  # type: ignore[arg-type]
+        schedule={"steps": [2, 3]},  # type: ignore[arg-type]
+        roles={"rollout": {"mode": "discrete"}},  # type: ignore[dict-item]
+    )
+    assert config == on(tool=["torch"], schedule={"steps": [2, 3]}, roles={"rollout": {"mode": "discrete"}})
+
+
+def test_an_unused_tool_may_have_options_only_if_it_exists() -> None:
+    """Options of a known tool that this run does not use are no mistake."""
+    assert on(tool="spans", tools={"torch": {"stack": True}}).tools == {"torch": {"stack": True}}
+
+
+def test_a_disabled_config_loads_no_tool() -> None:
+    """``enable: false`` builds nothing, so a tool that is not installed does no harm."""
+    assert not ProfilingConfig.from_any({"enable": False, "tool": "not_installed:Tool"}).enable
+    with pytest.raises(ConfigError):
+        ProfilingConfig.from_any({"enable": False, "enbale": True})
+
+
+def test_tools_that_exclude_each_other_are_refused() -> None:
+    """A tool names those it cannot record together with."""
+    with pytest.raises(ConfigError, match="cannot record together with spans") as caught:
+        on(tool=["test_config:LonelyTool", "spans"])
+    assert caught.value.key == "tool"
+
+
+class LonelyTool(Tool):
+    """Cannot stand the spans tool."""
+
+    name = "lonely"
+    suffix = ".lonely"
+    conflicts = frozenset({"spans"})
+
+    def start(self, target: Target) -> Recording:
+        """Never called."""
+        raise NotImplementedError
+
+
+def test_a_role_overrides_what_it_names_and_nothing_else() -> None:
+    """Per-role settings replace the common ones key by key."""
+    config = on(
+        mode="e2e",
+        select={"ranks": "0-3", "stages": ["update_actor"]},
+        tools={"torch": {"shapes": True, "stack": True}},
+        roles={
+            "rollout": {"mode": "discrete", "ranks": "7", "tools": {"torch": {"stack": False}}},
+            "ref": {"enable": False},
+            "critic": {"tool": "spans", "stages": ["update_critic"]},
+        },
+    )
+    actor, rollout, ref, critic = (config.for_role(role) for role in ("actor", "rollout", "ref", "critic"))
+    assert (actor.mode, actor.ranks, actor.stages) == (
+        "e2e",
+        frozenset(range(4)),
+        frozenset({"update_actor"}),
+    )
+    assert actor.tools[0].options.stack
+    assert (rollout.mode, rollout.ranks) == ("discrete", frozenset({7}))
+    assert rollout.tools[0].options.shapes
+    assert not rollout.tools[0].options.stack
+    assert not ref.enable
+    assert critic.tools[0].name == "spans"
+    assert critic.stages == frozenset({"update_critic"})
+    assert critic.ranks == frozenset(range(4))
+
+
+def test_selected_roles_are_the_only_ones_enabled() -> None:
+    """``select.roles`` switches all others off."""
+    config = on(select={"roles": ["actor"]})
+    assert config.for_role("actor").enable
+    assert not config.for_role("ref").enable
+
+
+def test_a_worker_is_selected_by_rank_and_replica() -> None:
+    """Ranks and replicas both have to match, where they are given."""
+    role = on(select={"ranks": "0,8-15", "replicas": "1"}).for_role("rollout")
+    assert [rank for rank in range(20) if role.selects(rank)] == [0, *range(8, 16)]
+    assert role.selects(8, replica=1)
+    assert not role.selects(8, replica=0)
+    assert not role.selects(1, replica=1)
+    assert not on(select={"roles": ["x"]}).for_role("actor").selects(0)
+
+
+def test_ranks_are_written_in_three_ways() -> None:
+    """Text, a number and a list mean the same; nothing means all."""
+    assert parse_ranks(" 0, 2-4 ,9", "k") == frozenset({0, 2, 3, 4, 9})
+    assert parse_ranks(3, "k") == frozenset({3})
+    assert parse_ranks((1, 2, 2), "k") == frozenset({1, 2})
+    assert parse_ranks(None, "k") is None
+
+
+def test_a_hundred_thousand_ranks_are_no_problem() -> None:
+    """Lists as long as the largest clusters are parsed at once, and looked up in constant time."""
+    role = on(select={"ranks": "0-99999,200000"}).for_role("actor")
+    assert role.selects(99_999)
+    assert role.selects(200_000)
+    assert not role.selects(100_000)
+    as_list = on(select={"ranks": list(range(100_000))}).for_role("actor")
+    assert as_list.ranks == frozenset(range(100_000))
+
+
+def test_many_huge_ranges_are_refused_before_they_fill_the_memory() -> None:
+    """The bound holds for the whole selection, not for each part of it."""
+    with pytest.raises(ConfigError, match="ranks"):
+        parse_ranks(",".join(f"{n}000000-{n + 1}000000" for n in range(100)), "ranks")
+
+
+def test_an_omegaconf_config_is_taken_with_its_interpolations() -> None:
+    """A ``DictConfig`` is resolved and gives the same settings as the plain dict."""
+    plain = {"enable": True, "save_path": "runs/x", "schedule": {"steps": [2, 3]}}
+    node = OmegaConf.create({"root": "runs", "p": {**plain, "save_path": "${root}/x"}})
+    assert ProfilingConfig.from_any(node.p) == ProfilingConfig.from_any(plain)
+
+
+def test_omegaconf_nodes_inside_a_dict_are_taken_too() -> None:
+    """A plain dict may hold nodes that were cut out of a ``DictConfig``."""
+    node = OmegaConf.create({"steps": [2, 3]})
+    assert on(schedule=node).schedule.steps == (2, 3)
+    assert on(schedule={"steps": node.steps}).schedule.steps == (2, 3)
+
+
+def test_a_broken_interpolation_is_a_config_error() -> None:
+    """What OmegaConf cannot resolve is reported like any other mistake."""
+    node = OmegaConf.create({"enable": True, "save_path": "${nowhere}/x"})
+    with pytest.raises(ConfigError, match="nowhere"):
+        ProfilingConfig.from_any(node)
+
+
+def compose(*overrides: str) -> ProfilingConfig:
+    """Compose a main config that takes its ``profiling`` group from the package."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    folder = Path(__file__).parent / "conf"
+    with initialize_config_dir(str(folder), version_base=None):
+        return ProfilingConfig.from_any(hydra_compose("main", list(overrides)).profiling)
+
+
+def test_hydra_finds_the_group_in_the_package() -> None:
+    """``pkg://verl_profiling.conf`` on the search path is all that a user's config needs."""
+    assert compose() == on()
+    assert compose("profiling=discrete").mode == "discrete"
+    assert compose("profiling=e2e").mode == "e2e"
+    assert not compose("profiling=off").enable
+
+
+def test_hydra_overrides_reach_every_level() -> None:
+    """Overrides on the command line, new role and tool entries included."""
+    config = compose(
+        "profiling=discrete",
+        "profiling.schedule.steps=[2,3]",
+        "profiling.select.ranks='0,8-15'",
+        "+profiling.roles.rollout={mode: e2e, ranks: '0'}",
+        "+profiling.tools.torch.stack=true",
+        "profiling.timeouts.stop_s=5",
+    )
+    assert config == on(
+        mode="discrete",
+        schedule={"steps": [2, 3]},
+        select={"ranks": "0,8-15"},
+        roles={"rollout": {"mode": "e2e", "ranks": "0"}},
+        tools={"torch": {"stack": True}},
+        timeouts={"stop_s": 5},
+    )
+
+
+@pytest.mark.parametrize("steps", ["'2,3'", "2"])
+def test_a_mistyped_override_is_found(steps: str) -> None:
+    """What the command line gets wrong is an error that names the key."""
+    with pytest.raises(ConfigError, match=r"^schedule\.steps: "):
+        compose(f"profiling.schedule.steps={steps}")
+
+
+def test_the_yaml_lists_every_setting_with_its_default() -> None:
+    """``default.yaml`` and the dataclasses are the same, but for ``enable``."""
+    written = OmegaConf.to_container(OmegaConf.load(GROUP / "default.yaml"))
+    assert isinstance(written, dict)
+    assert written.pop("enable") is True
+    defaults = ProfilingConfig().to_dict()
+    defaults.pop("enable")
+    assert written == defaults
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=12,
+)
+names = st.sampled_from(["torch", "spans", "torch:x", ":", "actor", "0-3", "e2e", "1,2", ""])
+
+
+def fields_of(cls: type) -> st.SearchStrategy[dict[str, Any]]:
+    """Return mappings with the right keys and anything as values."""
+    keys = [field.name for field in dataclasses.fields(cls)]
+    return st.dictionaries(st.sampled_from(keys), names | json_like, max_size=4)
+
+
+settings_like = st.fixed_dictionaries(
+    {},
+    optional={
+        "enable": st.booleans() | json_like,
+        "tool": names | st.lists(names, max_size=2) | json_like,
+        "mode": names | json_like,
+        "schedule": fields_of(Schedule) | json_like,
+        "select": fields_of(Selection) | json_like,
+        "roles": st.dictionaries(names, fields_of(RoleOverride), max_size=2) | json_like,
+        "tools": st.dictionaries(names, json_like, max_size=2) | json_like,
+        "timeouts": fields_of(Timeouts) | json_like,
+        "rollout": json_like,
+        "save_path": json_like,
+        "strict": json_like,
+    },
+)
+
+
+@given(settings_like | json_like)
+def test_any_input_gives_settings_or_a_config_error(settings: Any) -> None:
+    """Nothing a JSON file can hold makes ``from_any`` raise anything else."""
+    try:
+        config = ProfilingConfig.from_any(settings)
+    except ConfigError:
+        return
+    assert ProfilingConfig.from_any(config.to_dict()) == config
+
+
+@given(settings_like)
+def test_any_keywords_give_settings_or_a_config_error(settings: dict[str, Any]) -> None:
+    """The constructor is as strict as ``from_any``."""
+    try:
+        config = ProfilingConfig(**settings)
+    except ConfigError:
+        with pytest.raises(ConfigError):
+            ProfilingConfig.from_any(settings)
+        return
+    assert config == ProfilingConfig.from_any(settings)
+
+
+@given(st.text(max_size=12) | st.text("0123456789,- ", max_size=12))
+def test_any_text_is_ranks_or_a_config_error(text: str) -> None:
+    """What is accepted as ranks are numbers that are not negative."""
+    try:
+        ranks = parse_ranks(text, "select.ranks")
+    except ConfigError:
+        return
+    assert ranks
+    assert min(ranks) >= 0

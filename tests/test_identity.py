@@ -1,0 +1,72 @@
+"""Identities and the file names that follow from them."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_profiling.identity import WorkerIdentity, artifact_name, clock_domain, safe_name, step_folder_name
+
+
+def test_a_worker_is_called_by_role_and_rank() -> None:
+    """A training rank is one lane."""
+    worker = WorkerIdentity(role="actor", rank=3)
+    assert worker.name == worker.lane() == "actor_rank3"
+
+
+def test_a_replica_has_a_lane_for_each_of_its_ranks() -> None:
+    """A rollout replica is one worker; its tensor-parallel ranks are lanes of it."""
+    replica = WorkerIdentity(role="rollout", rank=8, replica=2)
+    assert replica.name == "rollout2"
+    assert [replica.lane(), replica.lane(0), replica.lane(1)] == [
+        "rollout2_rank0",
+        "rollout2_rank0",
+        "rollout2_rank1",
+    ]
+
+
+def test_people_see_where_a_worker_runs() -> None:
+    """Messages name role, rank, process and host."""
+    assert str(WorkerIdentity(role="actor", rank=3, host="h", pid=7)) == "actor rank 3 (pid 7 on h)"
+    assert (
+        str(WorkerIdentity(role="rollout", replica=1, node_rank=2, host="h", pid=7))
+        == "rollout replica 1 node 2 (pid 7 on h)"
+    )
+
+
+def test_processes_of_one_machine_share_a_clock_domain() -> None:
+    """The domain does not depend on the process, and an identity carries it through pickling."""
+    worker = WorkerIdentity(role="actor")
+    assert worker.clock_domain == clock_domain() != ""
+    assert pickle.loads(pickle.dumps(worker)) == worker
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("actor_rank0", ".torch.json.gz"), "actor_rank0.torch.json.gz"),
+        (("actor_rank0", ".torch.json.gz", "update_actor"), "actor_rank0.update_actor.torch.json.gz"),
+        (("actor_rank0", ".torch.json.gz", "update_actor", 2), "actor_rank0.update_actor.2.torch.json.gz"),
+        (("rollout0_rank0", ".npu", "a/b"), "rollout0_rank0.a-b.npu"),
+    ],
+)
+def test_artifact_names_are_canonical(arguments: tuple[str, ...], expected: str) -> None:
+    """Lane, stage, and which run of it when it ran again."""
+    assert artifact_name(*arguments) == expected
+
+
+def test_step_folders_sort_by_step() -> None:
+    """Names are padded, and may grow beyond the padding."""
+    assert step_folder_name(12) == "step_000012"
+    assert step_folder_name(12_345_678) == "step_12345678"
+
+
+@given(st.text())
+def test_no_name_leaves_its_folder(text: str) -> None:
+    """Whatever a role or stage is called, its name is one short, safe path component."""
+    assert re.fullmatch(r"[A-Za-z0-9_-]{1,80}", safe_name(text))
+    assert "/" not in WorkerIdentity(role=text).name

@@ -1,0 +1,158 @@
+"""The schedule: stepped through, and held against ``torch.profiler.schedule``."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_profiling import ConfigError
+from verl_profiling.schedule import Action, Schedule, Window
+
+LETTERS = {Action.OFF: ".", Action.WARMUP: "w", Action.RECORD: "R"}
+
+
+def drawn(schedule: Schedule, steps: int = 12, first: int = 1) -> str:
+    """Return one letter for each step."""
+    return "".join(LETTERS[schedule.action(step)] for step in range(first, first + steps))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Schedule(), "RRRRRRRRRRRR"),
+        (Schedule(steps=(2, 3, 7)), ".RR...R....."),
+        (Schedule(steps=(100,)), "............"),
+        (Schedule(every=1), "RRRRRRRRRRRR"),
+        (Schedule(every=4), "...R...R...R"),
+        (Schedule(skip_first=5), ".....RRRRRRR"),
+        (Schedule(wait=3), "...R...R...R"),
+        (Schedule(wait=1, warmup=1, active=2), ".wRR.wRR.wRR"),
+        (Schedule(wait=1, warmup=1, active=2, repeat=2), ".wRR.wRR...."),
+        (Schedule(skip_first=2, wait=1, active=1, repeat=3), "...R.R.R...."),
+        (Schedule(first_step=0, wait=1), "R.R.R.R.R.R."),
+        (Schedule(first_step=4, active=2, repeat=1), "...RR......."),
+    ],
+)
+def test_each_form_captures_the_steps_it_says(schedule: Schedule, expected: str) -> None:
+    """Twelve steps, counted from 1: off, warm-up or record."""
+    assert drawn(schedule) == expected
+
+
+def test_step_zero_is_captured_only_when_it_is_asked_for() -> None:
+    """``every`` starts with its first multiple; listing step 0 captures it."""
+    assert Schedule(every=3).action(0) is Action.OFF
+    assert Schedule(steps=(0,)).action(0) is Action.RECORD
+
+
+def test_steps_before_the_first_one_are_off() -> None:
+    """A cycle does not reach backwards."""
+    assert drawn(Schedule(first_step=10, wait=1), steps=9, first=0) == "." * 9
+
+
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+@given(
+    skip_first=st.integers(0, 5),
+    wait=st.integers(0, 4),
+    warmup=st.integers(0, 4),
+    active=st.integers(1, 4),
+    repeat=st.integers(0, 3),
+    first_step=st.integers(0, 50),
+    step=st.integers(0, 60),
+)
+def test_cycles_mean_what_they_mean_in_torch(
+    skip_first: int, wait: int, warmup: int, active: int, repeat: int, first_step: int, step: int
+) -> None:
+    """Every step of a cycle does what ``torch.profiler.schedule`` does in it."""
+    from torch.profiler import ProfilerAction, schedule
+
+    theirs = schedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)
+    ours = Schedule(
+        skip_first=skip_first, wait=wait, warmup=warmup, active=active, repeat=repeat, first_step=first_step
+    )
+    meaning = {
+        ProfilerAction.NONE: Action.OFF,
+        ProfilerAction.WARMUP: Action.WARMUP,
+        ProfilerAction.RECORD: Action.RECORD,
+        ProfilerAction.RECORD_AND_SAVE: Action.RECORD,
+    }
+    assert ours.action(first_step + step) is meaning[theirs(step)]
+
+
+def test_without_continuous_every_step_is_a_capture_of_its_own() -> None:
+    """The window of a captured step is that step."""
+    schedule = Schedule(wait=1, warmup=1, active=2)
+    assert schedule.window(1) is None
+    assert schedule.window(2) == Window(2, 2, Action.WARMUP)
+    assert schedule.window(3) == Window(3, 3)
+    assert schedule.window(4) == Window(4, 4)
+
+
+@pytest.mark.parametrize("schedule", [Schedule(steps=(3, 4, 6), continuous=True)])
+def test_continuous_steps_share_a_capture(schedule: Schedule) -> None:
+    """Consecutive steps are one window, whichever of them is asked for."""
+    assert schedule.window(3) == schedule.window(4) == Window(3, 4)
+    assert schedule.window(5) is None
+    assert schedule.window(6) == Window(6, 6)
+
+
+def test_a_warmup_is_a_capture_apart() -> None:
+    """A continuous capture starts after its warm-up, which is one capture as well."""
+    schedule = Schedule(wait=1, warmup=2, active=2, continuous=True)
+    assert schedule.window(2) == schedule.window(3) == Window(2, 3, Action.WARMUP)
+    assert schedule.window(4) == schedule.window(5) == Window(4, 5)
+    assert schedule.window(6) is None
+
+
+def test_cycles_that_touch_are_one_continuous_capture() -> None:
+    """Without waiting between them, the active steps of all cycles follow each other."""
+    assert Schedule(active=2, repeat=2, continuous=True).window(1) == Window(1, 4)
+
+
+@given(
+    st.builds(
+        Schedule,
+        steps=st.lists(st.integers(0, 20), min_size=1).map(tuple),
+        continuous=st.booleans(),
+    )
+    | st.builds(
+        Schedule,
+        wait=st.integers(1, 3),
+        warmup=st.integers(0, 2),
+        active=st.integers(1, 3),
+        repeat=st.integers(0, 3),
+        continuous=st.booleans(),
+    )
+)
+def test_windows_cover_exactly_the_steps_that_are_on(schedule: Schedule) -> None:
+    """A window holds its step, only steps with its action, and is the same for all of them."""
+    for step in range(30):
+        window = schedule.window(step)
+        if schedule.action(step) is Action.OFF:
+            assert window is None
+            continue
+        assert window is not None
+        assert window.first <= step <= window.last
+        inside = range(window.first, window.last + 1)
+        assert {schedule.action(other) for other in inside} == {window.action}
+        assert {schedule.window(other) for other in inside} == {window}
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [{}, {"every": 1}, {"skip_first": 3}, {"active": 5}],
+)
+def test_a_continuous_capture_needs_an_end(endless: dict[str, int]) -> None:
+    """A capture that would never be written is refused."""
+    with pytest.raises(ConfigError, match="bound it with steps or repeat"):
+        Schedule(continuous=True, **endless)
+
+
+def test_a_bounded_continuous_capture_is_accepted() -> None:
+    """``repeat`` bounds it."""
+    assert Schedule(active=5, repeat=1, continuous=True).window(1) == Window(1, 5)
+
+
+def test_repeated_and_unordered_steps_mean_the_set() -> None:
+    """Listing a step twice or out of order changes nothing."""
+    assert drawn(Schedule(steps=(7, 2, 2, 3))) == drawn(Schedule(steps=(2, 3, 7)))

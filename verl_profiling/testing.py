@@ -1,0 +1,145 @@
+"""For your own tests: of loops that use ``verl_profiling``, and of tools that you write for it.
+
+:func:`record_step` captures the test's own process as a worker is captured,
+:func:`shifted_clock` makes it look like a host whose clock is off, and :func:`leaks` says
+what a test left switched on.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_profiling import clock, identity
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import CaptureResult
+from verl_profiling.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.session import process_session
+
+__all__ = ["RecordedStep", "leaks", "record_step", "shifted_clock"]
+
+_FINISH_S = 60.0
+
+
+@dataclass
+class RecordedStep:
+    """What :func:`record_step` recorded.
+
+    Attributes:
+        folder: The step folder.
+        started: The answer to ``start_capture``.
+        result: The result, once the block has been left; its artifacts are finished.
+    """
+
+    folder: Path
+    started: StartReply
+    result: CaptureResult | None = None
+
+    @property
+    def path(self) -> Path:
+        """Path of the first artifact.
+
+        Raises:
+            LookupError: There is none.
+        """
+        if self.result is None or not self.result.artifacts:
+            raise LookupError(f"no artifact was recorded: {self.result}")
+        return self.folder / self.result.artifacts[0].path
+
+
+@contextmanager
+def record_step(
+    config: ProfilingConfig | Mapping[str, Any],
+    folder: Path,
+    *,
+    role: str = "actor",
+    rank: int = 0,
+    step: int = 1,
+    keep: bool = True,
+) -> Iterator[RecordedStep]:
+    """Capture this process while the block runs, without a callback.
+
+    ::
+
+        with record_step({"enable": True, "tool": "my_package.tools:MyTool"}, tmp_path) as recorded:
+            with stage("update_actor"):
+                train()
+        assert recorded.result.status == "ok"
+
+    Args:
+        config: The settings.
+        folder: The step folder.
+        role: The worker's role.
+        rank: Its rank.
+        step: Number of the step.
+        keep: ``False`` for a warm-up.
+
+    Raises:
+        ConfigError: The settings are wrong.
+        Exception: Whatever the tool raised at its start.
+    """
+    session = process_session()
+    worker = WorkerIdentity(role=role, rank=rank)
+    session.register(ProfilingConfig.from_any(config), worker)
+    request = CaptureRequest(
+        capture_id=uuid.uuid4().hex, run_id="test", step=step, folder=str(folder), keep=keep
+    )
+    recorded = RecordedStep(folder, session.start(request, worker))
+    try:
+        yield recorded
+    finally:
+        recorded.result = _finished_result(session.stop(request.capture_id, _FINISH_S))
+
+
+def _finished_result(reply: StopReply) -> CaptureResult:
+    artifacts = [
+        next((news.artifact for news in reply.finished if news.artifact.is_run_of(artifact)), artifact)
+        for artifact in reply.result.artifacts
+    ]
+    return msgspec.structs.replace(reply.result, artifacts=artifacts)
+
+
+@contextmanager
+def shifted_clock(offset_ns: int, domain: str = "shifted") -> Iterator[None]:
+    """Give this process a wall clock that is ahead, as on another host, while the block runs.
+
+    Workers that are set up inside belong to another clock domain, so that the callback
+    measures their offset. The clocks of profilers (Kineto's, for one) are not shifted.
+
+    Args:
+        offset_ns: How far it is ahead, in nanoseconds.
+        domain: Name of the clock domain.
+    """
+    true_now_ns, true_domain = clock.now_ns, identity.clock_domain
+    clock.now_ns = lambda: true_now_ns() + offset_ns
+    identity.clock_domain = lambda: domain  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        clock.now_ns, identity.clock_domain = true_now_ns, true_domain
+
+
+def leaks() -> list[str]:
+    """Return what is still switched on in this process; nothing should be, after a test.
+
+    An idle finisher thread is no leak: it ends by itself after two seconds.
+    """
+    found = []
+    if process_session().sink is not None:
+        found.append("a capture is open; call stop_capture()")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.autograd.profiler._is_profiler_enabled:
+        found.append("a torch profiler records")
+    for thread in threading.enumerate():
+        if thread.name.startswith("verl-profiling") and thread.name != "verl-profiling-finisher":
+            found.append(f"thread {thread.name} runs")
+    return found
