@@ -16,7 +16,7 @@ from verl_profiling import clock
 from verl_profiling.config import RoleConfig
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.finisher import Finisher
-from verl_profiling.identity import WorkerIdentity
+from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
 from verl_profiling.messages import CaptureRequest
 from verl_profiling.stage import OpenSpan, SpanLog, StageSink
@@ -139,9 +139,10 @@ class Capture:
     def _begin_recorded_stage(self, name: str) -> None:
         if self._role.stages is not None and name not in self._role.stages:
             return
-        self._occurrences[name] += 1
+        file_name = safe_name(name)
+        self._occurrences[file_name] += 1
         try:
-            self._start_tools(name, self._occurrences[name])
+            self._start_tools(name, self._occurrences[file_name])
         except Exception:
             self._move(Event.FAIL)
             return
@@ -316,6 +317,7 @@ class Capture:
             reason=reason,
             artifacts=artifacts,
             stages=stages,
+            notes=self._spans.notes(),
             anchors=self._anchors,
             cost=CaptureCost(start_s=self._start_s, stop_s=self._stop_s, export_s=self._export_s),
         )

@@ -197,7 +197,7 @@ class Controller:
             workers=people.results(),
             clocks=people.clocks(),
             metrics=live.metrics,
-            notes=[*self._notes, *people.notes],
+            notes=[*self._notes, *people.notes, *live.spans.notes()],
         )
         if live.request.keep:
             self._folders.write(live.folder, manifest)

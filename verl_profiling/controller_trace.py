@@ -34,7 +34,7 @@ def write_controller_trace(folder: Path, manifest: Manifest) -> None:
     trace = {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
-        "baseTimeNanoseconds": manifest.begin_ns,
+        "baseTimeNanoseconds": _base_ns(manifest),
         "verl_profiling": {
             "run_id": manifest.run_id,
             "capture_id": manifest.capture_id,
@@ -49,7 +49,7 @@ def write_controller_trace(folder: Path, manifest: Manifest) -> None:
 
 
 def _events(manifest: Manifest) -> Iterator[dict[str, Any]]:
-    base_ns = manifest.begin_ns
+    base_ns = _base_ns(manifest)
     yield from _process(
         _CONTROLLER_PID, "controller", f"{manifest.controller.host} pid {manifest.controller.pid}"
     )
@@ -73,6 +73,11 @@ def _events(manifest: Manifest) -> Iterator[dict[str, Any]]:
     for pid, worker in enumerate(manifest.workers, _CONTROLLER_PID + 1):
         yield from _process(pid, worker.name, str(worker.identity))
         yield from _stage_threads(worker.stages, pid, base_ns + manifest.offset_ns(worker.identity))
+
+
+def _base_ns(manifest: Manifest) -> int:
+    """Return the earliest time in the trace: the calls that started the capture precede the step."""
+    return min([manifest.begin_ns, *(rpc.begin_ns for rpc in manifest.rpcs)])
 
 
 def _process(pid: int, name: str, label: str) -> Iterator[dict[str, Any]]:

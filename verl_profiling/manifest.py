@@ -231,8 +231,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         step: First step captured; names the folder.
         steps: All steps captured (several for a continuous capture).
         policy_version: Version of the weights, where the loop reports one.
-        begin_ns: When ``on_step_begin`` ran, on the controller's clock.
-        end_ns: When ``on_step_end`` ran, on the controller's clock.
+        begin_ns: When ``on_step_begin`` returned to the loop, on the controller's clock.
+        end_ns: When the loop called ``on_step_end``: the calls that start and stop the capture
+            lie outside of the step.
         complete: False when the step was left early (an exception, the end of the process).
         controller: The process that runs the loop.
         stages: The controller's stages.

@@ -23,6 +23,7 @@ from verl_profiling.manifest import StageSpan
 
 __all__ = ["OpenSpan", "SpanLog", "Stage", "StageSink", "StageSource"]
 
+MAX_SPANS = 20_000
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -116,12 +117,15 @@ _innermost: ContextVar[OpenSpan | None] = ContextVar("verl_profiling_innermost_s
 class SpanLog:
     """The spans of one capture. Written for speed: one object and no lock per span.
 
+    A stage inside a hot loop must not fill the memory, so only the first ``MAX_SPANS`` are kept.
+
     Attributes:
         begin_mark: Called with the name when a span begins, to show it in an artifact.
         end_mark: Called with what ``begin_mark`` returned when the span ends.
     """
 
     def __init__(self) -> None:
+        self._left_out = 0
         self.begin_mark: Callable[[str], object] | None = None
         self.end_mark: Callable[[Any], object] | None = None
         self._spans: list[OpenSpan] = []
@@ -144,7 +148,10 @@ class SpanLog:
         begin_mark = self.begin_mark
         if begin_mark is not None:
             span.mark = begin_mark(name)
-        self._spans.append(span)
+        if len(self._spans) < MAX_SPANS:
+            self._spans.append(span)
+        else:
+            self._left_out += 1
         _innermost.set(span)
 
     def end(self, name: str, failed: bool) -> OpenSpan | None:
@@ -188,3 +195,9 @@ class SpanLog:
             for span in self._spans
         ]
         return sorted(spans, key=lambda span: (span.begin_ns, span.depth))
+
+    def notes(self) -> list[str]:
+        """Return what a user should know of the spans."""
+        if not self._left_out:
+            return []
+        return [f"{self._left_out} stages after the first {MAX_SPANS} were left out; is one in a hot loop?"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -73,12 +72,12 @@ class StepFolders:
                 number += 1
             folder.rename(aside)
         folder.mkdir(parents=True)
-        if not self._described:
-            self._describe_run()
         return folder
 
     def write(self, folder: Path, manifest: Manifest) -> None:
-        """Write the controller's trace, then the manifest."""
+        """Write the controller's trace, then the manifest; ``run.json`` before the first."""
+        if not self._described:
+            self._describe_run(manifest)
         write_controller_trace(folder, manifest)
         write_json_atomically(folder / MANIFEST_NAME, manifest)
         if _pending(manifest):
@@ -113,7 +112,7 @@ class StepFolders:
         self._unfinished.remove(unfinished)
         write_json_atomically(unfinished.folder / MANIFEST_NAME, unfinished.manifest)
 
-    def _describe_run(self) -> None:
+    def _describe_run(self, manifest: Manifest) -> None:
         versions = {}
         for name in _VERSIONS_OF:
             try:
@@ -125,7 +124,7 @@ class StepFolders:
             begin_ns=clock.now_ns(),
             config=self._config.to_dict(),
             versions=versions,
-            hosts=[socket.gethostname()],
+            hosts=sorted({manifest.controller.host, *(clock.host for clock in manifest.clocks)}),
         )
         write_json_atomically(self._root / RUN_NAME, info)
         self._described = True

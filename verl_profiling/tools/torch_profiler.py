@@ -162,7 +162,7 @@ class _TorchRecording(Recording):
 
     With an accelerator they are user annotations, which torch shows again above the kernels
     (about 1.6 us each). With the CPU alone there is nothing to show again, and a fast range
-    does (about 0.6 us).
+    does (about 0.6 us); it is written as an operator and becomes an annotation in the artifact.
     """
 
     def __init__(self, profiler: Any, target: Target, options: TorchOptions, activities: list[Any]) -> None:
@@ -172,6 +172,7 @@ class _TorchRecording(Recording):
         self._target = target
         self._options = options
         self._mini_batches = 0
+        self._ranges: set[str] = set()
         self._fast_range = torch._C._profiler._RecordFunctionFast
         if activities != [torch.profiler.ProfilerActivity.CPU]:
             self.begin_mark = torch.autograd._record_function_with_args_enter  # type: ignore[method-assign]
@@ -180,6 +181,7 @@ class _TorchRecording(Recording):
         profiler.add_metadata_json("verl_profiling", msgspec.json.encode(target.metadata).decode())
 
     def begin_mark(self, name: str) -> object:
+        self._ranges.add(name)
         mark = self._fast_range(name)
         mark.__enter__()
         return mark
@@ -207,7 +209,7 @@ class _TorchRecording(Recording):
         part: Path = final.with_name(f".{final.stem}.part")
         begin = time.perf_counter()
         self._profiler.export_chrome_trace(str(part))
-        output = output_of_raw_trace(part, final, expected, self._options.compression_level)
+        output = output_of_raw_trace(part, final, expected, self._options.compression_level, self._ranges)
         return [replace(output, export_s=time.perf_counter() - begin)]
 
     def discard(self) -> None:

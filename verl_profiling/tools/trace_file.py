@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 from isal import igzip
@@ -37,7 +40,9 @@ def _look_at(path: Path) -> _RawTrace | None:
     return _RawTrace(size, tail.rstrip().endswith(b"}"))
 
 
-def output_of_raw_trace(part: Path, final: Path, expected: Artifact, level: int) -> Output:
+def output_of_raw_trace(
+    part: Path, final: Path, expected: Artifact, level: int, ranges: Iterable[str] = ()
+) -> Output:
     """Verify a raw trace that a profiler has just written, and name it.
 
     Profilers have been seen to report success for a file that is missing or cut off (a full
@@ -48,6 +53,7 @@ def output_of_raw_trace(part: Path, final: Path, expected: Artifact, level: int)
         final: Path of the compressed artifact, ending in ``.json.gz``.
         expected: The artifact as expected.
         level: isal compression level, 0 (fastest) to 3.
+        ranges: Names that the profiler recorded as operators and that are user annotations.
 
     Returns:
         A ``pending`` output whose ``finish`` compresses and verifies, or a final one that is
@@ -68,7 +74,8 @@ def output_of_raw_trace(part: Path, final: Path, expected: Artifact, level: int)
             )
         )
     pending = msgspec.structs.replace(expected, status="pending")
-    return Output(pending, lambda: _compress(kept, final, pending, level))
+    names = sorted(ranges)
+    return Output(pending, lambda: _compress(kept, final, pending, level, _annotations(names)))
 
 
 def _why_not_writable(folder: Path) -> str:
@@ -81,14 +88,24 @@ def _why_not_writable(folder: Path) -> str:
     return f"{room.f_bavail * room.f_frsize >> 20} MiB free there"
 
 
-def _compress(raw: Path, final: Path, pending: Artifact, level: int) -> Artifact:
+def _annotations(names: list[str]) -> re.Pattern[bytes] | None:
+    """Return what finds the operators of those names in Kineto's text."""
+    if not names:
+        return None
+    alternatives = b"|".join(re.escape(msgspec.json.encode(name)) for name in names)
+    return re.compile(rb'"cat": "cpu_op",(\s+)(?="name": (?:' + alternatives + rb"),)")
+
+
+def _compress(
+    raw: Path, final: Path, pending: Artifact, level: int, annotations: re.Pattern[bytes] | None
+) -> Artifact:
     """Compress ``raw`` to ``final``, read it back, and remove ``raw`` only then.
 
     When that fails, the raw file stays and becomes the artifact: nothing recorded is lost.
     """
     part = final.with_name(f".{final.name}.part")
     try:
-        size, events, spans = _copy_counting(raw, part, level)
+        size, events, spans = _copy_counting(raw, part, level, annotations)
         if _size_inside(part) != size:
             raise OSError("the compressed file does not read back whole")
         part.replace(final)
@@ -108,19 +125,33 @@ def _compress(raw: Path, final: Path, pending: Artifact, level: int) -> Artifact
     )
 
 
-def _copy_counting(raw: Path, part: Path, level: int) -> tuple[int, int, int]:
-    """Compress a file; return its size and its numbers of events and of spans (complete events)."""
+def _copy_counting(
+    raw: Path, part: Path, level: int, annotations: re.Pattern[bytes] | None
+) -> tuple[int, int, int]:
+    """Compress a file; return the size of its content, and its numbers of events and of spans."""
     size = events = spans = 0
-    overlap = b""
     with raw.open("rb") as source, igzip.open(part, "wb", compresslevel=level) as target:
-        while chunk := source.read(_CHUNK_BYTES):
-            target.write(chunk)
-            size += len(chunk)
-            window = overlap + chunk
-            events += window.count(_PHASE) - overlap.count(_PHASE)
-            spans += window.count(_SPAN) - overlap.count(_SPAN)
-            overlap = window[-(len(_SPAN) - 1) :]
+        for piece in _whole_events(source):
+            content = (
+                piece if annotations is None else annotations.sub(rb'"cat": "user_annotation",\1', piece)
+            )
+            target.write(content)
+            size += len(content)
+            events += content.count(_PHASE)
+            spans += content.count(_SPAN)
     return size, events, spans
+
+
+def _whole_events(source: BinaryIO) -> Iterator[bytes]:
+    """Yield a file in large pieces, cut before a ``"ph"``: it is the first key of Kineto's events."""
+    rest = b""
+    while chunk := source.read(_CHUNK_BYTES):
+        events, phase, begun = (rest + chunk).rpartition(_PHASE)
+        if events:
+            yield events
+        rest = phase + begun
+    if rest:
+        yield rest
 
 
 def _size_inside(path: Path) -> int:
