@@ -203,24 +203,32 @@ class EngineContract:
 class WindowContract(EngineContract):
     """Tests that every engine passes whose profiler runs in processes of its own."""
 
+    windows: tuple[dict[str, Any], ...] = (
+        {"count": 1},
+        {"count": 3},
+        {"start": 2, "count": 3},
+        {"start": 1, "count": 1},
+    )
+    unreached: dict[str, Any] = {"start": 500, "count": 2}
+
     async def test_window_holds_exactly_count_iterations(self, server: Any, tmp_path: Path) -> None:
         """`rollout.count` and `rollout.start` are exact, in every rank's trace."""
-        for start, count in ((0, 1), (0, 3), (2, 3), (1, 1)):
-            server.reconfigure(rollout={"start": start, "count": count})
-            paths = await self.capture(server, request(tmp_path, 10 * start + count), tokens=12)
-            assert [server.iterations(path) for path in paths] == [count] * self.ranks, (start, count)
+        for step, window in enumerate(self.windows):
+            server.reconfigure(rollout=window)
+            paths = await self.capture(server, request(tmp_path, step), tokens=12)
+            assert [server.iterations(path) for path in paths] == [window["count"]] * self.ranks, window
 
     async def test_unreached_window_is_empty_and_the_next_capture_clean(
         self, server: Any, tmp_path: Path
     ) -> None:
         """A window that generation does not reach gives `empty`, and does not fire later."""
-        server.reconfigure(rollout={"start": 500, "count": 2})
+        server.reconfigure(rollout=self.unreached)
         order = request(tmp_path, 1)
         await server.start_capture(order)
         await server.generate(1, 3)
         result = await stop(server, order.capture_id)
         assert result.status == "empty"
-        assert "rollout.start=500" in result.reason
+        assert "never reached" in result.reason
         server.reconfigure(rollout={"start": 0, "count": 2})
         paths = await self.capture(server, request(tmp_path, 2), tokens=8)
         assert server.iterations(paths[0]) == 2

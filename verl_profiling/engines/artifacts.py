@@ -78,6 +78,16 @@ class Spool:
                 found[trace] = path
         return found
 
+    def keep_extras(self, folder: Path, name: str) -> list[str]:
+        """Move files that are no rank's trace and were asked for to the step folder; return notes on them."""
+        notes = []
+        for path in _files_in(self._engine.spool):
+            if suffix := self._engine.extra_suffix(path):
+                kept = folder / f"{name}{suffix}"
+                _move(path, kept)
+                notes.append(f"{name}: {kept.name} was written by {self._engine.name} on request")
+        return notes
+
     def clear(self) -> None:
         """Remove what nobody took: tables, traces of ranks that are not selected."""
         if self._engine.spool.parent.name == SPOOL_PARENT:

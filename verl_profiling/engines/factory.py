@@ -9,6 +9,7 @@ from verl_profiling.engines.base import EngineAdapter, torch_options
 from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
 from verl_profiling.engines.recorder import EngineRecorder, Recorder
 from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.sglang import SGLangAdapter
 from verl_profiling.engines.vllm import VLLMAdapter, records_in_process
 from verl_profiling.engines.vllm_requests import watch_llm
 from verl_profiling.errors import ToolUnavailableError
@@ -16,7 +17,7 @@ from verl_profiling.identity import WorkerIdentity
 
 __all__ = ["make_recorder"]
 
-_PACKAGES = ("vllm", "transformers")
+_PACKAGES = ("vllm", "sglang", "transformers")
 
 
 def make_recorder(
@@ -25,7 +26,8 @@ def make_recorder(
     """Return what records an engine, and the identity of its replica.
 
     Args:
-        engine: A vLLM ``AsyncLLM`` or ``LLM``, or a transformers model.
+        engine: A vLLM ``AsyncLLM`` or ``LLM``, an SGLang ``Engine``, an object with a
+            ``tokenizer_manager``, the URL of an SGLang server, or a transformers model.
         config: All settings.
         role: Role of the server.
         replica: Index of the replica.
@@ -48,13 +50,17 @@ def make_recorder(
         watch_llm(engine, requests)
     elif package == "vllm":
         adapter = VLLMAdapter(engine, config, identity)
-        adapter.watch(requests)
+    elif package == "sglang" or isinstance(engine, str) or hasattr(engine, "tokenizer_manager"):
+        adapter = SGLangAdapter(engine, config, identity)
     else:
         raise ToolUnavailableError(
             f"init_capture: no adapter knows {type(engine).__module__}.{type(engine).__name__} ({identity}); "
-            "pass engine=... a vLLM AsyncLLM or LLM, or a transformers model"
+            "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a transformers model"
         )
-    options = torch_options(settings, adapter.name) if adapter is not None else None
+    options = None
+    if adapter is not None:
+        adapter.watch(requests)
+        options = torch_options(settings, adapter.name)
     if adapter is None or options is None:
         return SessionRecorder(config, identity, requests), identity
     identity = WorkerIdentity(

@@ -17,15 +17,20 @@ class SGLangOptions:
     """What only SGLang has.
 
     Attributes:
+        start_step: Number of the forward pass, counted from the engine's start, with which recording
+            begins; a number that has passed means the next one. SGLang tells nobody how far it is.
         stages: With ``rollout.by_stage``: the stages to record. ``None`` for both.
         merge: Let SGLang merge the ranks' traces into one more file of the step folder. Slow, and
             ``verl-profiling merge`` does it for the whole step.
     """
 
+    start_step: int | None = None
     stages: tuple[EngineStage, ...] | None = None
     merge: bool = False
 
     def __post_init__(self) -> None:
+        if self.start_step is not None and self.start_step < 1:
+            raise ConfigError("start_step", f"must be at least 1, is {self.start_step}")
         if self.stages is not None and not self.stages:
             raise ConfigError("stages", "is empty; leave it out to record both prefill and decode")
 
@@ -69,7 +74,13 @@ class RolloutOptions:
             raise ConfigError(
                 "by_stage", "needs rollout.count: how many iterations of prefill and of decode to record"
             )
-        if self.by_stage and self.start:
-            raise ConfigError("by_stage", "excludes rollout.start; no engine counts the two together")
+        if self.by_stage and (self.start or self.sglang.start_step is not None):
+            other = "rollout.start" if self.start else "rollout.sglang.start_step"
+            raise ConfigError("by_stage", f"excludes {other}; recording begins with the first of each stage")
         if self.sglang.stages is not None and not self.by_stage:
             raise ConfigError("sglang.stages", "needs rollout.by_stage=true")
+
+    @property
+    def bounded(self) -> bool:
+        """Whether recording is limited to a window of iterations, which may not be reached."""
+        return bool(self.start or self.count is not None or self.sglang.start_step is not None)

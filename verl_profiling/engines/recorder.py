@@ -237,14 +237,14 @@ class EngineRecorder(Recorder):
             artifacts.append(output.artifact)
             if output.finish is not None:
                 self._finisher.submit(window.request.capture_id, output.artifact, output.finish)
+        if window.request.keep:
+            window.notes.extend(window.spool.keep_extras(Path(window.request.folder), self._identity.name))
         window.spool.clear()
         return artifacts
 
     def _without_file(self, artifact: Artifact, problem: str) -> Artifact:
-        bounded = self._rollout.start or self._rollout.count is not None
-        if bounded and not problem:
-            window = f"rollout.start={self._rollout.start}, rollout.count={self._rollout.count}"
-            reason = f"the window ({window}, in engine iterations) was never reached"
+        if self._rollout.bounded and not problem:
+            reason = f"the window was never reached ({self._rollout})"
             return msgspec.structs.replace(artifact, status="empty", reason=reason)
         reason = (
             problem or f"{self._engine.name} reported no error and wrote no trace; its own log may say why"

@@ -1,0 +1,188 @@
+"""The SGLang adapter: ``Engine``, an object with a ``tokenizer_manager``, or a server's URL.
+
+Its profiler is started with all options of the capture, and writes where that call says. What
+each version offers is read off its own code: docs/engines.md has the table.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.engines.base import EngineAdapter, EngineTrace, new_spool, refuse_option, torch_options
+from verl_profiling.engines.options import EngineStage
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.sglang_calls import HTTPCalls, ManagerCalls, SGLangCalls
+from verl_profiling.engines.sglang_requests import watch_manager
+from verl_profiling.errors import CaptureStateError, ConfigError
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.tools.torch_profiler import TorchOptions
+
+__all__ = ["SGLangAdapter"]
+
+_ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU"}
+_STAGES: dict[str, EngineStage] = {"EXTEND": "prefill", "DECODE": "decode"}
+_TRACE = re.compile(
+    r"-TP-(?P<tp>\d+)(?:-DP-(?P<dp>\d+))?(?:-PP-(?P<pp>\d+))?(?:-EP-\d+)?"
+    r"(?:-(?P<stage>EXTEND|DECODE))?\.trace\.json\.gz$"
+)
+
+
+class SGLangAdapter(EngineAdapter):
+    """Drives the profilers of SGLang's schedulers.
+
+    Args:
+        engine: An ``Engine``, an object with a ``tokenizer_manager``, or a server's URL.
+        config: All settings.
+        identity: The replica.
+
+    Raises:
+        CaptureStateError: The engine has no tokenizer manager, or the server does not answer.
+        ConfigError: The settings ask for what SGLang does not have, or what would end it.
+        ToolUnavailableError: This SGLang is too old.
+    """
+
+    name: ClassVar[str] = "SGLang"
+
+    def __init__(self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity) -> None:
+        self._rollout = config.rollout
+        self._identity = identity
+        self._manager = None if isinstance(engine, str) else _manager_of(engine, identity)
+        self._calls: SGLangCalls = HTTPCalls(engine) if self._manager is None else ManagerCalls(self._manager)
+        self.spool = new_spool(config.save_path)
+        if self._rollout.by_stage:
+            self.stages = self._rollout.sglang.stages or ("prefill", "decode")
+        server = self._calls.server_args
+        self._tp, self._pp = int(server.get("tp_size") or 1), int(server.get("pp_size") or 1)
+        dp = int(server.get("dp_size") or 1)
+        self._dp = 1 if server.get("enable_dp_attention") else dp
+        self.ranks = self._tp * self._pp * self._dp
+        options = torch_options(config.for_role(identity.role), self.name)
+        self._options = self._start_options(options, identity.role) if options is not None else {}
+
+    async def start(self, label: str) -> None:
+        options = {**self._options, "output_dir": str(self.spool)}
+        if self._takes_label:
+            options["profile_prefix"] = label
+        try:
+            await self._calls.start(options)
+        except RuntimeError as error:
+            if "already in progress" in str(error):
+                raise CaptureStateError(
+                    f"start_capture: something else started SGLang's profiler ({self._identity}); "
+                    "call the engine's stop_profile() first"
+                ) from error
+            raise
+
+    async def stop(self) -> None:
+        stopped = await self._calls.stop()
+        if self._rollout.by_stage or (self._rollout.bounded and not stopped):
+            await self._disarm()
+
+    def identify(self, path: Path, label: str) -> EngineTrace | None:
+        found = _TRACE.search(path.name)
+        if found is None or (self._takes_label and not path.name.startswith(label)):
+            return None
+        tp, dp, pp = (int(found[name] or 0) for name in ("tp", "dp", "pp"))
+        rank = ((dp if self._dp > 1 else 0) * self._pp + pp) * self._tp + tp
+        return EngineTrace(rank, self._stage(path, found["stage"]))
+
+    def extra_suffix(self, path: Path) -> str:
+        merged = self._rollout.sglang.merge and path.name.startswith("merged-")
+        return ".sglang-merged.json.gz" if merged else ""
+
+    def watch(self, log: RequestLog) -> None:
+        if self._manager is not None:
+            watch_manager(self._manager, log)
+
+    @property
+    def _takes_label(self) -> bool:
+        # With a prefix, SGLang's merge finds none of the files it is to merge.
+        return "profile_prefix" in self._calls.offers and not self._rollout.sglang.merge
+
+    async def _disarm(self) -> None:
+        """Take back a window that was not reached: it would open in a later capture, or outside any.
+
+        Only a recording that is stopped clears it, so an empty one is made and thrown away.
+        """
+        await self._calls.start(
+            {
+                "output_dir": str(self.spool / "discarded"),
+                "activities": ["CPU"],
+                "with_stack": False,
+                "record_shapes": False,
+            }
+        )
+        await self._calls.stop()
+
+    def _stage(self, path: Path, stage: str | None) -> EngineStage | None:
+        """Return a trace's stage. One that was cut by the stop does not say which it is."""
+        if not self._rollout.by_stage:
+            return None
+        if stage is not None:
+            return _STAGES[stage]
+        prefill = path.with_name(path.name.replace(".trace.json.gz", "-EXTEND.trace.json.gz"))
+        return "decode" if prefill.exists() else "prefill"
+
+    def _start_options(self, options: TorchOptions, role: str) -> dict[str, Any]:
+        """Return what ``start_profile`` gets in every capture."""
+        for name in ("memory", "flops"):
+            if getattr(options, name):
+                refuse_option(role, name, "false", f"SGLang does not record {name}")
+        rollout = self._rollout
+        if rollout.start:
+            raise ConfigError(
+                "rollout.start",
+                "SGLang counts iterations from the engine's start and tells nobody how far it is; "
+                "leave it out, or set rollout.sglang.start_step to an absolute number",
+            )
+        arguments: dict[str, Any] = {
+            "activities": self._activities(options, role),
+            "with_stack": options.stack,
+            "record_shapes": options.shapes,
+        }
+        if rollout.by_stage:
+            arguments["profile_by_stage"] = True
+            arguments["num_steps"] = rollout.count
+            if "profile_stages" in self._calls.offers:
+                arguments["profile_stages"] = list(self.stages)
+        elif rollout.bounded:
+            # From a start step on, num_steps is exact in every version; without one, versions
+            # before 0.5.16 record one forward pass less. 1 is always the next one.
+            arguments["start_step"] = rollout.sglang.start_step or 1
+            if rollout.count is not None:
+                arguments["num_steps"] = rollout.count
+        if rollout.sglang.merge:
+            arguments["merge_profiles"] = True
+        for name, key in _KEYS.items():
+            if name in arguments and name not in self._calls.offers:
+                raise ConfigError(key, f"this SGLang has no {name}; install a newer one, or leave it out")
+        return arguments
+
+    def _activities(self, options: TorchOptions, role: str) -> list[str]:
+        device = str(self._calls.server_args.get("device") or "cuda")
+        have = {"cpu": ("cpu",), "xpu": ("cpu", "xpu")}.get(device, ("cpu", "cuda"))
+        wanted = have if options.activities is None else options.activities
+        for name in wanted:
+            if name not in have:
+                refuse_option(role, "activities", "null", f"{name} ends an SGLang that runs on {device}")
+        return [_ACTIVITIES[name] for name in wanted]
+
+
+_KEYS = {
+    "profile_by_stage": "rollout.by_stage",
+    "start_step": "rollout.count",
+    "merge_profiles": "rollout.sglang.merge",
+}
+
+
+def _manager_of(engine: Any, identity: WorkerIdentity) -> Any:
+    manager = getattr(engine, "tokenizer_manager", None)
+    if manager is None:
+        raise CaptureStateError(
+            f"init_capture: this {type(engine).__name__} has no tokenizer manager ({identity}); "
+            "on the nodes of a replica other than its first, pass node_rank"
+        )
+    return manager

@@ -1,0 +1,45 @@
+"""Noting the requests of an SGLang engine: a wrapper around its tokenizer manager."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator
+from typing import Any
+
+from verl_profiling.engines.request_log import OpenRequest, RequestLog
+
+__all__ = ["watch_manager"]
+
+
+def watch_manager(manager: Any, log: RequestLog) -> None:
+    """Note every request, whichever of the engine's methods or routes it came by."""
+    generate = manager.generate_request
+
+    @functools.wraps(generate)
+    def watched(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        stream: AsyncIterator[Any] = generate(*args, **kwargs)
+        record = log.open()
+        return stream if record is None else _noting(stream, record)
+
+    manager.generate_request = watched
+
+
+async def _noting(stream: AsyncIterator[Any], record: OpenRequest) -> AsyncIterator[Any]:
+    """Pass on what a request yields: its state so far, or a list of whole responses of a batch."""
+    latest: dict[int, dict[str, Any]] = {}
+    try:
+        async for output in stream:
+            outputs = output if isinstance(output, list) else [output]
+            for place, response in enumerate(outputs):
+                information = response["meta_info"]
+                if information.get("finish_reason") is None or latest:
+                    record.first_token()
+                latest[response.get("index") or place] = information
+            yield output
+    finally:
+        for information in latest.values() or [{}]:
+            record.close(
+                information.get("prompt_tokens", 0),
+                information.get("completion_tokens", 0),
+                failed=information.get("finish_reason") is None,
+            )
