@@ -139,6 +139,7 @@ class Controller:
         live = self.sink
         if live is None:
             return
+        yield from self._close_rollout_window(live)
         targets = [
             target for target in self._targets if self._is_driven(target) and self._has_windows(target)
         ]
@@ -308,6 +309,8 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Return the entries that are finite numbers (NumPy's and torch's scalars too), as floats."""
     numbers = {}
     for name, value in (metrics or {}).items():
+        if isinstance(value, str):
+            continue
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError):
