@@ -1,0 +1,221 @@
+"""The recipe, run as a user runs it: what it learns, and what its captures hold."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from recipes.grpo_tiny import task
+from verl_profiling.cli import main
+from verl_profiling.manifest import read_manifest
+
+ROOT = Path(__file__).parents[2]
+STEPS = (2, 3)
+CONTROLLER_STAGES = {"rollout", "reward", "old_log_prob", "advantage", "update_actor", "update_weights"}
+ACTORS = ("actor_rank0", "actor_rank1")
+REPLICAS = ("rollout0_rank0", "rollout1_rank0")
+ACTOR_STAGES = {"old_log_prob", "update_actor", "update_weights"}
+SLACK_US = 100.0  # two processes read the clock on either side of a call
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the recipe."""
+
+    folder: Path
+    mode: str
+    engine: str
+
+    @property
+    def profiling(self) -> Path:
+        return self.folder / "profiling"
+
+    @property
+    def steps(self) -> list[Path]:
+        return [self.profiling / f"step_{step:06d}" for step in STEPS]
+
+    @property
+    def rewards(self) -> list[float]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["reward"] for line in lines]
+
+
+def train(folder: Path, *overrides: str) -> None:
+    """Run the recipe from the command line."""
+    command = [sys.executable, "-m", "recipes.grpo_tiny.train", f"output_dir={folder}", *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("e2e", "transformers"), id="e2e"),
+        pytest.param(("discrete", "transformers"), id="discrete"),
+        pytest.param(("e2e", "vllm"), id="e2e-vllm", marks=pytest.mark.vllm),
+        pytest.param(("discrete", "vllm"), id="discrete-vllm", marks=pytest.mark.vllm),
+    ],
+)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A whole run with two steps captured, and its timelines."""
+    mode, engine = request.param
+    folder = tmp_path_factory.mktemp(f"{mode}-{engine}")
+    train(folder, f"profiling={mode}", "profiling.schedule.steps=[2,3]", f"rollout.engine={engine}")
+    assert main(["merge", str(folder / "profiling")]) == 0
+    return Run(folder, mode, engine)
+
+
+pytestmark = pytest.mark.timeout(420)
+
+
+def events_of(trace: Path) -> list[dict]:
+    """Return the events of a trace."""
+    return json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+
+
+def spans_by_lane(timeline: Path) -> dict[str, list[dict]]:
+    """Return the complete events of a timeline; a lane is the first word of its process's name."""
+    events = events_of(timeline)
+    lanes = {e["pid"]: e["args"]["name"].split()[0] for e in events if e["name"] == "process_name"}
+    found: dict[str, list[dict]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            found.setdefault(lanes[event["pid"]], []).append(event)
+    return found
+
+
+def expected_artifacts(run: Run) -> set[str]:
+    """Return the names of the artifacts that a step folder must hold."""
+    if run.mode == "e2e":
+        return {f"{lane}.torch.json.gz" for lane in (*ACTORS, *REPLICAS)}
+    stages = [(lane, stage) for lane in ACTORS for stage in ACTOR_STAGES]
+    stages += [(lane, "rollout") for lane in REPLICAS]
+    return {f"{lane}.{stage}.torch.json.gz" for lane, stage in stages}
+
+
+def test_it_learns(run: Run) -> None:
+    """Training raises the reward from near nothing to most of what there is, while being profiled."""
+    assert sum(run.rewards[:3]) / 3 < 0.2
+    assert sum(run.rewards[-5:]) / 5 > 0.7
+
+
+def test_every_artifact_is_there(run: Run) -> None:
+    """The manifest names one artifact per worker (and stage), each exists, and `check` finds no fault."""
+    for folder in run.steps:
+        manifest = read_manifest(folder)
+        named = {artifact.path for worker in manifest.workers for artifact in worker.artifacts}
+        assert manifest.complete
+        assert named == expected_artifacts(run)
+        assert all((folder / name).stat().st_size > 0 for name in named)
+    assert main(["check", str(run.profiling)]) == 0
+
+
+def test_only_the_scheduled_steps_are_captured(run: Run) -> None:
+    """Forty steps run, two step folders exist."""
+    assert sorted(run.profiling.glob("step_*")) == run.steps
+
+
+def test_artifacts_hold_their_stages(run: Run) -> None:
+    """Each training rank's trace has its stages as spans: all in e2e, its own in discrete."""
+    for folder in run.steps:
+        for worker in read_manifest(folder).workers:
+            if worker.identity.role != "actor":
+                continue
+            for artifact in worker.artifacts:
+                names = {event["name"] for event in events_of(folder / artifact.path)}
+                stages = ACTOR_STAGES if run.mode == "e2e" else {artifact.stage}
+                assert stages <= names
+                assert ("mini_batch" in names) == ("update_actor" in stages)
+
+
+def test_mini_batches_are_nested_stages(run: Run) -> None:
+    """The manifest has two mini-batches inside each rank's update."""
+    for folder in run.steps:
+        for worker in read_manifest(folder).workers:
+            if worker.identity.role == "actor":
+                depths = [span.depth for span in worker.stages if span.name == "mini_batch"]
+                assert depths == [1, 1]
+
+
+def test_the_controller_ran_every_stage(run: Run) -> None:
+    """The controller has each stage of the step once, inside the step."""
+    for folder in run.steps:
+        manifest = read_manifest(folder)
+        assert sorted(span.name for span in manifest.stages) == sorted(CONTROLLER_STAGES)
+        assert all(manifest.begin_ns <= s.begin_ns <= s.end_ns <= manifest.end_ns for s in manifest.stages)
+
+
+def test_the_timeline_has_every_worker(run: Run) -> None:
+    """The controller, both ranks and both replicas have spans in the merged timeline."""
+    for folder in run.steps:
+        assert set(spans_by_lane(folder / "timeline.json.gz")) == {"controller", *ACTORS, *REPLICAS}
+
+
+def test_effects_lie_inside_their_causes(run: Run) -> None:
+    """In the timeline, a worker's stage lies inside the controller's stage of the same name."""
+    for folder in run.steps:
+        lanes = spans_by_lane(folder / "timeline.json.gz")
+        causes = {span["name"]: span for span in lanes.pop("controller") if span.get("cat") == "stage"}
+        for lane, spans in lanes.items():
+            effects = [span for span in spans if span.get("cat") == "stage" and span["name"] in causes]
+            assert {span["name"] for span in effects} >= (ACTOR_STAGES if lane in ACTORS else set())
+            for effect in effects:
+                cause = causes[effect["name"]]
+                assert cause["ts"] - SLACK_US <= effect["ts"], (lane, effect, cause)
+                end = effect["ts"] + effect["dur"]
+                assert end <= cause["ts"] + cause["dur"] + SLACK_US, (lane, effect, cause)
+
+
+def test_rollout_requests_are_counted(run: Run) -> None:
+    """Each of the step's 256 responses is in the manifest, with its length."""
+    for folder in run.steps:
+        requests = [request for worker in read_manifest(folder).workers for request in worker.requests]
+        assert len(requests) == 256
+        assert all(0 <= request.response_tokens <= task.RESPONSE_LENGTH for request in requests)
+
+
+def test_without_profiling_nothing_is_written(tmp_path: Path) -> None:
+    """`profiling=off`, the default, leaves no trace of itself."""
+    train(tmp_path, "steps=1")
+    assert not (tmp_path / "profiling").exists()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "response", "expected"),
+    [
+        (3, [2, 1, 0, task.END], 1.0),
+        (1, [0, task.END], 1.0),
+        (3, [2, 1, 0], 0.5 * 3 / 4),
+        (3, [2, 1, 0, 7], 0.5 * 3 / 4),
+        (2, [task.END], 0.0),
+        (2, [7, 6, 5, 4], 0.5 * 3 / 4),
+    ],
+)
+def test_reward(start: int, response: list[int], expected: float) -> None:
+    """Half a point is shared by the tokens that follow rightly, half is for the exact answer."""
+    assert task.reward([start], response) == pytest.approx(expected)
+
+
+def test_prompts_repeat_with_the_seed() -> None:
+    """Equal seeds give equal prompts, all of which can be answered."""
+    first, second = (task.sample_prompts(100, random.Random(3)) for _ in range(2))
+    assert first == second
+    assert {number for (number,) in first} == set(range(1, task.NUMBERS))
