@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from step_folders import WORKERS, build_step
 
-from verl_profiling.cli import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK, main
+from verl_profiling.cli import main
+from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 
 ANSI = "\x1b["
 

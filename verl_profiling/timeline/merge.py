@@ -29,12 +29,14 @@ from verl_profiling.timeline.member import (
     write_member,
 )
 from verl_profiling.timeline.reader import Event, Trace
-from verl_profiling.timeline.slim import Keep
+from verl_profiling.timeline.requests import request_events
+from verl_profiling.timeline.slim import Keep, min_us_for_share
 from verl_profiling.timeline.sources import TIMELINE_NAME, Source, StepInputs
 
 __all__ = ["MergeResult", "merge"]
 
 _SLACK_NS = 3_600_000_000_000  # the clock begins an hour before the step: no ts is negative
+_LONGEST_US = 1e6  # events longer than this are never dropped to make a timeline fit
 _SPAWN_BYTES = 8 << 20  # below this, starting processes costs more than it saves
 
 
@@ -63,6 +65,7 @@ def merge(
     output: Path | None = None,
     *,
     keep: Keep | None = None,
+    max_bytes: int | None = None,
     jobs: int = 1,
     on_progress: Callable[[Source], None] | None = None,
 ) -> MergeResult:
@@ -72,6 +75,7 @@ def merge(
         inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
         output: File to write; by default ``timeline.json.gz`` in the step's folder.
         keep: What is kept; everything by default.
+        max_bytes: Drop the shortest events until the timeline is no larger than this.
         jobs: Processes to use. With more than one, the caller's main module must be
             importable (``multiprocessing`` starts processes with ``spawn``).
         on_progress: Called with each trace when it is done.
@@ -81,31 +85,50 @@ def merge(
         OSError: The timeline cannot be written.
     """
     output = output or inputs.directory / TIMELINE_NAME
+    keep = keep or Keep()
     readable, problems, base_ns = _open_all(inputs)
     if not readable and inputs.controller is None:
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".timeline-") as scratch:
-        plan = _plan(readable, Path(scratch), base_ns, keep or Keep())
-        members = []
-        for job, member in _run(plan, jobs):
-            members.append(member)
-            problems += [f"{member.path.name}: {problem}" for problem in member.problems]
-            if on_progress:
-                on_progress(job.source)
-        whole = Path(scratch) / "timeline"
-        with whole.open("wb") as file:
-            opening = _opening(inputs, plan, base_ns)
-            file.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
-            for job in plan:
-                with job.output.open("rb") as part:
-                    shutil.copyfileobj(part, file, 1 << 20)
-                job.output.unlink()
-            file.write(_gzip(_footer(inputs, plan, members, problems)))
-        whole.chmod(0o644)
-        whole.replace(output)
+        while True:
+            plan = _plan(readable, Path(scratch), base_ns, keep)
+            members = []
+            for job, member in _run(plan, jobs):
+                members.append(member)
+                if on_progress:
+                    on_progress(job.source)
+            result = _join(Path(scratch), inputs, plan, members, problems, base_ns)
+            if max_bytes is None or result.bytes <= max_bytes or keep.min_us > _LONGEST_US:
+                break
+            share = max_bytes / result.bytes * result.events / (result.events + result.left_out)
+            fitting = min_us_for_share((source.path for source in readable), share)
+            keep = msgspec.structs.replace(keep, min_us=max(fitting, 2 * keep.min_us, 1.0))
+        result.path.chmod(0o644)
+        return msgspec.structs.replace(result, path=result.path.replace(output))
+
+
+def _join(
+    scratch: Path,
+    inputs: StepInputs,
+    plan: list[MemberJob],
+    members: list[Member],
+    problems: list[str],
+    base_ns: int,
+) -> MergeResult:
+    """Join the head, the members and the foot to one file in ``scratch``."""
+    problems = [*problems, *(f"{m.path.name}: {problem}" for m in members for problem in m.problems)]
+    opening = _opening(inputs, plan, base_ns)
+    path = scratch / "timeline"
+    with path.open("wb") as file:
+        file.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
+        for job in plan:
+            with job.output.open("rb") as part:
+                shutil.copyfileobj(part, file, 1 << 20)
+            job.output.unlink()
+        file.write(_gzip(_footer(inputs, plan, members, problems)))
     return MergeResult(
-        path=output,
-        bytes=output.stat().st_size,
+        path=path,
+        bytes=path.stat().st_size,
         events=sum(member.events for member in members) + sum(event.ph != "M" for event in opening),
         left_out=sum(member.left_out for member in members),
         members=members,
@@ -187,6 +210,8 @@ def _opening(inputs: StepInputs, plan: list[MemberJob], base_ns: int) -> list[Ev
         pids.setdefault(job.source.worker, job.pid)
         titles.setdefault(job.source.worker, job.title)
     events = controller_events(inputs, pids, base_ns)
+    if inputs.manifest:
+        events += request_events(inputs.manifest, pids, base_ns)
     used = {event.pid for event in events} or {plan[0].pid}
     for worker, pid in pids.items():
         if pid in used:
@@ -213,6 +238,7 @@ def _footer(inputs: StepInputs, plan: list[MemberJob], members: list[Member], pr
                 "error_ns": job.source.error_ns,
                 "events": member.events,
                 "left_out": member.left_out,
+                "min_us": job.keep.min_us,
             }
             for job, member in zip(plan, members, strict=True)
         ],

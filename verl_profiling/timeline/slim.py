@@ -1,12 +1,19 @@
-"""What of a trace goes into the timeline."""
+"""What of a step goes into the timeline, and how to find a threshold that makes it fit."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
 import msgspec
 
-from verl_profiling.timeline.reader import Event
+from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.timeline.reader import Event, Trace
+from verl_profiling.timeline.sources import StepInputs
 
-__all__ = ["Keep"]
+__all__ = ["Keep", "min_us_for_share", "select_ranks", "stage_windows"]
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,3 +45,53 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
 
 def _overlaps(ts: float, dur: float, windows: list[tuple[float, float]]) -> bool:
     return any(ts < end and ts + dur >= begin for begin, end in windows)
+
+
+def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, int], ...]:
+    """Return when the controller was in one of these stages, in unix nanoseconds.
+
+    Raises:
+        ConfigError: The step has no such stage.
+    """
+    stages = inputs.manifest.stages if inputs.manifest else []
+    for name in names:
+        if name not in {stage.name for stage in stages}:
+            known = choices_hint(name, {stage.name for stage in stages}) if stages else "it has no manifest"
+            raise ConfigError("--stages", f"{inputs.title} has no stage {name!r}; {known}")
+    wanted = set(names)
+    return tuple((stage.begin_ns, stage.end_ns) for stage in stages if stage.name in wanted)
+
+
+def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
+    """Return the step with only the lanes of these ranks, e.g. ``0,8-15``.
+
+    A rank counts inside its role, and for a rollout engine inside its replica.
+
+    Raises:
+        ConfigError: It is no list of ranks, or selects nothing.
+    """
+    wanted: set[int] = set()
+    for part in ranks.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise ConfigError("--ranks", f"{ranks!r} is no list of ranks such as 0,8-15")
+        wanted.update(range(int(first), int(last or first) + 1))
+    sources = [source for source in inputs.sources if source.rank in wanted]
+    if not sources:
+        known = sorted({source.rank for source in inputs.sources})
+        raise ConfigError("--ranks", f"{ranks!r} selects nothing; there are ranks {known}")
+    return msgspec.structs.replace(inputs, sources=sources)
+
+
+def min_us_for_share(paths: Iterable[Path], share: float) -> float:
+    """Return the power of two that, as ``min_us``, keeps at most this share of the events."""
+    counts: Counter[int] = Counter()
+    for path in paths:
+        for events in Trace(path).chunks():
+            counts.update(math.frexp(event.dur or 0.0)[1] for event in events if event.ph == "X")
+    budget = share * counts.total()
+    for exponent in sorted(counts, reverse=True):
+        budget -= counts[exponent]
+        if budget < 0:
+            return 2.0**exponent
+    return 0.0

@@ -1,0 +1,56 @@
+"""``verl-profiling diff``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.report.diff import compare, load_reports, print_diff
+
+__all__ = ["configure", "run"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = (
+        "Compares two steps, two runs or two report.json files: by stage, cause of idle time, worker and "
+        "kernel. With several steps on a side it compares medians and shows the noise."
+    )
+    parser.epilog = "example: verl-profiling diff outputs/main outputs/branch --fail-above 5%"
+    for side in ("before", "after"):
+        parser.add_argument(
+            side, type=Path, metavar=side.upper(), help="step folder, run folder or report.json"
+        )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--fail-above",
+        type=_share,
+        metavar="PERCENT",
+        help="exit 1 when the step or a stage got slower by more than this, and than the noise",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare both sides."""
+    diff = compare(load_reports(arguments.before), load_reports(arguments.after))
+    if arguments.json:
+        print(msgspec.json.encode(diff).decode())
+    else:
+        print_diff(diff, Console())
+    if arguments.fail_above is None:
+        return EXIT_OK
+    slower = diff.slower_than(arguments.fail_above)
+    if slower and not arguments.json:
+        print("slower: " + ", ".join(change.name for change in slower))
+    return EXIT_FINDING if slower else EXIT_OK
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text.removesuffix("%")) / 100
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no percentage such as 5%") from None

@@ -1,0 +1,100 @@
+"""``verl-profiling merge``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from verl_profiling.commands import EXIT_OK
+from verl_profiling.commands.common import add_path, progress
+from verl_profiling.errors import ConfigError
+from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.slim import Keep, select_ranks, stage_windows
+from verl_profiling.timeline.sources import TIMELINE_NAME, StepInputs
+
+__all__ = ["configure", "run"]
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = (
+        "Merges everything recorded for a step into STEP_DIR/timeline.json.gz: the controller's stages, the "
+        "workers and the rollout engines, on one clock. For a run folder, one timeline per step. Takes plain "
+        "trace files and folders of them as well."
+    )
+    parser.epilog = (
+        "example: verl-profiling merge outputs/run/step_000012 --stages rollout,update_actor --min-us 5"
+    )
+    add_path(parser)
+    parser.add_argument("-o", "--output", type=Path, help="file to write (only for a single step)")
+    parser.add_argument(
+        "--format",
+        choices=("json", "archive"),
+        default="json",
+        help="json: one trace for any Perfetto (default). archive: a tar for Perfetto v58 and later, which "
+        "copies the traces without parsing them and has no arrows",
+    )
+    parser.add_argument("--stages", metavar="A,B", help="keep only what happened during these stages")
+    parser.add_argument("--ranks", metavar="0,8-15", help="keep only these ranks of each role")
+    parser.add_argument("--min-us", type=float, default=0.0, metavar="US", help="leave out shorter events")
+    parser.add_argument(
+        "--max-bytes",
+        type=_bytes,
+        metavar="SIZE",
+        help="leave out the shortest events until it fits, e.g. 200M",
+    )
+    parser.add_argument("-j", "--jobs", type=int, default=2, help="processes to use (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Merge every step under the path."""
+    steps = find_steps(arguments.path)
+    if arguments.output and len(steps) > 1:
+        raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(steps)}")
+    if arguments.ranks:
+        steps = [select_ranks(step, arguments.ranks) for step in steps]
+    with progress("merging", sum(len(step.sources) for step in steps)) as advance:
+        for step in steps:
+            output = arguments.output or _output(step, len(steps), arguments.format)
+            if arguments.format == "archive":
+                path, problems = write_archive(step, output, on_progress=advance)
+                summary = f"{path}  ({path.stat().st_size / 1e6:.1f} MB)"
+            else:
+                windows = stage_windows(step, arguments.stages.split(",")) if arguments.stages else ()
+                keep = Keep(min_us=arguments.min_us, windows_ns=windows)
+                result = merge(
+                    step,
+                    output,
+                    keep=keep,
+                    max_bytes=arguments.max_bytes,
+                    jobs=arguments.jobs,
+                    on_progress=advance,
+                )
+                problems = result.problems
+                left_out = f", {result.left_out:,} left out" if result.left_out else ""
+                summary = f"{result.path}  ({result.bytes / 1e6:.1f} MB, {result.events:,} events{left_out})"
+            for problem in problems:
+                print(f"warning: {problem}", file=sys.stderr)
+            print(summary)
+    return EXIT_OK
+
+
+def _output(step: StepInputs, steps: int, form: str) -> Path:
+    """Return where a timeline goes; plain traces of several steps share one folder."""
+    name = ARCHIVE_NAME if form == "archive" else TIMELINE_NAME
+    if steps > 1 and step.manifest is None and step.step is not None:
+        name = name.replace("timeline", f"timeline.step_{step.step:06d}")
+    return step.directory / name
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.upper())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 200M")
+    return int(float(match[1]) * _UNITS[match[2]])

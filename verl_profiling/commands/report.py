@@ -1,0 +1,73 @@
+"""``verl-profiling report``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from verl_profiling.commands import EXIT_OK
+from verl_profiling.commands.common import add_path, progress
+from verl_profiling.report.build import build_report
+from verl_profiling.report.csv import write_csv
+from verl_profiling.report.html import render_html
+from verl_profiling.report.tensorboard import write_tensorboard
+from verl_profiling.report.terminal import print_report
+from verl_profiling.timeline.inputs import find_steps
+
+__all__ = ["configure", "run"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = (
+        "Prints the step's anatomy, what each worker and each rollout engine did, where idle time went, and "
+        "what is missing. Takes a step folder, a run folder, or plain traces."
+    )
+    parser.epilog = "example: verl-profiling report outputs/run/step_000012 --json | jq .workers"
+    add_path(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, one document per step")
+    parser.add_argument(
+        "--save", action="store_true", help="write report.json and report.html into the folder"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page (of the last step) to this file"
+    )
+    parser.add_argument(
+        "--csv", type=Path, metavar="DIR", help="write workers.csv, stages.csv, lost.csv, ops.csv"
+    )
+    parser.add_argument(
+        "--tensorboard", type=Path, metavar="LOGDIR", help="write scalars, the Gantt and the text"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Report on every step under the path."""
+    steps = find_steps(arguments.path)
+    with progress("reading", sum(len(step.sources) for step in steps)) as advance:
+        reports = [build_report(step, advance) for step in steps]
+    written = []
+    for step, report in zip(steps, reports, strict=True):
+        if arguments.json:
+            print(msgspec.json.encode(report).decode())
+        else:
+            print_report(report, Console())
+        if arguments.save:
+            data = msgspec.json.format(msgspec.json.encode(report))
+            (step.directory / "report.json").write_bytes(data)
+            (step.directory / "report.html").write_text(render_html(report), encoding="utf-8")
+            written.append(step.directory / "report.html")
+    if arguments.html:
+        arguments.html.write_text(render_html(reports[-1]), encoding="utf-8")
+        written.append(arguments.html)
+    if arguments.csv:
+        written += write_csv(reports, arguments.csv)
+    if arguments.tensorboard:
+        write_tensorboard(reports, arguments.tensorboard)
+        written.append(arguments.tensorboard)
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
+    return EXIT_OK

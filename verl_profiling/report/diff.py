@@ -1,0 +1,175 @@
+"""Compares two steps or two runs: what got slower or faster, and by more than the noise.
+
+With several steps on a side, a number is their median and its noise half of the range; with
+one step on each side the noise is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.report.build import build_report
+from verl_profiling.report.model import Report
+from verl_profiling.timeline.inputs import find_steps
+
+__all__ = ["Change", "Diff", "compare", "load_reports", "print_diff"]
+
+_SMALLEST_SHARE = 0.01
+_ROWS = 12
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One number on both sides, in seconds per step.
+
+    Attributes:
+        kind: ``step``, ``stage``, ``worker`` (busy time), ``lost`` (lane-seconds) or ``op`` (self time).
+        name: Of the stage, lane, cause or kernel.
+        before_s: Median over the steps of A; ``None`` if A has none of it.
+        after_s: Median over the steps of B; ``None`` if B has none of it.
+        change_s: The second less the first, with nothing counted as 0.
+        change: The same as a share of the first; ``None`` if A has none of it.
+        noise_s: Half of the range over the steps, the larger of both sides; ``None`` with one step each.
+    """
+
+    kind: str
+    name: str
+    before_s: float | None
+    after_s: float | None
+    change_s: float
+    change: float | None
+    noise_s: float | None
+
+    @property
+    def stands_out(self) -> bool:
+        """Whether it is more than the noise, as far as that is known."""
+        return abs(self.change_s) > (self.noise_s or 0.0)
+
+
+class Diff(msgspec.Struct, frozen=True, kw_only=True):
+    """All that changed, the largest change of each kind first.
+
+    Attributes:
+        before: Number of steps of A.
+        after: Number of steps of B.
+        changes: Numbers that at least one side has.
+    """
+
+    before: int
+    after: int
+    changes: list[Change]
+
+    def slower_than(self, share: float) -> list[Change]:
+        """Return the step and the stages that got slower by more than a share, and than the noise.
+
+        A stage below 1 % of the step is too small to fail on.
+        """
+        step_s = next((c.before_s for c in self.changes if c.kind == "step"), None) or 0.0
+        return [
+            change
+            for change in self.changes
+            if change.kind in ("step", "stage")
+            and change.stands_out
+            and (change.after_s or 0.0) >= _SMALLEST_SHARE * step_s
+            and (change.change_s > 0 if change.change is None else change.change > share)
+        ]
+
+
+def load_reports(path: Path) -> list[Report]:
+    """Return the reports of a ``report.json``, or of all steps under a path.
+
+    Raises:
+        TraceFormatError: It is neither.
+    """
+    if path.is_file() and path.name.startswith("report") and path.suffix == ".json":
+        try:
+            return [msgspec.json.decode(path.read_bytes(), type=Report)]
+        except msgspec.MsgspecError as error:
+            raise TraceFormatError(path, f"not a report: {error}") from error
+    return [build_report(step) for step in find_steps(path)]
+
+
+def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:
+    """Compare the steps of two sides."""
+    left, right = _numbers(before), _numbers(after)
+    changes = [_change(key, left.get(key, []), right.get(key, [])) for key in dict.fromkeys([*left, *right])]
+    order = {"step": 0, "stage": 1, "lost": 2, "worker": 3, "op": 4}
+    changes.sort(key=lambda change: (order[change.kind], -abs(change.change_s)))
+    return Diff(before=len(before), after=len(after), changes=changes)
+
+
+def _numbers(reports: Iterable[Report]) -> dict[tuple[str, str], list[float]]:
+    found: dict[tuple[str, str], list[float]] = {}
+    for report in reports:
+        for key, seconds in _numbers_of(report):
+            found.setdefault(key, []).append(seconds)
+    return found
+
+
+def _numbers_of(report: Report) -> Iterator[tuple[tuple[str, str], float]]:
+    yield ("step", "step"), report.span_us / 1e6
+    for stage in report.stages:
+        yield ("stage", stage.name), stage.duration_us / 1e6
+    for worker in report.workers:
+        yield ("worker", worker.name), worker.busy_us / 1e6
+    for lost in report.lost:
+        yield ("lost", lost.cause), lost.seconds
+    ops: dict[str, float] = {}
+    for op in report.ops:
+        ops[op.name] = ops.get(op.name, 0.0) + op.self_us / 1e6
+    for name, seconds in ops.items():
+        yield ("op", name), seconds
+
+
+def _change(key: tuple[str, str], before: list[float], after: list[float]) -> Change:
+    a, b = (median(side) if side else None for side in (before, after))
+    ranges = [(max(side) - min(side)) / 2 for side in (before, after) if len(side) > 1]
+    difference = (b or 0.0) - (a or 0.0)
+    return Change(
+        kind=key[0],
+        name=key[1],
+        before_s=a,
+        after_s=b,
+        change_s=difference,
+        change=difference / a if a else None,
+        noise_s=max(ranges) if ranges else None,
+    )
+
+
+def print_diff(diff: Diff, console: Console) -> None:
+    """Print the largest changes of each kind; those within the noise are dim."""
+    console = Console(file=console.file, width=100, highlight=False)
+    console.print(f"{diff.before} step(s) before, {diff.after} after; medians, in seconds per step")
+    titles = {
+        "step": "Step",
+        "stage": "Stages",
+        "lost": "Idle time by cause",
+        "worker": "Busy time",
+        "op": "Kernels by self time",
+    }
+    for kind, title in titles.items():
+        table = Table(
+            title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+        )
+        table.add_column("name", no_wrap=True, max_width=46)
+        for heading in ("before", "after", "change", "", "noise"):
+            table.add_column(heading, justify="right")
+        for change in [change for change in diff.changes if change.kind == kind][:_ROWS]:
+            cells = [_seconds(change.before_s), _seconds(change.after_s), f"{change.change_s:+.3f}"]
+            cells.append("new" if change.change is None else f"{change.change:+.1%}")
+            cells.append("" if change.noise_s is None else f"±{change.noise_s:.3f}")
+            table.add_row(escape(change.name), *cells, style=None if change.stands_out else "dim")
+        if table.row_count:
+            console.print(table)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

@@ -1,0 +1,63 @@
+"""The lanes of the rollout's requests: one slice per request, side by side where they overlap."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+import msgspec
+
+from verl_profiling.manifest import Manifest, Request
+from verl_profiling.timeline.member import STAGES_TID, name_thread
+from verl_profiling.timeline.reader import Event
+
+__all__ = ["request_events"]
+
+_FIRST_TID = STAGES_TID + 1_000
+
+
+def request_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) -> list[Event]:
+    """Return the requests of every engine as slices of its process.
+
+    Args:
+        manifest: The capture.
+        pids: Process id by the name of a worker.
+        base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
+    """
+    events: list[Event] = []
+    for worker in manifest.workers:
+        shift_ns = base_ns + manifest.offset_ns(worker.identity)
+        free: list[tuple[int, int]] = []  # when a row is free again, and which
+        rows = 0
+        for request in sorted(worker.requests, key=lambda r: r.begin_ns):
+            if free and free[0][0] <= request.begin_ns:
+                _, row = heapq.heappop(free)
+            else:
+                row, rows = rows, rows + 1
+            heapq.heappush(free, (request.end_ns, row))
+            events += _slices(request, pids[worker.name], _FIRST_TID + row, shift_ns)
+        for row in range(rows):
+            events.append(name_thread(pids[worker.name], _FIRST_TID + row, f"requests {row}"))
+            order = msgspec.Raw(b'{"sort_index":%d}' % row)
+            events.append(
+                Event("M", name="thread_sort_index", pid=pids[worker.name], tid=_FIRST_TID + row, args=order)
+            )
+    return events
+
+
+def _slices(request: Request, pid: int, tid: int, shift_ns: int) -> list[Event]:
+    """Return the request, and inside it the wait for its first token where that is known."""
+    facts = {
+        "prompt_tokens": request.prompt_tokens,
+        "response_tokens": request.response_tokens,
+        "failed": request.failed,
+    }
+    ts = (request.begin_ns - shift_ns) / 1000
+    whole = Event("X", "request", f"request ({request.response_tokens} tokens)", pid, tid, ts)
+    whole.dur = (request.end_ns - request.begin_ns) / 1000
+    whole.args = msgspec.Raw(msgspec.json.encode(facts))
+    if not request.first_token_ns:
+        return [whole]
+    waiting = Event("X", "request", "first token", pid, tid, ts)
+    waiting.dur = (request.first_token_ns - request.begin_ns) / 1000
+    return [whole, waiting]

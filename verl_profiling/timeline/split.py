@@ -1,0 +1,150 @@
+"""Cuts e2e traces into their stages: the files that discrete mode would have written.
+
+An event belongs to the stage that it begins in; the marks of a stage itself belong to it
+however the clocks of mark and span differ. Names of processes and threads go into every
+file. The result is a step folder of its own, with a manifest, so that every command works
+on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.identity import artifact_name
+from verl_profiling.manifest import (
+    CONTROLLER_TRACE_NAME,
+    MANIFEST_NAME,
+    Artifact,
+    CaptureResult,
+    StageSpan,
+    write_json_atomically,
+)
+from verl_profiling.timeline.inputs import resolve_artifact
+from verl_profiling.timeline.member import compressor
+from verl_profiling.timeline.reader import Event, Trace
+from verl_profiling.timeline.sources import StepInputs
+
+__all__ = ["SPLIT_NAME", "split_step"]
+
+SPLIT_NAME = "split"
+
+
+def split_step(
+    inputs: StepInputs, output: Path | None = None, on_progress: Callable[[Path], None] | None = None
+) -> list[Path]:
+    """Write one trace per lane and outermost stage, and a manifest that says so.
+
+    Args:
+        inputs: The step; traces recorded in discrete mode are left alone.
+        output: Folder to write; by default ``split`` in the step's folder.
+        on_progress: Called with each trace when it is cut.
+
+    Returns:
+        The files written.
+
+    Raises:
+        TraceFormatError: The step has no manifest, or no e2e trace with stages.
+        OSError: The folder cannot be written.
+    """
+    if inputs.manifest is None:
+        raise TraceFormatError(inputs.directory, "has no manifest, so there are no stages to cut at")
+    output = output or inputs.directory / SPLIT_NAME
+    written: list[Path] = []
+    workers: list[CaptureResult] = []
+    for worker in inputs.manifest.workers:
+        stages = [span for span in worker.stages if span.depth == 0]
+        pieces: list[Artifact] = []
+        for artifact in worker.artifacts if worker.mode == "e2e" else ():
+            path = resolve_artifact(inputs.directory, artifact)
+            if (
+                stages
+                and path is not None
+                and path.is_file()
+                and artifact.path.endswith((".json", ".json.gz"))
+            ):
+                output.mkdir(parents=True, exist_ok=True)
+                pieces += _cut(path, artifact, stages, output)
+                if on_progress:
+                    on_progress(path)
+        if pieces:
+            workers.append(msgspec.structs.replace(worker, mode="discrete", artifacts=pieces))
+            written += [output / piece.path for piece in pieces]
+    if not written:
+        raise TraceFormatError(inputs.directory, "holds no e2e trace whose worker ran a stage")
+    if inputs.controller:
+        (output / CONTROLLER_TRACE_NAME).write_bytes(inputs.controller.read_bytes())
+    write_json_atomically(output / MANIFEST_NAME, msgspec.structs.replace(inputs.manifest, workers=workers))
+    return written
+
+
+def _cut(path: Path, artifact: Artifact, stages: list[StageSpan], output: Path) -> list[Artifact]:
+    trace = Trace(path)
+    suffix = artifact.path[len(artifact.lane) :].removesuffix(".gz") + ".gz"
+    runs: dict[str, int] = {}
+    pieces = []
+    for span in stages:
+        runs[span.name] = runs.get(span.name, 0) + 1
+        name = artifact_name(artifact.lane, suffix, span.name, runs[span.name])
+        pieces.append(_Piece(output / name, span, runs[span.name], trace))
+    for events in trace.chunks():
+        for piece in pieces:
+            piece.take(events, trace.base_ns)
+    return [piece.close(artifact, trace.base_ns) for piece in pieces]
+
+
+class _Piece:
+    """One stage's file while it is written."""
+
+    def __init__(self, path: Path, span: StageSpan, occurrence: int, trace: Trace) -> None:
+        self.path = path
+        self.span = span
+        self._occurrence = occurrence
+        self._head = {k: v for k, v in trace.metadata.items() if k != "baseTimeNanoseconds"}
+        self._events = 0
+        self._gzip = compressor()
+        self._file: BinaryIO = path.open("wb")
+        self._write(
+            msgspec.json.encode(self._head)[:-1] + (b"," if self._head else b"") + b'"traceEvents":[\n'
+        )
+
+    def take(self, events: list[Event], base_ns: int) -> None:
+        """Write the events that belong here."""
+        begin, end = (self.span.begin_ns - base_ns) / 1000, (self.span.end_ns - base_ns) / 1000
+        own = [event for event in events if self._is_ours(event, begin, end)]
+        if own:
+            self._write((b",\n" if self._events else b"") + msgspec.json.encode(own)[1:-1])
+            self._events += len(own)
+
+    def close(self, artifact: Artifact, base_ns: int) -> Artifact:
+        """Finish the file and return what stands for it in a manifest."""
+        self._write(b'\n],"baseTimeNanoseconds":%d}\n' % base_ns)
+        self._file.write(self._gzip.flush())
+        self._file.close()
+        return msgspec.structs.replace(
+            artifact,
+            path=self.path.name,
+            status="ok",
+            stage=self.span.name,
+            occurrence=self._occurrence,
+            begin_ns=self.span.begin_ns,
+            end_ns=self.span.end_ns,
+            bytes=self.path.stat().st_size,
+            events=self._events,
+            reason="",
+        )
+
+    def _is_ours(self, event: Event, begin: float, end: float) -> bool:
+        if event.ph == "M" or event.ts is None:
+            return True
+        if begin <= event.ts < end:
+            return True
+        middle = event.ts + (event.dur or 0.0) / 2
+        return event.name == self.span.name and begin <= middle < end
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(self._gzip.compress(data))
