@@ -19,6 +19,7 @@ from verl_profiling.finisher import Finisher
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
 from verl_profiling.messages import CaptureRequest
+from verl_profiling.peaks import StagePeaks, take_host_peak
 from verl_profiling.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.states import TRANSITIONS, Event, State
 from verl_profiling.tools import Output, Recording, Target, Tool
@@ -53,7 +54,9 @@ class Capture:
         self._role = role
         self._finisher = finisher
         self._whole = role.mode == "e2e" or request.stage is not None
-        self._spans = SpanLog()
+        self._host_peaks = StagePeaks(take_host_peak)
+        self._spans = SpanLog(self._host_peaks)
+        self._metrics: dict[str, float] = {}
         self._lock = threading.Lock()
         self._recordings: list[tuple[Tool, Recording, Target]] = []
         self._recorded_stage = ""
@@ -192,6 +195,8 @@ class Capture:
                 try:
                     if self.request.keep:
                         self._keep(recording.stop(), end_ns)
+                        for name, value in recording.metrics().items():
+                            self._metrics[name] = max(value, self._metrics.get(name, value))
                     else:
                         recording.discard()
                 except Exception as error:
@@ -318,6 +323,7 @@ class Capture:
             artifacts=artifacts,
             stages=stages,
             notes=self._spans.notes(),
+            metrics={**self._host_peaks.metrics(), **self._metrics},
             anchors=self._anchors,
             cost=CaptureCost(start_s=self._start_s, stop_s=self._stop_s, export_s=self._export_s),
         )

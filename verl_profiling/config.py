@@ -20,28 +20,56 @@ from verl_profiling.tools import TOOLS, Tool, load_tool
 __all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts", "parse_ranks"]
 
 Mode = Literal["e2e", "discrete"]
+Ranks = str | int | tuple[int, ...] | None
+ONE_PER_PP_STAGE = "one_per_pp_stage"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection:
+class Coordinates:
+    """Ranks chosen by their place in the parallel dimensions; ``None`` means all.
+
+    Written like ``ranks``, and -1 is the last: ``pp: [0, -1]``. A worker that does not have a
+    dimension is not concerned by it.
+
+    Attributes:
+        tp: Tensor-parallel ranks.
+        pp: Pipeline stages.
+        dp: Data-parallel ranks.
+        cp: Context-parallel ranks.
+        ep: Expert-parallel ranks.
+    """
+
+    tp: Ranks = None
+    pp: Ranks = None
+    dp: Ranks = None
+    cp: Ranks = None
+    ep: Ranks = None
+
+
+DIMENSIONS = tuple(dimension.name for dimension in dataclasses.fields(Coordinates))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection(Coordinates):
     """What is captured of a profiled step. ``None`` means all.
 
     Attributes:
         roles: Roles that take part.
-        ranks: Global accelerator ranks inside the role: ``"0,8-15"``, a number or a list.
+        ranks: Global accelerator ranks inside the role: ``"0,8-15"``, a number or a list; or
+            ``one_per_pp_stage``, the first rank of each pipeline stage.
         replicas: Rollout replicas, written like ``ranks``.
         stages: Stages that are recorded in discrete mode.
     """
 
     roles: tuple[str, ...] | None = None
-    ranks: str | int | tuple[int, ...] | None = None
-    replicas: str | int | tuple[int, ...] | None = None
+    ranks: Ranks = None
+    replicas: Ranks = None
     stages: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoleOverride:
+class RoleOverride(Coordinates):
     """What differs for one role. ``None`` means: as for all roles.
 
     Attributes:
@@ -57,8 +85,8 @@ class RoleOverride:
     enable: bool = True
     tool: str | tuple[str, ...] | None = None
     mode: Mode | None = None
-    ranks: str | int | tuple[int, ...] | None = None
-    replicas: str | int | tuple[int, ...] | None = None
+    ranks: Ranks = None
+    replicas: Ranks = None
     stages: tuple[str, ...] | None = None
     tools: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -94,11 +122,30 @@ class RoleConfig:
     ranks: frozenset[int] | None
     replicas: frozenset[int] | None
     stages: frozenset[str] | None
+    coordinates: dict[str, frozenset[int]] = field(default_factory=dict)
 
-    def selects(self, rank: int, replica: int | None = None) -> bool:
-        """Return whether a worker takes part in captures."""
+    def selects(
+        self,
+        rank: int,
+        replica: int | None = None,
+        topology: Mapping[str, int] | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> bool:
+        """Return whether a worker takes part in captures.
+
+        Args:
+            rank: Global rank inside the role.
+            replica: Index of the rollout replica.
+            topology: Its coordinates.
+            sizes: Number of ranks along these dimensions; counting from the end needs it.
+        """
         if not self.enable or (self.ranks is not None and rank not in self.ranks):
             return False
+        for dimension, index in (topology or {}).items():
+            wanted = self.coordinates.get(dimension)
+            from_end = index - sizes[dimension] if sizes and dimension in sizes else index
+            if wanted is not None and wanted.isdisjoint((index, from_end)):
+                return False
         return replica is None or self.replicas is None or replica in self.replicas
 
 
@@ -176,7 +223,16 @@ class ProfilingConfig:
             if clash := sorted(tool.conflicts.intersection(names)):
                 raise ConfigError(f"{key}tool", f"{tool.name} cannot record together with {', '.join(clash)}")
         stages = override.stages if override.stages is not None else self.select.stages
-        own_ranks, own_replicas = override.ranks is not None, override.replicas is not None
+        ranks, ranks_key = self._chosen(override, "ranks", key)
+        replicas, replicas_key = self._chosen(override, "replicas", key)
+        coordinates = {
+            dimension: chosen
+            for dimension in DIMENSIONS
+            if (chosen := _coordinates(*self._chosen(override, dimension, key))) is not None
+        }
+        if ranks == ONE_PER_PP_STAGE:
+            ranks = None
+            coordinates = {name: frozenset({0}) for name in DIMENSIONS if name != "pp"} | coordinates
         return RoleConfig(
             role=role,
             enable=self.enable
@@ -184,20 +240,20 @@ class ProfilingConfig:
             and (self.select.roles is None or role in self.select.roles),
             tools=tools,
             mode=override.mode or self.mode,
-            ranks=parse_ranks(
-                override.ranks if own_ranks else self.select.ranks,
-                f"{key}ranks" if own_ranks else "select.ranks",
-            ),
-            replicas=parse_ranks(
-                override.replicas if own_replicas else self.select.replicas,
-                f"{key}replicas" if own_replicas else "select.replicas",
-            ),
+            ranks=parse_ranks(ranks, ranks_key),
+            replicas=parse_ranks(replicas, replicas_key),
             stages=frozenset(stages) if stages is not None else None,
+            coordinates=coordinates,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain, JSON-compatible values, as :meth:`from_any` takes them."""
         return typing.cast("dict[str, Any]", msgspec.to_builtins(self))
+
+    def _chosen(self, override: RoleOverride, name: str, key: str) -> tuple[Ranks, str]:
+        """Return a role's own choice, or the common one, and the key it stands under."""
+        own = getattr(override, name)
+        return (own, f"{key}{name}") if own is not None else (getattr(self.select, name), f"select.{name}")
 
     def _tool_names(self, role: str) -> tuple[str, ...]:
         override = self.roles.get(role)
@@ -217,7 +273,16 @@ class ProfilingConfig:
         return tool_class(_build(tool_class.options_class, {**common, **own}, where))
 
 
-def parse_ranks(value: str | int | tuple[int, ...] | None, key: str) -> frozenset[int] | None:
+def _coordinates(value: Ranks, key: str) -> frozenset[int] | None:
+    """Like :func:`parse_ranks`; negative numbers, outside of text, count from the end."""
+    if value is None or isinstance(value, str):
+        return parse_ranks(value, key)
+    listed = (value,) if isinstance(value, int) else value
+    parse_ranks(tuple(map(abs, listed)), key)
+    return frozenset(listed)
+
+
+def parse_ranks(value: Ranks, key: str) -> frozenset[int] | None:
     """Return the ranks in ``"0,8-15"``, ``3`` or ``[0, 1]``; ``None`` stays ``None``.
 
     Raises:

@@ -39,6 +39,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         replica: Index of the rollout replica; ``None`` for every other role.
         node_rank: Node index inside a replica that spans several nodes.
         topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1, "tp": 0}``.
+        sizes: Number of ranks along these dimensions, where known.
         host: Host name, for people.
         clock_domain: See :func:`clock_domain`; equal domains need no clock correction.
         pid: Process id on ``host``.
@@ -50,16 +51,26 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     replica: int | None = None
     node_rank: int = 0
     topology: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     host: str = msgspec.field(default_factory=socket.gethostname)
     clock_domain: str = msgspec.field(default_factory=lambda: clock_domain())
     pid: int = msgspec.field(default_factory=os.getpid)
 
     @property
     def name(self) -> str:
-        """``actor_rank3``; a rollout replica is ``rollout0`` (its ranks are lanes of it)."""
+        """``actor_rank3``; a rollout replica is ``rollout0`` (its ranks are lanes of it).
+
+        A rank of a model that is split is ``actor_rank3_tp1_pp1``: the coordinates follow,
+        but for data-parallel ones, which say nothing that the rank does not say.
+        """
         if self.replica is not None:
             return f"{safe_name(self.role)}{self.replica}"
-        return f"{safe_name(self.role)}_rank{self.rank}"
+        split = (
+            f"_{safe_name(dimension)}{index}"
+            for dimension, index in self.topology.items()
+            if self.sizes.get(dimension, 1) > 1 and not dimension.startswith("dp")
+        )
+        return f"{safe_name(self.role)}_rank{self.rank}{''.join(split)}"
 
     def lane(self, rank: int | None = None) -> str:
         """Return the lane of one rank: ``actor_rank3``, or ``rollout0_rank1`` in a replica.

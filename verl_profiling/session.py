@@ -65,7 +65,7 @@ class Session:
                 atexit.register(self.leave)
             self._roles[identity.name] = role
             self._finish_s = max(self._finish_s, config.timeouts.finish_s)
-        if role.selects(identity.rank, identity.replica):
+        if role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
             for tool in role.tools:
                 tool.prepare()
 
@@ -83,7 +83,7 @@ class Session:
                 raise CaptureStateError(
                     f"start_capture(step={request.step}): {identity} is not set up; call init_capture() first"
                 )
-            if not role.selects(identity.rank, identity.replica):
+            if not role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
                 return self._reply(identity, "skipped", received_ns, reason="not selected")
             if self._capture is not None:
                 return self._join(self._capture, request, identity, received_ns)

@@ -8,7 +8,7 @@ needs locks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -103,6 +103,13 @@ class Recording(ABC):
     @abstractmethod
     def discard(self) -> None:
         """Stop recording and write nothing."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return plain numbers for the manifest, once stopped: ``stage/<name>/<what>_<unit>``.
+
+        In discrete mode a stage that runs again keeps its highest value.
+        """
+        return {}
 
 
 class Tool(ABC):

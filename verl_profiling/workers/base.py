@@ -32,6 +32,7 @@ class CaptureMixin:
         rank: int = 0,
         world_size: int = 1,
         topology: Mapping[str, int] | None = None,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
         """Set this worker up. Slow imports happen here, so that the first capture starts at once.
 
@@ -41,6 +42,7 @@ class CaptureMixin:
             rank: Global rank inside the role.
             world_size: Number of ranks of the role.
             topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1}``.
+            sizes: Number of ranks along these dimensions, e.g. ``{"dp": 4}``.
 
         Raises:
             ConfigError: The settings are wrong.
@@ -48,7 +50,11 @@ class CaptureMixin:
         """
         settings = ProfilingConfig.from_any(config)
         self._capture_identity = WorkerIdentity(
-            role=role, rank=rank, world_size=world_size, topology=dict(topology or {})
+            role=role,
+            rank=rank,
+            world_size=world_size,
+            topology=dict(topology or {}),
+            sizes=dict(sizes or {}),
         )
         if settings.enable:
             process_session().register(settings, self._capture_identity)

@@ -1,0 +1,78 @@
+"""Peak memory of stages: nested, repeated, and in the result of a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from verl_profiling import stage
+from verl_profiling.messages import CaptureRequest
+from verl_profiling.peaks import StagePeaks, take_host_peak
+from verl_profiling.workers import CaptureMixin
+
+MIB = 1 << 20
+
+
+def readings(*values: int) -> Callable[[], Mapping[str, int]]:
+    """Return a high-water mark that reads these values, one after another."""
+    left: Iterator[int] = iter(values)
+    return lambda: {"peak_bytes": next(left)}
+
+
+def test_an_inner_stage_counts_for_the_outer_one() -> None:
+    """The outer stage's peak is the highest of all stretches in it, the inner one's only its own."""
+    peaks = StagePeaks(readings(900, 10, 50, 20))
+    peaks.begin("outer")
+    peaks.begin("inner")
+    peaks.end("inner")
+    peaks.end("outer")
+    assert peaks.metrics() == {"stage/outer/peak_bytes": 50, "stage/inner/peak_bytes": 50}
+
+
+def test_what_came_before_a_stage_does_not_count() -> None:
+    """The reading at the begin of a stage belongs to what ran before."""
+    peaks = StagePeaks(readings(900, 10, 800, 20))
+    for name in ("first", "second"):
+        peaks.begin(name)
+        peaks.end(name)
+    assert peaks.metrics() == {"stage/first/peak_bytes": 10, "stage/second/peak_bytes": 20}
+
+
+def test_a_stage_that_runs_again_keeps_its_highest_peak() -> None:
+    """The second, lower run does not overwrite the first."""
+    peaks = StagePeaks(readings(0, 70, 0, 30))
+    for _ in range(2):
+        peaks.begin("stage")
+        peaks.end("stage")
+    assert peaks.metrics() == {"stage/stage/peak_bytes": 70}
+
+
+def test_a_mark_that_cannot_be_set_back_gives_no_numbers() -> None:
+    """No number is better than a wrong one."""
+    peaks = StagePeaks(dict)
+    peaks.begin("stage")
+    peaks.end("stage")
+    assert peaks.metrics() == {}
+
+
+@pytest.mark.skipif(not take_host_peak(), reason="this system's peak resident size cannot be set back")
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_the_manifest_gets_the_peak_resident_size_of_each_stage(tmp_path: Path, mode: str) -> None:
+    """A stage that allocates 128 MiB peaks at least 100 MiB above one that does not, in both modes."""
+    worker = CaptureMixin()
+    worker.init_capture({"enable": True, "tool": "spans", "mode": mode}, role="actor")
+    worker.start_capture(CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path / "step")))
+    with stage("small"):
+        pass
+    with stage("large"), stage("inner"):
+        assert bytearray(128 * MIB)[-1] == 0
+    with stage("small_again"):
+        pass
+    metrics = worker.stop_capture().result.metrics
+    assert set(metrics) == {f"stage/{name}/peak_rss_bytes" for name in ("small", "large", "small_again")}, (
+        "outermost stages only"
+    )
+    assert metrics["stage/large/peak_rss_bytes"] > metrics["stage/small/peak_rss_bytes"] + 100 * MIB
+    assert metrics["stage/large/peak_rss_bytes"] > metrics["stage/small_again/peak_rss_bytes"] + 100 * MIB

@@ -1,0 +1,83 @@
+"""Selecting workers by their place in the parallel dimensions, and naming them by it."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from verl_profiling import ConfigError, ProfilingConfig
+from verl_profiling.config import RoleConfig
+from verl_profiling.identity import WorkerIdentity
+
+SIZES = {"tp": 2, "pp": 4, "dp": 2}
+
+
+def role(select: dict[str, Any], **roles: Any) -> RoleConfig:
+    """Return an actor's settings."""
+    config = ProfilingConfig.from_any({"enable": True, "tool": "spans", "select": select, "roles": roles})
+    return config.for_role("actor")
+
+
+def chosen(settings: RoleConfig) -> list[tuple[int, ...]]:
+    """Return the (tp, pp, dp) of all workers that take part, of 16."""
+    places = product(range(SIZES["tp"]), range(SIZES["pp"]), range(SIZES["dp"]))
+    return [
+        place
+        for rank, place in enumerate(places)
+        if settings.selects(rank, None, dict(zip(SIZES, place, strict=True)), SIZES)
+    ]
+
+
+def test_first_and_last_pipeline_stage() -> None:
+    """``pp: [0, -1], tp: [0]`` takes the first tensor rank of the first and the last pipeline stage."""
+    assert chosen(role({"pp": [0, -1], "tp": [0]})) == [(0, 0, 0), (0, 0, 1), (0, 3, 0), (0, 3, 1)]
+
+
+def test_one_rank_per_pipeline_stage() -> None:
+    """The named choice takes the first rank of each pipeline stage."""
+    assert chosen(role({"ranks": "one_per_pp_stage"})) == [(0, pp, 0) for pp in range(4)]
+
+
+def test_the_named_choice_can_be_moved() -> None:
+    """An explicit coordinate goes before the named choice's own."""
+    assert chosen(role({"ranks": "one_per_pp_stage", "dp": 1})) == [(0, pp, 1) for pp in range(4)]
+
+
+def test_coordinates_are_written_like_ranks() -> None:
+    """Numbers, lists and ranges mean the same."""
+    assert chosen(role({"pp": "1-2"})) == chosen(role({"pp": [1, 2]}))
+    assert chosen(role({"pp": 0})) == chosen(role({"pp": [-4]}))
+
+
+def test_a_role_can_choose_its_own() -> None:
+    """A role's coordinates replace the common ones, dimension by dimension."""
+    settings = role({"pp": [0], "tp": [0]}, actor={"pp": [3]})
+    assert chosen(settings) == [(0, 3, 0), (0, 3, 1)]
+
+
+def test_a_dimension_that_a_worker_lacks_does_not_concern_it() -> None:
+    """A rollout engine or an FSDP worker is not left out because Megatron ranks are selected."""
+    settings = role({"pp": [0, -1], "ranks": "one_per_pp_stage"})
+    assert settings.selects(5)
+    assert settings.selects(0, None, {"dp": 0}, {"dp": 2})
+
+
+@pytest.mark.parametrize(
+    ("select", "key"),
+    [({"pp": "x"}, "select.pp"), ({"tp": []}, "select.tp"), ({"cp": "0-"}, "select.cp")],
+)
+def test_a_wrong_coordinate_is_named(select: dict[str, Any], key: str) -> None:
+    """The error names the dotted key."""
+    with pytest.raises(ConfigError, match=key):
+        role(select)
+
+
+def test_the_name_shows_how_the_model_is_split() -> None:
+    """Coordinates of dimensions with several ranks are in the name, data-parallel ones are not."""
+    identity = WorkerIdentity(
+        role="actor", rank=3, topology={"tp": 1, "pp": 1, "cp": 0, "dp": 1}, sizes={**SIZES, "cp": 1}
+    )
+    assert identity.name == identity.lane() == "actor_rank3_tp1_pp1"
+    assert WorkerIdentity(role="actor", rank=3, topology={"dp": 3}, sizes={"dp": 4}).name == "actor_rank3"

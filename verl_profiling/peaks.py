@@ -1,0 +1,76 @@
+"""Peaks of memory, stage by stage, read from high-water marks that can be set back."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+__all__ = ["StagePeaks", "take_host_peak"]
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_SET_BACK = b"5"  # proc_pid_clear_refs(5): the peak becomes the present resident size
+_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
+
+
+class StagePeaks:
+    """Gives every stage the highest value that a high-water mark had while it ran.
+
+    The mark is read and set back at each boundary of a stage, and what was read counts for
+    every stage that was open, so stages may nest and overlap.
+
+    Args:
+        take: Returns the peaks by name since it was last called, and sets them back. Empty
+            where they cannot be set back: no numbers, rather than wrong ones.
+    """
+
+    def __init__(self, take: Callable[[], Mapping[str, int]]) -> None:
+        self._take = take
+        self._open: list[_Open] = []
+        self._peaks: dict[str, float] = {}
+
+    def begin(self, name: str) -> None:
+        """Note that a stage begins."""
+        self._fold()
+        self._open.append(_Open(name))
+
+    def end(self, name: str) -> None:
+        """Note that it ends; a stage that runs again keeps the higher peaks."""
+        self._fold()
+        for stage in reversed(self._open):
+            if stage.name == name:
+                self._open.remove(stage)
+                for what, peak in stage.peaks.items():
+                    key = f"stage/{name}/{what}"
+                    self._peaks[key] = max(self._peaks.get(key, 0.0), float(peak))
+                return
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the peaks of the stages that have ended, as ``stage/<name>/<what>``."""
+        return self._peaks
+
+    def _fold(self) -> None:
+        for what, peak in self._take().items():
+            for stage in self._open:
+                stage.peaks[what] = max(stage.peaks.get(what, 0), peak)
+
+
+class _Open:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.peaks: dict[str, int] = {}
+
+
+def take_host_peak() -> Mapping[str, int]:
+    """Return the peak resident size of this process since the last call, and set it back.
+
+    It is the kernel's own mark, so what ``getrusage`` tells the rest of the process is set
+    back as well.
+    """
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT_BYTES
+    try:
+        _CLEAR_REFS.write_bytes(_SET_BACK)
+    except OSError:
+        return {}
+    return {"peak_rss_bytes": peak}
