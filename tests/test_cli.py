@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 from step_folders import WORKERS, build_step
 
 from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.commands import COMMANDS, EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 
 ANSI = "\x1b["
 
@@ -90,7 +92,7 @@ def test_an_unwritable_output_is_one_line_and_exit_2(
     assert "No such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["merge"], ["report"], ["check"]])
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_help_shows_an_example_or_the_exit_codes(
     capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
@@ -121,3 +123,78 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert "step 12" in done.stdout
+
+
+def test_merge_options_reach_the_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slimming and the archive are one option away, and the summary says what was left out."""
+    folder = build_step(tmp_path)
+    slim = ["--stages", "rollout", "--ranks", "0", "--min-us", "1", "--max-bytes", "1M"]
+    assert main(["merge", str(folder), *slim]) == EXIT_OK
+    assert "left out" in capsys.readouterr().out
+    assert main(["merge", str(folder), "--format", "archive"]) == EXIT_OK
+    assert (folder / "timeline.tar").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--stages", "rolout"], "did you mean 'rollout'"),
+        (["--ranks", "7"], "selects nothing"),
+        (["--ranks", "one"], "is no list of ranks"),
+    ],
+)
+def test_bad_merge_options_are_one_line_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], problem: str
+) -> None:
+    """A selection that cannot be met is refused before anything is written."""
+    folder = build_step(tmp_path)
+    assert main(["merge", str(folder), *options]) == EXIT_BAD_INPUT
+    assert problem in capsys.readouterr().err
+    assert not (folder / "timeline.json.gz").exists()
+
+
+def test_report_writes_every_face(tmp_path: Path) -> None:
+    """Page, JSON, CSV and TensorBoard come from one reading."""
+    folder = build_step(tmp_path)
+    faces = ["--csv", str(tmp_path / "csv"), "--html", str(tmp_path / "r.html"), "--save"]
+    assert main(["report", str(folder), *faces]) == EXIT_OK
+    assert json.loads((folder / "report.json").read_text())["step"] == 12
+    assert (folder / "report.html").read_text() == (tmp_path / "r.html").read_text()
+    assert (tmp_path / "csv" / "workers.csv").exists()
+
+
+def test_diff_fails_only_when_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step against itself is no slower; against one that took half as long it is."""
+    folder = build_step(tmp_path)
+    main(["report", str(folder), "--save"])
+    saved = json.loads((folder / "report.json").read_text())
+    faster = tmp_path / "report-faster.json"
+    faster.write_text(json.dumps(saved | {"span_us": saved["span_us"] / 2}))
+    assert main(["diff", str(folder), str(folder / "report.json"), "--fail-above", "5%"]) == EXIT_OK
+    assert main(["diff", str(faster), str(folder)]) == EXIT_OK
+    assert main(["diff", str(faster), str(folder), "--fail-above", "5%"]) == EXIT_FINDING
+    assert "slower: step" in capsys.readouterr().out
+
+
+def test_split_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file per worker and stage."""
+    folder = build_step(tmp_path)
+    assert main(["split", str(folder)]) == EXIT_OK
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(written) == 3
+    assert all(path.is_file() for path in written)
+
+
+def test_view_serves_until_interrupted(tmp_path: Path) -> None:
+    """It makes what is missing, prints both addresses, and ends with Ctrl-C as if all were well."""
+    pytest.importorskip("viztracer")
+    folder = build_step(tmp_path)
+    command = [sys.executable, "-m", "verl_profiling.cli", "view", str(folder), "--no-browser", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        timeline, report = process.stdout.readline(), process.stdout.readline()
+        with urllib.request.urlopen(report.split()[1], timeout=10) as page:
+            assert b"<!doctype html>" in page.read()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert "timeline.json.gz" in timeline
+    assert (process.returncode, errors) == (EXIT_OK, "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -23,6 +24,7 @@ _RANK = re.compile(r"(?:rank|TP)[_-]?(\d+)", re.IGNORECASE)
 _REPLICA = re.compile(r"(?:rollout|replica)[_-]?(\d+)", re.IGNORECASE)
 _ROLE = re.compile(r"(?<![a-z])(actor|critic|ref|reward|rollout|controller)(?![a-z])", re.IGNORECASE)
 _ENGINE_PROCESS = re.compile(r"VLLM::|sglang::", re.IGNORECASE)
+_Process: TypeAlias = "tuple[str, str, int | str | None]"
 _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
 
 
@@ -35,18 +37,18 @@ def plain_steps(path: Path) -> list[StepInputs]:
         TraceFormatError: ``path`` is a file and no trace.
     """
     if path.is_file():
-        source = _describe(path, path.name)
+        source, _ = _describe(path, path.name)
         return [StepInputs(directory=path.parent, step=_step(path.name), sources=[source])]
-    steps: dict[int | None, list[Source]] = {}
+    steps: dict[int | None, list[tuple[Source, _Process]]] = {}
     for file in sorted([*path.rglob("*.json"), *path.rglob("*.json.gz")]):
         if file.name in _NOT_A_TRACE:
             continue
         name = str(file.relative_to(path))
         try:
-            source = _describe(file, name)
+            described = _describe(file, name)
         except TraceFormatError:
             continue
-        steps.setdefault(_step(name), []).append(source)
+        steps.setdefault(_step(name), []).append(described)
     return [
         StepInputs(directory=path, step=step, sources=_distinct(found))
         for step, found in sorted(steps.items(), key=lambda item: -1 if item[0] is None else item[0])
@@ -58,10 +60,10 @@ def _step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _describe(path: Path, name: str) -> Source:
+def _describe(path: Path, name: str) -> tuple[Source, _Process]:
     trace = Trace(path)
-    process = _process_name(trace)
-    engine = bool(_ENGINE_PROCESS.search(process)) or "vllm_version" in trace.metadata
+    process = _process(trace)
+    engine = bool(_ENGINE_PROCESS.search(process[1])) or "vllm_version" in trace.metadata
     named_role = _ROLE.search(name)
     role = named_role[1].lower() if named_role else "rollout" if engine else "worker"
     named_rank = _RANK.findall(name)
@@ -70,22 +72,28 @@ def _describe(path: Path, name: str) -> Source:
     replica = (int(replica_match[1]) if replica_match else 0) if role == "rollout" else None
     worker = f"{role}{replica}" if replica is not None else f"{role}_rank{rank}"
     lane = f"{worker}_rank{rank}" if replica is not None else worker
-    return Source(path=path, lane=lane, worker=worker, role=role, rank=rank, replica=replica)
+    source = Source(path=path, lane=lane, worker=worker, role=role, rank=rank, replica=replica)
+    return source, process
 
 
-def _process_name(trace: Trace) -> str:
+def _process(trace: Trace) -> _Process:
+    """Return host, name and id of the process that a trace is of, as far as it says."""
+    host = str(trace.metadata.get("host_name", ""))
     for event in next(trace.chunks(), []):
         if event.ph == "M" and event.name == "process_name":
-            return str(msgspec.json.decode(event.args).get("name", ""))
-    return ""
+            return host, str(msgspec.json.decode(event.args).get("name", "")), event.pid
+    return host, "", None
 
 
-def _distinct(sources: list[Source]) -> list[Source]:
-    """Give files that would share a lane although their processes differ lanes of their own."""
-    counts: dict[str, int] = {}
+def _distinct(found: list[tuple[Source, _Process]]) -> list[Source]:
+    """Give files that claim one lane but are of different processes lanes of their own."""
+    owners: dict[str, list[_Process]] = {}
     result = []
-    for source in sources:
-        count = counts[source.lane] = counts.get(source.lane, 0) + 1
-        lane = source.lane if count == 1 else f"{source.lane}.{count}"
+    for source, process in found:
+        known = owners.setdefault(source.lane, [])
+        if process not in known:
+            known.append(process)
+        number = known.index(process) + 1
+        lane = source.lane if number == 1 else f"{source.lane}.{number}"
         result.append(msgspec.structs.replace(source, lane=lane))
     return sorted_sources(result)

@@ -1,0 +1,101 @@
+"""Traces of other tools, with no manifest, find their role, rank and step by themselves."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from step_folders import read_events
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.reader import Trace
+from verl_profiling.timeline.sources import StepInputs
+
+DATA = Path(__file__).parents[1] / "data"
+TRACES = sorted(path for path in DATA.glob("*.json*") if path.name != "hta.json")
+
+
+def lanes(inputs: StepInputs) -> list[str]:
+    """Return the lanes of a step."""
+    return [source.lane for source in inputs.sources]
+
+
+def folder_of(tmp_path: Path, **names: str) -> Path:
+    """Copy traces under new names, given as ``new=old``, and return the folder."""
+    for new, old in names.items():
+        target = tmp_path / new
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(DATA / old, target)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
+def test_every_real_trace_is_read_whole(path: Path) -> None:
+    """Torch old and new, on GPU and CPU, vLLM, SGLang, Megatron, torch_npu: each event, no warning."""
+    trace = Trace(path)
+    names = [event.name for events in trace.chunks() for event in events]
+    assert names == [event["name"] for event in read_events(path)]
+    assert trace.warnings == []
+    assert trace.base_ns > 1_600_000_000 * 10**9  # after 2020: the clock is unix time
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
+def test_every_real_trace_can_be_merged(path: Path, tmp_path: Path) -> None:
+    """A single file is a step of its own."""
+    (inputs,) = find_steps(path)
+    result = merge(inputs, tmp_path / "timeline.json.gz")
+    assert result.events == sum(event["ph"] != "M" for event in read_events(path))
+
+
+def test_vllm_ranks_are_lanes_of_one_replica(tmp_path: Path) -> None:
+    """VLLM's own names and process names are enough."""
+    names = {f"rank{r}.1790857.pt.trace.json.gz": f"vllm_tp2_rank{r}.trace.json.gz" for r in (0, 1)}
+    (inputs,) = find_steps(folder_of(tmp_path, **names))
+    assert lanes(inputs) == ["rollout0_rank0", "rollout0_rank1"]
+
+
+def test_stages_of_one_sglang_process_share_a_lane(tmp_path: Path) -> None:
+    """Prefill and decode are two files of one process."""
+    names = {
+        f"1790857-TP-0-{s}.trace.json.gz": f"sglang-TP-0-{s}.trace.json.gz" for s in ("EXTEND", "DECODE")
+    }
+    (inputs,) = find_steps(folder_of(tmp_path, **names))
+    assert lanes(inputs) == ["rollout0_rank0", "rollout0_rank0"]
+
+
+def test_verls_folders_give_the_role(tmp_path: Path) -> None:
+    """Verl writes ``<role>/prof_rank-<r>.json.gz``."""
+    names = {
+        f"{role}/prof_rank-{r}.json.gz": f"megatron_tp2_rank{r}.json.gz"
+        for role in ("actor", "ref")
+        for r in (0, 1)
+    }
+    (inputs,) = find_steps(folder_of(tmp_path, **names))
+    assert lanes(inputs) == ["actor_rank0", "actor_rank1", "ref_rank0", "ref_rank1"]
+
+
+def test_steps_in_names_make_steps(tmp_path: Path) -> None:
+    """One folder with several steps is several timelines."""
+    names = {f"actor_step{s}_rank0.json.gz": "megatron_tp2_rank0.json.gz" for s in (2, 10)}
+    assert [step.step for step in find_steps(folder_of(tmp_path, **names))] == [2, 10]
+
+
+def test_different_processes_never_share_a_lane(tmp_path: Path) -> None:
+    """Two files that claim the same rank, of different processes, stay apart."""
+    (inputs,) = find_steps(
+        folder_of(tmp_path, **{"a.json.gz": "sampled_rank-0.json.gz", "b.json.gz": "nccl_data.json.gz"})
+    )
+    assert lanes(inputs) == ["worker_rank0", "worker_rank0.2"]
+
+
+def test_files_that_are_no_traces_are_passed_over(tmp_path: Path) -> None:
+    """A folder may hold other JSON as well; a file that is named must be a trace."""
+    folder = folder_of(tmp_path, **{"a.json.gz": "nccl_data.json.gz"})
+    (folder / "config.json").write_text("{}")
+    (inputs,) = find_steps(folder)
+    assert len(inputs.sources) == 1
+    with pytest.raises(TraceFormatError, match=r"config\.json"):
+        find_steps(folder / "config.json")

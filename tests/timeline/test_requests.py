@@ -1,0 +1,47 @@
+"""The rollout's requests become slices beside the engine's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from step_folders import build_step, read_events
+
+from verl_profiling.manifest import MANIFEST_NAME, Request, read_manifest, write_json_atomically
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import merge
+
+
+def test_overlapping_requests_lie_side_by_side(tmp_path: Path) -> None:
+    """Three requests, of which two overlap, need two rows of the engine's process."""
+    folder = build_step(tmp_path)
+    manifest = read_manifest(folder)
+    begin = manifest.begin_ns
+    times = [(0, 400, 1000), (500, 0, 2000), (1000, 1500, 1800)]
+    requests = [
+        Request(
+            replica=0,
+            begin_ns=begin + a,
+            first_token_ns=begin + first if first else 0,
+            end_ns=begin + b,
+            prompt_tokens=7,
+            response_tokens=9,
+        )
+        for a, first, b in times
+    ]
+    workers = [
+        msgspec.structs.replace(w, requests=requests) if w.name == "rollout0" else w for w in manifest.workers
+    ]
+    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    (inputs,) = find_steps(folder)
+    events = read_events(merge(inputs).path)
+    slices = [event for event in events if event.get("cat") == "request" and event["name"] != "first token"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    engine = {
+        e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "rollout0_rank0"
+    }
+    assert {event["pid"] for event in slices} == engine
+    assert [rows[event["tid"]] for event in slices] == ["requests 0", "requests 1", "requests 0"]
+    assert [event["dur"] for event in slices] == [1.0, 1.5, 0.8]
+    assert sum(event["name"] == "first token" for event in events) == 2
+    assert slices[0]["args"] == {"prompt_tokens": 7, "response_tokens": 9, "failed": False}

@@ -1,0 +1,69 @@
+"""A slimmed timeline keeps what was asked for, fits, and says what it lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from step_folders import build_step, read_events
+
+from verl_profiling.errors import ConfigError
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.slim import Keep, min_us_for_share, select_ranks, stage_windows
+from verl_profiling.timeline.sources import StepInputs
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> StepInputs:
+    """A real step."""
+    (inputs,) = find_steps(build_step(tmp_path))
+    return inputs
+
+
+def test_stages_keep_only_what_happened_during_them(step: StepInputs) -> None:
+    """With the rollout alone, the engine stays whole and the ranks lose their operators."""
+    result = merge(step, keep=Keep(windows_ns=stage_windows(step, ["rollout"])))
+    kept = {member.path.name: member.events for member in result.members}
+    assert kept["rollout0_rank0.torch.json.gz"] > 100
+    assert kept["actor_rank1.torch.json.gz"] < 10
+
+
+def test_an_unknown_stage_is_refused_with_a_guess(step: StepInputs) -> None:
+    """The error lists the stages that there are."""
+    with pytest.raises(ConfigError, match="did you mean 'rollout'"):
+        stage_windows(step, ["rolout"])
+
+
+def test_ranks_select_lanes(step: StepInputs) -> None:
+    """Rank 1 is one lane of the actor; the engine has no rank 1."""
+    assert [source.lane for source in select_ranks(step, "1").sources] == ["actor_rank1"]
+    assert len(select_ranks(step, "0,1-7").sources) == 3
+
+
+@pytest.mark.parametrize(("ranks", "problem"), [("x", "no list"), ("9", "selects nothing"), ("", "no list")])
+def test_bad_ranks_are_refused(step: StepInputs, ranks: str, problem: str) -> None:
+    """A selection that selects nothing is an error, not an empty timeline."""
+    with pytest.raises(ConfigError, match=problem):
+        select_ranks(step, ranks)
+
+
+def test_a_size_limit_is_met_by_leaving_out_the_shortest(step: StepInputs) -> None:
+    """Half of the bytes: the longest events are still there, and the rest is counted."""
+    whole = merge(step)
+    longest = max(e["dur"] for e in read_events(whole.path) if e.get("cat") == "cpu_op")
+    limit = whole.bytes // 2
+    result = merge(step, max_bytes=limit)
+    assert result.path.stat().st_size <= limit
+    assert result.events + result.left_out == whole.events
+    assert longest in {e["dur"] for e in read_events(result.path) if e.get("cat") == "cpu_op"}
+
+
+def test_the_threshold_keeps_at_most_the_share(step: StepInputs) -> None:
+    """Of all complete events, no more than the share is as long as the threshold."""
+    path = step.sources[0].path
+    durations = [event["dur"] for event in read_events(path) if event["ph"] == "X"]
+    for share in (0.5, 0.1, 0.01):
+        threshold = min_us_for_share([path], share)
+        assert sum(duration >= threshold for duration in durations) <= share * len(durations)
+    assert min_us_for_share([path], 1.0) == 0.0

@@ -1,0 +1,82 @@
+"""The server gives out the timeline and the report, and the UI when it is bundled."""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from verl_profiling.timeline.view import TimelineServer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A timeline, a report and a UI."""
+    (tmp_path / "timeline.json.gz").write_bytes(b"timeline")
+    (tmp_path / "report.html").write_bytes(b"report")
+    (tmp_path / "ui").mkdir()
+    (tmp_path / "ui" / "index.html").write_bytes(b"perfetto")
+    return tmp_path
+
+
+def serve(folder: Path, ui: Path | None) -> Iterator[TimelineServer]:
+    """Serve until the test is over."""
+    files = {name: folder / name for name in ("timeline.json.gz", "report.html")}
+    with TimelineServer(files, ui, port=0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def offline(folder: Path) -> Iterator[TimelineServer]:
+    """With the bundled UI."""
+    yield from serve(folder, folder / "ui")
+
+
+@pytest.fixture
+def online(folder: Path) -> Iterator[TimelineServer]:
+    """Without it."""
+    yield from serve(folder, None)
+
+
+def get(address: str) -> tuple[bytes, str | None]:
+    """Return the content of an address, and who may read it."""
+    with urllib.request.urlopen(address, timeout=5) as answer:
+        return answer.read(), answer.headers["Access-Control-Allow-Origin"]
+
+
+def test_files_and_ui_are_served(offline: TimelineServer) -> None:
+    """The timeline and the report by name, everything else from the UI."""
+    assert get(offline.address("timeline.json.gz"))[0] == b"timeline"
+    assert get(offline.address("report.html"))[0] == b"report"
+    assert get(offline.address(""))[0] == b"perfetto"
+    assert offline.timeline_address("timeline.json.gz").startswith(
+        offline.address("#!/?url=http://127.0.0.1:")
+    )
+
+
+def test_the_online_ui_may_fetch_the_timeline(online: TimelineServer) -> None:
+    """ui.perfetto.dev needs the CORS header that it documents."""
+    assert get(online.address("timeline.json.gz")) == (b"timeline", "https://ui.perfetto.dev")
+    assert online.timeline_address("t").startswith("https://ui.perfetto.dev/#!/?url=http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("path", ["../secret", "%2e%2e/secret", "nothing.txt"])
+def test_nothing_else_is_served(
+    offline: TimelineServer, online: TimelineServer, folder: Path, path: str
+) -> None:
+    """Files outside of the UI's folder stay where they are."""
+    (folder / "secret").write_bytes(b"secret")
+    for server in (offline, online):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get(server.address(path))
+
+
+def test_only_this_machine_is_served(offline: TimelineServer) -> None:
+    """The server is bound to the loopback interface."""
+    assert offline.server_address[0] == "127.0.0.1"
