@@ -1,19 +1,13 @@
-# Environments are built on first use and again when their requirements change.
-#   make demo PYTHON=python3.12      another interpreter
-#   make test PYTEST_ARGS="-k recipe -x"
+# Environments are built on first use, and again when their requirements change.
+#   make demo PYTHON=python3.12         another interpreter
+#   make test-fast PYTEST_ARGS="-x -k recipe"
 
 PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
-ENV := .venv
-VLLM_ENV := .venv-vllm
 DEMO := outputs/demo
-
-ifeq ($(ENGINE),vllm)
-DEMO_ENV := $(VLLM_ENV)
-else
-DEMO_ENV := $(ENV)
-endif
+DEMO_ENV := $(if $(filter vllm,$(ENGINE)),.venv-vllm,.venv)
+REPORT = $(DEMO_ENV)/bin/verl-profiling
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -21,60 +15,63 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-vllm test test-fast test-vllm demo demo-e2e demo-discrete lint docs bench clean
+.PHONY: help env test test-fast test-vllm demo demo-e2e demo-discrete lint docs bench clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-env: $(ENV)/.ready ## Build the environment of the tests and the recipe (.venv)
+env: .venv/.ready ## Build the environment for development (.venv)
 
-env-vllm: $(VLLM_ENV)/.ready ## The same with a real vLLM CPU engine (.venv-vllm)
-
-$(ENV)/.ready: setup.cfg requirements/torch-cpu.txt requirements/test.txt
-	$(PYTHON) -m venv --clear $(ENV)
-	$(ENV)/bin/pip install -r requirements/torch-cpu.txt
-	$(ENV)/bin/pip install -c requirements/torch-cpu.txt -r requirements/test.txt -e '.[train,view,tensorboard,dev]'
+.venv/.ready: setup.cfg requirements/torch-cpu.txt requirements/test.txt
+	$(PYTHON) -m venv --clear .venv
+	.venv/bin/pip install -r requirements/torch-cpu.txt
+	.venv/bin/pip install -c requirements/torch-cpu.txt -r requirements/test.txt -e '.[train,view,tensorboard,dev]'
 	touch $@
 
-$(VLLM_ENV)/.ready: setup.cfg $(wildcard requirements/*.txt)
-	$(PYTHON) -m venv --clear $(VLLM_ENV)
-	$(VLLM_ENV)/bin/pip install -r requirements/torch-cpu.txt
-	$(VLLM_ENV)/bin/pip install -c requirements/torch-cpu.txt -r requirements/vllm.txt -r requirements/test.txt -e '.[train,test]'
-	$(VLLM_ENV)/bin/pip install --no-deps -r requirements/vllm-no-deps.txt
+# One environment per engine or peer: requirements/NAME.txt, then requirements/NAME-no-deps.txt.
+.venv-%/.ready: setup.cfg requirements/torch-cpu.txt requirements/test.txt requirements/%.txt requirements/%-no-deps.txt
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/pip install -r requirements/torch-cpu.txt
+	.venv-$*/bin/pip install -c requirements/torch-cpu.txt -r requirements/$*.txt -e '.[train,test]'
+	.venv-$*/bin/pip install --no-deps -r requirements/$*-no-deps.txt
 	touch $@
 
 test: test-fast test-vllm ## Run every test: the default suite, then those that need vLLM
 
-test-fast: $(ENV)/.ready ## Run the default suite (real Ray, torch.profiler and FSDP; no vLLM)
-	$(ENV)/bin/python -m pytest -m "not vllm and not sglang" $(PYTEST_ARGS)
+test-fast: .venv/.ready ## Run the default suite: real Ray, torch.profiler, FSDP; no vLLM
+	.venv/bin/python -m pytest -m "not vllm and not sglang" $(PYTEST_ARGS)
 
-test-vllm: $(VLLM_ENV)/.ready ## Run the tests that drive a real vLLM engine
-	$(VLLM_ENV)/bin/python -m pytest -m vllm $(PYTEST_ARGS)
+test-vllm: test-%: .venv-%/.ready ## Run the tests that drive a real vLLM CPU engine
+	.venv-$*/bin/python -m pytest -m $* $(PYTEST_ARGS)
 
 demo: demo-e2e demo-discrete ## Profile the recipe in both modes, merge, report, check [ENGINE=vllm]
 	@echo
-	@echo "Open in https://ui.perfetto.dev (the page reads the file; it does not send it anywhere):"
-	@ls $(DEMO)/*/profiling/step_*/timeline.*
-	@echo "What is in those folders: docs/quickstart.md"
+	@echo "Timelines, for https://ui.perfetto.dev (it reads the file in your browser and sends it nowhere):"
+	@ls $(DEMO)/*/profiling/*/timeline.json.gz
+	@echo "Reports:"
+	@ls $(DEMO)/*/profiling/*/report.html
+	@echo "Both at once, in your browser:"
+	@echo "$(REPORT) view $(DEMO)/e2e/profiling/step_000003"
 
 demo-e2e demo-discrete: demo-%: $(DEMO_ENV)/.ready
+	rm -rf $(DEMO)/$*
 	$(DEMO_ENV)/bin/python -m recipes.grpo_tiny.train profiling=$* profiling.schedule.steps=[2,3] \
 	  rollout.engine=$(ENGINE) output_dir=$(DEMO)/$*
-	$(DEMO_ENV)/bin/verl-profiling merge $(DEMO)/$*/profiling
-	$(DEMO_ENV)/bin/verl-profiling report $(DEMO)/$*/profiling
-	$(DEMO_ENV)/bin/verl-profiling check $(DEMO)/$*/profiling
+	$(REPORT) merge $(DEMO)/$*/profiling
+	$(REPORT) report $(DEMO)/$*/profiling --save
+	$(REPORT) check $(DEMO)/$*/profiling
 
-lint: $(ENV)/.ready ## Check style and types
-	$(ENV)/bin/ruff check .
-	$(ENV)/bin/ruff format --check .
-	$(ENV)/bin/mypy
+lint: .venv/.ready ## Check style and types
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
 
-docs: $(ENV)/.ready ## Build the documentation (docs/_build/html)
-	$(ENV)/bin/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+docs: .venv/.ready ## Build the documentation (docs/_build/html)
+	.venv/bin/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
-bench: $(ENV)/.ready ## Print the benchmarks
-	$(ENV)/bin/python -m benchmarks
+bench: .venv-bench/.ready ## Print the benchmarks, against named peers
+	@for bench in benchmarks/bench_*.py; do echo "== $$bench" && .venv-bench/bin/python $$bench || exit; done
 
 clean: ## Remove environments, outputs and caches
-	rm -rf $(ENV) $(VLLM_ENV) outputs build dist docs/_build .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf .venv .venv-* outputs build dist docs/_build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

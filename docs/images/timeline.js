@@ -1,0 +1,69 @@
+// Photographs a timeline in the Perfetto UI: the controller's stages and each worker's busiest thread.
+// usage: node timeline.js ADDRESS PICTURE [CHROMIUM]
+// ADDRESS is what `verl-profiling view STEP_DIR` prints; needs `npm install playwright-core`.
+const { chromium } = require("playwright-core");
+
+const BUSY = 1000; // spans; leaves communication threads and single requests out
+const MARGIN = 0.02; // of the step, on either side
+const AXIS = 58; // pixels above the tracks
+
+async function arrange({ busy, margin }) {
+  const { app } = window;
+  const { trace } = app;
+  async function rows(sql, shape) {
+    const found = [];
+    const result = await trace.engine.query(sql);
+    for (const it = result.iter(shape); it.valid(); it.next()) {
+      found.push(Object.fromEntries(Object.keys(shape).map((key) => [key, it[key]])));
+    }
+    return found;
+  }
+  const slices = `slice join thread_track on track_id = thread_track.id
+    join thread using (utid) join process using (upid)`;
+  const tracks = await rows(
+    `select track_id as id, thread.name as thread, process.name as process from ${slices}
+     group by track_id having process.name like 'controller%' and thread.name = 'stages' or count(*) >= ${busy}
+     order by process.pid`,
+    { id: 1, thread: "str", process: "str" },
+  );
+  const nodes = trace.workspace.flatTracks;
+  const chosen = tracks.map(({ id, thread, process }) => {
+    const node = nodes.find((each) => trace.tracks.getTrack(each.uri)?.tags?.trackIds?.includes(id));
+    const detail = thread.match(/\((.*)\)/)?.[1] ?? thread;
+    node.name = node.title = `${process.split(" ")[0]} ${detail}`;
+    return node;
+  });
+  for (const node of [...trace.workspace.children]) node.remove();
+  for (const node of chosen) {
+    node.remove();
+    trace.workspace.addChildLast(node);
+  }
+  const [step] = await rows(
+    `select min(slice.ts) as first, max(slice.ts + slice.dur) as last from ${slices} where thread.name = 'stages'`,
+    { first: 1n, last: 1n },
+  );
+  const pad = BigInt(Math.round(Number(step.last - step.first) * margin));
+  trace.timeline.setViewportTime(step.first - pad, step.last + pad);
+  app.sidebar.toggleVisibility();
+}
+
+(async () => {
+  const [address, picture, executablePath = "/usr/bin/chromium"] = process.argv.slice(2);
+  const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
+  const page = await browser.newPage({ viewport: { width: 1500, height: 1400 }, deviceScaleFactor: 1.5 });
+  await page.goto(address);
+  await page.waitForFunction(() => window.app?.trace?.engine, null, { timeout: 120000 });
+  await page.waitForTimeout(2000);
+  await page.evaluate(arrange, { busy: BUSY, margin: MARGIN });
+  await page.waitForTimeout(2000);
+  const [top, bottom] = await page.evaluate(() => {
+    const boxes = [...document.querySelectorAll(".pf-track")].map((each) => each.getBoundingClientRect());
+    return [Math.min(...boxes.map((box) => box.top)), Math.max(...boxes.map((box) => box.bottom))];
+  });
+  const y = top - AXIS;
+  await page.screenshot({ path: picture, clip: { x: 0, y, width: 1500, height: bottom - y } });
+  await browser.close();
+})().catch((error) => {
+  console.error(error);
+  process.exit(1);
+});
