@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.engines.contract import WindowContract, spans
+from tests.engines.contract import WindowContract, finished, request, spans, stop
+from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.workers import SGLangCaptureMixin
 
 sglang = pytest.importorskip(
@@ -90,3 +92,167 @@ class TestEngine(WindowContract):
 
     windows = ({"count": 1}, {"count": 3})
     unreached = NEVER
+
+
+class TestOnlySGLang:
+    """What only SGLang has, and what would end it."""
+
+    async def capture(self, server: Server, order: Any, tokens: int = 6) -> dict[str, Any]:
+        await server.start_capture(order)
+        await server.generate(2, tokens)
+        result = await stop(server, order.capture_id)
+        return {artifact.path: artifact for artifact in await finished(server, result)}
+
+    async def test_prefill_and_decode_are_artifacts_of_their_own(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        """Each stage has its file, with exactly `count` decodes and the prefill that there was."""
+        server.reconfigure(rollout={"by_stage": True, "count": 3})
+        order = request(tmp_path)
+        artifacts = await self.capture(server, order)
+        assert {path: artifact.status for path, artifact in artifacts.items()} == {
+            "rollout0_rank0.prefill.torch.json.gz": "ok",
+            "rollout0_rank0.decode.torch.json.gz": "ok",
+        }
+        assert artifacts["rollout0_rank0.decode.torch.json.gz"].stage == "decode"
+        folder = Path(order.folder)
+        assert server.iterations(folder / "rollout0_rank0.decode.torch.json.gz") == 3
+        assert 1 <= server.iterations(folder / "rollout0_rank0.prefill.torch.json.gz") <= 2
+
+    async def test_a_decode_that_the_stop_cuts_keeps_its_name(self, server: Server, tmp_path: Path) -> None:
+        """SGLang does not say which stage it was; the capture knows."""
+        server.reconfigure(rollout={"by_stage": True, "count": 100}, mode="discrete")
+        order = request(tmp_path, stage="rollout")
+        artifacts = await self.capture(server, order, tokens=5)
+        path = "rollout0_rank0.rollout-decode.torch.json.gz"
+        assert artifacts[path].status == "ok"
+        assert 3 <= server.iterations(Path(order.folder) / path) <= 5
+
+    async def test_one_stage_alone(self, server: Server, tmp_path: Path) -> None:
+        """`rollout.sglang.stages` leaves the other out, on versions that record both as well."""
+        server.reconfigure(rollout={"by_stage": True, "count": 2, "sglang": {"stages": ["decode"]}})
+        order = request(tmp_path)
+        artifacts = await self.capture(server, order)
+        assert list(artifacts) == ["rollout0_rank0.decode.torch.json.gz"]
+        assert [path.name for path in Path(order.folder).iterdir()] == list(artifacts)
+
+    async def test_stages_that_never_ran_are_empty_and_do_not_fire_later(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        """Nothing ran in the window: both stages are empty, and later generation records nothing."""
+        server.reconfigure(rollout={"by_stage": True, "count": 2})
+        order = request(tmp_path)
+        await server.start_capture(order)
+        result = await stop(server, order.capture_id)
+        assert [artifact.status for artifact in result.artifacts] == ["empty", "empty"]
+        await server.generate(1, 5)
+        assert not list(server.save_path.rglob("*.gz"))
+        assert await TestEngine().capture(server, request(tmp_path, 2))
+
+    async def test_merge_adds_sglangs_own_file(self, server: Server, tmp_path: Path) -> None:
+        """The merged file lies beside the ranks' traces, and the result says so."""
+        server.reconfigure(rollout={"sglang": {"merge": True}})
+        order = request(tmp_path)
+        await server.start_capture(order)
+        await server.generate(1, 3)
+        result = await stop(server, order.capture_id)
+        assert "rollout0.sglang-merged.json.gz" in result.notes[0]
+        assert spans(Path(order.folder) / "rollout0.sglang-merged.json.gz")
+        assert [artifact.status for artifact in await finished(server, result)] == ["ok"]
+
+    async def test_idle_with_stacks_and_shapes(self, server: Server, tmp_path: Path) -> None:
+        """An idle engine spins, and with stacks each turn is events: the window by time bounds the stop."""
+        server.reconfigure(tools={"torch": {"stack": True, "shapes": True}}, rollout={"max_window_s": 0.2})
+        order = request(tmp_path)
+        await server.start_capture(order)
+        await server.generate(1, 3)
+        await asyncio.sleep(1)
+        begin = time.monotonic()
+        result = await stop(server, order.capture_id)
+        assert time.monotonic() - begin < 60
+        [artifact] = await finished(server, result)
+        assert artifact.status == "ok", artifact
+        events = spans(Path(order.folder) / artifact.path)
+        assert any(event.get("cat") == "python_function" for event in events)
+        assert any("Input Dims" in event.get("args", {}) for event in events)
+
+    @pytest.mark.parametrize(
+        ("changes", "key"),
+        [
+            ({"tools": {"torch": {"memory": True}}}, "tools.torch.memory"),
+            ({"tools": {"torch": {"flops": True}}}, "tools.torch.flops"),
+            ({"tools": {"torch": {"activities": ["cuda"]}}}, "tools.torch.activities"),
+            ({"tools": {"torch": {"mini_batches": {"active": 1}}}}, "tools.torch.mini_batches"),
+            ({"rollout": {"start": 3}}, "rollout.start"),
+        ],
+    )
+    async def test_what_it_does_not_have_is_refused_before_anything_is_sent(
+        self, server: Server, changes: dict[str, Any], key: str
+    ) -> None:
+        """The error names the key; the scheduler, which some of these would end, lives on."""
+        with pytest.raises(ConfigError) as error:
+            server.reconfigure(**changes)
+        assert error.value.key == key
+        assert await server.generate(1, 2) == 2
+
+    async def test_an_engine_of_another_node_is_left_alone(self, tmp_path: Path) -> None:
+        """An engine object of node 1 has no tokenizer manager: it is seen by its own settings."""
+
+        class Settings:
+            node_rank = 1
+
+        class Node:
+            tokenizer_manager = None
+            server_args = Settings()
+
+        server = SGLangCaptureMixin()
+        server.init_capture({"enable": True}, engine=Node(), replica=4)
+        reply = await server.start_capture(request(tmp_path))
+        assert (reply.status, reply.identity.node_rank) == ("skipped", 1)
+
+    async def test_no_manager_names_the_remedy(self) -> None:
+        """Without a tokenizer manager there is nothing to drive, and the error says what to pass."""
+
+        class Node:
+            tokenizer_manager = None
+
+        with pytest.raises(CaptureStateError, match="pass node_rank"):
+            SGLangCaptureMixin().init_capture({"enable": True}, engine=Node())
+
+
+# SGLang's shutdown ends every child of this process, so what has an engine of its own comes last.
+
+
+class TestTensorParallel(WindowContract):
+    """The contract, on two schedulers."""
+
+    ranks = 2
+    windows = ({"count": 1}, {"count": 3})
+    unreached = NEVER
+
+    @pytest_asyncio.fixture(scope="class", loop_scope="module")
+    async def server(
+        self, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> AsyncIterator[Server]:
+        """One engine with two ranks."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+            server = Server(tiny_model, tmp_path_factory.mktemp("save"), tp_size=2)
+            yield server
+            server.engine.shutdown()
+
+
+async def test_an_unreached_window_does_not_fire_later(tiny_model: Path, tmp_path: Path) -> None:
+    """The stop takes the armed window back: passing its start step afterwards records nothing."""
+    server = Server(tiny_model, tmp_path / "save")
+    try:
+        server.reconfigure(rollout={"count": 2, "sglang": {"start_step": 150}})
+        order = request(tmp_path)
+        assert [a.status for a in (await TestOnlySGLang().capture(server, order)).values()] == ["empty"]
+        await server.generate(1, 200)
+        assert not list(tmp_path.rglob("*.gz"))
+        server.reconfigure(rollout={"count": 2, "sglang": {"start_step": 150}})
+        paths = await TestEngine().capture(server, request(tmp_path, 2), tokens=6)
+        assert server.iterations(paths[0]) == 2, "a start step that has passed means the next one"
+    finally:
+        server.engine.shutdown()

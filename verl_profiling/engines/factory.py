@@ -15,7 +15,7 @@ from verl_profiling.engines.vllm_requests import watch_llm
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 
-__all__ = ["make_recorder"]
+__all__ = ["make_recorder", "node_rank_of"]
 
 _PACKAGES = ("vllm", "sglang", "transformers")
 
@@ -70,6 +70,12 @@ def make_recorder(
         replica=replica,
     )
     return EngineRecorder(adapter, identity, settings, config, options, requests), identity
+
+
+def node_rank_of(engine: Any) -> int:
+    """Return which node of its replica an engine object belongs to, as far as it knows."""
+    rank = getattr(getattr(engine, "server_args", None), "node_rank", 0)
+    return rank if isinstance(rank, int) else 0
 
 
 def _package(engine: Any) -> str | None:

@@ -6,6 +6,7 @@ each version offers is read off its own code: docs/engines.md has the table.
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +22,8 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.tools.torch_profiler import TorchOptions
 
 __all__ = ["SGLangAdapter"]
+
+logger = logging.getLogger(__name__)
 
 _ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU"}
 _STAGES: dict[str, EngineStage] = {"EXTEND": "prefill", "DECODE": "decode"}
@@ -132,6 +135,12 @@ class SGLangAdapter(EngineAdapter):
             if getattr(options, name):
                 refuse_option(role, name, "false", f"SGLang does not record {name}")
         rollout = self._rollout
+        if options.stack and rollout.count is None:
+            logger.warning(
+                "%s: an idle SGLang spins, and with tools.torch.stack every turn of it is recorded: seconds of "
+                "that take minutes to write; set rollout.count",
+                self._identity,
+            )
         if rollout.start:
             raise ConfigError(
                 "rollout.start",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from verl_profiling import clock
 from verl_profiling.config import ProfilingConfig
-from verl_profiling.engines.factory import make_recorder
+from verl_profiling.engines.factory import make_recorder, node_rank_of
 from verl_profiling.engines.recorder import Recorder, skipped
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
@@ -66,7 +66,7 @@ class RolloutCaptureMixin:
         role: str = "rollout",
         replica: int = 0,
         rank: int | None = None,
-        node_rank: int = 0,
+        node_rank: int | None = None,
     ) -> None:
         """Set this server up, once its engine exists.
 
@@ -79,7 +79,8 @@ class RolloutCaptureMixin:
             replica: Index of the replica.
             rank: The replica's first global accelerator rank; replicas of equal size are
                 numbered one after another when it is left out.
-            node_rank: Index of this node in a replica that spans several; only node 0 acts.
+            node_rank: Index of this node in a replica that spans several; only node 0 acts. An
+                SGLang engine knows it when it is left out.
 
         Raises:
             CaptureStateError: The engine was started in a way that it cannot be captured.
@@ -87,16 +88,15 @@ class RolloutCaptureMixin:
             ToolUnavailableError: The engine is unknown or too old.
         """
         settings = ProfilingConfig.from_any(config)
-        self._capture_identity = WorkerIdentity(
-            role=role, rank=rank or 0, replica=replica, node_rank=node_rank
-        )
+        found = engine if engine is not None else self._capture_engine()
+        node = node_rank_of(found) if node_rank is None else node_rank
         self._capture_recorder = None
+        self._capture_identity = WorkerIdentity(role=role, rank=rank or 0, replica=replica, node_rank=node)
         if not settings.for_role(role).enable:
             self._capture_idle_reason = "switched off"
-        elif node_rank:
-            self._capture_idle_reason = f"node {node_rank} of the replica; node 0 records for all"
+        elif node:
+            self._capture_idle_reason = f"node {node} of the replica; node 0 records for all"
         else:
-            found = engine if engine is not None else self._capture_engine()
             self._capture_recorder, self._capture_identity = make_recorder(
                 found, settings, role=role, replica=replica, rank=rank
             )
