@@ -62,7 +62,8 @@ def test_a_mark_that_cannot_be_set_back_gives_no_numbers() -> None:
 def test_the_manifest_gets_the_peak_resident_size_of_each_stage(tmp_path: Path, mode: str) -> None:
     """A stage that allocates 128 MiB peaks at least 100 MiB above one that does not, in both modes."""
     worker = CaptureMixin()
-    worker.init_capture({"enable": True, "tool": "spans", "mode": mode}, role="actor")
+    settings = {"enable": True, "tool": "spans", "mode": mode, "tools": {"spans": {"peak_rss": True}}}
+    worker.init_capture(settings, role="actor")
     worker.start_capture(CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path / "step")))
     with stage("small"):
         pass
@@ -71,8 +72,8 @@ def test_the_manifest_gets_the_peak_resident_size_of_each_stage(tmp_path: Path, 
     with stage("small_again"):
         pass
     metrics = worker.stop_capture().result.metrics
-    assert set(metrics) == {f"stage/{name}/peak_rss_bytes" for name in ("small", "large", "small_again")}, (
-        "outermost stages only"
-    )
+    assert set(metrics) == {
+        f"stage/{name}/peak_rss_bytes" for name in ("small", "large", "inner", "small_again")
+    }
     assert metrics["stage/large/peak_rss_bytes"] > metrics["stage/small/peak_rss_bytes"] + 100 * MIB
     assert metrics["stage/large/peak_rss_bytes"] > metrics["stage/small_again/peak_rss_bytes"] + 100 * MIB

@@ -19,7 +19,6 @@ from verl_profiling.finisher import Finisher
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
 from verl_profiling.messages import CaptureRequest
-from verl_profiling.peaks import StagePeaks, take_host_peak
 from verl_profiling.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.states import TRANSITIONS, Event, State
 from verl_profiling.tools import Output, Recording, Target, Tool
@@ -54,8 +53,7 @@ class Capture:
         self._role = role
         self._finisher = finisher
         self._whole = role.mode == "e2e" or request.stage is not None
-        self._host_peaks = StagePeaks(take_host_peak)
-        self._spans = SpanLog(self._host_peaks)
+        self._spans = SpanLog()
         self._metrics: dict[str, float] = {}
         self._lock = threading.Lock()
         self._recordings: list[tuple[Tool, Recording, Target]] = []
@@ -220,7 +218,11 @@ class Capture:
     def _keep(self, outputs: Sequence[Output], end_ns: int) -> None:
         for output in outputs:
             expected = next(
-                (known for known in self._artifacts.values() if known.is_run_of(output.artifact)),
+                (
+                    known
+                    for known in self._artifacts.values()
+                    if known.status == "missing" and known.is_run_of(output.artifact)
+                ),
                 output.artifact,
             )
             artifact = msgspec.structs.replace(output.artifact, begin_ns=expected.begin_ns, end_ns=end_ns)
@@ -323,7 +325,7 @@ class Capture:
             artifacts=artifacts,
             stages=stages,
             notes=self._spans.notes(),
-            metrics={**self._host_peaks.metrics(), **self._metrics},
+            metrics=self._metrics,
             anchors=self._anchors,
             cost=CaptureCost(start_s=self._start_s, stop_s=self._stop_s, export_s=self._export_s),
         )

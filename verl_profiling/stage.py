@@ -20,7 +20,6 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.manifest import StageSpan
-from verl_profiling.peaks import StagePeaks
 
 __all__ = ["OpenSpan", "SpanLog", "Stage", "StageSink", "StageSource"]
 
@@ -120,17 +119,13 @@ class SpanLog:
 
     A stage inside a hot loop must not fill the memory, so only the first ``MAX_SPANS`` are kept.
 
-    Args:
-        peaks: Measures the outermost spans.
-
     Attributes:
         begin_mark: Called with the name when a span begins, to show it in an artifact.
         end_mark: Called with what ``begin_mark`` returned when the span ends.
     """
 
-    def __init__(self, peaks: StagePeaks | None = None) -> None:
+    def __init__(self) -> None:
         self._left_out = 0
-        self._peaks = peaks
         self.begin_mark: Callable[[str], object] | None = None
         self.end_mark: Callable[[Any], object] | None = None
         self._spans: list[OpenSpan] = []
@@ -149,8 +144,6 @@ class SpanLog:
                 depth = parent.depth + 1
             else:
                 parent = None
-        if depth == 0 and self._peaks is not None:
-            self._peaks.begin(name)
         span = OpenSpan(self, parent, depth, name, get_ident(), clock.now_ns())
         begin_mark = self.begin_mark
         if begin_mark is not None:
@@ -172,8 +165,6 @@ class SpanLog:
         span.end_ns = clock.now_ns()
         span.failed = failed
         _innermost.set(span.parent)
-        if span.depth == 0 and self._peaks is not None:
-            self._peaks.end(name)
         return span
 
     def stop_marking(self) -> None:

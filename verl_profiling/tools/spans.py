@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from verl_profiling.peaks import StagePeaks, take_host_peak
 from verl_profiling.tools.base import Output, Recording, Target, Tool
 
-__all__ = ["SpansTool"]
+__all__ = ["SpansOptions", "SpansTool"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpansOptions:
+    """Options of the ``spans`` tool.
+
+    Attributes:
+        peak_rss: Peak resident memory of every stage, as the metric
+            ``stage/<name>/peak_rss_bytes``. It sets back the process's own high-water mark at
+            each stage (tens of microseconds), which other readers of that mark notice.
+    """
+
+    peak_rss: bool = False
+
+
+class SpansTool(Tool):
+    """Writes no artifact; stage spans go into the manifest with every tool, so with this one too."""
+
+    name: ClassVar[str] = "spans"
+    suffix: ClassVar[str] = ""
+    options_class: ClassVar[type] = SpansOptions
+    options: SpansOptions
+
+    def start(self, target: Target) -> Recording:
+        """Start nothing, or the peaks."""
+        return _PeakRecording() if self.options.peak_rss else _SpansRecording()
 
 
 class _SpansRecording(Recording):
@@ -17,12 +46,17 @@ class _SpansRecording(Recording):
         pass
 
 
-class SpansTool(Tool):
-    """Writes no artifact; stage spans go into the manifest with every tool, so with this one too."""
+class _PeakRecording(_SpansRecording):
+    def __init__(self) -> None:
+        self._peaks = StagePeaks(take_host_peak)
 
-    name: ClassVar[str] = "spans"
-    suffix: ClassVar[str] = ""
+    def begin_mark(self, name: str) -> object:
+        self._peaks.begin(name)
+        return name
 
-    def start(self, target: Target) -> Recording:
-        """Start nothing."""
-        return _SpansRecording()
+    def end_mark(self, mark: Any) -> object:
+        self._peaks.end(mark)
+        return None
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._peaks.metrics()
