@@ -1,0 +1,1 @@
+"""Real verl on a machine without an accelerator: platform plugin, tiny model, tiny data."""

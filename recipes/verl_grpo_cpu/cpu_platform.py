@@ -1,0 +1,115 @@
+"""CPU platform for verl 0.9, as a plugin: verl itself is not edited.
+
+``VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=recipes.verl_grpo_cpu.cpu_platform`` makes every
+process of a run use it. It is a way to try verl (and this package) without an accelerator; it is
+not fast, and not meant to be.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+from recipes.verl_grpo_cpu import cpu_device
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCPU(PlatformBase):
+    """One CPU as the only accelerator of a process, gloo for communication."""
+
+    @property
+    def device_name(self) -> str:
+        return "cpu"
+
+    @property
+    def vendor_name(self) -> str:
+        return "cpu"
+
+    @property
+    def device_module(self) -> ModuleType:
+        return cpu_device
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> torch.device:
+        # verl moves tensors to what this returns, and `tensor.to(0)` would mean cuda:0.
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        with torch.profiler.record_function(msg):
+            yield
+
+    def profiler_start(self) -> None:
+        pass
+
+    def profiler_stop(self) -> None:
+        pass
+
+    def ray_resource_name(self) -> str:
+        # `ray.init(num_gpus=1)` declares a GPU on a machine that has none.
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> None:
+        return None
+
+
+def _gloo_once(init_process_group: Any) -> Any:
+    """Wrap ``init_process_group``: verl asks for ``cpu:gloo,<device>:<backend>``, twice the CPU here."""
+
+    @functools.wraps(init_process_group)
+    def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+
+    return init
+
+
+dist.init_process_group = dist.distributed_c10d.init_process_group = _gloo_once(dist.init_process_group)
+
+# verl registers its FSDP engine for "cuda" and "npu" only; it runs on any torch device.
+os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Real verl on CPU. Further arguments are Hydra overrides: run.sh profiling=discrete
+#   PYTHON=...   interpreter of the environment (`make env-verl`)
+#   ASSETS=...   folder of the model and the data; made when it does not exist
+#   DRY_RUN=1    print the command and check its configuration only
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+PYTHON=${PYTHON:-.venv-verl/bin/python}
+ASSETS=${ASSETS:-outputs/verl_grpo_cpu/assets}
+
+export VERL_PLATFORM=cpu
+export VERL_USE_EXTERNAL_MODULES=recipes.verl_grpo_cpu.cpu_platform
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0
+export VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1
+export VLLM_LOGGING_LEVEL=WARNING RAY_DEDUP_LOGS=0 HYDRA_FULL_ERROR=1
+
+arguments=(--config-dir "$PWD/recipes/verl_grpo_cpu" --config-name grpo_cpu "assets=$ASSETS" "$@")
+if [[ ${DRY_RUN:-0} == 1 ]]; then
+    exec "$PYTHON" -m verl_profiling.integrations.verl_check "${arguments[@]}"
+fi
+if [[ ! -f $ASSETS/train.parquet ]]; then
+    "$PYTHON" -m recipes.verl_grpo_cpu.make_assets "$ASSETS"
+fi
+exec "$PYTHON" -m verl.trainer.main_ppo "${arguments[@]}"

@@ -1,0 +1,106 @@
+"""What the documentation tells a reader to type works as it is written there."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "recipes/grpo_tiny/README.md", "docs/quickstart.md")
+RUNNABLE = {"python": [sys.executable], "verl-profiling": [sys.executable, "-m", "verl_profiling.cli"]}
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """Return the fenced blocks of a language in all pages, with the page's name."""
+    pattern = re.compile(rf"^```{language}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    return [(page, block) for page in PAGES for block in pattern.findall((ROOT / page).read_text())]
+
+
+def commands(*programs: str) -> list[list[str]]:
+    """Return the command lines that begin with one of the programs, each once, in order."""
+    lines = [line for _, block in blocks("bash") for line in block.splitlines()]
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [list(words) for words in dict.fromkeys(map(tuple, found)) if words and words[0] in programs]
+
+
+def command_id(words: list[str]) -> str:
+    """Return a readable name for a command."""
+    return " ".join(words)
+
+
+def needs_vllm(words: list[str]) -> bool:
+    """Return whether a command needs vLLM."""
+    return "rollout.engine=vllm" in words
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder in which the commands run one after the other, as a reader would run them."""
+    return tmp_path_factory.mktemp("reader")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, marks=[pytest.mark.vllm] if needs_vllm(words) else [])
+        for words in commands(*RUNNABLE)
+    ],
+    ids=command_id,
+)
+def test_command_runs(words: list[str], workplace: Path) -> None:
+    """Each command exits with 0, in the order of the pages."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*RUNNABLE[words[0]], *words[1:]],
+        cwd=workplace,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", commands("make"), ids=command_id)
+def test_make_target_exists(words: list[str]) -> None:
+    """Each `make` command names a target that the Makefile has."""
+    done = subprocess.run([*words, "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", commands("pip"), ids=command_id)
+def test_extras_exist(words: list[str]) -> None:
+    """Each `pip install` asks for extras that the package has."""
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(ROOT / "setup.cfg")
+    asked = re.findall(r"\[(.*?)\]", " ".join(words))
+    assert set(",".join(asked).split(",")) - {""} <= set(setup["options.extras_require"])
+
+
+def test_every_command_is_checked() -> None:
+    """No shell block holds a program that the tests above pass over."""
+    lines = [shlex.split(line, comments=True) for _, block in blocks("bash") for line in block.splitlines()]
+    assert {words[0] for words in lines if words} <= {*RUNNABLE, "make", "pip"}
+
+
+@pytest.mark.parametrize(("page", "block"), blocks("python"))
+def test_snippets_compile(page: str, block: str) -> None:
+    """Each Python snippet is Python."""
+    compile(block, page, "exec")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """Every relative link and picture of a page exists."""
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), target
