@@ -3,105 +3,186 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(580)]
 
-
-@pytest.fixture(autouse=True)
-def engine_of_the_table(record_property: pytest.FixtureRequest) -> None:
-    import vllm
-
-    record_property("engine", f"vLLM {vllm.__version__}")
-
-
-LLM_SCRIPT = """
+LOOP = """
 import json, sys
 from pathlib import Path
+from verl_profiling import ProfilingCallback
 
+def settings(folder, mode):
+    return {"enable": True, "save_path": str(folder), "mode": mode, "schedule": {"steps": [1, 3]}}
+
+def run_steps(profiling, server, generate):
+    callback = ProfilingCallback(profiling)
+    callback.add_rollout(server)
+    callback.on_train_begin()
+    for step in (1, 2, 3):
+        callback.on_step_begin(step, policy_version=step)
+        callback.on_rollout_begin()
+        generate()
+        callback.on_rollout_end()
+        callback.on_step_end()
+    callback.on_train_end()
+
+def print_workers(folder):
+    found = {}
+    for path in sorted(Path(folder).glob("*/step_*/manifest.json")):
+        [worker] = json.loads(path.read_text())["workers"]
+        found[f"{path.parent.parent.name} {path.parent.name}"] = {
+            "status": worker["status"],
+            "artifacts": [[a["path"], a["status"], a["events"] > 0] for a in worker["artifacts"]],
+            "requests": [
+                [r["prompt_tokens"], r["response_tokens"], r["policy_version"]] for r in worker["requests"]
+            ],
+        }
+    print("\\nMANIFESTS " + json.dumps(found))
+"""
+
+LLM_SCRIPT = (
+    LOOP
+    + """
 def main():
     from vllm import LLM, SamplingParams
-    from verl_profiling import ProfilingCallback, stage
     from verl_profiling.workers import VLLMCaptureMixin
 
-    model, folder, mode = sys.argv[1:]
-    profiling = {"enable": True, "save_path": folder, "mode": mode, "schedule": {"steps": [1, 3]}}
+    model, folder, backend = sys.argv[1:]
 
     class Server(VLLMCaptureMixin):
         def __init__(self):
             self.engine = LLM(
                 model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=4,
-                dtype="bfloat16", **self.engine_args(profiling),
+                dtype="bfloat16", distributed_executor_backend=backend or None,
+                **self.engine_args(settings(folder, "e2e")),
             )
-            self.init_capture(profiling)
 
         def generate(self):
             prompts = [{"prompt_token_ids": [5, 6, 7]}] * 2
-            self.engine.generate(
-                prompts, SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False), use_tqdm=False
-            )
+            sampling = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
+            self.engine.generate(prompts, sampling, use_tqdm=False)
 
     server = Server()
-    callback = ProfilingCallback(profiling)
-    callback.add_rollout(server)
-    callback.on_train_begin()
-    for step in (1, 2, 3):
-        callback.on_step_begin(step)
-        callback.on_rollout_begin()
-        server.generate()
-        callback.on_rollout_end()
-        callback.on_step_end()
-    callback.on_train_end()
-    workers = {}
-    for path in sorted(Path(folder).glob("step_*/manifest.json")):
-        [worker] = json.loads(path.read_text())["workers"]
-        workers[path.parent.name] = {
-            "status": worker["status"], "reason": worker.get("reason"),
-            "artifacts": [[a["path"], a["status"]] for a in worker["artifacts"]],
-            "requests": [[r["prompt_tokens"], r["response_tokens"]] for r in worker["requests"]],
-        }
-    print(json.dumps(workers))
+    for mode in ("e2e", "discrete"):
+        profiling = settings(Path(folder, mode), mode)
+        server.init_capture(profiling)
+        run_steps(profiling, server, server.generate)
+    print_workers(folder)
 
 if __name__ == "__main__":
     main()
 """
+)
+
+RAY_SCRIPT = (
+    LOOP
+    + """
+def main():
+    import asyncio
+    import ray
+    from verl_profiling.workers import VLLMCaptureMixin
+
+    model, folder, _ = sys.argv[1:]
+
+    @ray.remote(num_cpus=1)
+    class Server(VLLMCaptureMixin):
+        async def start(self):
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            self.count = 0
+            self.engine = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(
+                    model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=4,
+                    dtype="bfloat16", **self.engine_args(settings(folder, "e2e")),
+                )
+            )
+
+        async def configure(self, profiling):
+            self.init_capture(profiling)
+
+        async def generate(self):
+            await asyncio.gather(self.one(), self.one())
+
+        async def one(self):
+            from vllm import SamplingParams
+
+            self.count += 1
+            sampling = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
+            async for _ in self.engine.generate(
+                {"prompt_token_ids": [5, 6, 7]}, sampling, request_id=str(self.count)
+            ):
+                pass
+
+        async def stop(self):
+            self.engine.shutdown()
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    server = Server.remote()
+    ray.get(server.start.remote())
+    for mode in ("e2e", "discrete"):
+        profiling = settings(Path(folder, mode), mode)
+        ray.get(server.configure.remote(profiling))
+        run_steps(profiling, server, lambda: ray.get(server.generate.remote()))
+    ray.get(server.stop.remote())
+    ray.shutdown()
+    print_workers(folder)
+
+if __name__ == "__main__":
+    main()
+"""
+)
 
 
-@pytest.mark.parametrize("mode", ["e2e", "discrete"])
-@pytest.mark.parametrize("processes", ["1", "0"])
-def test_llm_behind_the_callback(
-    tiny_model: Path, tmp_path: Path, mode: str, processes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sync `LLM`, its core in a process of its own or in this one: two steps, complete folders."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", processes)
-    if processes == "0":
-        mode_arguments = LLM_SCRIPT.replace(
-            'dtype="bfloat16"', 'dtype="bfloat16", distributed_executor_backend="uni"'
-        )
-    else:
-        mode_arguments = LLM_SCRIPT
-    script = tmp_path / "script.py"
-    script.write_text(mode_arguments)
+@pytest.fixture(autouse=True)
+def engine_of_the_table(record_property: Any) -> None:
+    import vllm
+
+    record_property("engine", f"vLLM {vllm.__version__}")
+
+
+def assert_complete(script: str, model: Path, folder: Path, backend: str = "", **environment: str) -> None:
+    """Run a training loop with an engine in both modes and check every manifest it wrote."""
+    (folder / "script.py").write_text(script)
     run = subprocess.run(
-        [sys.executable, script, tiny_model, tmp_path / "out", mode],
+        [sys.executable, folder / "script.py", model, folder / "out", backend],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=560,
+        env={**os.environ, **environment},
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    workers = json.loads(run.stdout.strip().splitlines()[-1])
-    name = "rollout0_rank0.torch.json.gz" if mode == "e2e" else "rollout0_rank0.rollout.torch.json.gz"
-    assert sorted(workers) == ["step_000001", "step_000003"]
-    for worker in workers.values():
-        assert worker == {
-            "status": "ok",
-            "reason": "",
-            "artifacts": [[name, "ok"]],
-            "requests": [[3, 4], [3, 4]],
-        }
+    [line] = [line for line in run.stdout.splitlines() if line.startswith("MANIFESTS ")]
+    expected = {}
+    for mode, name in (("e2e", "rollout0_rank0"), ("discrete", "rollout0_rank0.rollout")):
+        for step in (1, 3):
+            expected[f"{mode} step_{step:06d}"] = {
+                "status": "ok",
+                "artifacts": [[f"{name}.torch.json.gz", "ok", True]],
+                "requests": [[3, 4, step], [3, 4, step]],
+            }
+    assert json.loads(line.removeprefix("MANIFESTS ")) == expected
+
+
+def test_llm_with_a_core_process(tiny_model: Path, tmp_path: Path) -> None:
+    """A sync `LLM` as vLLM starts it: complete folders in both modes."""
+    assert_complete(LLM_SCRIPT, tiny_model, tmp_path)
+
+
+def test_llm_in_this_process(tiny_model: Path, tmp_path: Path) -> None:
+    """An `LLM` without any process of its own is recorded by the session: complete folders in both modes."""
+    assert_complete(LLM_SCRIPT, tiny_model, tmp_path, "uni", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+
+
+def test_async_llm_in_a_ray_actor(tiny_model: Path, tmp_path: Path) -> None:
+    """An async Ray actor driven from another process: complete folders in both modes."""
+    assert_complete(RAY_SCRIPT, tiny_model, tmp_path)

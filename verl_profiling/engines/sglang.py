@@ -137,8 +137,8 @@ class SGLangAdapter(EngineAdapter):
         rollout = self._rollout
         if options.stack and rollout.count is None:
             logger.warning(
-                "%s: an idle SGLang spins, and with tools.torch.stack every turn of it is recorded: seconds of "
-                "that take minutes to write; set rollout.count",
+                "%s: an idle SGLang spins, and tools.torch.stack records every turn of it: "
+                "seconds of that take minutes to write; set rollout.count",
                 self._identity,
             )
         if rollout.start:

@@ -23,7 +23,13 @@ from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailabl
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.tools.torch_profiler import TorchOptions
 
-__all__ = ["VLLMAdapter", "records_in_process", "vllm_engine_args"]
+__all__ = [
+    "VLLMAdapter",
+    "profiler_settings",
+    "profiler_variables",
+    "records_in_process",
+    "vllm_engine_args",
+]
 
 _DIR_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
 _ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
@@ -50,11 +56,22 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
     _check_window(config.rollout)
     spool = new_spool(config.save_path)
     if find_spec("vllm.config.profiler") is None:
-        _configure_by_environment(options, config.rollout, role, spool)
+        if options.activities is not None:
+            refuse_option(role, "activities", "null", f"vLLM {_version()} records all that there is")
+        known = _variables()
+        variables = profiler_variables(options, config.rollout, spool)
+        os.environ.update({name: value for name, value in variables.items() if name in known})
         return {}
     from vllm.config import ProfilerConfig
 
-    wanted: dict[str, Any] = {
+    if options.activities is not None and "torch_profiler_activities" not in _fields(ProfilerConfig):
+        refuse_option(role, "activities", "null", f"vLLM {_version()} records all that there is")
+    return {"profiler_config": ProfilerConfig(**profiler_settings(options, config.rollout, spool))}
+
+
+def profiler_settings(options: TorchOptions, window: RolloutOptions, spool: Path) -> dict[str, Any]:
+    """Return the fields of ``ProfilerConfig``, which configures the profiler from vLLM 0.13 on."""
+    settings: dict[str, Any] = {
         "profiler": "torch",
         "torch_profiler_dir": str(spool),
         "torch_profiler_with_stack": options.stack,
@@ -66,14 +83,28 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
         "torch_profiler_dump_cuda_time_total": False,
         # The front end runs in this process, where the session may record already.
         "ignore_frontend": True,
-        "delay_iterations": _delay(config.rollout),
-        "max_iterations": config.rollout.count or 0,
+        "delay_iterations": _delay(window),
+        "max_iterations": window.count or 0,
     }
     if options.activities is not None:
-        wanted["torch_profiler_activities"] = [_ACTIVITIES[name] for name in options.activities]
-        if "torch_profiler_activities" not in _fields(ProfilerConfig):
-            refuse_option(role, "activities", "null", f"vLLM {_version()} records all that there is")
-    return {"profiler_config": ProfilerConfig(**wanted)}
+        settings["torch_profiler_activities"] = [_ACTIVITIES[name] for name in options.activities]
+    return settings
+
+
+def profiler_variables(options: TorchOptions, window: RolloutOptions, spool: Path) -> dict[str, str]:
+    """Return the environment variables that configure the profiler before vLLM 0.13."""
+    switches = {
+        "VLLM_TORCH_PROFILER_WITH_STACK": options.stack,
+        "VLLM_TORCH_PROFILER_RECORD_SHAPES": options.shapes,
+        "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY": options.memory,
+        "VLLM_TORCH_PROFILER_WITH_FLOPS": options.flops,
+        "VLLM_TORCH_PROFILER_USE_GZIP": False,
+        "VLLM_TORCH_PROFILER_DUMP_CUDA_TIME_TOTAL": False,
+        "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM": True,
+        "VLLM_PROFILER_DELAY_ITERS": _delay(window),
+        "VLLM_PROFILER_MAX_ITERS": window.count or 0,
+    }
+    return {_DIR_VARIABLE: str(spool), **{name: str(int(value)) for name, value in switches.items()}}
 
 
 def records_in_process(engine: Any) -> bool:
@@ -200,27 +231,6 @@ def _check_window(options: RolloutOptions) -> None:
         raise ConfigError(
             key, f"vLLM {_version()} cannot count iterations; install vllm>=0.12, or use rollout.max_window_s"
         )
-
-
-def _configure_by_environment(options: TorchOptions, window: RolloutOptions, role: str, spool: Path) -> None:
-    known = _variables()
-    if options.activities is not None:
-        refuse_option(role, "activities", "null", f"vLLM {_version()} records all that there is")
-    wanted: dict[str, str | int] = {
-        _DIR_VARIABLE: str(spool),
-        "VLLM_TORCH_PROFILER_WITH_STACK": options.stack,
-        "VLLM_TORCH_PROFILER_RECORD_SHAPES": options.shapes,
-        "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY": options.memory,
-        "VLLM_TORCH_PROFILER_WITH_FLOPS": options.flops,
-        "VLLM_TORCH_PROFILER_USE_GZIP": False,
-        "VLLM_TORCH_PROFILER_DUMP_CUDA_TIME_TOTAL": False,
-        "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM": True,
-        "VLLM_PROFILER_DELAY_ITERS": _delay(window),
-        "VLLM_PROFILER_MAX_ITERS": window.count or 0,
-    }
-    for name, value in wanted.items():
-        if name in known:
-            os.environ[name] = value if isinstance(value, str) else str(int(value))
 
 
 def _variables() -> set[str]:

