@@ -41,10 +41,16 @@ class Capture:
         role: The worker's settings.
         identity: The worker.
         finisher: Takes the background work on artifacts.
+        handover_s: How long a stop on another thread waits for the thread that owns the recording.
     """
 
     def __init__(
-        self, request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity, finisher: Finisher
+        self,
+        request: CaptureRequest,
+        role: RoleConfig,
+        identity: WorkerIdentity,
+        finisher: Finisher,
+        handover_s: float = HANDOVER_S,
     ) -> None:
         self.request = request
         self.identity = identity
@@ -52,13 +58,13 @@ class Capture:
         self.state = State.IDLE
         self._role = role
         self._finisher = finisher
+        self._handover_s = handover_s
         self._whole = role.mode == "e2e" or request.stage is not None
         self._spans = SpanLog()
         self._metrics: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._recordings: list[tuple[Tool, Recording, Target]] = []
-        self._recorded_stage = ""
-        self._recorded_depth = 0
+        self._recorded: OpenSpan | None = None
         self._owner = 0
         self._handover: _Handover | None = None
         self._artifacts: dict[str, Artifact] = {}
@@ -92,10 +98,9 @@ class Capture:
         """Stop what records and return what was recorded. Tool errors become part of the result."""
         begin = time.perf_counter()
         try:
-            self._on_owner_thread(self._stop_tools)
+            self._on_owner_thread(self._stop_for_good)
         except CaptureStateError as error:
-            self._fail_recordings(str(error))
-        self._move(Event.STOP)
+            self._give_up(str(error))
         self._stop_s += time.perf_counter() - begin
         self._anchors.append(clock.read_anchor())
         return self._result()
@@ -113,44 +118,41 @@ class Capture:
         """Note that a stage begins; in discrete mode, start the tools for it."""
         if self._handover is not None:
             self._serve_handover()
-        if self.state is State.ARMED and not self._whole:
-            self._begin_recorded_stage(name)
+        records = self.state is State.ARMED and self._begin_recorded_stage(name)
         self._spans.begin(name)
+        if records:
+            self._recorded = self._spans.innermost()
 
     def end(self, name: str, failed: bool) -> None:
         """Note that a stage ends; in discrete mode, stop the tools that were started for it."""
         span = self._spans.end(name, failed)
         if self._handover is not None:
             self._serve_handover()
-        if span is not None and self._is_recorded_stage(span):
+        if span is not None and span is self._recorded and self._owner == threading.get_ident():
             begin = time.perf_counter()
-            self._stop_tools()
-            self._recorded_stage = ""
-            if self.state is State.RECORDING:
-                self._move(Event.STAGE_END)
+            with self._lock:
+                self._stop_tools()
+                self._recorded = None
+                if self.state is State.RECORDING:
+                    self._move(Event.STAGE_END)
             self._stop_s += time.perf_counter() - begin
 
-    def _is_recorded_stage(self, span: OpenSpan) -> bool:
-        return (
-            span.name == self._recorded_stage
-            and span.depth == self._recorded_depth
-            and self._owner == threading.get_ident()
-        )
-
-    def _begin_recorded_stage(self, name: str) -> None:
+    def _begin_recorded_stage(self, name: str) -> bool:
+        """Start the tools if the stage is selected and no other thread was faster; say whether."""
         if self._role.stages is not None and name not in self._role.stages:
-            return
-        file_name = safe_name(name)
-        self._occurrences[file_name] += 1
-        try:
-            self._start_tools(name, self._occurrences[file_name])
-        except Exception:
-            self._move(Event.FAIL)
-            return
-        self._recorded_stage = name
-        inside = self._spans.innermost()
-        self._recorded_depth = 0 if inside is None else inside.depth + 1
-        self._move(Event.STAGE_BEGIN)
+            return False
+        with self._lock:
+            if self.state is not State.ARMED:
+                return False
+            file_name = safe_name(name)
+            self._occurrences[file_name] += 1
+            try:
+                self._start_tools(name, self._occurrences[file_name])
+            except Exception:
+                self._move(Event.FAIL)
+                return False
+            self._move(Event.STAGE_BEGIN)
+            return True
 
     def _start_tools(self, stage: str | None, occurrence: int) -> None:
         """Start all tools; when one fails, stop those already started, note why, and raise."""
@@ -181,6 +183,12 @@ class Capture:
             if artifact.stage == stage and artifact.begin_ns == 0:
                 self._artifacts[path] = msgspec.structs.replace(artifact, begin_ns=clock.now_ns())
         self._start_s += time.perf_counter() - begin
+
+    def _stop_for_good(self) -> None:
+        with self._lock:
+            self._stop_tools()
+            if self.state is not State.IDLE:
+                self._move(Event.STOP)
 
     def _stop_tools(self) -> None:
         with self._lock:
@@ -251,28 +259,35 @@ class Capture:
     def _fail(self, artifact: Artifact, reason: str) -> None:
         self._artifacts[artifact.path] = msgspec.structs.replace(artifact, status="failed", reason=reason)
 
-    def _fail_recordings(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
+        """Throw away what cannot be stopped properly, so that the process can record again."""
         logger.error("%s: %s", self.identity, reason)
-        for tool, _, target in self._recordings:
-            self._fail(target.artifact(type(tool)), reason)
-        self._recordings = []
+        with self._lock:
+            recordings, self._recordings = self._recordings, []
+            for tool, recording, target in recordings:
+                self._fail(target.artifact(type(tool)), reason)
+                try:
+                    recording.discard()
+                except Exception:
+                    logger.exception("%s: tool %s cannot be stopped", self.identity, tool.name)
+            self._stop_for_good()
 
     def _on_owner_thread(self, action: Callable[[], None]) -> None:
         """Run ``action`` here, or have the thread that owns the recording run it.
 
         Raises:
-            CaptureStateError: That thread passed no stage within :data:`HANDOVER_S`.
+            CaptureStateError: That thread passed no stage in time.
         """
         bound = any(not tool.any_thread for tool, _, _ in self._recordings)
         if not bound or self._owner == threading.get_ident():
             action()
             return
         self._handover = _Handover(action)
-        if not self._handover.done.wait(HANDOVER_S):
+        if not self._handover.done.wait(self._handover_s):
             self._handover = None
             raise CaptureStateError(
                 f"stop_capture(step={self.request.step}) arrived on another thread than the one that started "
-                f"recording, which passed no stage for {HANDOVER_S:.0f} s ({self.identity}); "
+                f"recording, which passed no stage for {self._handover_s:.1f} s ({self.identity}); "
                 "start and stop on one thread"
             )
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_profiling import clock
-from verl_profiling.capture import Capture
+from verl_profiling.capture import HANDOVER_S, Capture
 from verl_profiling.config import ProfilingConfig, RoleConfig
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.finisher import Finisher
@@ -48,6 +48,7 @@ class Session:
         self._lock = threading.RLock()
         self._finisher = Finisher()
         self._finish_s = 0.0
+        self._handover_s = HANDOVER_S
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """A worker class whose methods are decorated with stages travels to other processes."""
@@ -65,6 +66,7 @@ class Session:
                 atexit.register(self.leave)
             self._roles[identity.name] = role
             self._finish_s = max(self._finish_s, config.timeouts.finish_s)
+            self._handover_s = min(self._handover_s, config.timeouts.stop_s / 2)
         if role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
             for tool in role.tools:
                 tool.prepare()
@@ -87,7 +89,7 @@ class Session:
                 return self._reply(identity, "skipped", received_ns, reason="not selected")
             if self._capture is not None:
                 return self._join(self._capture, request, identity, received_ns)
-            capture = Capture(request, role, identity, self._finisher)
+            capture = Capture(request, role, identity, self._finisher, self._handover_s)
             expected = capture.open()
             self._capture = capture
             self.sink = capture.sink

@@ -1,0 +1,43 @@
+"""What several tests share: settings, a little training, and a look into a trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from verl_profiling import ProfilingConfig
+
+
+def settings(**given: Any) -> ProfilingConfig:
+    """Return enabled settings."""
+    return ProfilingConfig.from_any({"enable": True, **given})
+
+
+def train(times: int = 1) -> float:
+    """Train a tiny model."""
+    import torch
+
+    model = torch.nn.Linear(8, 8)
+    loss = torch.zeros(())
+    for _ in range(times):
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+    return loss.item()
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """Return a Chrome trace, compressed or not."""
+    data = path.read_bytes()
+    trace: dict[str, Any] = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    return trace
+
+
+def spans(path: Path, name: str | None = None) -> list[dict[str, Any]]:
+    """Return the complete events of a trace, or those with that name."""
+    return [
+        event
+        for event in read_trace(path)["traceEvents"]
+        if event["ph"] == "X" and name in (None, event["name"])
+    ]

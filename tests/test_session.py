@@ -1,0 +1,481 @@
+"""The session: one recorder slot per process, and everything that may be asked of it in any state."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_loops import read_trace, settings, spans, train
+
+from verl_profiling import CaptureStateError, ProfilingConfig, stage
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import CaptureResult
+from verl_profiling.messages import CaptureRequest
+from verl_profiling.session import Session, process_session
+from verl_profiling.states import TRANSITIONS, Event, State
+from verl_profiling.testing import record_step
+from verl_profiling.workers import CaptureMixin
+
+ACTOR = WorkerIdentity(role="actor")
+CRITIC = WorkerIdentity(role="critic")
+
+
+def request(folder: Path, number: int = 1, **more: Any) -> CaptureRequest:
+    """Return a request for the step of that number."""
+    return CaptureRequest(capture_id=f"run-{number}", run_id="run", step=number, folder=str(folder), **more)
+
+
+@pytest.fixture
+def spans_only(session: Session) -> Session:
+    """A session with an actor and a critic that record their stages, in e2e mode."""
+    for identity in (ACTOR, CRITIC):
+        session.register(settings(tool="spans"), identity)
+    return session
+
+
+def test_a_capture_goes_from_start_to_stop(spans_only: Session, tmp_path: Path) -> None:
+    """Both answers name worker and capture, and carry clock readings in order."""
+    started = spans_only.start(request(tmp_path / "step"), ACTOR)
+    with stage("update_actor"):
+        pass
+    stopped = spans_only.stop("run-1")
+    assert (started.status, started.identity) == ("recording", ACTOR)
+    result = stopped.result
+    assert (result.identity, result.capture_id, result.step, result.mode, result.status) == (
+        ACTOR,
+        "run-1",
+        1,
+        "e2e",
+        "ok",
+    )
+    assert [span.name for span in result.stages] == ["update_actor"]
+    times = [
+        started.received_ns,
+        result.anchors[0].unix_ns,
+        started.replied_ns,
+        result.stages[0].begin_ns,
+        result.stages[0].end_ns,
+        stopped.received_ns,
+        result.anchors[1].unix_ns,
+        stopped.replied_ns,
+    ]
+    assert times == sorted(times)
+    assert (tmp_path / "step").is_dir()
+
+
+def test_stop_without_start_is_skipped(session: Session) -> None:
+    """It never raises, and says what to do."""
+    result = session.stop().result
+    assert result.status == "skipped"
+    assert result.reason == "stop_capture: nothing is open; call start_capture(...) first"
+
+
+def test_stop_twice_gives_the_same_result_again(spans_only: Session, tmp_path: Path) -> None:
+    """A repeated stop, as colocated roles and retries send it, changes nothing."""
+    spans_only.start(request(tmp_path), ACTOR)
+    first = spans_only.stop("run-1").result
+    assert spans_only.stop("run-1").result == first
+    assert spans_only.stop().result == first
+
+
+def test_stopping_another_capture_leaves_the_open_one_alone(spans_only: Session, tmp_path: Path) -> None:
+    """A stop that comes too late for its own capture must not end the next one."""
+    spans_only.start(request(tmp_path, 1), ACTOR)
+    spans_only.stop("run-1")
+    spans_only.start(request(tmp_path, 2), ACTOR)
+    late = spans_only.stop("run-0").result
+    assert late.status == "skipped"
+    assert "capture run-2 is open" in late.reason
+    assert spans_only.stop("run-1").result.capture_id == "run-1"
+    assert spans_only.stop("run-2").result.status == "ok"
+
+
+def test_start_twice_joins(spans_only: Session, tmp_path: Path) -> None:
+    """The same capture again changes nothing: the callback repeats calls to measure clocks."""
+    assert spans_only.start(request(tmp_path), ACTOR).status == "recording"
+    assert spans_only.start(request(tmp_path), ACTOR).status == "joined"
+    assert spans_only.stop("run-1").result.roles == ["actor"]
+
+
+def test_a_colocated_role_joins(spans_only: Session, tmp_path: Path) -> None:
+    """Roles of one process share one capture, whose result names them all."""
+    spans_only.start(request(tmp_path), ACTOR)
+    joined = spans_only.start(request(tmp_path), CRITIC)
+    assert (joined.status, joined.identity) == ("joined", ACTOR)
+    assert spans_only.stop("run-1").result.roles == ["actor", "critic"]
+
+
+def test_another_capture_is_refused_while_one_is_open(spans_only: Session, tmp_path: Path) -> None:
+    """The error names both steps, the state, who records and the remedy; the open one goes on."""
+    spans_only.start(request(tmp_path, 11), ACTOR)
+    with pytest.raises(
+        CaptureStateError,
+        match=r"start_capture\(step=12\): already recording step 11 \(actor rank 0 .*call stop_capture\(\) first",
+    ):
+        spans_only.start(request(tmp_path, 12), ACTOR)
+    assert spans_only.stop("run-11").result.status == "ok"
+
+
+def test_a_worker_that_is_not_set_up_is_refused(session: Session, tmp_path: Path) -> None:
+    """The error says which call is missing."""
+    with pytest.raises(CaptureStateError, match=r"actor rank 0 .* call init_capture\(\) first"):
+        session.start(request(tmp_path), ACTOR)
+    assert session.sink is None
+
+
+def test_a_worker_that_is_not_selected_is_skipped(session: Session, tmp_path: Path) -> None:
+    """It makes no folder and opens nothing."""
+    session.register(settings(tool="spans", select={"ranks": "1"}), ACTOR)
+    assert session.start(request(tmp_path / "step"), ACTOR).status == "skipped"
+    assert session.sink is None
+    assert not (tmp_path / "step").exists()
+
+
+@pytest.mark.parametrize("event", list(Event))
+@pytest.mark.parametrize("state", list(State))
+def test_the_transition_table_is_the_documented_one(state: State, event: Event) -> None:
+    """Idle, armed and recording, with every event; what is not listed is not possible."""
+    allowed = {
+        State.IDLE: {Event.START: State.RECORDING, Event.ARM: State.ARMED, Event.FAIL: State.IDLE},
+        State.ARMED: {
+            Event.STAGE_BEGIN: State.RECORDING,
+            Event.STOP: State.IDLE,
+            Event.FAIL: State.ARMED,
+        },
+        State.RECORDING: {
+            Event.STAGE_END: State.ARMED,
+            Event.STOP: State.IDLE,
+            Event.FAIL: State.IDLE,
+        },
+    }
+    assert TRANSITIONS.get((state, event)) == allowed[state].get(event)
+
+
+Act = Callable[[Session, Path], str]
+
+
+def _start(session: Session, folder: Path) -> str:
+    return session.start(request(folder, 1), ACTOR).status
+
+
+def _start_other(session: Session, folder: Path) -> str:
+    try:
+        return session.start(request(folder, 2), ACTOR).status
+    except CaptureStateError:
+        return "refused"
+
+
+def _stop(session: Session, folder: Path) -> str:
+    return session.stop("run-1").result.status
+
+
+@pytest.mark.parametrize(
+    ("mode", "before", "act", "expected"),
+    [
+        ("e2e", "idle", _start, "recording"),
+        ("e2e", "idle", _stop, "skipped"),
+        ("e2e", "recording", _start, "joined"),
+        ("e2e", "recording", _start_other, "refused"),
+        ("e2e", "recording", _stop, "ok"),
+        ("discrete", "idle", _start, "armed"),
+        ("discrete", "armed", _start, "joined"),
+        ("discrete", "armed", _start_other, "refused"),
+        ("discrete", "armed", _stop, "ok"),
+        ("discrete", "recording", _start, "joined"),
+        ("discrete", "recording", _start_other, "refused"),
+        ("discrete", "recording", _stop, "ok"),
+    ],
+)
+def test_every_call_has_an_answer_in_every_state(
+    session: Session, tmp_path: Path, mode: str, before: str, act: Act, expected: str
+) -> None:
+    """Idle, armed, recording; start, start another, stop: none crashes, all are defined."""
+    session.register(settings(tool="spans", mode=mode), ACTOR)
+    if before != "idle":
+        session.start(request(tmp_path, 1), ACTOR)
+    entered = stage("update_actor")
+    if (mode, before) == ("discrete", "recording"):
+        entered.__enter__()
+    assert act(session, tmp_path) == expected
+    if (mode, before) == ("discrete", "recording"):
+        entered.__exit__(None, None, None)
+
+
+def test_discrete_mode_records_each_stage_apart(tmp_path: Path) -> None:
+    """One artifact for each run of each outermost stage; what lies inside is a span of it."""
+    with record_step(settings(mode="discrete"), tmp_path) as recorded:
+        assert recorded.started.status == "armed"
+        train()
+        for _ in range(2):
+            with stage("update_actor"), stage("inner"):
+                train()
+        with stage("ref_log_prob"):
+            train()
+    assert recorded.result is not None
+    assert [(a.path, a.stage, a.occurrence, a.status) for a in recorded.result.artifacts] == [
+        ("actor_rank0.update_actor.torch.json.gz", "update_actor", 1, "ok"),
+        ("actor_rank0.update_actor.2.torch.json.gz", "update_actor", 2, "ok"),
+        ("actor_rank0.ref_log_prob.torch.json.gz", "ref_log_prob", 1, "ok"),
+    ]
+    for artifact, span in zip(
+        recorded.result.artifacts,
+        [span for span in recorded.result.stages if span.depth == 0],
+        strict=True,
+    ):
+        names = {event["name"] for event in spans(tmp_path / artifact.path)}
+        assert "aten::addmm" in names
+        assert artifact.stage in names
+        assert ("inner" in names) == (artifact.stage == "update_actor")
+        assert artifact.begin_ns <= span.begin_ns <= span.end_ns <= artifact.end_ns
+
+
+def test_discrete_mode_records_only_selected_stages(tmp_path: Path) -> None:
+    """A selected stage inside one that is not selected is recorded; all are spans in the result."""
+    config = settings(mode="discrete", select={"stages": ["update_actor"]})
+    with record_step(config, tmp_path) as recorded:
+        with stage("rollout"):
+            train()
+        with stage("fit"), stage("update_actor"):
+            train()
+    assert recorded.result is not None
+    assert [artifact.stage for artifact in recorded.result.artifacts] == ["update_actor"]
+    assert [span.name for span in recorded.result.stages] == ["rollout", "fit", "update_actor"]
+
+
+def test_discrete_mode_says_when_no_selected_stage_ran(tmp_path: Path) -> None:
+    """The result is empty, with what was selected and what ran."""
+    config = settings(mode="discrete", select={"stages": ["update_actor"]})
+    with record_step(config, tmp_path) as recorded, stage("rollout"):
+        pass
+    assert recorded.result is not None
+    assert recorded.result.status == "empty"
+    assert recorded.result.reason == "no selected stage ran (selected: update_actor; ran: rollout)"
+
+
+def test_discrete_mode_records_a_stage_that_raises(tmp_path: Path) -> None:
+    """The artifact is written, the exception passes, and the next stage is recorded again."""
+    with record_step(settings(mode="discrete"), tmp_path) as recorded:
+        with pytest.raises(ValueError, match="x"), stage("update_actor"):
+            train()
+            raise ValueError("x")
+        with stage("update_actor"):
+            train()
+    assert recorded.result is not None
+    assert [artifact.status for artifact in recorded.result.artifacts] == ["ok", "ok"]
+    assert [span.failed for span in recorded.result.stages] == [True, False]
+
+
+def test_discrete_stages_of_two_tasks_do_not_cut_each_other_short(tmp_path: Path) -> None:
+    """The recording ends with the stage that began it, not with another one of the same name."""
+    import asyncio
+
+    @stage("generate")
+    async def generate(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def both() -> None:
+        first = asyncio.create_task(generate(0.3))
+        await asyncio.sleep(0.01)
+        await asyncio.gather(first, generate(0.05))
+
+    with record_step(settings(mode="discrete"), tmp_path) as recorded:
+        asyncio.run(both())
+    assert recorded.result is not None
+    [artifact] = recorded.result.artifacts
+    assert artifact.end_ns - artifact.begin_ns >= 300_000_000
+
+
+def test_discrete_stages_that_begin_at_once_on_two_threads_share_a_recording(tmp_path: Path) -> None:
+    """The first one records, the other is a span; neither fails."""
+    with record_step(settings(mode="discrete"), tmp_path) as recorded:
+        for _ in range(20):
+            together = threading.Barrier(2)
+
+            def work(together: threading.Barrier = together) -> None:
+                together.wait()
+                with stage("update_actor"):
+                    together.wait()
+
+            threads = [threading.Thread(target=work) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert recorded.result is not None
+    assert recorded.result.status == "ok", recorded.result.reason
+    assert len(recorded.result.stages) == 40
+    assert not any(span.failed for span in recorded.result.stages)
+
+
+def test_a_stop_on_another_thread_keeps_the_trace(session: Session, tmp_path: Path) -> None:
+    """With torch's defaults any thread may stop, as Ray's rotating threads do."""
+    session.register(settings(), ACTOR)
+    session.start(request(tmp_path), ACTOR)
+    with stage("update_actor"):
+        train()
+    result: list[CaptureResult] = []
+    stopper = threading.Thread(target=lambda: result.append(session.stop("run-1", 30).result))
+    stopper.start()
+    stopper.join()
+    assert result[0].status == "ok"
+    assert spans(tmp_path / "actor_rank0.torch.json.gz", "aten::addmm")
+
+
+def test_a_thread_bound_recording_is_stopped_at_the_next_stage_of_its_thread(
+    session: Session, tmp_path: Path
+) -> None:
+    """With ``memory: true`` torch ties the recording to a thread, which then does the stopping."""
+    session.register(settings(tools={"torch": {"memory": True}}), ACTOR)
+    session.start(request(tmp_path), ACTOR)
+    with stage("update_actor"):
+        train()
+    result: list[CaptureResult] = []
+    stopper = threading.Thread(target=lambda: result.append(session.stop("run-1", 30).result))
+    stopper.start()
+    while stopper.is_alive():
+        with stage("update_actor"):
+            train()
+        time.sleep(0.01)
+    stopper.join()
+    assert result[0].status == "ok", result[0].reason
+    names = {event["name"] for event in read_trace(tmp_path / "actor_rank0.torch.json.gz")["traceEvents"]}
+    assert "[memory]" in names
+
+
+def test_a_hand_over_that_never_comes_fails_and_the_next_capture_works(
+    session: Session, tmp_path: Path
+) -> None:
+    """A thread that passes no stage loses its recording; it costs neither the process nor later captures."""
+    config = settings(tools={"torch": {"memory": True}}, timeouts={"stop_s": 1})
+    session.register(config, ACTOR)
+    started, leave = threading.Event(), threading.Event()
+
+    def own() -> None:
+        session.start(request(tmp_path), ACTOR)
+        started.set()
+        leave.wait()
+
+    owner = threading.Thread(target=own)
+    owner.start()
+    started.wait()
+    begin = time.monotonic()
+    result = session.stop("run-1").result
+    assert time.monotonic() - begin < 5
+    leave.set()
+    owner.join()
+    assert result.status == "failed"
+    assert "arrived on another thread than the one that started recording" in result.reason
+    assert [artifact.status for artifact in result.artifacts] == ["failed"]
+    with record_step(settings(), tmp_path / "next") as recorded:
+        train()
+    assert recorded.result is not None
+    assert recorded.result.status == "ok", recorded.result.reason
+
+
+def test_mini_batches_without_a_capture_cost_nothing(session: Session) -> None:
+    """``capture.step()`` is always allowed."""
+    session.step()
+
+
+LEAVING = """
+    import sys, threading
+    from pathlib import Path
+    from example_loops import settings, train
+    from verl_profiling import stage
+    from verl_profiling.testing import record_step
+
+    folder = Path(sys.argv[1])
+    open_capture = record_step(settings(mode=sys.argv[2], tools={"torch": {"memory": sys.argv[3] == "memory"}}), folder)
+    open_capture.__enter__()
+    open_stage = stage("update_actor")
+    open_stage.__enter__()
+    train()
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(("mode", "memory"), [("e2e", "-"), ("discrete", "-"), ("e2e", "memory")])
+def test_leaving_the_process_keeps_what_was_recorded(
+    tmp_path: Path, run_python: Any, mode: str, memory: str
+) -> None:
+    """``sys.exit`` while recording stops the capture first: no crash, and a whole trace."""
+    run_python(LEAVING, tmp_path / "step", mode, memory)
+    name = "actor_rank0.torch.json.gz" if mode == "e2e" else "actor_rank0.update_actor.torch.json.gz"
+    assert [path.name for path in (tmp_path / "step").iterdir()] == [name]
+    assert spans(tmp_path / "step" / name, "aten::addmm")
+
+
+def test_a_forked_child_records_nothing_and_harms_nothing(session: Session, tmp_path: Path) -> None:
+    """The child inherits the slot but not the capture; the parent's goes on."""
+    session.register(settings(tool="spans"), ACTOR)
+    session.start(request(tmp_path), ACTOR)
+    child = os.fork()
+    if child == 0:
+        with stage("in the child"):
+            pass
+        nothing = session.sink is None and session.stop().result.status == "skipped"
+        os._exit(0 if nothing else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    with stage("in the parent"):
+        pass
+    assert [span.name for span in session.stop("run-1").result.stages] == ["in the parent"]
+
+
+def test_a_child_that_exits_normally_writes_nothing(tmp_path: Path, run_python: Any) -> None:
+    """Its exit handlers must touch neither the parent's capture nor its files."""
+    run_python(
+        """
+        import os, sys
+        from pathlib import Path
+        from example_loops import settings
+        from verl_profiling import stage
+        from verl_profiling.testing import record_step
+
+        folder = Path(sys.argv[1])
+        with record_step(settings(tool="tests.tools.example_tool:CProfileTool"), folder) as recorded:
+            child = os.fork()
+            if child == 0:
+                sys.exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert list(folder.iterdir()) == []
+        assert recorded.result.status == "ok", recorded.result
+        """,
+        tmp_path / "step",
+        timeout_s=30,
+    )
+    assert [path.name for path in (tmp_path / "step").iterdir()] == ["actor_rank0.cprofile.txt"]
+
+
+def test_disabled_settings_set_nothing_up(session: Session, tmp_path: Path) -> None:
+    """A worker of a run that is not profiled has no session, and says so when it is driven."""
+
+    class Worker(CaptureMixin):
+        pass
+
+    worker = Worker()
+    worker.init_capture({"enable": False}, role="actor")
+    with pytest.raises(CaptureStateError, match="is not set up"):
+        worker.start_capture(request(tmp_path))
+
+
+def test_every_process_has_one_session() -> None:
+    """Workers and stages of a process meet in it."""
+    assert CaptureMixin().capture is process_session()
+
+
+def test_settings_may_differ_by_role(session: Session, tmp_path: Path) -> None:
+    """A role of the same process that is switched off does not keep the other from recording."""
+    config = ProfilingConfig.from_any(
+        {"enable": True, "tool": "spans", "roles": {"critic": {"enable": False}}}
+    )
+    for identity in (ACTOR, CRITIC):
+        session.register(config, identity)
+    assert session.start(request(tmp_path), CRITIC).status == "skipped"
+    assert session.start(request(tmp_path), ACTOR).status == "recording"
+    assert session.stop("run-1").result.roles == ["actor"]

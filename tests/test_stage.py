@@ -1,0 +1,356 @@
+"""Stages: what they record, and that user code never notices them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import pickle
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_loops import settings
+
+from verl_profiling import ProfilingCallback, stage
+from verl_profiling.manifest import StageSpan
+from verl_profiling.testing import RecordedStep, record_step
+
+SPANS = settings(tool="spans")
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Iterator[RecordedStep]:
+    """A capture of stage spans that is open during the test."""
+    with record_step(SPANS, tmp_path) as recorded:
+        yield recorded
+
+
+@contextlib.contextmanager
+def recorded_stages(tmp_path: Path) -> Iterator[list[StageSpan]]:
+    """Yield a list that holds the spans once the block is left."""
+    found: list[StageSpan] = []
+    with record_step(SPANS, tmp_path) as recorded:
+        yield found
+    assert recorded.result is not None
+    found += recorded.result.stages
+
+
+def shape(spans: list[StageSpan]) -> list[tuple[str, int, bool]]:
+    """Return name, depth and failure of each span."""
+    return [(span.name, span.depth, span.failed) for span in spans]
+
+
+def test_a_block_is_a_span(tmp_path: Path) -> None:
+    """``with stage(...)`` records when it began and ended, and on which thread."""
+    from verl_profiling.clock import now_ns
+
+    with recorded_stages(tmp_path) as found:
+        before = now_ns()
+        with stage("update_actor"):
+            inside = now_ns()
+        after = now_ns()
+    [span] = found
+    assert before <= span.begin_ns <= inside <= span.end_ns <= after
+    assert span.name == "update_actor"
+    assert span.thread == threading.get_native_id()
+    assert shape(found) == [("update_actor", 0, False)]
+
+
+def test_nothing_is_recorded_without_a_capture(tmp_path: Path) -> None:
+    """A stage outside of a capture does nothing at all."""
+    with stage("before"):
+        pass
+    with recorded_stages(tmp_path) as found:
+        pass
+    with stage("after"):
+        pass
+    assert found == []
+
+
+def test_one_object_serves_every_use_of_a_name() -> None:
+    """Stages hold no state, so they are shared."""
+    assert stage("update_actor") is stage("update_actor")
+    assert stage("update_actor") is not stage("update_critic")
+    assert repr(stage("update_actor")) == "stage('update_actor')"
+
+
+def test_stages_nest(tmp_path: Path) -> None:
+    """Each span knows how deep it lies; they come in the order of their begin."""
+    with recorded_stages(tmp_path) as found:
+        with stage("outer"):
+            with stage("inner"), stage("innermost"):
+                pass
+            with stage("inner"):
+                pass
+        with stage("next"):
+            pass
+    assert shape(found) == [
+        ("outer", 0, False),
+        ("inner", 1, False),
+        ("innermost", 2, False),
+        ("inner", 1, False),
+        ("next", 0, False),
+    ]
+
+
+def test_a_decorated_function_keeps_its_result_and_its_looks(recording: RecordedStep) -> None:
+    """Return value, name, docstring, signature and attributes are the function's own."""
+
+    def double(value: int, *, plus: int = 0) -> int:
+        """Double it."""
+        return 2 * value + plus
+
+    double.mark = "kept"  # type: ignore[attr-defined]
+    decorated = stage("compute")(double)
+    assert decorated(3, plus=1) == 7
+    assert (decorated.__name__, decorated.__doc__) == ("double", "Double it.")
+    assert inspect.signature(decorated) == inspect.signature(double)
+    assert decorated.mark == "kept"  # type: ignore[attr-defined]
+
+
+def test_a_decorated_function_is_a_span_per_call(tmp_path: Path) -> None:
+    """Recursion included: each call nests in its caller."""
+
+    @stage("factorial")
+    def factorial(n: int) -> int:
+        return 1 if n < 2 else n * factorial(n - 1)
+
+    with recorded_stages(tmp_path) as found:
+        assert factorial(3) == 6
+    assert shape(found) == [("factorial", 0, False), ("factorial", 1, False), ("factorial", 2, False)]
+
+
+async def test_a_decorated_coroutine_function_is_a_span_until_it_is_done(tmp_path: Path) -> None:
+    """It stays a coroutine function, and its span covers what it awaits."""
+
+    @stage("generate")
+    async def generate(value: int) -> int:
+        with stage("wait"):
+            await asyncio.sleep(0.01)
+        return value
+
+    assert inspect.iscoroutinefunction(generate)
+    with recorded_stages(tmp_path) as found:
+        assert await generate(5) == 5
+    assert shape(found) == [("generate", 0, False), ("wait", 1, False)]
+    assert found[0].end_ns - found[0].begin_ns >= 10_000_000
+
+
+def test_a_decorated_method_gets_its_self(tmp_path: Path) -> None:
+    """Methods, class methods and static methods can be decorated."""
+
+    class Worker:
+        value = 3
+
+        @stage("a")
+        def method(self) -> int:
+            return self.value
+
+        @classmethod
+        @stage("b")
+        def of_class(cls) -> int:
+            return cls.value
+
+        @staticmethod
+        @stage("c")
+        def static(value: int) -> int:
+            return value
+
+    with recorded_stages(tmp_path) as found:
+        assert [Worker().method(), Worker.of_class(), Worker.static(4)] == [3, 3, 4]
+    assert [span.name for span in found] == ["a", "b", "c"]
+
+
+def test_generator_functions_are_refused() -> None:
+    """Their bodies run after they have returned, so a span around the call would lie."""
+
+    def sync_generator() -> Iterator[int]:
+        yield 1
+
+    async def async_generator() -> AsyncIterator[int]:
+        yield 1
+
+    for function in (sync_generator, async_generator):
+        with pytest.raises(TypeError, match=r"generator function .*write `with stage\(...\)` inside it"):
+            stage("generate")(function)
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
+def test_what_user_code_raises_passes_untouched(tmp_path: Path, error: BaseException) -> None:
+    """The very object that was raised comes out, and the span is marked as failed."""
+
+    @stage("inner")
+    def fail() -> None:
+        raise error
+
+    with recorded_stages(tmp_path) as found:
+        with pytest.raises(type(error)) as caught, stage("outer"):
+            fail()
+        with stage("next"):
+            pass
+    assert caught.value is error
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    assert shape(found) == [("outer", 0, True), ("inner", 1, True), ("next", 0, False)]
+
+
+async def test_a_cancelled_coroutine_is_a_failed_span(tmp_path: Path) -> None:
+    """Cancelling a task closes its stages, and the cancellation goes on."""
+
+    @stage("generate")
+    async def generate() -> None:
+        await asyncio.sleep(10)
+
+    with recorded_stages(tmp_path) as found:
+        task = asyncio.create_task(generate())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert shape(found) == [("generate", 0, True)]
+
+
+def test_threads_do_not_see_each_others_stages(tmp_path: Path) -> None:
+    """Stages that overlap on several threads are each outermost, on their own thread."""
+    together = threading.Barrier(4)
+
+    def work(name: str) -> None:
+        with stage(name):
+            together.wait()
+            with stage("inside"):
+                together.wait()
+
+    with recorded_stages(tmp_path) as found, stage("main"):
+        threads = [threading.Thread(target=work, args=(f"t{n}",)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    outer = [span for span in found if span.name != "inside"]
+    assert {(span.name, span.depth, span.failed) for span in outer} == {
+        (name, 0, False) for name in ("main", "t0", "t1", "t2", "t3")
+    }
+    assert len({span.thread for span in outer}) == 5
+    assert [span.depth for span in found if span.name == "inside"] == [1] * 4
+
+
+async def test_tasks_do_not_see_each_others_stages(tmp_path: Path) -> None:
+    """Tasks that interleave on one thread nest inside what was open when they were made, and no more."""
+
+    async def request(number: int) -> None:
+        with stage(f"request{number}"):
+            await asyncio.sleep(0.002 * (3 - number))
+            with stage("decode"):
+                await asyncio.sleep(0.005)
+
+    with recorded_stages(tmp_path) as found, stage("rollout"):
+        await asyncio.gather(*(request(number) for number in range(3)))
+    assert {(span.name, span.depth) for span in found} == {
+        ("rollout", 0),
+        ("request0", 1),
+        ("request1", 1),
+        ("request2", 1),
+        ("decode", 2),
+    }
+    assert not any(span.failed for span in found)
+
+
+def test_a_stage_that_was_entered_before_the_capture_is_not_in_it(tmp_path: Path) -> None:
+    """Its end, inside the capture, closes nothing that began there."""
+    with contextlib.ExitStack() as outside, contextlib.ExitStack() as capture:
+        outside.enter_context(stage("a"))
+        found = capture.enter_context(recorded_stages(tmp_path))
+        with stage("a"):
+            pass
+        outside.close()
+        with stage("b"):
+            pass
+        capture.close()
+    assert shape(found) == [("a", 0, False), ("b", 0, False)]
+
+
+def test_a_stage_that_is_left_after_the_capture_is_cut_off(tmp_path: Path) -> None:
+    """It is in the result, as failed, up to the moment the capture closed; later captures are clean."""
+    with contextlib.ExitStack() as inside:
+        with recorded_stages(tmp_path) as found:
+            inside.enter_context(stage("a"))
+            inside.enter_context(stage("b"))
+        with recorded_stages(tmp_path) as later:
+            with stage("c"):
+                pass
+            inside.close()
+            with stage("d"):
+                pass
+    assert shape(found) == [("a", 0, True), ("b", 1, True)]
+    assert shape(later) == [("c", 0, False), ("d", 0, False)]
+
+
+def test_copied_contexts_do_not_confuse_the_nesting(tmp_path: Path) -> None:
+    """Work handed to another thread with its context lies inside the stage that handed it over."""
+
+    def work() -> None:
+        with stage("inner"):
+            pass
+
+    with recorded_stages(tmp_path) as found, stage("outer"):
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(work,))
+        thread.start()
+        thread.join()
+    assert shape(found) == [("outer", 0, False), ("inner", 1, False)]
+
+
+def test_a_hot_loop_cannot_fill_the_memory(tmp_path: Path) -> None:
+    """Only the first twenty thousand spans are kept, and the result says so."""
+    with record_step(SPANS, tmp_path) as recorded:
+        for _ in range(20_003):
+            with stage("hot"):
+                pass
+    assert recorded.result is not None
+    assert len(recorded.result.stages) == 20_000
+    assert any("3 stages" in note and "hot loop" in note for note in recorded.result.notes)
+
+
+class Decorated:
+    """A class as Ray pickles it."""
+
+    @stage("update_actor")
+    def update(self) -> str:
+        """Return something."""
+        return "done"
+
+
+def test_decorated_classes_travel_to_other_processes() -> None:
+    """A pickled stage is the stage of the process that unpickles it."""
+    from ray import cloudpickle
+
+    assert pickle.loads(pickle.dumps(stage("a"))).name == "a"
+    by_value: Any = cloudpickle.loads(cloudpickle.dumps(_local_class()))
+    assert by_value().update() == "done"
+
+
+def _local_class() -> type:
+    class Local:
+        @stage("update_actor")
+        def update(self) -> str:
+            return "done"
+
+    return Local
+
+
+def test_the_loops_own_stages_need_no_worker(tmp_path: Path) -> None:
+    """``callback.stage`` is the same for the controller, disabled or not."""
+    off = ProfilingCallback({"enable": False})
+    on = ProfilingCallback(settings(tool="spans", save_path=str(tmp_path)))
+    for callback in (off, on):
+
+        @callback.stage("reward")
+        def reward(value: int) -> int:
+            return value + 1
+
+        assert reward(1) == 2
+        with pytest.raises(ValueError, match="x"), callback.stage("reward"):
+            raise ValueError("x")

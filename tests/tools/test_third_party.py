@@ -1,0 +1,279 @@
+"""Tools that users write: the documented example, and ones that misbehave."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_loops import settings
+
+from verl_profiling import ConfigError, ToolUnavailableError, stage
+from verl_profiling.manifest import Artifact
+from verl_profiling.testing import record_step
+from verl_profiling.tools import TOOLS, Output, Recording, Target, Tool, load_tool
+
+EXAMPLE = "tests.tools.example_tool:CProfileTool"
+
+
+def crunch() -> int:
+    """Do something that a profiler sees."""
+    return sum(n * n for n in range(1000))
+
+
+def test_the_example_records_a_whole_step(tmp_path: Path) -> None:
+    """A tool named by its class writes its artifact under a canonical name."""
+    with record_step(settings(tool=EXAMPLE), tmp_path) as recorded, stage("update_actor"):
+        crunch()
+    assert recorded.result is not None
+    assert recorded.result.status == "ok", recorded.result.reason
+    assert recorded.path == tmp_path / "actor_rank0.cprofile.txt"
+    assert "crunch" in recorded.path.read_text()
+    [artifact] = recorded.result.artifacts
+    assert (artifact.tool, artifact.bytes) == ("cprofile", recorded.path.stat().st_size)
+
+
+def test_the_example_records_stages_apart(tmp_path: Path) -> None:
+    """The same class works in discrete mode, without a line for it."""
+    with record_step(settings(tool=EXAMPLE, mode="discrete"), tmp_path):
+        for _ in range(2):
+            with stage("update_actor"):
+                crunch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "actor_rank0.update_actor.2.cprofile.txt",
+        "actor_rank0.update_actor.cprofile.txt",
+    ]
+
+
+def test_the_example_records_beside_another_tool(tmp_path: Path) -> None:
+    """A list of tools records with all of them at once."""
+    with record_step(settings(tool=["torch", EXAMPLE]), tmp_path) as recorded:
+        crunch()
+    assert recorded.result is not None
+    assert [(a.path, a.status) for a in recorded.result.artifacts] == [
+        ("actor_rank0.torch.json.gz", "ok"),
+        ("actor_rank0.cprofile.txt", "ok"),
+    ]
+
+
+def test_options_of_a_tool_are_checked_like_all_others() -> None:
+    """A mistake in them names its key."""
+    assert settings(tool=EXAMPLE, tools={EXAMPLE: {"rows": 3}}).for_role("actor").tools[0].options.rows == 3
+    with pytest.raises(ConfigError, match="choose from: cumulative, tottime, calls") as caught:
+        settings(tool=EXAMPLE, tools={EXAMPLE: {"sort": "size"}})
+    assert caught.value.key == f"tools.{EXAMPLE}.sort"
+
+
+def test_every_tool_that_is_listed_can_be_loaded() -> None:
+    """The names in the table lead to classes that bear them."""
+    for name in TOOLS:
+        assert load_tool(name).name == name
+
+
+class Flawed(Tool):
+    """Fails where a subclass says."""
+
+    name = "flawed"
+    suffix = ".flawed"
+    fails = ""
+
+    def prepare(self) -> None:
+        """Fail, maybe."""
+        if self.fails == "prepare":
+            raise ToolUnavailableError("flawed: install something")
+
+    def start(self, target: Target) -> Recording:
+        """Fail, maybe."""
+        if self.fails == "start":
+            raise OSError("no device")
+        return FlawedRecording(target, self.fails)
+
+
+class FlawedRecording(Recording):
+    """Fails where it is told to."""
+
+    discarded: list[str] = []
+
+    def __init__(self, target: Target, fails: str) -> None:
+        self.target = target
+        self.fails = fails
+
+    def step(self) -> None:
+        """Fail, maybe."""
+        if self.fails == "step":
+            raise OSError("no device")
+
+    def stop(self) -> list[Output]:
+        """Fail, now or later."""
+        if self.fails == "stop":
+            raise OSError("device lost")
+        pending = self.target.artifact(Flawed)
+        return [Output(pending, self._finish)]
+
+    def _finish(self) -> Artifact:
+        raise ValueError("cannot compress")
+
+    def discard(self) -> None:
+        """Note it."""
+        self.discarded.append(self.target.lane)
+
+
+class FailsAtPrepare(Flawed):
+    """Cannot work here."""
+
+    fails = "prepare"
+
+
+class FailsAtStart(Flawed):
+    """Cannot start."""
+
+    fails = "start"
+
+
+class FailsAtStop(Flawed):
+    """Cannot stop."""
+
+    fails = "stop"
+
+
+class FailsAtStep(Flawed):
+    """Cannot count."""
+
+    fails = "step"
+
+
+def of(cls: type[Tool], **more: Any) -> Any:
+    """Return settings with that tool."""
+    return settings(tool=f"{cls.__module__}:{cls.__qualname__}", **more)
+
+
+def test_a_tool_that_cannot_work_is_found_at_set_up(tmp_path: Path) -> None:
+    """``prepare`` is where a missing library is reported, before training begins."""
+    with (
+        pytest.raises(ToolUnavailableError, match="install something"),
+        record_step(of(FailsAtPrepare), tmp_path),
+    ):
+        pass
+
+
+def test_a_tool_that_cannot_start_leaves_nothing_open(tmp_path: Path, session: Any) -> None:
+    """The start raises what the tool raised, and the next capture finds the process idle."""
+    with pytest.raises(OSError, match="no device"), record_step(of(FailsAtStart), tmp_path):
+        pass
+    assert session.sink is None
+    with record_step(settings(tool="spans"), tmp_path) as recorded:
+        pass
+    assert recorded.result is not None
+    assert recorded.result.status == "ok"
+
+
+def test_the_other_tools_are_discarded_when_one_cannot_start(tmp_path: Path) -> None:
+    """Those that record already are stopped, and write nothing."""
+    FlawedRecording.discarded.clear()
+    both = [f"{__name__}:Flawed", f"{__name__}:FailsAtStart"]
+    with pytest.raises(OSError, match="no device"), record_step(settings(tool=both), tmp_path):
+        pass
+    assert FlawedRecording.discarded == ["actor_rank0"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stage_whose_tool_cannot_start_runs_all_the_same(tmp_path: Path) -> None:
+    """In discrete mode the failure belongs to the stage's artifact, and the stage to the user."""
+    ran = []
+    with record_step(of(FailsAtStart, mode="discrete"), tmp_path) as recorded, stage("update_actor"):
+        ran.append(1)
+    assert ran
+    assert recorded.result is not None
+    assert recorded.result.status == "failed"
+    assert recorded.result.reason == "start raised OSError: no device"
+    assert [(a.stage, a.status) for a in recorded.result.artifacts] == [("update_actor", "failed")]
+
+
+def test_a_tool_that_cannot_stop_fails_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its artifact is failed, what the other tool recorded is kept, and one line is logged."""
+    both = [f"{__name__}:FailsAtStop", "torch"]
+    with caplog.at_level(logging.ERROR), record_step(settings(tool=both), tmp_path) as recorded:
+        crunch()
+    assert recorded.result is not None
+    assert recorded.result.status == "failed"
+    assert {a.tool: a.status for a in recorded.result.artifacts} == {"flawed": "failed", "torch": "ok"}
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "actor rank 0" in line
+    assert "tool flawed failed to stop in step 1: device lost" in line
+
+
+def test_work_that_fails_in_the_background_is_reported(tmp_path: Path) -> None:
+    """A ``finish`` that raises makes the artifact failed."""
+    with record_step(of(Flawed), tmp_path) as recorded:
+        pass
+    assert recorded.result is not None
+    [artifact] = recorded.result.artifacts
+    assert artifact.status == "failed"
+    assert artifact.reason == "finishing it raised ValueError: cannot compress"
+
+
+def test_a_tool_that_cannot_count_mini_batches_does_not_stop_training(tmp_path: Path, session: Any) -> None:
+    """``capture.step()`` never raises."""
+    with record_step(of(FailsAtStep), tmp_path):
+        session.step()
+
+
+def test_a_warm_up_is_discarded(tmp_path: Path) -> None:
+    """The tool runs and throws its recording away; nothing is written."""
+    FlawedRecording.discarded.clear()
+    with record_step(of(Flawed), tmp_path / "warmup", keep=False) as recorded:
+        pass
+    assert FlawedRecording.discarded == ["actor_rank0"]
+    assert not (tmp_path / "warmup").exists()
+    assert recorded.result is not None
+    assert (recorded.result.status, recorded.result.artifacts) == ("skipped", [])
+
+
+class ThreadBound(Flawed):
+    """Notes the threads on which it is started and stopped."""
+
+    suffix = ""
+    any_thread = False
+    threads: list[int] = []
+
+    def start(self, target: Target) -> Recording:
+        """Note the thread."""
+        self.threads.append(threading.get_ident())
+        return ThreadBoundRecording()
+
+
+class ThreadBoundRecording(Recording):
+    """Notes the thread that stops it."""
+
+    def stop(self) -> list[Output]:
+        """Note the thread."""
+        ThreadBound.threads.append(threading.get_ident())
+        return []
+
+    def discard(self) -> None:
+        """Nothing to do."""
+
+
+def test_a_thread_bound_tool_is_stopped_on_the_thread_that_started_it(tmp_path: Path) -> None:
+    """A stop on another thread waits for the next stage of the starting one."""
+    ThreadBound.threads.clear()
+    done = threading.Event()
+
+    def train() -> None:
+        starting.__enter__()
+        started.set()
+        while not done.wait(0.01):
+            with stage("update_actor"):
+                pass
+
+    started = threading.Event()
+    starting = record_step(of(ThreadBound), tmp_path)
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    started.wait()
+    starting.__exit__(None, None, None)
+    done.set()
+    trainer.join()
+    assert ThreadBound.threads == [trainer.ident, trainer.ident]
