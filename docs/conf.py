@@ -3,7 +3,7 @@
 from verl_profiling import __version__
 
 project = "verl_profiling"
-author = "The verl_profiling contributors"
+author = copyright = "The verl_profiling contributors"
 release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]

@@ -5,6 +5,7 @@ const { chromium } = require("playwright-core");
 
 const BUSY = 1000; // spans; leaves communication threads and single requests out
 const MARGIN = 0.02; // of the step, on either side
+const WIDTH = 1150; // little more than a README shows, so that names stay readable
 const AXIS = 58; // pixels above the tracks
 
 async function arrange({ busy, margin }) {
@@ -29,8 +30,8 @@ async function arrange({ busy, margin }) {
   const nodes = trace.workspace.flatTracks;
   const chosen = tracks.map(({ id, thread, process }) => {
     const node = nodes.find((each) => trace.tracks.getTrack(each.uri)?.tags?.trackIds?.includes(id));
-    const detail = thread.match(/\((.*)\)/)?.[1] ?? thread;
-    node.name = node.title = `${process.split(" ")[0]} ${detail}`;
+    const lane = process.split(" ")[0];
+    node.name = node.title = thread === "stages" ? `${lane} stages` : lane;
     return node;
   });
   for (const node of [...trace.workspace.children]) node.remove();
@@ -50,7 +51,7 @@ async function arrange({ busy, margin }) {
 (async () => {
   const [address, picture, executablePath = "/usr/bin/chromium"] = process.argv.slice(2);
   const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
-  const page = await browser.newPage({ viewport: { width: 1500, height: 1400 }, deviceScaleFactor: 1.5 });
+  const page = await browser.newPage({ viewport: { width: WIDTH, height: 1400 }, deviceScaleFactor: 2 });
   await page.goto(address);
   await page.waitForFunction(() => window.app?.trace?.engine, null, { timeout: 120000 });
   await page.waitForTimeout(2000);
@@ -61,7 +62,7 @@ async function arrange({ busy, margin }) {
     return [Math.min(...boxes.map((box) => box.top)), Math.max(...boxes.map((box) => box.bottom))];
   });
   const y = top - AXIS;
-  await page.screenshot({ path: picture, clip: { x: 0, y, width: 1500, height: bottom - y } });
+  await page.screenshot({ path: picture, clip: { x: 0, y, width: WIDTH, height: bottom - y } });
   await browser.close();
 })().catch((error) => {
   console.error(error);
