@@ -90,6 +90,19 @@ class _Callback:
                 name, Stage(self if self._controller is None else self._controller, name)
             )
 
+    def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Keep numbers that the loop computed after ``on_step_end`` with their step, if it was captured.
+
+        Args:
+            step: Number of the step.
+            metrics: The numbers; other values are left out.
+        """
+        if self._controller is not None:
+            try:
+                self._controller.add_metrics(step, metrics)
+            except OSError as error:
+                self._failed("add_metrics", error)
+
     @property
     def last_folder(self) -> Path | None:
         """Step folder of the last capture that was written."""

@@ -166,6 +166,15 @@ class Controller:
         if live.steps[-1] >= live.window.last:
             yield from self.close(complete=True)
 
+    def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add numbers to the manifest of the last capture, if it is of that step.
+
+        Raises:
+            OSError: The step folder cannot be written.
+        """
+        if self._folders.wrote_last(step):
+            self._folders.add_metrics(_numbers(metrics))
+
     def close(self, complete: bool) -> Iterator[Round]:
         """Stop all workers and write the step folder.
 

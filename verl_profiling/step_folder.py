@@ -39,7 +39,7 @@ _VERSIONS_OF = (
 
 
 @dataclass
-class _Unfinished:
+class _Written:
     folder: Path
     manifest: Manifest
 
@@ -57,7 +57,8 @@ class StepFolders:
         self._run_id = run_id
         self._root = Path(config.save_path).absolute()
         self._described = False
-        self._unfinished: list[_Unfinished] = []
+        self._last: _Written | None = None
+        self._unfinished: list[_Written] = []
 
     def path(self, step: int) -> Path:
         """Return the folder of a step."""
@@ -80,8 +81,22 @@ class StepFolders:
             self._describe_run(manifest)
         write_controller_trace(folder, manifest)
         write_json_atomically(folder / MANIFEST_NAME, manifest)
+        self._last = _Written(folder, manifest)
         if _pending(manifest):
-            self._unfinished.append(_Unfinished(folder, manifest))
+            self._unfinished.append(self._last)
+
+    def wrote_last(self, step: int) -> bool:
+        """Return whether the capture that was written last is of that step."""
+        return self._last is not None and step in self._last.manifest.steps
+
+    def add_metrics(self, metrics: dict[str, float]) -> None:
+        """Add numbers to the manifest that was written last."""
+        written = self._last
+        if written is None:
+            return
+        merged = {**written.manifest.metrics, **metrics}
+        written.manifest = msgspec.structs.replace(written.manifest, metrics=merged)
+        write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
 
     def note(self, news: Finished) -> None:
         """Take in what became of an artifact; the manifest is rewritten when it was the last."""
@@ -108,7 +123,7 @@ class StepFolders:
         for unfinished in list(self._unfinished):
             self._rewrite(unfinished)
 
-    def _rewrite(self, unfinished: _Unfinished) -> None:
+    def _rewrite(self, unfinished: _Written) -> None:
         self._unfinished.remove(unfinished)
         write_json_atomically(unfinished.folder / MANIFEST_NAME, unfinished.manifest)
 

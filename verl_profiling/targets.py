@@ -135,7 +135,10 @@ class _RayActor(Target):
 
 
 class _WorkerGroup(Target):
-    """Anything with verl's convention: ``execute_all_async(method, *args)`` -> one reference a worker."""
+    """Anything with verl's convention: ``execute_all_async(method, *args)`` -> one reference a worker.
+
+    A method that the group binds itself is called by it: colocated workers have it under another name.
+    """
 
     def __init__(self, role: str, group: Any) -> None:
         super().__init__(role, 0, _group_size(group))
@@ -147,7 +150,11 @@ class _WorkerGroup(Target):
         return frozenset(_identity_of(worker) for worker in workers)
 
     def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
-        references = self._group.execute_all_async(method, *arguments)
+        bound = getattr(self._group, method, None)
+        if bound is not None:
+            references = bound(*arguments)
+        else:
+            references = self._group.execute_all_async(method, *arguments)
         return [_future_of(reference) for reference in references]
 
 
