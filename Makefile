@@ -15,7 +15,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env test test-fast test-vllm demo demo-e2e demo-discrete lint docs bench clean
+.PHONY: help env test test-fast test-vllm test-sglang test-engines demo demo-e2e demo-discrete lint docs bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +41,19 @@ test: test-fast test-vllm ## Run every test: the default suite, then those that 
 test-fast: .venv/.ready ## Run the default suite: real Ray, torch.profiler, FSDP; no vLLM
 	.venv/bin/python -m pytest -m "not vllm and not sglang" $(PYTEST_ARGS)
 
-test-vllm: test-%: .venv-%/.ready ## Run the tests that drive a real vLLM CPU engine
-	.venv-$*/bin/python -m pytest -m $* $(PYTEST_ARGS)
+test-vllm: .venv-vllm/.ready ## Run the tests that drive a real vLLM CPU engine
+test-sglang: .venv-sglang/.ready ## Run the tests that drive a real SGLang CPU engine
+test-vllm test-sglang:
+	.venv-$(@:test-%=%)/bin/python -m pytest -m $(@:test-%=%) $(PYTEST_ARGS)
+
+test-engines: .venv/.ready .venv-vllm/.ready .venv-sglang/.ready ## Test every engine x version x case, and print the tables
+	failed=0; \
+	for engine in vllm sglang; do \
+	  .venv-$$engine/bin/python -m pytest tests/engines -m $$engine $(PYTEST_ARGS) || failed=1; \
+	done; \
+	VERL_PROFILING_LARGE_RELEASES=1 .venv/bin/python -m pytest tests/engines -m "not vllm and not sglang" $(PYTEST_ARGS) \
+	  || failed=1; \
+	exit $$failed
 
 demo: demo-e2e demo-discrete ## Profile the recipe in both modes, merge, report, check [ENGINE=vllm]
 	@echo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -14,6 +15,15 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "SGLANG_USE_CPU_ENGINE": "1",
 }
+SGLANG_ON_CPU = Path(__file__).resolve().parents[2] / "recipes" / "sglang_cpu"
+
+
+if importlib.util.find_spec("sglang") is not None:
+    from recipes.sglang_cpu import sitecustomize  # noqa: F401  it acts when it is imported
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(SGLANG_ON_CPU), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

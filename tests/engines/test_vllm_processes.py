@@ -102,8 +102,8 @@ def main():
             self.count = 0
             self.engine = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
-                    model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=4,
-                    dtype="bfloat16", **self.engine_args(settings(folder, "e2e")),
+                    model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128,
+                    max_num_seqs=4, dtype="bfloat16", **self.engine_args(settings(folder, "e2e")),
                 )
             )
 
