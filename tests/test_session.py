@@ -115,7 +115,7 @@ def test_another_capture_is_refused_while_one_is_open(spans_only: Session, tmp_p
     spans_only.start(request(tmp_path, 11), ACTOR)
     with pytest.raises(
         CaptureStateError,
-        match=r"start_capture\(step=12\): already recording step 11 \(actor rank 0 .*call stop_capture\(\) first",
+        match=r"start_capture\(step=12\): already recording step 11 \(actor rank 0 .*stop_capture\(\) first",
     ):
         spans_only.start(request(tmp_path, 12), ACTOR)
     assert spans_only.stop("run-11").result.status == "ok"
@@ -261,8 +261,7 @@ def test_discrete_mode_records_a_stage_that_raises(tmp_path: Path) -> None:
     """The artifact is written, the exception passes, and the next stage is recorded again."""
     with record_step(settings(mode="discrete"), tmp_path) as recorded:
         with pytest.raises(ValueError, match="x"), stage("update_actor"):
-            train()
-            raise ValueError("x")
+            raise ValueError(f"x {train()}")
         with stage("update_actor"):
             train()
     assert recorded.result is not None
@@ -390,7 +389,8 @@ LEAVING = """
     from verl_profiling.testing import record_step
 
     folder = Path(sys.argv[1])
-    open_capture = record_step(settings(mode=sys.argv[2], tools={"torch": {"memory": sys.argv[3] == "memory"}}), folder)
+    config = settings(mode=sys.argv[2], tools={"torch": {"memory": sys.argv[3] == "memory"}})
+    open_capture = record_step(config, folder)
     open_capture.__enter__()
     open_stage = stage("update_actor")
     open_stage.__enter__()

@@ -345,7 +345,7 @@ def _build(cls: type[T], values: Any, key: str) -> T:
     if not isinstance(values, Mapping):
         raise ConfigError(key, f"must be a mapping, is {type(values).__name__}")
     prefix = f"{key}." if key else ""
-    hints = _hints(cls)
+    hints = _hints(typing.cast("Any", cls))
     arguments = {}
     for name, value in values.items():
         if name not in hints:

@@ -17,6 +17,7 @@ from verl_profiling.tools.trace_file import output_of_raw_trace
 
 __all__ = ["MiniBatchWindow", "TorchOptions", "TorchTool"]
 
+_KINETO_TEXT = {'"': "'", "\\": "/"}
 _INSTALL = "install it with: pip install 'verl-profiling[train]'"
 
 
@@ -127,7 +128,7 @@ class TorchTool(Tool):
     def _experimental_config(self) -> Any:
         from torch._C._profiler import _ExperimentalConfig
 
-        wanted: dict[str, Any] = {"trace_only": True, "profile_all_threads": self.any_thread}
+        wanted: dict[str, Any] = {"trace_only": not self.options.stack, "profile_all_threads": self.any_thread}
         return _ExperimentalConfig(**{name: wanted[name] for name in _experimental_options()})
 
     def _activities(self) -> list[Any]:
@@ -172,17 +173,25 @@ class _TorchRecording(Recording):
         self._target = target
         self._options = options
         self._mini_batches = 0
-        self._ranges: set[str] = set()
+        self._shown: dict[str, str] = {}
         self._fast_range = torch._C._profiler._RecordFunctionFast
         if activities != [torch.profiler.ProfilerActivity.CPU]:
-            self.begin_mark = torch.autograd._record_function_with_args_enter  # type: ignore[method-assign]
+            enter = torch.autograd._record_function_with_args_enter
+            self.begin_mark = lambda name: enter(self._shown_as(name))  # type: ignore[method-assign]
             self.end_mark = torch.autograd._record_function_with_args_exit  # type: ignore[method-assign]
+        profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(target.metadata).decode())
         profiler.start()
-        profiler.add_metadata_json("verl_profiling", msgspec.json.encode(target.metadata).decode())
+
+    def _shown_as(self, name: str) -> str:
+        """Return a name as Kineto can write it: other characters are lost, and a quote breaks its JSON."""
+        try:
+            return self._shown[name]
+        except KeyError:
+            plain = "".join(_KINETO_TEXT.get(c) or (c if " " <= c <= "~" else f"<{ord(c):x}>") for c in name)
+            return self._shown.setdefault(name, plain)
 
     def begin_mark(self, name: str) -> object:
-        self._ranges.add(name)
-        mark = self._fast_range(name)
+        mark = self._fast_range(self._shown_as(name))
         mark.__enter__()
         return mark
 
@@ -209,7 +218,9 @@ class _TorchRecording(Recording):
         part: Path = final.with_name(f".{final.stem}.part")
         begin = time.perf_counter()
         self._profiler.export_chrome_trace(str(part))
-        output = output_of_raw_trace(part, final, expected, self._options.compression_level, self._ranges)
+        output = output_of_raw_trace(
+            part, final, expected, self._options.compression_level, self._shown.values()
+        )
         return [replace(output, export_s=time.perf_counter() - begin)]
 
     def discard(self) -> None:

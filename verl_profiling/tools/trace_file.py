@@ -74,7 +74,7 @@ def output_of_raw_trace(
             )
         )
     pending = msgspec.structs.replace(expected, status="pending")
-    names = sorted(ranges)
+    names = sorted(set(ranges))
     return Output(pending, lambda: _compress(kept, final, pending, level, _annotations(names)))
 
 
@@ -111,7 +111,8 @@ def _compress(
         part.replace(final)
         raw.unlink()
     except OSError as error:
-        part.unlink(missing_ok=True)
+        if part.is_file():
+            part.unlink()
         return msgspec.structs.replace(
             pending,
             path=raw.name,

@@ -1,0 +1,376 @@
+"""The ``torch`` tool: what it records, and that it never crashes the process."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from example_loops import read_trace, settings, spans, train
+
+from verl_profiling import CaptureStateError, ToolUnavailableError, stage
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import Artifact
+from verl_profiling.testing import record_step
+from verl_profiling.tools import Output
+from verl_profiling.tools.trace_file import output_of_raw_trace
+
+
+def recorded_artifact(tmp_path: Path, **options: Any) -> tuple[Path, Artifact]:
+    """Record a little training with options of the tool; return the trace and its artifact."""
+    with record_step(settings(tools={"torch": options}), tmp_path) as recorded, stage("update_actor"):
+        train()
+    assert recorded.result is not None
+    [artifact] = recorded.result.artifacts
+    return tmp_path / artifact.path, artifact
+
+
+def op_arguments(path: Path, name: str = "aten::addmm") -> dict[str, Any]:
+    """Return the arguments of the first op of that name."""
+    return spans(path, name)[0]["args"]
+
+
+def test_a_trace_holds_ops_stages_and_who_recorded(tmp_path: Path) -> None:
+    """Kineto's trace, with our metadata at its top level and stages as annotations."""
+    path, artifact = recorded_artifact(tmp_path)
+    trace = read_trace(path)
+    assert spans(path, "aten::addmm")
+    [annotation] = spans(path, "update_actor")
+    assert annotation["cat"] == "user_annotation"
+    about = trace["verl_profiling"]
+    assert (about["step"], about["run_id"], about["stage"]) == (1, "test", None)
+    assert msgspec.convert(about["worker"], WorkerIdentity).name == "actor_rank0"
+    assert artifact.status == "ok"
+
+
+def test_the_artifact_counts_what_the_file_holds(tmp_path: Path) -> None:
+    """Bytes and events are those on disk; the raw file is gone."""
+    path, artifact = recorded_artifact(tmp_path)
+    assert artifact.bytes == path.stat().st_size
+    assert artifact.events == len(read_trace(path)["traceEvents"])
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_times_are_unix_times(tmp_path: Path) -> None:
+    """An op lies between the begin and the end of its artifact, and inside its stage's span."""
+    with record_step(settings(), tmp_path) as recorded, stage("update_actor"):
+        train()
+    assert recorded.result is not None
+    [artifact], [span] = recorded.result.artifacts, recorded.result.stages
+    base_ns = read_trace(recorded.path)["baseTimeNanoseconds"]
+    op = spans(recorded.path, "aten::addmm")[0]
+    begin_ns = base_ns + round(op["ts"] * 1000)
+    slack_ns = 1_000_000
+    assert (
+        artifact.begin_ns - slack_ns <= span.begin_ns - slack_ns <= begin_ns <= span.end_ns <= artifact.end_ns
+    )
+
+
+def test_nothing_costly_is_recorded_unless_asked_for(tmp_path: Path) -> None:
+    """No shapes, stacks, memory events or flops by default."""
+    path, _ = recorded_artifact(tmp_path)
+    assert "Input Dims" not in op_arguments(path)
+    names = Counter(event["name"] for event in read_trace(path)["traceEvents"])
+    assert "[memory]" not in names
+    assert not any(event.get("cat") == "python_function" for event in spans(path))
+
+
+def test_shapes_reach_the_trace(tmp_path: Path) -> None:
+    """``shapes`` puts the dimensions of every op's inputs into its arguments."""
+    path, _ = recorded_artifact(tmp_path, shapes=True)
+    assert op_arguments(path)["Input Dims"][1] == [4, 8]
+
+
+@pytest.mark.filterwarnings("error")
+def test_stacks_reach_the_trace(tmp_path: Path) -> None:
+    """``stack`` records Python frames: the function that trained is among them."""
+    path, _ = recorded_artifact(tmp_path, stack=True)
+    frames = [event["name"] for event in spans(path) if event.get("cat") == "python_function"]
+    assert any("train" in name and "example_loops.py" in name for name in frames)
+
+
+def test_memory_events_reach_the_trace(tmp_path: Path) -> None:
+    """``memory`` records every allocation."""
+    path, _ = recorded_artifact(tmp_path, memory=True)
+    events = [event for event in read_trace(path)["traceEvents"] if event["name"] == "[memory]"]
+    assert any(event["args"]["Bytes"] > 0 for event in events)
+
+
+def test_flops_reach_the_trace(tmp_path: Path) -> None:
+    """``flops`` needs shapes, which torch switches on with it."""
+    path, _ = recorded_artifact(tmp_path, flops=True)
+    assert "Input Dims" in op_arguments(path)
+
+
+def test_activities_that_the_machine_has_are_recorded(tmp_path: Path) -> None:
+    """The CPU alone, when that is what is asked for."""
+    path, artifact = recorded_artifact(tmp_path, activities=["cpu"])
+    assert artifact.status == "ok"
+    assert spans(path, "aten::addmm")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_activities_that_the_machine_lacks_are_refused_at_set_up(tmp_path: Path) -> None:
+    """The error names the key, what is missing and what there is."""
+    with (
+        pytest.raises(
+            ToolUnavailableError, match=r"tools\.torch\.activities: .* cannot record cuda here, only cpu"
+        ),
+        record_step(settings(tools={"torch": {"activities": ["cpu", "cuda"]}}), tmp_path),
+    ):
+        pass
+
+
+def test_all_threads_are_recorded(tmp_path: Path) -> None:
+    """Those that ran before the start, and those that begin while it records."""
+    go, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        go.wait()
+        with stage("on a thread"):
+            train()
+
+    early = threading.Thread(target=work)
+    early.start()
+    with record_step(settings(), tmp_path) as recorded:
+        late = threading.Thread(target=work)
+        late.start()
+        go.set()
+        early.join()
+        late.join()
+        train()
+    done.set()
+    assert len({op["tid"] for op in spans(recorded.path, "aten::addmm")}) == 3
+    assert len({mark["tid"] for mark in spans(recorded.path, "on a thread")}) == 2
+
+
+def test_compression_levels_are_taken(tmp_path: Path) -> None:
+    """A higher level makes a smaller file of the same content."""
+    sizes = {}
+    for level in (0, 3):
+        with record_step(
+            settings(tools={"torch": {"compression_level": level}}), tmp_path / str(level)
+        ) as recorded:
+            train(50)
+        sizes[level] = recorded.path.stat().st_size
+        assert len(spans(recorded.path, "aten::addmm")) == 50
+    assert sizes[3] < sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("window", "steps", "kept"),
+    [
+        ({"active": 1}, 4, [0]),
+        ({"active": 2}, 4, [0, 1]),
+        ({"wait": 1, "active": 1}, 4, [1]),
+        ({"warmup": 1, "active": 2}, 4, [1, 2]),
+        ({"wait": 1, "warmup": 1, "active": 1}, 4, [2]),
+        ({"wait": 2, "active": 10}, 4, [2, 3]),
+        ({"wait": 0, "active": 4}, 4, [0, 1, 2, 3]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+def test_a_mini_batch_window_is_exact(
+    tmp_path: Path, session: Any, window: dict[str, int], steps: int, kept: list[int]
+) -> None:
+    """Exactly the mini-batches of the window are in the trace."""
+    with record_step(settings(tools={"torch": {"mini_batches": window}}), tmp_path) as recorded:
+        for number in range(steps):
+            with stage(f"mini_batch_{number}"):
+                train()
+            session.step()
+    assert recorded.result is not None
+    assert recorded.result.status == "ok", recorded.result.reason
+    names = [event["name"] for event in spans(recorded.path)]
+    assert [number for number in range(steps) if f"mini_batch_{number}" in names] == kept
+    assert names.count("aten::addmm") == len(kept)
+    assert read_trace(recorded.path)["verl_profiling"]["step"] == 1
+
+
+@pytest.mark.parametrize("window", [{"wait": 2, "active": 1}, {"wait": 1, "warmup": 1, "active": 1}])
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+def test_a_mini_batch_window_that_is_not_reached_is_empty(
+    tmp_path: Path, session: Any, window: dict[str, int]
+) -> None:
+    """No file, and a reason that counts."""
+    with record_step(settings(tools={"torch": {"mini_batches": window}}), tmp_path) as recorded:
+        train()
+        session.step()
+    assert recorded.result is not None
+    assert recorded.result.status == "empty"
+    assert recorded.result.reason == (
+        "the mini-batch window opens after 2 calls of capture.step(), and there were 1"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_captures_after_each_other_hold_only_their_own(tmp_path: Path) -> None:
+    """Nothing of the first step is in the second step's trace."""
+    for step in (1, 2):
+        with record_step(settings(), tmp_path / str(step), step=step) as recorded, stage(f"step{step}"):
+            train(step)
+        assert len(spans(recorded.path, "aten::addmm")) == step
+        assert not spans(recorded.path, f"step{3 - step}")
+
+
+def test_a_second_profiler_is_refused(tmp_path: Path) -> None:
+    """Two torch profilers in one process crash it, so ours does not start; the other one is intact."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
+        with (
+            pytest.raises(CaptureStateError, match="another torch profiler already records this process"),
+            record_step(settings(), tmp_path),
+        ):
+            pass
+        train()
+    assert any(event.key == "aten::addmm" for event in theirs.key_averages())
+
+
+def test_a_profiler_of_another_thread_is_refused_too(tmp_path: Path) -> None:
+    """It is the process that has one profiler, not the thread."""
+    started, leave = threading.Event(), threading.Event()
+
+    def profile() -> None:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            started.set()
+            leave.wait()
+
+    other = threading.Thread(target=profile)
+    other.start()
+    started.wait()
+    try:
+        with pytest.raises(CaptureStateError, match="already records"), record_step(settings(), tmp_path):
+            pass
+    finally:
+        leave.set()
+        other.join()
+
+
+def test_every_stage_name_makes_a_readable_trace(tmp_path: Path) -> None:
+    """Kineto writes quotes as they are and drops what is not ASCII, so it gets what it can write."""
+    shown = {
+        'say "hi"': "say 'hi'",
+        "back\\slash": "back/slash",
+        "更新": "<66f4><65b0>",
+        "tab\there": "tab<9>here",
+        "a/b": "a/b",
+        "line\nbreak": "line<a>break",
+    }
+    with record_step(settings(), tmp_path) as recorded:
+        for name in shown:
+            with stage(name):
+                train()
+    assert recorded.result is not None
+    assert [span.name for span in recorded.result.stages] == list(shown)
+    found = {event["name"] for event in spans(recorded.path) if event.get("cat") == "user_annotation"}
+    assert set(shown.values()) <= found
+
+
+def test_stages_that_are_open_on_another_thread_when_it_stops_do_no_harm(
+    tmp_path: Path, run_python: Any
+) -> None:
+    """Their ends come when the profiler is gone, or when the next one records already."""
+    run_python(
+        """
+        import sys, threading
+        from pathlib import Path
+        from example_loops import settings, train, spans
+        from verl_profiling import stage
+        from verl_profiling.testing import record_step
+
+        folder = Path(sys.argv[1])
+        for mode in ("e2e", "discrete"):
+            for number in range(5):
+                inside, leave = threading.Event(), threading.Event()
+
+                def work(inside=inside, leave=leave):
+                    with stage("thread"):
+                        train()
+                        inside.set()
+                        leave.wait()
+                        train()
+                with record_step(settings(mode=mode), folder / f"{mode}{number}") as first:
+                    with stage("main"):
+                        thread = threading.Thread(target=work)
+                        thread.start()
+                        inside.wait()
+                with record_step(settings(mode=mode), folder / f"{mode}{number}b") as second:
+                    with stage("main"):
+                        leave.set()
+                        thread.join()
+                        train()
+                for recorded in (first, second):
+                    assert recorded.result.status == "ok", recorded.result
+                    assert spans(recorded.path, "aten::addmm")
+        """,
+        tmp_path,
+    )
+
+
+def output_of(tmp_path: Path, content: bytes | None) -> tuple[Output, Path]:
+    """Return what becomes of a raw trace with that content."""
+    expected = Artifact(path="a.torch.json.gz", lane="a", tool="torch", status="missing")
+    part, final = tmp_path / ".a.part", tmp_path / expected.path
+    if content is not None:
+        part.write_bytes(content)
+    return output_of_raw_trace(part, final, expected, 1), final
+
+
+@pytest.mark.parametrize("content", [None, b""])
+def test_a_profiler_that_wrote_nothing_is_a_failure(tmp_path: Path, content: bytes | None) -> None:
+    """Its success report is not believed; the reason says what is known of the folder."""
+    output, _ = output_of(tmp_path, content)
+    assert output.finish is None
+    assert output.artifact.status == "failed"
+    assert "the profiler wrote no file into" in output.artifact.reason
+    assert "MiB free there" in output.artifact.reason
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_that_is_cut_off_is_kept_for_salvage(tmp_path: Path) -> None:
+    """The artifact names the raw file, its size, and that it is truncated."""
+    output, _ = output_of(tmp_path, b'{"traceEvents": [{"ph": "X"')
+    assert output.finish is None
+    assert (output.artifact.status, output.artifact.path) == ("truncated", "a.torch.json")
+    assert output.artifact.bytes == 27
+    assert output.artifact.reason.startswith("cut off after 27 bytes")
+    assert (tmp_path / "a.torch.json").read_bytes() == b'{"traceEvents": [{"ph": "X"'
+
+
+def test_a_trace_without_spans_is_empty(tmp_path: Path) -> None:
+    """A whole file that holds nothing is named as what it is."""
+    output, _ = output_of(tmp_path, b'{"traceEvents": [{"ph": "M"}]}')
+    assert output.finish is not None
+    finished = output.finish()
+    assert (finished.status, finished.events, finished.reason) == ("empty", 1, "the trace holds no spans")
+
+
+def test_a_raw_file_is_kept_when_it_cannot_be_compressed(tmp_path: Path) -> None:
+    """Nothing recorded is lost: the raw trace becomes the artifact."""
+    content = b'{"traceEvents": [{"ph": "X"}]}'
+    output, final = output_of(tmp_path, content)
+    assert output.finish is not None
+    final.with_name(f".{final.name}.part").mkdir()  # what compression would write is in the way
+    finished = output.finish()
+    final.with_name(f".{final.name}.part").rmdir()
+    assert (finished.status, finished.path, finished.bytes) == ("ok", "a.torch.json", len(content))
+    assert finished.reason.startswith("left uncompressed: ")
+    assert (tmp_path / finished.path).read_bytes() == content
+
+
+def test_counts_do_not_depend_on_where_a_chunk_ends(tmp_path: Path) -> None:
+    """Events are counted once each in a file of several chunks."""
+    number = 100_000
+    event = (
+        b'{"ph": "X", "cat": "cpu_op", "name": "aten::addmm", "ts": 1, "dur": 1, "args": {"filler": "%d"}}'
+    )
+    content = b'{"traceEvents": [' + b",\n".join(event % n for n in range(number)) + b"]}"
+    assert len(content) > 2 * (4 << 20)
+    output, final = output_of(tmp_path, content)
+    assert output.finish is not None
+    finished = output.finish()
+    assert (finished.status, finished.events) == ("ok", number)
+    assert len(read_trace(final)["traceEvents"]) == number
