@@ -5,6 +5,7 @@
 PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
+APART := vllm or sglang or npu or megatron or gpu  # markers of tests with an environment of their own
 DEMO := outputs/demo
 DEMO_ENV := $(if $(filter vllm,$(ENGINE)),.venv-vllm,.venv)
 REPORT = $(DEMO_ENV)/bin/verl-profiling
@@ -39,7 +40,7 @@ env: .venv/.ready ## Build the environment for development (.venv)
 test: test-fast test-vllm ## Run every test: the default suite, then those that need vLLM
 
 test-fast: .venv/.ready ## Run the default suite: real Ray, torch.profiler, FSDP; no vLLM
-	.venv/bin/python -m pytest -m "not vllm and not sglang" $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m "not ($(APART))" $(PYTEST_ARGS)
 
 test-vllm: .venv-vllm/.ready ## Run the tests that drive a real vLLM CPU engine
 test-sglang: .venv-sglang/.ready ## Run the tests that drive a real SGLang CPU engine
@@ -51,7 +52,7 @@ test-engines: .venv/.ready .venv-vllm/.ready .venv-sglang/.ready ## Test every e
 	for engine in vllm sglang; do \
 	  .venv-$$engine/bin/python -m pytest tests/engines -m $$engine $(PYTEST_ARGS) || failed=1; \
 	done; \
-	VERL_PROFILING_LARGE_RELEASES=1 .venv/bin/python -m pytest tests/engines -m "not vllm and not sglang" $(PYTEST_ARGS) \
+	VERL_PROFILING_LARGE_RELEASES=1 .venv/bin/python -m pytest tests/engines -m "not ($(APART))" $(PYTEST_ARGS) \
 	  || failed=1; \
 	exit $$failed
 
