@@ -5,7 +5,8 @@
 PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
-APART := vllm or sglang or npu or megatron or gpu  # markers of tests with an environment of their own
+# Markers of tests that have an environment of their own.
+APART := vllm or sglang or npu or megatron or gpu
 DEMO := outputs/demo
 DEMO_ENV := $(if $(filter vllm,$(ENGINE)),.venv-vllm,.venv)
 REPORT = $(DEMO_ENV)/bin/verl-profiling
