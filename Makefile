@@ -17,7 +17,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env test test-fast test-vllm test-sglang test-engines demo demo-e2e demo-discrete lint docs bench clean
+.PHONY: help env test test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu demo demo-e2e demo-discrete lint docs bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,8 +45,13 @@ test-fast: .venv/.ready ## Run the default suite: real Ray, torch.profiler, FSDP
 
 test-vllm: .venv-vllm/.ready ## Run the tests that drive a real vLLM CPU engine
 test-sglang: .venv-sglang/.ready ## Run the tests that drive a real SGLang CPU engine
-test-vllm test-sglang:
+test-megatron: .venv-megatron/.ready ## Run the tests that drive real Megatron-core: TP=2, PP=2 on CPU
+test-npu: .venv-npu/.ready ## Run the tests that drive the real torch_npu on stand-in CANN libraries
+test-vllm test-sglang test-megatron test-npu:
 	.venv-$(@:test-%=%)/bin/python -m pytest -m $(@:test-%=%) $(PYTEST_ARGS)
+
+test-gpu: ## Run the tests that need a CUDA device, with PYTHON and its torch
+	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
 test-engines: .venv/.ready .venv-vllm/.ready .venv-sglang/.ready ## Test every engine x version x case, and print the tables
 	failed=0; \

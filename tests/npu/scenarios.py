@@ -1,0 +1,273 @@
+"""Captures with the real torch_npu, run by ``test_npu.py`` in a process that sees the stand-in CANN.
+
+``python -m tests.npu.scenarios FOLDER`` prints one JSON object: scenario -> what came out.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch_npu
+
+from verl_profiling import ProfilingCallback, stage
+from verl_profiling.manifest import CaptureResult, read_manifest
+from verl_profiling.messages import CaptureRequest
+from verl_profiling.session import process_session
+from verl_profiling.workers import CaptureMixin
+
+HOST_ONLY = {"activities": ["cpu"]}
+
+
+def main(root: Path) -> None:
+    """Run every scenario."""
+    scenarios: list[Callable[[Path], Any]] = [
+        e2e_with_callback,
+        discrete,
+        device_asked_for,
+        stage_that_raises,
+        second_start,
+        beside_torch_profiler,
+        own_profiler_running,
+        unwritable,
+        two_captures,
+        mini_batches,
+        warm_up,
+        stop_on_another_thread,
+        analysis_too_slow,
+        memory,
+    ]
+    results = {scenario.__name__: scenario(root / scenario.__name__) for scenario in scenarios}
+    print(msgspec.json.encode(results).decode())
+
+
+def work(rounds: int = 4) -> None:
+    """Do something that a profiler sees."""
+    square = torch.ones(32, 32)
+    for _ in range(rounds):
+        square = square @ square / 32
+
+
+def worker(mode: str = "e2e", **options: Any) -> CaptureMixin:
+    """Return a worker that records with the npu tool."""
+    mixin = CaptureMixin()
+    settings = {"enable": True, "tool": "npu", "mode": mode, "tools": {"npu": options or HOST_ONLY}}
+    mixin.init_capture(settings, role="actor")
+    return mixin
+
+
+def request(folder: Path, capture_id: str = "c1", step: int = 1, keep: bool = True) -> CaptureRequest:
+    """Return a request to capture a step into a folder."""
+    return CaptureRequest(capture_id=capture_id, run_id="run", step=step, folder=str(folder), keep=keep)
+
+
+def stop(mixin: CaptureMixin) -> dict[str, Any]:
+    """Stop, wait for the analysis, and return the result with the artifacts as they ended up."""
+    reply = mixin.stop_capture(finish_s=120)
+    final = {finished.artifact.path: finished.artifact for finished in reply.finished}
+    artifacts = [final.get(artifact.path, artifact) for artifact in reply.result.artifacts]
+    result: CaptureResult = msgspec.structs.replace(reply.result, artifacts=artifacts)
+    plain: dict[str, Any] = msgspec.to_builtins(result)
+    return plain
+
+
+def e2e_with_callback(root: Path) -> Any:
+    """A whole step, driven by the callback, down to the manifest."""
+    config = {
+        "enable": True,
+        "tool": "npu",
+        "save_path": str(root),
+        "schedule": {"steps": [2]},
+        "tools": {"npu": HOST_ONLY},
+    }
+    callback = ProfilingCallback(config)
+    mixin = CaptureMixin()
+    mixin.init_capture(config, role="actor", rank=3)
+    callback.add_workers("actor", mixin)
+    callback.on_train_begin()
+    for step in (1, 2, 3):
+        callback.on_step_begin(step)
+        with stage("update_actor"):
+            work()
+        callback.on_step_end()
+    callback.on_train_end()
+    return {"folder": str(root / "step_000002"), "manifest": read_manifest(root / "step_000002")}
+
+
+def discrete(root: Path) -> Any:
+    """Two stages, one of them twice."""
+    mixin = worker("discrete")
+    mixin.start_capture(request(root))
+    for name in ("old_log_prob", "update_actor", "update_actor"):
+        with stage(name):
+            work()
+    return stop(mixin)
+
+
+def device_asked_for(root: Path) -> Any:
+    """The default activities, on a machine whose device gives no data."""
+    mixin = worker(level="level0")
+    mixin.start_capture(request(root))
+    with stage("update_actor"):
+        work()
+    return stop(mixin)
+
+
+def stage_that_raises(root: Path) -> Any:
+    """A stage of a discrete capture raises; the next one is recorded as if nothing had been."""
+    mixin = worker("discrete")
+    mixin.start_capture(request(root))
+    raised = ""
+    try:
+        with stage("update_actor"):
+            work()
+            raise KeyError("user code")
+    except KeyError as error:
+        raised = str(error)
+    with stage("update_critic"):
+        work()
+    return {"raised": raised, "result": stop(mixin)}
+
+
+def second_start(root: Path) -> Any:
+    """Another capture is asked for while one is open."""
+    mixin = worker()
+    mixin.start_capture(request(root))
+    message = ""
+    try:
+        mixin.start_capture(request(root, "c2", 2))
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    joined = mixin.start_capture(request(root)).status
+    work()
+    return {"message": message, "joined": joined, "result": stop(mixin)}
+
+
+def beside_torch_profiler(root: Path) -> Any:
+    """Torch's own profiler records this thread already."""
+    mixin = worker()
+    message = ""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        try:
+            mixin.start_capture(request(root))
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        work()
+    return {"message": message, "open": process_session().sink is not None, "ops": len(profiler.events())}
+
+
+def own_profiler_running(root: Path) -> Any:
+    """The user records with torch_npu already; what that recorder wrote is whole afterwards."""
+    mixin = worker()
+    api = torch_npu.profiler
+    handler = api.tensorboard_trace_handler(str(root / "own"), analyse_flag=False)
+    profiler = api.profile(activities=[api.ProfilerActivity.CPU], on_trace_ready=handler)
+    profiler.start()
+    message = ""
+    try:
+        mixin.start_capture(request(root / "ours"))
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    work()
+    profiler.stop()
+    data = [file.stat().st_size for file in (root / "own").glob("*_ascend_pt/FRAMEWORK/torch.op_range")]
+    return {"message": message, "own_data": data}
+
+
+def unwritable(root: Path) -> Any:
+    """The step folder turns into a file after the capture was armed."""
+    mixin = worker("discrete")
+    root.mkdir(parents=True)
+    mixin.start_capture(request(root / "step"))
+    (root / "step").rmdir()
+    (root / "step").write_text("in the way")
+    with stage("update_actor"):
+        work()
+    return stop(mixin)
+
+
+def two_captures(root: Path) -> Any:
+    """Two captures in one process end up in their own folders."""
+    mixin = worker(**HOST_ONLY, analysis=False)
+    results = []
+    for number in (1, 2):
+        mixin.start_capture(request(root / f"step{number}", f"c{number}", number))
+        work()
+        results.append(stop(mixin))
+    files = sorted(str(file.relative_to(root)) for file in root.rglob("torch.op_range"))
+    return {"results": results, "files": files}
+
+
+def mini_batches(root: Path) -> Any:
+    """Keep the second of three mini-batches."""
+    mixin = worker(**HOST_ONLY, analysis=False, mini_batches={"wait": 1, "active": 1})
+    mixin.start_capture(request(root))
+    for _ in range(3):
+        work()
+        mixin.capture.step()
+    return stop(mixin)
+
+
+def warm_up(root: Path) -> Any:
+    """A capture that is thrown away leaves nothing."""
+    mixin = worker()
+    mixin.start_capture(request(root, keep=False))
+    work()
+    result = stop(mixin)
+    return {"status": result["status"], "left": root.exists()}
+
+
+def stop_on_another_thread(root: Path) -> Any:
+    """The stop arrives elsewhere; the thread that records does it at its next stage."""
+    mixin = worker(**HOST_ONLY, analysis=False)
+    mixin.start_capture(request(root))
+    work()
+    replies: list[dict[str, Any]] = []
+    stopping = threading.Thread(target=lambda: replies.append(stop(mixin)))
+    stopping.start()
+    while stopping.is_alive():
+        with stage("update_actor"):
+            work(1)
+    return replies[0]
+
+
+def analysis_too_slow(root: Path) -> Any:
+    """The analysis does not finish in its time."""
+    mixin = worker(**HOST_ONLY, analysis_s=0.5)
+    mixin.start_capture(request(root))
+    work()
+    return stop(mixin)
+
+
+def memory(root: Path) -> Any:
+    """The torch_memory tool beside the npu tool, with torch_npu's own history and snapshot."""
+    mixin = CaptureMixin()
+    settings = {
+        "enable": True,
+        "tool": ["npu", "torch_memory"],
+        "tools": {"npu": {**HOST_ONLY, "analysis": False}, "torch_memory": {"max_entries": 100}},
+    }
+    mixin.init_capture(settings, role="actor")
+    mixin.start_capture(request(root))
+    recording = torch_npu._C._npu_isHistoryEnabled()
+    with stage("update_actor"):
+        work()
+    result = stop(mixin)
+    with (root / "actor_rank0.memory.pickle").open("rb") as file:
+        keys = sorted(pickle.load(file))
+    return {
+        "recording": recording,
+        "recording_after": torch_npu._C._npu_isHistoryEnabled(),
+        "keys": keys,
+        "result": result,
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

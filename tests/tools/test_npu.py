@@ -1,0 +1,230 @@
+"""The ``npu`` tool: its options anywhere, and captures with the real torch_npu where it is installed.
+
+``scenarios.py`` runs all captures in one process that loads stand-in CANN libraries; the tests
+look at what came out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_profiling import ConfigError, ProfilingConfig, ToolUnavailableError
+from verl_profiling.report.check import check
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.reader import Trace
+from verl_profiling.workers import CaptureMixin
+
+ROOT = Path(__file__).resolve().parents[2]
+Outcome = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "problem"),
+    [
+        ({"activities": []}, "tools.npu.activities", "is empty"),
+        ({"export": ["db"]}, "tools.npu.export", "must hold 'text'"),
+        ({"level": "level3"}, "tools.npu.level", "choose from: none, level0, level1, level2"),
+        ({"level": "level0", "aic_metrics": "Memory"}, "tools.npu.aic_metrics", "needs level1 or level2"),
+        ({"level": "none", "mstx": False}, "tools.npu.level", "mstx is false"),
+        ({"analysis_s": 0}, "tools.npu.analysis_s", "must be greater than 0"),
+        ({"mini_batches": {"active": 0}}, "tools.npu.mini_batches.active", "must be at least 1"),
+    ],
+)
+def test_a_wrong_option_is_named(options: Outcome, key: str, problem: str) -> None:
+    """What torch_npu would reset with a printed warning is an error here, before training starts."""
+    with pytest.raises(ConfigError, match=problem) as caught:
+        ProfilingConfig.from_any({"enable": True, "tool": "npu", "tools": {"npu": options}})
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("other", ["torch"])
+def test_it_does_not_record_beside_another_profiler(other: str) -> None:
+    """Two profilers of one process destroy each other's data: refused, both named."""
+    with pytest.raises(ConfigError, match=f"cannot record together with (npu|{other})"):
+        ProfilingConfig.from_any({"enable": True, "tool": ["npu", other]})
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed: it can be imported"
+)
+def test_without_torch_npu_it_says_what_to_install() -> None:
+    """The worker's set-up fails, before training starts."""
+    with pytest.raises(ToolUnavailableError, match="pip install torch_npu"):
+        CaptureMixin().init_capture({"enable": True, "tool": "npu"}, role="actor")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Build the stand-in CANN, run every scenario, and return what came out."""
+    if importlib.util.find_spec("torch_npu") is None:
+        pytest.skip("torch_npu is not installed; `make test-npu` builds an environment with it")
+    if missing := [name for name in ("cc", "nm", "readelf") if shutil.which(name) is None]:
+        pytest.skip(f"the stand-in CANN cannot be built without {', '.join(missing)}")
+    from tests.npu.cann_stub import build
+
+    folder = tmp_path_factory.mktemp("cann")
+    build(folder)
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(folder),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "CANN_STUB_LOG": str(folder / "log"),
+        "PYTHONPATH": str(ROOT),
+    }
+    target = tmp_path_factory.mktemp("captures")
+    command = [sys.executable, "-m", "tests.npu.scenarios", str(target)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: Outcome = json.loads(done.stdout.splitlines()[-1])
+    return {**found, "mstx": (folder / "log").read_text().splitlines(), "printed": done.stdout}
+
+
+def artifacts(result: Outcome) -> list[tuple[str, str]]:
+    """Return the path and the status of each artifact of a result."""
+    return [(artifact["path"], artifact["status"]) for artifact in result["artifacts"]]
+
+
+@pytest.mark.npu
+@pytest.mark.timeout(900)
+class TestRealTorchNpu:
+    """What the real torch_npu and its real parser do in our hands."""
+
+    def test_a_whole_step(self, outcomes: Outcome) -> None:
+        """In e2e mode one analysed folder per worker and step is in the manifest, and is whole."""
+        outcome = outcomes["e2e_with_callback"]
+        [worker] = outcome["manifest"]["workers"]
+        assert artifacts(worker) == [("actor_rank3.npu", "ok")]
+        assert [span["name"] for span in worker["stages"]] == ["update_actor"]
+        result = check(Path(outcome["folder"]))
+        assert result.ok, result.artifacts
+
+    def test_the_timeline_reads_what_the_parser_wrote(self, outcomes: Outcome) -> None:
+        """Its trace_view.json is on the worker's lane, inside of the step, with our stage around the ops."""
+        folder = Path(outcomes["e2e_with_callback"]["folder"])
+        [step] = find_steps(folder)
+        [source] = step.sources
+        assert (source.lane, source.path.name) == ("actor_rank3", "trace_view.json")
+        merged = merge(step, folder / "merged.json.gz")
+        assert not merged.problems
+        trace = Trace(source.path)
+        events = [event for chunk in trace.chunks() for event in chunk if event.ph == "X"]
+        [stage] = [event for event in events if event.name == "update_actor"]
+        inside = [event for event in events if event.name == "aten::matmul"]
+        assert len(inside) == 4
+        assert stage.ts is not None
+        assert stage.dur is not None
+        for op in inside:
+            assert op.ts is not None
+            assert stage.ts <= op.ts <= stage.ts + stage.dur
+        span = outcomes["e2e_with_callback"]["manifest"]["workers"][0]["stages"][0]
+        begin_ns = trace.base_ns + round(stage.ts * 1000)
+        assert abs(begin_ns - span["begin_ns"]) < 50_000_000, "the parser's clock is the session's clock"
+
+    def test_each_stage_apart(self, outcomes: Outcome) -> None:
+        """In discrete mode each run of a stage is a folder of its own, all analysed."""
+        assert artifacts(outcomes["discrete"]) == [
+            ("actor_rank0.old_log_prob.npu", "ok"),
+            ("actor_rank0.update_actor.npu", "ok"),
+            ("actor_rank0.update_actor.2.npu", "ok"),
+        ]
+
+    def test_a_capture_without_device_data_says_so(self, outcomes: Outcome) -> None:
+        """The default asks for the device; when none of its data is there, that is not ``ok``."""
+        [artifact] = outcomes["device_asked_for"]["artifacts"]
+        assert artifact["status"] == "empty"
+        assert "no device data" in artifact["reason"]
+        assert "CANN Profiling data does not exist" in artifact["reason"]
+
+    def test_stages_are_mstx_ranges_of_our_domain(self, outcomes: Outcome) -> None:
+        """CANN was told of the domain and of the stage's begin and end."""
+        assert {"verl_profiling", "update_actor", "end"} <= set(outcomes["mstx"])
+        assert outcomes["mstx"].count("end") == outcomes["mstx"].count("update_actor")
+
+    def test_a_stage_that_raises(self, outcomes: Outcome) -> None:
+        """The user's exception passes, its stage is kept as failed, the next stage is recorded."""
+        outcome = outcomes["stage_that_raises"]
+        assert outcome["raised"] == "'user code'"
+        assert artifacts(outcome["result"]) == [
+            ("actor_rank0.update_actor.npu", "ok"),
+            ("actor_rank0.update_critic.npu", "ok"),
+        ]
+        assert [span["failed"] for span in outcome["result"]["stages"]] == [True, False]
+
+    def test_a_second_start_is_refused(self, outcomes: Outcome) -> None:
+        """torch_npu would split the output in two; the session refuses, and the first capture is whole."""
+        outcome = outcomes["second_start"]
+        assert "already recording step 1 (actor rank 0" in outcome["message"]
+        assert outcome["joined"] == "joined"
+        assert artifacts(outcome["result"]) == [("actor_rank0.npu", "ok")]
+
+    def test_torch_profiler_is_left_alone(self, outcomes: Outcome) -> None:
+        """Where torch's own profiler records the thread, we refuse, and it keeps its data."""
+        outcome = outcomes["beside_torch_profiler"]
+        assert outcome["message"].startswith("CaptureStateError: actor_rank0: another profiler")
+        assert not outcome["open"]
+        assert outcome["ops"] > 0
+
+    def test_a_users_own_recorder_is_left_alone(self, outcomes: Outcome) -> None:
+        """Where the user records with torch_npu, we refuse, and that recorder keeps its data and folder."""
+        outcome = outcomes["own_profiler_running"]
+        assert outcome["message"].startswith("CaptureStateError: actor_rank0: another profiler")
+        assert len(outcome["own_data"]) == 1
+        assert outcome["own_data"][0] > 0
+
+    def test_an_unwritable_folder(self, outcomes: Outcome) -> None:
+        """Training goes on, and the artifact says what failed and where."""
+        [artifact] = outcomes["unwritable"]["artifacts"]
+        assert artifact["status"] == "failed"
+        assert "step/actor_rank0.update_actor.npu" in artifact["reason"]
+
+    def test_two_captures_in_one_process(self, outcomes: Outcome) -> None:
+        """Each ends up in its own folder, although torch_npu keeps one folder per process."""
+        outcome = outcomes["two_captures"]
+        assert [result["status"] for result in outcome["results"]] == ["ok", "ok"]
+        assert [Path(file).parts[0] for file in outcome["files"]] == ["step1", "step2"]
+
+    def test_a_window_of_mini_batches(self, outcomes: Outcome) -> None:
+        """The same option as the torch tool's works here."""
+        assert artifacts(outcomes["mini_batches"]) == [("actor_rank0.npu", "ok")]
+
+    def test_a_warm_up_leaves_nothing(self, outcomes: Outcome) -> None:
+        """It is recorded and thrown away, its folder too."""
+        assert outcomes["warm_up"] == {"status": "skipped", "left": False}
+
+    def test_a_stop_from_another_thread(self, outcomes: Outcome) -> None:
+        """The thread that records stops it, so the data is there."""
+        assert artifacts(outcomes["stop_on_another_thread"]) == [("actor_rank0.npu", "ok")]
+
+    def test_an_analysis_that_takes_too_long(self, outcomes: Outcome) -> None:
+        """It is ended at its deadline; the raw data stays, and the artifact says so."""
+        [artifact] = outcomes["analysis_too_slow"]["artifacts"]
+        assert artifact["status"] == "failed"
+        assert "took longer than tools.npu.analysis_s=0.5; raw data is kept" in artifact["reason"]
+
+    def test_the_memory_tool_beside_it(self, outcomes: Outcome) -> None:
+        """The tool drives torch_npu's own allocator history, and leaves it off afterwards."""
+        outcome = outcomes["memory"]
+        assert (outcome["recording"], outcome["recording_after"]) == (True, False)
+        assert outcome["keys"] == ["device_traces", "segments"]
+        assert artifacts(outcome["result"]) == [
+            ("actor_rank0.npu", "ok"),
+            ("actor_rank0.memory.pickle", "ok"),
+        ]
+        assert set(outcome["result"]["metrics"]) == {
+            "memory/allocated_bytes",
+            "memory/reserved_bytes",
+            "stage/update_actor/peak_allocated_bytes",
+            "stage/update_actor/peak_reserved_bytes",
+        }

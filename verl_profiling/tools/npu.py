@@ -1,0 +1,324 @@
+"""The ``npu`` tool: ``torch_npu.profiler`` on Ascend devices, one folder per recording."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.manifest import Artifact
+from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.torch_profiler import MiniBatchWindow
+
+__all__ = ["DOMAIN", "NpuOptions", "NpuTool", "import_torch_npu"]
+
+DOMAIN = "verl_profiling"
+"""Domain of our mstx ranges."""
+
+Level = Literal["none", "level0", "level1", "level2"]
+Metrics = Literal[
+    "PipeUtilization",
+    "ArithmeticUtilization",
+    "Memory",
+    "MemoryL0",
+    "MemoryUB",
+    "ResourceConflictRatio",
+    "L2Cache",
+    "MemoryAccess",
+    "AiCoreNone",
+]
+
+_ANALYSE = """\
+import sys
+from torch_npu.profiler.profiler import analyse
+analyse(sys.argv[1], export_type=sys.argv[2].split(","))
+"""
+_RESULTS = "ASCEND_PROFILER_OUTPUT"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NpuOptions:
+    """Options of the ``npu`` tool.
+
+    Attributes:
+        activities: What is recorded.
+        level: How much of the device: ``level0`` operators, ``level1`` also CANN's calls and AI
+            core metrics, ``level2`` also CANN's runtime and caches; ``none`` mstx ranges only.
+        aic_metrics: AI core metrics; by default ``PipeUtilization`` where the level has any.
+        stack: Python stacks of every op. Costly.
+        shapes: Shapes of the inputs of every op.
+        memory: Allocations.
+        modules: Names of the modules that ops belong to.
+        mstx: Show stages as mstx ranges, above the device's operators.
+        export: What the analysis writes. A timeline needs ``text``.
+        analysis: Turn what was recorded into readable files, in a process of its own.
+        analysis_s: How long that may take, in seconds.
+        mini_batches: Keep only a window of mini-batches; ``None`` for everything.
+    """
+
+    activities: tuple[Literal["cpu", "npu"], ...] = ("cpu", "npu")
+    level: Level = "level1"
+    aic_metrics: Metrics | None = None
+    stack: bool = False
+    shapes: bool = False
+    memory: bool = False
+    modules: bool = False
+    mstx: bool = True
+    export: tuple[Literal["text", "db"], ...] = ("text", "db")
+    analysis: bool = True
+    analysis_s: float = 600.0
+    mini_batches: MiniBatchWindow | None = None
+
+    def __post_init__(self) -> None:
+        if not self.activities:
+            raise ConfigError("activities", "is empty; leave it out to record the host and the device")
+        if "text" not in self.export:
+            raise ConfigError("export", "must hold 'text', which the timeline is made of, e.g. [text, db]")
+        if not self.analysis_s > 0:
+            raise ConfigError("analysis_s", f"must be greater than 0, is {self.analysis_s}")
+        has_metrics = self.aic_metrics not in (None, "AiCoreNone")
+        if has_metrics and self.level in ("none", "level0"):
+            raise ConfigError("aic_metrics", f"needs level1 or level2, level is {self.level}")
+        if self.level == "none" and not self.mstx:
+            raise ConfigError("level", "none records mstx ranges only, and mstx is false")
+
+
+def import_torch_npu() -> Any:
+    """Import torch_npu and return it.
+
+    Raises:
+        ToolUnavailableError: It is not installed, or its CANN libraries are not.
+    """
+    if importlib.util.find_spec("torch_npu") is None:
+        raise ToolUnavailableError(
+            "torch_npu is not installed; install the version that fits your torch: pip install torch_npu"
+        )
+    try:
+        import torch_npu
+    except (ImportError, OSError, RuntimeError) as error:
+        cause = str(error).splitlines()[0]
+        raise ToolUnavailableError(
+            f"torch_npu cannot be loaded: {cause}; install CANN and source its set_env.sh"
+        ) from error
+    return torch_npu
+
+
+class NpuTool(Tool):
+    """Records with ``torch_npu.profiler``.
+
+    Its methods never raise: they print an error and go on. So what they claim is checked,
+    against the recorder's state after a start and against the folder after a stop. Its analysis
+    forks the process that calls it and changes how that process starts others, so it runs in a
+    process of its own, off the training path.
+    """
+
+    name: ClassVar[str] = "npu"
+    suffix: ClassVar[str] = ".npu"
+    options_class: ClassVar[type] = NpuOptions
+    conflicts: ClassVar[frozenset[str]] = frozenset({"torch", "nsys"})
+    options: NpuOptions
+
+    @property
+    def any_thread(self) -> bool:
+        return False
+
+    def prepare(self) -> None:
+        """Import torch_npu and look for a device."""
+        torch_npu = import_torch_npu()
+        if "npu" in self.options.activities and not torch_npu.npu.is_available():
+            raise ToolUnavailableError(
+                "tool 'npu': torch_npu sees no NPU; check `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES"
+            )
+
+    def start(self, target: Target) -> Recording:
+        """Start recording; the folder is the target's own, whatever was recorded before."""
+        self.prepare()
+        import torch
+
+        if torch._C._autograd._profiler_enabled():
+            raise CaptureStateError(
+                f"{target.lane}: another profiler (torch's or torch_npu's) already records this thread, and "
+                "two destroy each other's data; stop that one, or switch one of the two off"
+            )
+        folder = target.path(self.suffix)
+        folder.mkdir(parents=True)
+        profiler = self._profiler(folder, target.lane)
+        profiler.start()
+        if self.options.mini_batches is None and not torch._C._autograd._profiler_enabled():
+            profiler.stop()
+            raise CaptureStateError(
+                f"{target.lane}: torch_npu did not start recording into {folder}; it printed why, as [ERROR]"
+            )
+        return _NpuRecording(profiler, target, self.options, folder)
+
+    def _profiler(self, folder: Path, lane: str) -> Any:
+        torch_npu = import_torch_npu()
+        api, options = torch_npu.profiler, self.options
+        has_metrics = options.level in ("level1", "level2")
+        metrics = options.aic_metrics or ("PipeUtilization" if has_metrics else "AiCoreNone")
+        level = "Level_none" if options.level == "none" else options.level.capitalize()
+        window = options.mini_batches
+        return api.profile(
+            activities=[getattr(api.ProfilerActivity, name.upper()) for name in options.activities],
+            schedule=window
+            and api.schedule(wait=window.wait, warmup=window.warmup, active=window.active, repeat=1),
+            # The folder belongs to the process, not to the handler: the last one made wins, so each
+            # recording makes its own, at the last moment.
+            on_trace_ready=api.tensorboard_trace_handler(str(folder), worker_name=lane, analyse_flag=False),
+            record_shapes=options.shapes,
+            profile_memory=options.memory,
+            with_stack=options.stack,
+            with_modules=options.modules,
+            experimental_config=api._ExperimentalConfig(
+                profiler_level=getattr(api.ProfilerLevel, level),
+                aic_metrics=getattr(api.AiCMetrics, metrics),
+                mstx=options.mstx,
+                export_type=[getattr(api.ExportType, name.capitalize()) for name in options.export],
+            ),
+        )
+
+
+class _NpuRecording(Recording):
+    def __init__(self, profiler: Any, target: Target, options: NpuOptions, folder: Path) -> None:
+        import torch
+        from torch_npu.npu import mstx
+
+        self._profiler = profiler
+        self._target = target
+        self._options = options
+        self._folder = folder
+        self._mstx = mstx if options.mstx else None
+        self._enter = torch.autograd._record_function_with_args_enter
+        self._exit = torch.autograd._record_function_with_args_exit
+        profiler.add_metadata_json("verl_profiling", msgspec.json.encode(target.metadata).decode())
+
+    def begin_mark(self, name: str) -> object:
+        range_id = self._mstx.range_start(name, domain=DOMAIN) if self._mstx is not None else 0
+        return range_id, self._enter(name)
+
+    def end_mark(self, mark: tuple[int, Any]) -> object:
+        range_id, handle = mark
+        self._exit(handle)
+        if self._mstx is not None and range_id:
+            self._mstx.range_end(range_id, domain=DOMAIN)
+        return None
+
+    def step(self) -> None:
+        if self._options.mini_batches is not None:
+            self._profiler.step()
+
+    def stop(self) -> Sequence[Output]:
+        begin = time.perf_counter()
+        self._profiler.stop()
+        stop_s = time.perf_counter() - begin
+        artifact = self._target.artifact(NpuTool)
+        recorded = sorted(self._folder.glob("*_ascend_pt"))
+        raw = [
+            file
+            for part in ("FRAMEWORK", "PROF_*")
+            for found in self._folder.glob(f"*_ascend_pt/{part}")
+            for file in found.rglob("*")
+            if file.is_file() and file.stat().st_size
+        ]
+        if not raw:
+            reason = (
+                f"no operator ran on this thread, or torch_npu printed an [ERROR]: {self._folder} is empty"
+            )
+            if self._options.mini_batches is not None and not recorded:
+                reason = "the mini-batch window did not open; it counts calls of capture.step()"
+            return [Output(msgspec.structs.replace(artifact, status="empty", reason=reason), None, stop_s)]
+        if not self._options.analysis:
+            reason = f"recorded, not analysed (tools.npu.analysis is false); run analyse() on {self._folder}"
+            done = msgspec.structs.replace(
+                artifact, status="ok", reason=reason, bytes=_folder_bytes(self._folder)
+            )
+            return [Output(done, None, stop_s)]
+        pending = msgspec.structs.replace(artifact, status="pending")
+        options = self._options
+        return [Output(pending, lambda: _analysed(recorded[-1], pending, options), stop_s)]
+
+    def discard(self) -> None:
+        self._profiler.stop()
+        shutil.rmtree(self._folder)
+        try:
+            self._folder.parent.rmdir()
+        except OSError:
+            pass  # something else is in the step folder
+
+
+def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifact:
+    """Run torch_npu's analysis on a recording, and say what came of it."""
+    _correct_clock(recorded)
+    printed, problem = _run_analysis(recorded, options)
+    results = recorded / _RESULTS
+    trace = results / "trace_view.json"
+    size = _folder_bytes(recorded.parent)
+    if problem or not trace.is_file():
+        reason = (
+            f"the analysis {problem or 'wrote no trace_view.json'}{_last_error(printed)}; raw data is kept"
+        )
+        return msgspec.structs.replace(artifact, status="failed", reason=reason, bytes=size)
+    device_data = any(file.is_file() for prof in recorded.glob("PROF_*") for file in prof.rglob("*"))
+    if "npu" in options.activities and not device_data:
+        reason = f"the host was recorded, but no device data{_last_error(printed)}"
+        return msgspec.structs.replace(artifact, status="empty", reason=reason, bytes=size)
+    return msgspec.structs.replace(artifact, status="ok", bytes=size)
+
+
+def _correct_clock(recorded: Path) -> None:
+    """Give the analysis the reading that turns the host's times into wall-clock times.
+
+    They are taken from ``CLOCK_MONOTONIC_RAW``. Where CANN recorded nothing, torch_npu converts
+    them with a reading of ``CLOCK_MONOTONIC``, which NTP disciplines: off by as much as it was
+    slewed since boot, tenths of a second on a machine that is up for hours.
+    """
+    for path in recorded.glob("profiler_info*.json"):
+        info = json.loads(path.read_text())
+        end = info.get("end_info", {})
+        if "collectionTimeEnd" in end and "MonotonicTimeEnd" in end:
+            since_ns = time.time_ns() - int(end["collectionTimeEnd"])
+            end["MonotonicTimeEnd"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW) - since_ns
+            path.write_text(json.dumps(info, indent=4))
+
+
+def _run_analysis(recorded: Path, options: NpuOptions) -> tuple[str, str]:
+    """Return what the analysis printed, and why it did not come to its end, if so."""
+    command = [sys.executable, "-c", _ANALYSE, str(recorded), ",".join(options.export)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=options.analysis_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            printed, _ = process.communicate()
+            return printed, f"took longer than tools.npu.analysis_s={options.analysis_s:g}"
+    if not (recorded / _RESULTS / "analyse.done").exists():
+        return printed, f"did not finish (exit code {process.returncode})"
+    return printed, ""
+
+
+def _last_error(printed: str) -> str:
+    errors = [line for line in printed.splitlines() if "[ERROR]" in line]
+    return f" ({errors[-1].partition('.py: ')[2] or errors[-1]})" if errors else ""
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,227 @@
+"""The ``torch_memory`` tool: who allocated what on the accelerator, as a snapshot per recording."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.manifest import Artifact
+from verl_profiling.peaks import StagePeaks
+from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.npu import import_torch_npu
+
+__all__ = ["TorchMemoryOptions", "TorchMemoryTool"]
+
+logger = logging.getLogger(__name__)
+
+OOM_SUFFIX = ".oom.memory.pickle"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchMemoryOptions:
+    """Options of the ``torch_memory`` tool.
+
+    Attributes:
+        max_entries: Allocations and frees that are kept, the last ones; each takes some kilobytes.
+        stacks: Frames kept of each: ``python``, or ``all`` with those of C++.
+        frees: Keep the stacks of frees too.
+        on_oom: Write a snapshot when an allocation fails while recording.
+        peaks: Peaks of allocated and reserved bytes per stage. For that torch's own peak
+            statistics are set back at each stage, also for other readers of them.
+    """
+
+    max_entries: int = 100_000
+    stacks: Literal["python", "all"] = "python"
+    frees: bool = False
+    on_oom: bool = True
+    peaks: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_entries < 1:
+            raise ConfigError("max_entries", f"must be at least 1, is {self.max_entries}")
+
+
+@dataclass(frozen=True)
+class _Accelerator:
+    """What torch and torch_npu offer alike.
+
+    Attributes:
+        memory: ``torch.cuda.memory`` or ``torch_npu.npu.memory``.
+        history_enabled: Whether a history is being recorded.
+        observe_oom: Registers a function to call when an allocation fails, for good.
+    """
+
+    memory: Any
+    history_enabled: Callable[[], bool]
+    observe_oom: Callable[[Callable[[int, int, int, int], None]], None]
+
+
+class TorchMemoryTool(Tool):
+    """Records the caching allocator's history, on CUDA and ROCm devices or on NPUs.
+
+    A recording begins with an empty history and ends with a snapshot for
+    https://pytorch.org/memory_viz.
+    """
+
+    name: ClassVar[str] = "torch_memory"
+    suffix: ClassVar[str] = ".memory.pickle"
+    options_class: ClassVar[type] = TorchMemoryOptions
+    options: TorchMemoryOptions
+
+    def prepare(self) -> None:
+        """Look for an accelerator."""
+        _accelerator()
+
+    def start(self, target: Target) -> Recording:
+        accelerator = _accelerator()
+        if accelerator.history_enabled():
+            raise CaptureStateError(
+                f"{target.lane}: a memory history is being recorded already, and a second one would end it; "
+                "call _record_memory_history(enabled=None) first, or leave torch_memory out of tool"
+            )
+        return _MemoryRecording(accelerator, target, self.options)
+
+
+class _MemoryRecording(Recording):
+    def __init__(self, accelerator: _Accelerator, target: Target, options: TorchMemoryOptions) -> None:
+        self._memory = accelerator.memory
+        self._target = target
+        self._peaks = StagePeaks(self._take_peaks) if options.peaks else None
+        self._oom: Artifact | None = None
+        self._metrics: dict[str, float] = {}
+        self._memory._record_memory_history(
+            enabled="all",
+            context="all" if options.frees else "alloc",
+            stacks=options.stacks,
+            max_entries=options.max_entries,
+        )
+        if options.on_oom:
+            _observer.watch(accelerator, self)
+
+    def begin_mark(self, name: str) -> object:
+        if self._peaks is not None:
+            self._peaks.begin(name)
+        return name
+
+    def end_mark(self, mark: str) -> object:
+        if self._peaks is not None:
+            self._peaks.end(mark)
+        return None
+
+    def stop(self) -> Sequence[Output]:
+        begin = time.perf_counter()
+        _observer.recording = None
+        self._metrics = {
+            "memory/allocated_bytes": float(self._memory.memory_allocated()),
+            "memory/reserved_bytes": float(self._memory.memory_reserved()),
+        }
+        try:
+            snapshot = self._write(TorchMemoryTool.suffix)
+        finally:
+            self._memory._record_memory_history(enabled=None)
+        outputs = [Output(snapshot, export_s=time.perf_counter() - begin)]
+        return [*outputs, Output(self._oom)] if self._oom is not None else outputs
+
+    def discard(self) -> None:
+        _observer.recording = None
+        self._memory._record_memory_history(enabled=None)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {**self._metrics, **(self._peaks.metrics() if self._peaks is not None else {})}
+
+    def on_oom(self, device: int, wanted_bytes: int) -> None:
+        """Keep the state in which an allocation failed; the first failure tells the most."""
+        if self._oom is None:
+            oom = self._write(OOM_SUFFIX)
+            reason = oom.reason or f"device {device} could not allocate {wanted_bytes} bytes"
+            self._oom = msgspec.structs.replace(oom, begin_ns=clock.now_ns(), reason=reason)
+
+    def _write(self, suffix: str) -> Artifact:
+        final = self._target.path(suffix)
+        artifact = msgspec.structs.replace(self._target.artifact(TorchMemoryTool), path=final.name)
+        part: Path = final.with_name(f".{final.name}.part")
+        try:
+            self._memory._dump_snapshot(str(part))
+            part.replace(final)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            reason = f"the snapshot cannot be written into {final.parent}: {error.strerror or error}"
+            return msgspec.structs.replace(artifact, status="failed", reason=reason)
+        return msgspec.structs.replace(artifact, status="ok", bytes=final.stat().st_size)
+
+    def _take_peaks(self) -> Mapping[str, int]:
+        statistics = self._memory.memory_stats_as_nested_dict()
+        if not statistics:
+            return {}
+        self._memory.reset_peak_memory_stats()
+        return {
+            "peak_allocated_bytes": statistics["allocated_bytes"]["all"]["peak"],
+            "peak_reserved_bytes": statistics["reserved_bytes"]["all"]["peak"],
+        }
+
+
+class _Observer:
+    """Passes failed allocations to the recording. torch keeps observers for good, so there is one.
+
+    Attributes:
+        recording: The recording that is told, if any.
+    """
+
+    def __init__(self) -> None:
+        self.recording: _MemoryRecording | None = None
+        self._attached = False
+
+    def watch(self, accelerator: _Accelerator, recording: _MemoryRecording) -> None:
+        """Tell ``recording`` from now on."""
+        if not self._attached:
+            accelerator.observe_oom(self._notice)
+            self._attached = True
+        self.recording = recording
+
+    def _notice(self, device: int, wanted_bytes: int, total_bytes: int, free_bytes: int) -> None:
+        """Be called by the allocator, which must not see an exception of ours."""
+        recording = self.recording
+        if recording is not None:
+            try:
+                recording.on_oom(device, wanted_bytes)
+            except Exception:
+                logger.exception("torch_memory: no snapshot of the failed allocation")
+
+
+_observer = _Observer()
+
+
+def _accelerator() -> _Accelerator:
+    try:
+        import torch
+    except ImportError as error:
+        raise ToolUnavailableError(
+            "tool 'torch_memory' needs torch; install it with: pip install 'verl-profiling[train]'"
+        ) from error
+    if torch.cuda.is_available():
+        return _Accelerator(
+            torch.cuda.memory, torch._C._cuda_isHistoryEnabled, torch._C._cuda_attach_out_of_memory_observer
+        )
+    if importlib.util.find_spec("torch_npu") is not None:
+        torch_npu = import_torch_npu()
+        if torch_npu.npu.is_available():
+            native = torch_npu._C
+            return _Accelerator(
+                torch_npu.npu.memory,
+                native._npu_isHistoryEnabled,
+                native._npu_attach_out_of_memory_observer,
+            )
+    raise ToolUnavailableError(
+        f"tool 'torch_memory' records an accelerator's allocator, and torch {torch.__version__} sees no CUDA "
+        "or ROCm device and no NPU; for the peak resident memory of each stage, take tool 'spans' with "
+        "tools.spans.peak_rss=true"
+    )
