@@ -1,17 +1,19 @@
 """Merging: CPU seconds and peak memory of each merger, side by side, on real torch traces.
 
-Run: ``python benchmarks/bench_merge.py [--runs 5] [--scale 1.0] [--only NAME ...]``
+Run: ``python benchmarks/bench_merge.py [--runs 5] [--sglang profile_merger.py] [--only NAME ...]``
 
-It records 8 traces of about 100k events and one of about 1M with torch.profiler, and merges
-them in fresh processes: the CPU seconds are those of the process and its children, the
-memory is the largest resident set of any one of them (``getrusage``, ``ru_maxrss``).
+It records 8 traces of about 100k events and one of about 1M with torch.profiler, compresses
+them as a capture does, and merges them in fresh processes. CPU seconds are those of the
+process and its children, without imports; memory is the largest resident set of any one of
+them (``getrusage``, ``ru_maxrss``). viztracer reads no gzip, so it gets the raw files.
+SGLang's merger is ``sglang/srt/utils/profile_merger.py`` of its wheel, which runs alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
-import resource
 import shutil
 import statistics
 import subprocess
@@ -20,39 +22,56 @@ import tempfile
 from pathlib import Path
 
 OURS = "verl-profiling"
+OURS_RAW = "verl-profiling, raw"
+PROGRAM = """
+import json, resource, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+{values}
+SCOPES = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+
+def used():
+    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, SCOPES))
+
+if __name__ == "__main__":
+{body}
+    peak = max(resource.getrusage(scope).ru_maxrss for scope in SCOPES) / 1024
+    print(json.dumps([used() - before, peak]))
+"""
+SETS = (("8 x 100k", 8, 100_000), ("1 x 1M", 1, 1_000_000))
+_MERGE = (
+    "from pathlib import Path\nfrom verl_profiling.timeline.inputs import find_steps\n"
+    "from verl_profiling.timeline.merge import merge",
+    "(step,) = find_steps(Path(folder))\nmerge(step, Path(output), jobs=2)",
+)
 MERGERS = {
-    OURS: """
-        from verl_profiling.cli import main
-        main(["merge", folder, "-o", output])
-    """,
-    "archive": """
-        from verl_profiling.cli import main
-        main(["merge", folder, "-o", output, "--format", "archive"])
-    """,
-    "copy": """
-        import shutil
-        for number, file in enumerate(files):
-            shutil.copyfile(file, f"{output}.{number}")
-    """,
-    "viztracer": """
-        from viztracer.report_builder import ReportBuilder
-        with open(output, "w") as file:
-            ReportBuilder(files, verbose=0).save(file)
-    """,
-    "json": """
-        # The way of SGLang's merger: read all with json, prefix the processes, dump with gzip.
-        import gzip, json
-        merged = {"traceEvents": []}
-        for number, name in enumerate(files):
-            with open(name) as file:
-                trace = json.load(file)
-            for event in trace["traceEvents"]:
-                event["pid"] = f"[rank{number}] {event.get('pid')}"
-            merged["traceEvents"] += trace["traceEvents"]
-        with gzip.open(output, "wt") as file:
-            json.dump(merged, file)
-    """,
+    OURS: ("gz", *_MERGE),
+    "SGLang": (
+        "gz",
+        "import importlib.util\n"
+        "spec = importlib.util.spec_from_file_location('profile_merger', merger)\n"
+        "module = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(module)",
+        "module.ProfileMerger(folder, 'trace').merge_chrome_traces()",
+    ),
+    OURS_RAW: ("raw", *_MERGE),
+    "viztracer": (
+        "raw",
+        "from viztracer.report_builder import ReportBuilder",
+        "with open(output, 'w') as file:\n    ReportBuilder(files, verbose=0).save(file)",
+    ),
+    "archive": (
+        "raw",
+        "from pathlib import Path\nfrom verl_profiling.timeline.inputs import find_steps\n"
+        "from verl_profiling.timeline.archive import write_archive",
+        "(step,) = find_steps(Path(folder))\nwrite_archive(step, Path(output))",
+    ),
+    "copy": (
+        "raw",
+        "import shutil",
+        "for file in files:\n    shutil.copyfile(file, output + '.' + Path(file).name)",
+    ),
 }
+"""The input that each merger takes, what it imports (not counted), what it does (counted)."""
 
 
 def record(path: str, events: int) -> None:
@@ -69,22 +88,25 @@ def record(path: str, events: int) -> None:
     profiler.export_chrome_trace(path)
 
 
-def measure(name: str, folder: Path, output: Path) -> tuple[float, float]:
-    """Return CPU seconds and peak MB of one merge in a fresh process."""
-    body = "\n".join(line.removeprefix("        ") for line in MERGERS[name].splitlines())
-    files = [str(file) for file in sorted(folder.glob("*.json*"))]
-    program = (
-        f"import json, resource, sys\nfolder, output, files = {str(folder)!r}, {str(output)!r}, {files!r}\n"
-        f"if __name__ == '__main__':\n"
-        + "\n".join(f"    {line}" for line in body.splitlines())
-        + "\n    mine, theirs = (resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))\n"
-        "    cpu = sum(u.ru_utime + u.ru_stime for u in (mine, theirs))\n"
-        "    print(json.dumps([cpu, max(mine.ru_maxrss, theirs.ru_maxrss) / 1024]))\n"
+def measure(name: str, folder: Path, scratch: Path, merger: Path | None) -> tuple[float, float]:
+    """Return CPU seconds (without imports) and peak MB of one merge in a fresh process."""
+    kind, setup, body = MERGERS[name]
+    output = scratch / "merged.json.gz"
+    values = {
+        "folder": str(folder / kind),
+        "output": str(output),
+        "files": [str(file) for file in sorted((folder / kind).iterdir())],
+        "merger": str(merger),
+    }
+    program = PROGRAM.format(
+        root=str(Path(__file__).parents[1]),
+        values="\n".join(f"{key} = {value!r}" for key, value in values.items()),
+        body="\n".join(f"    {line}" for line in f"{setup}\nbefore = used()\n{body}".splitlines()),
     )
-    script = output.with_suffix(".py")
+    script = scratch / "program.py"
     script.write_text(program)
     done = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
-    for file in output.parent.glob(f"{output.name}*"):
+    for file in [*scratch.glob("merged*"), *(folder / kind).glob("merged-*")]:
         file.unlink()
     cpu, peak = json.loads(done.stdout.splitlines()[-1])
     return cpu, peak
@@ -94,68 +116,82 @@ def main() -> None:
     """Record, merge, and print the table, the ratios, and how the cost grows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the number of events")
     parser.add_argument("--only", nargs="*", choices=MERGERS, help="mergers to run")
+    parser.add_argument("--sglang", type=Path, metavar="FILE", help="SGLang's profile_merger.py")
+    parser.add_argument("--small", action="store_true", help="only the first set of traces")
     parser.add_argument("--keep", type=Path, help="folder of recorded traces, to reuse them")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        root = arguments.keep or Path(scratch)
-        sets = {"8 x 100k": [100_000] * 8, "1 x 1M": [1_000_000]}
-        for name, sizes in sets.items():
-            folder = root / name.replace(" ", "")
-            record_all(folder, [int(size * arguments.scale) for size in sizes])
-            size_mb = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
-            print(f"\n{name} events, {size_mb:.0f} MB of JSON, median of {arguments.runs} runs")
-            compare(folder, arguments.only or list(MERGERS), arguments.runs, Path(scratch))
-        linearity(root / "8x100k", Path(scratch), arguments.runs)
+    names = arguments.only or [name for name in MERGERS if name != "SGLang" or arguments.sglang]
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary)
+        root = arguments.keep or scratch / "traces"
+        for title, count, events in SETS[: 1 if arguments.small else None]:
+            folder = root / title.replace(" ", "")
+            record_all(folder, count, events)
+            print(f"\n{title} events, {megabytes(folder / 'raw'):.0f} MB, median of {arguments.runs} runs")
+            compare(folder, names, arguments.runs, scratch, arguments.sglang)
+        linearity(root / "8x100k", scratch, arguments.runs)
 
 
-def record_all(folder: Path, sizes: list[int]) -> None:
-    """Record the traces of a set that are not there yet."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for rank, events in enumerate(sizes):
-        path = folder / f"trace_rank{rank}.json"
-        if not path.exists():
-            command = f"import bench_merge; bench_merge.record({str(path)!r}, {events})"
+def megabytes(folder: Path) -> float:
+    """Return the size of a folder's files."""
+    return sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+
+
+def record_all(folder: Path, count: int, events: int) -> None:
+    """Record the traces of a set that are not there yet, raw and compressed."""
+    for kind in ("raw", "gz"):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    for rank in range(count):
+        raw = folder / "raw" / f"trace-TP-{rank}.trace.json"
+        if not raw.exists():
+            command = f"import bench_merge; bench_merge.record({str(raw)!r}, {events})"
             subprocess.run([sys.executable, "-c", command], check=True, cwd=Path(__file__).parent)
+            compressed = folder / "gz" / f"{raw.name}.gz"
+            with raw.open("rb") as source, gzip.open(compressed, "wb", compresslevel=1) as target:
+                shutil.copyfileobj(source, target)
 
 
-def compare(folder: Path, names: list[str], runs: int, scratch: Path) -> None:
-    """Print CPU seconds and peak memory of each merger, and the ratio to ours."""
+def compare(folder: Path, names: list[str], runs: int, scratch: Path, merger: Path | None) -> None:
+    """Print CPU seconds and peak memory of each merger, and the ratio to ours on the same input."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(runs):
         for name in names:
-            found[name].append(measure(name, folder, scratch / "merged.json.gz"))
-    ours = statistics.median(cpu for cpu, _ in found[OURS]) if OURS in found else None
-    print(f"{'merger':<16}{'CPU s':>10}{'peak MB':>10}{'CPU / ours':>12}")
+            found[name].append(measure(name, folder, scratch, merger))
+    cpus = {name: statistics.median(cpu for cpu, _ in results) for name, results in found.items()}
+    print(f"{'merger':<22}{'CPU s':>10}{'peak MB':>10}{'CPU / ours':>12}")
     for name, results in found.items():
-        cpu, peak = statistics.median(c for c, _ in results), max(p for _, p in results)
-        ratio = f"{cpu / ours:>12.2f}" if ours else ""
-        print(f"{name:<16}{cpu:>10.2f}{peak:>10.0f}{ratio}")
+        ours = cpus.get(OURS if MERGERS[name][0] == "gz" else OURS_RAW)
+        ratio = f"{cpus[name] / ours:>12.2f}" if ours else ""
+        print(f"{name:<22}{cpus[name]:>10.2f}{max(peak for _, peak in results):>10.0f}{ratio}")
+    if "archive" in cpus and "copy" in cpus:
+        print(f"archive over copy: {cpus['archive'] / cpus['copy']:.2f}")
 
 
 def linearity(folder: Path, scratch: Path, runs: int) -> None:
     """Print the cost of 1x, 2x and 4x the bytes, and project 64 ranks of 200 MB on 2 cores."""
-    files = sorted(folder.glob("*.json"))
-    print("\ngrowth (files, MB, CPU s, CPU s per 100 MB, peak MB)")
-    slopes = []
+    print(f"\n{'files':>5}{'MB':>10}{'CPU s':>10}{'peak MB':>10}")
+    points = []
     for count in (2, 4, 8):
         part = scratch / f"part{count}"
-        part.mkdir()
-        for file in files[:count]:
-            shutil.copyfile(file, part / file.name)
-        size_mb = sum(file.stat().st_size for file in part.iterdir()) / 1e6
-        results = [measure(OURS, part, scratch / "merged.json.gz") for _ in range(runs)]
-        cpu = statistics.median(c for c, _ in results)
-        slopes.append((size_mb, cpu))
-        print(f"{count:>3}{size_mb:>10.0f}{cpu:>10.2f}{cpu / size_mb * 100:>10.2f}{max(p for _, p in results):>10.0f}")
-    (small, cpu_small), _, (large, cpu_large) = slopes
-    slope = (cpu_large - cpu_small) / (large - small)
-    seconds = slope * 64 * 200 / 2
-    print(f"64 ranks x 200 MB: {seconds:.0f} s on 2 cores, if the cost stays {slope * 100:.2f} CPU s per 100 MB of JSON")
-    print("and both cores are busy (members are independent; memory is per process and does not grow).")
+        (part / "gz").mkdir(parents=True)
+        for rank in range(count):
+            name = f"trace-TP-{rank}.trace.json"
+            (part / "gz" / f"{name}.gz").symlink_to(folder / "gz" / f"{name}.gz")
+        size_mb = (
+            sum((folder / "raw" / f"trace-TP-{rank}.trace.json").stat().st_size for rank in range(count))
+            / 1e6
+        )
+        results = [measure(OURS, part, scratch, None) for _ in range(runs)]
+        points.append((size_mb, statistics.median(cpu for cpu, _ in results)))
+        print(f"{count:>5}{size_mb:>10.0f}{points[-1][1]:>10.2f}{max(peak for _, peak in results):>10.0f}")
+    (small, cheap), _, (large, dear) = points
+    slope = (dear - cheap) / (large - small)
+    print(
+        f"64 ranks x 200 MB of JSON: {slope * 6400:.0f} s on 2 cores, assuming {slope * 100:.2f} CPU s "
+        "per 100 MB as above,\nboth cores busy (members are independent) and memory flat (it is per process)"
+    )
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     main()

@@ -12,8 +12,9 @@ __all__ = ["gantt_chart", "lost_bar", "stage_colours", "tail_chart"]
 _WIDTH = 1000
 _LABEL = 150
 _RIGHT = 12
-_ROW = 34
-_BAR = 15
+_ROW = 36
+_BAR = 17
+_NESTED = 3
 _LOAD = 11
 _COLOURS = 10
 _TICKS = (1, 2, 5)
@@ -57,7 +58,7 @@ def gantt_chart(report: Report) -> str:
 def _stage_bar(span: GanttSpan, top: int, scale: float, colour: int) -> str:
     x = _LABEL + max(span.begin_us, 0.0) * scale
     width = max((span.end_us - span.begin_us) * scale, 0.6)
-    inset = 6 * min(span.depth, 2)
+    inset = _BAR - _NESTED if span.depth else 0  # a stage inside another is a strip at its foot
     text = f"{span.name}: {(span.end_us - span.begin_us) / 1e6:.3f} s"
     label = f'<text x="{x + 4:.1f}" y="{top + 11.5}">{escape(span.name)}</text>'
     return (

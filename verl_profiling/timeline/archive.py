@@ -23,6 +23,7 @@ from verl_profiling.timeline.sources import Source, StepInputs
 __all__ = ["ARCHIVE_NAME", "write_archive"]
 
 ARCHIVE_NAME = "timeline.tar"
+_COPY_BYTES = 1 << 20
 _MANIFEST_NAME = "perfetto_manifest.json"
 
 
@@ -56,7 +57,7 @@ def write_archive(
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to archive")
     partial = output.with_name(f".{output.name}.part")
     try:
-        with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as tar:
+        with tarfile.TarFile(partial, "w", format=tarfile.USTAR_FORMAT, copybufsize=_COPY_BYTES) as tar:
             manifest = msgspec.json.format(msgspec.json.encode(_manifest(entries)))
             head = tarfile.TarInfo(_MANIFEST_NAME)
             head.size = len(manifest)

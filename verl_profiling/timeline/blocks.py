@@ -14,11 +14,12 @@ __all__ = ["BLOCK_BYTES", "Blocks"]
 
 BLOCK_BYTES = 4 << 20
 _READ_BYTES = 1 << 18
+_FIRST_BYTES = 1 << 16
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Blocks:
-    """The content of one file as blocks of at most ``BLOCK_BYTES``.
+    """The content of one file as blocks of at most ``BLOCK_BYTES``; the first is small.
 
     A gzip file may have several members (RFC 1952, section 2.2). Iterating never raises for
     a damaged file: it ends early and says why in :attr:`damage`.
@@ -51,12 +52,15 @@ class Blocks:
             raise TraceFormatError(self.path, f"cannot be read ({error.strerror or error})") from error
 
     def _plain(self, file: BinaryIO) -> Iterator[bytes]:
+        if block := file.read(_FIRST_BYTES):
+            yield block
         while block := file.read(BLOCK_BYTES):
             yield block
 
     def _gzip(self, file: BinaryIO) -> Iterator[bytes]:
         member = isal_zlib.decompressobj(wbits=31)
         pending = b""
+        limit = _FIRST_BYTES
         started = False
         try:
             while pending or (pending := file.read(_READ_BYTES)):
@@ -66,7 +70,8 @@ class Blocks:
                         continue
                     member = isal_zlib.decompressobj(wbits=31)
                 started = True
-                block = member.decompress(pending, BLOCK_BYTES)
+                block = member.decompress(pending, limit)
+                limit = BLOCK_BYTES
                 pending = member.unused_data if member.eof else member.unconsumed_tail
                 if block:
                     yield block

@@ -37,6 +37,7 @@ __all__ = ["MergeResult", "merge"]
 
 _SLACK_NS = 3_600_000_000_000  # the clock begins an hour before the step: no ts is negative
 _LONGEST_US = 1e6  # events longer than this are never dropped to make a timeline fit
+_HEAD_BYTES = 1 << 14
 _SPAWN_BYTES = 8 << 20  # below this, starting processes costs more than it saves
 
 
@@ -154,7 +155,9 @@ def _open_all(inputs: StepInputs) -> tuple[list[Source], list[str], int]:
 
 def _begin_ns(trace: Trace) -> int:
     """Return about when a trace begins: the time of its first event."""
-    first = next((event.ts for events in trace.chunks() for event in events if event.ts is not None), 0.0)
+    first = next(
+        (event.ts for events in trace.chunks(_HEAD_BYTES) for event in events if event.ts is not None), 0.0
+    )
     return trace.base_ns + round(first * 1000)
 
 

@@ -14,11 +14,12 @@ from typing import TypeAlias
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.reader import Trace
+from verl_profiling.timeline.reader import GPU_CATEGORIES, Trace
 from verl_profiling.timeline.sources import TIMELINE_NAME, Source, StepInputs, sorted_sources
 
 __all__ = ["plain_steps"]
 
+_HEAD_BYTES = 1 << 14  # process names stand at the beginning, if anywhere
 _STEP = re.compile(r"step[_-]?(\d+)", re.IGNORECASE)
 _RANK = re.compile(r"(?:rank|TP)[_-]?(\d+)", re.IGNORECASE)
 _REPLICA = re.compile(r"(?:rollout|replica)[_-]?(\d+)", re.IGNORECASE)
@@ -79,10 +80,12 @@ def _describe(path: Path, name: str) -> tuple[Source, _Process]:
 def _process(trace: Trace) -> _Process:
     """Return host, name and id of the process that a trace is of, as far as it says."""
     host = str(trace.metadata.get("host_name", ""))
-    for event in next(trace.chunks(), []):
+    head = next(trace.chunks(_HEAD_BYTES), [])
+    for event in head:
         if event.ph == "M" and event.name == "process_name":
             return host, str(msgspec.json.decode(event.args).get("name", "")), event.pid
-    return host, "", None
+    pids = (event.pid for event in head if event.ph == "X" and event.cat not in GPU_CATEGORIES)
+    return host, "", next(pids, None)
 
 
 def _distinct(found: list[tuple[Source, _Process]]) -> list[Source]:

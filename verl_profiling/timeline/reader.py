@@ -35,6 +35,7 @@ _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 _HEADER_LIMIT = 16 << 20
+_EVENT_LIMIT = 64 << 20
 _TAIL_BYTES = 1 << 18
 _TRAILER_KEYS = ("baseTimeNanoseconds", "distributedInfo", "host_name", "traceName")
 
@@ -130,25 +131,28 @@ class Trace:
         rank = info.get("rank") if isinstance(info, dict) else None
         return rank if isinstance(rank, int) else None
 
-    def chunks(self) -> Iterator[list[Event]]:
+    def chunks(self, size: int = BLOCK_BYTES) -> Iterator[list[Event]]:
         """Yield the events, some thousands at a time, in the order of the file.
 
         A damaged or truncated file yields what it holds and leaves a warning.
 
+        Args:
+            size: Bytes of JSON to decode at a time.
+
         Raises:
             TraceFormatError: The file cannot be read any more, or one event exceeds 64 MiB.
         """
-        wanted = BLOCK_BYTES
+        wanted = size
         while not self._ended:
             last = not self._fill(wanted)
             cut = len(self._buffer) if last else _last_boundary(self._buffer)
             events, used = self._decode(self._buffer[:cut], last)
             if not used and not last:
                 wanted *= 2
-                if wanted > BLOCK_BYTES << 4:
+                if wanted > _EVENT_LIMIT:
                     raise TraceFormatError(self.path, "no end of an event within 64 MiB", self._consumed)
                 continue
-            wanted = BLOCK_BYTES
+            wanted = size
             self._drop(used)
             self._ended = self._ended or last
             self.events += len(events)
