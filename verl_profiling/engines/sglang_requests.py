@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
@@ -16,15 +16,15 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
     generate = manager.generate_request
 
     @functools.wraps(generate)
-    def watched(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        stream: AsyncIterator[Any] = generate(*args, **kwargs)
+    def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
         record = log.open()
         return stream if record is None else _noting(stream, record)
 
     manager.generate_request = watched
 
 
-async def _noting(stream: AsyncIterator[Any], record: OpenRequest) -> AsyncIterator[Any]:
+async def _noting(stream: AsyncGenerator[Any, None], record: OpenRequest) -> AsyncGenerator[Any, None]:
     """Pass on what a request yields: its state so far, or a list of whole responses of a batch."""
     latest: dict[int, dict[str, Any]] = {}
     try:
@@ -43,3 +43,4 @@ async def _noting(stream: AsyncIterator[Any], record: OpenRequest) -> AsyncItera
                 information.get("completion_tokens", 0),
                 failed=information.get("finish_reason") is None,
             )
+        await stream.aclose()  # an abandoned request is aborted at once, as without us

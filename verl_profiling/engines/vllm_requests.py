@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
@@ -16,10 +16,12 @@ def watch_async_llm(engine: Any, log: RequestLog) -> None:
     generate = engine.generate
 
     @functools.wraps(generate)
-    def watched(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        stream: AsyncIterator[Any] = generate(*args, **kwargs)
+    def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
         record = log.open()
-        return stream if record is None else _noting(stream, record, _in_deltas(args, kwargs))
+        if record is None:
+            return stream
+        return _noting(stream, record, kwargs.get("sampling_params", args[1] if len(args) > 1 else None))
 
     engine.generate = watched
 
@@ -40,27 +42,28 @@ def watch_llm(engine: Any, log: RequestLog) -> None:
     engine.generate = watched
 
 
-async def _noting(stream: AsyncIterator[Any], record: OpenRequest, in_deltas: bool) -> AsyncIterator[Any]:
-    last: Any = None
+async def _noting(
+    stream: AsyncGenerator[Any, None], record: OpenRequest, parameters: Any
+) -> AsyncGenerator[Any, None]:
+    in_deltas = getattr(getattr(parameters, "output_kind", None), "name", "") == "DELTA"
+    in_parts = in_deltas or getattr(parameters, "n", 1) > 1
     lengths: dict[int, int] = {}
+    last: Any = None
     try:
         async for output in stream:
-            if not output.finished or last is not None:
+            if last is None and not output.finished:
                 record.first_token()
-            for index, length in _lengths(output).items():
-                lengths[index] = length + (lengths.get(index, 0) if in_deltas else 0)
+            if in_parts:
+                for index, length in _lengths(output).items():
+                    lengths[index] = length + (lengths.get(index, 0) if in_deltas else 0)
             last = output
             yield output
     finally:
         done = last is not None and last.finished
+        if last is not None and not in_parts:
+            lengths = _lengths(last)
         record.close(_prompt_tokens(last), sum(lengths.values()), failed=not done)
-
-
-def _in_deltas(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether each output of this call holds only what is new since the last."""
-    parameters = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
-    kind = getattr(parameters, "output_kind", None)
-    return getattr(kind, "name", "") == "DELTA"
+        await stream.aclose()  # an abandoned request is aborted at once, as without us
 
 
 def _prompt_tokens(output: Any) -> int:
@@ -68,9 +71,4 @@ def _prompt_tokens(output: Any) -> int:
 
 
 def _lengths(output: Any) -> dict[int, int]:
-    return {completion.index: len(_tokens(completion)) for completion in output.outputs}
-
-
-def _tokens(completion: Any) -> Sequence[int]:
-    tokens: Sequence[int] = completion.token_ids
-    return tokens
+    return {completion.index: len(completion.token_ids) for completion in output.outputs}

@@ -1,0 +1,85 @@
+"""What noting requests costs a rollout engine: the wrapper around ``generate``, idle and recording.
+
+The generator behind it yields at once, so that the difference is the wrapper alone. Medians of
+interleaved rounds in CPU time, and ratios to the same requests without a wrapper.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.vllm_requests import watch_async_llm
+
+ROUNDS = 15
+REQUESTS = 2000
+OUTPUTS = 16
+
+
+@dataclass
+class Completion:
+    """The part of vLLM's output that is looked at."""
+
+    token_ids: list[int]
+    index: int = 0
+
+
+@dataclass
+class Output:
+    """The same for a request."""
+
+    finished: bool
+    prompt_token_ids: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
+    outputs: list[Completion] = field(default_factory=lambda: [Completion([1])])
+
+
+STREAM = [Output(False)] * (OUTPUTS - 1) + [Output(True)]
+
+
+class Engine:
+    """Yields what an engine would, and nothing else."""
+
+    async def generate(self, prompt: str) -> AsyncIterator[Output]:
+        """Yield outputs without waiting."""
+        for output in STREAM:
+            yield output
+
+
+async def seconds_per_request(engine: Engine) -> float:
+    """Serve requests one after another; return CPU seconds."""
+    begin = time.process_time()
+    for _ in range(REQUESTS):
+        async for _ in engine.generate("prompt"):
+            pass
+    return (time.process_time() - begin) / REQUESTS
+
+
+async def main() -> None:
+    """Measure and print."""
+    bare, idle, recording = Engine(), Engine(), Engine()
+    idle_log, log = RequestLog(0, enable=True), RequestLog(0, enable=True)
+    watch_async_llm(idle, idle_log)
+    watch_async_llm(recording, log)
+    found: dict[str, list[float]] = {"bare": [], "idle": [], "recording": []}
+    for _ in range(ROUNDS):
+        found["bare"].append(await seconds_per_request(bare))
+        found["idle"].append(await seconds_per_request(idle))
+        log.begin(None)
+        found["recording"].append(await seconds_per_request(recording))
+        log.end()
+    bare_s = statistics.median(found["bare"])
+    print(f"{OUTPUTS} outputs per request, median of {ROUNDS} rounds of {REQUESTS} requests")
+    for name, values in found.items():
+        value_s = statistics.median(values)
+        extra_us = (value_s - bare_s) * 1e6
+        print(
+            f"{name:<10} {value_s * 1e6:7.2f} us per request   +{extra_us:6.2f} us   {value_s / bare_s:5.2f}x"
+        )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
