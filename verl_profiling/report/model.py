@@ -120,7 +120,14 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The 50th, 90th and 99th percentile and the largest of a sample."""
+    """What a sample looks like.
+
+    Attributes:
+        p50: Median.
+        p90: 90th percentile.
+        p99: 99th percentile.
+        max: Largest value.
+    """
 
     p50: float
     p90: float

@@ -1,0 +1,37 @@
+"""The JSON is documented: every field, cause and threshold."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from verl_profiling.report import model
+from verl_profiling.report.findings import THRESHOLDS
+from verl_profiling.report.lost import CAUSES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+STRUCTS = [getattr(model, name) for name in model.__all__ if name[0].isupper() and name[1].islower()]
+
+
+@pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
+def test_every_field_is_documented(struct: type[msgspec.Struct]) -> None:
+    """The page of the schema is made of these docstrings; times carry their unit in the name."""
+    for field in msgspec.structs.fields(struct):
+        assert re.search(rf"\b{field.name}\b", struct.__doc__), field.name
+
+
+def test_every_cause_is_defined() -> None:
+    """The page has a row for each cause, in the order in which they claim time."""
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
+    assert tuple(rows[: len(CAUSES)]) == CAUSES
+
+
+def test_every_threshold_is_stated() -> None:
+    """The page gives the share at which each rule speaks."""
+    findings = PAGE.partition("## Findings")[2]
+    for rule, share in THRESHOLDS.items():
+        (row,) = re.findall(rf"^\| `{rule}` \| (.*) \|$", findings, re.MULTILINE)
+        assert f"{share:.0%}" in row
