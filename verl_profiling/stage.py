@@ -155,17 +155,27 @@ class SpanLog:
         _innermost.set(span)
 
     def end(self, name: str, failed: bool) -> OpenSpan | None:
-        """Close the innermost span if it bears that name; a stage entered before the capture does not."""
+        """Close the innermost open span of that name; a stage entered before the capture has none.
+
+        Spans inside of it that nobody ended (timers, when user code raised) end with it, as failed.
+        """
         span = _innermost.get()
-        if span is None or span.log is not self or span.name != name or span.end_ns:
+        while span is not None and span.log is self and span.name != name:
+            span = span.parent
+        if span is None or span.log is not self or span.end_ns:
             return None
+        while (inner := _innermost.get()) is not None and inner is not span:
+            self._end(inner, failed=True)
+        self._end(span, failed)
+        return span
+
+    def _end(self, span: OpenSpan, failed: bool) -> None:
         if span.mark is not None and self.end_mark is not None:
             self.end_mark(span.mark)
             span.mark = None
         span.end_ns = clock.now_ns()
         span.failed = failed
         _innermost.set(span.parent)
-        return span
 
     def stop_marking(self) -> None:
         """Leave the marks that this thread has open; those of other threads are left open."""

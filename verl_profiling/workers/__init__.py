@@ -2,11 +2,14 @@
 
 from verl_profiling.workers.base import CaptureMixin
 from verl_profiling.workers.fsdp import FSDPCaptureMixin
+from verl_profiling.workers.megatron import CaptureTimers, MegatronCaptureMixin
 from verl_profiling.workers.rollout import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
 __all__ = [
     "CaptureMixin",
+    "CaptureTimers",
     "FSDPCaptureMixin",
+    "MegatronCaptureMixin",
     "RolloutCaptureMixin",
     "SGLangCaptureMixin",
     "VLLMCaptureMixin",

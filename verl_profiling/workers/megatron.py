@@ -1,0 +1,113 @@
+"""The mixin for Megatron workers: parallel coordinates from Megatron-core, micro-batches as stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.errors import CaptureStateError, ToolUnavailableError
+from verl_profiling.session import stage
+from verl_profiling.stage import Stage
+from verl_profiling.workers.base import CaptureMixin
+
+__all__ = ["CaptureTimers", "MegatronCaptureMixin"]
+
+
+class MegatronCaptureMixin(CaptureMixin):
+    """Like :class:`CaptureMixin`, with ranks, coordinates and sizes read from ``parallel_state``."""
+
+    def init_capture(  # type: ignore[override]
+        self, config: ProfilingConfig | Mapping[str, Any] | None, *, role: str
+    ) -> None:
+        """Set this worker up, after ``parallel_state.initialize_model_parallel``.
+
+        Args:
+            config: The same settings as the callback's.
+            role: What the worker group is, e.g. ``actor``.
+
+        Raises:
+            CaptureStateError: Megatron's model parallelism is not initialised.
+            ConfigError: The settings are wrong.
+            ToolUnavailableError: Megatron-core is missing, or a tool cannot work on this machine.
+        """
+        try:
+            from megatron.core import parallel_state
+        except ImportError as error:
+            raise ToolUnavailableError(
+                f"init_capture(role={role!r}): {type(self).__name__} needs megatron-core; install it with: "
+                "pip install megatron-core"
+            ) from error
+        if not parallel_state.model_parallel_is_initialized():
+            raise CaptureStateError(
+                f"init_capture(role={role!r}): Megatron's parallelism is not initialised; call it after "
+                "parallel_state.initialize_model_parallel()"
+            )
+        import torch.distributed as dist
+
+        super().init_capture(
+            config,
+            role=role,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            topology={
+                "tp": parallel_state.get_tensor_model_parallel_rank(),
+                "pp": parallel_state.get_pipeline_model_parallel_rank(),
+                "cp": parallel_state.get_context_parallel_rank(),
+                "ep": parallel_state.get_expert_model_parallel_rank(),
+                "dp": parallel_state.get_data_parallel_rank(),
+            },
+            sizes={
+                "tp": parallel_state.get_tensor_model_parallel_world_size(),
+                "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+                "cp": parallel_state.get_context_parallel_world_size(),
+                "ep": parallel_state.get_expert_model_parallel_world_size(),
+                "dp": parallel_state.get_data_parallel_world_size(),
+            },
+        )
+
+
+class CaptureTimers:
+    """A ``timers`` of Megatron's ``TransformerConfig`` that shows what is timed as stages.
+
+    Megatron's schedules time the forward and the backward of each micro-batch, and each wait for
+    a neighbour in the pipeline, by these names: ``forward-compute``, ``backward-compute``,
+    ``forward-recv``, ... With ``config.timers = CaptureTimers(config.timers)`` they are spans
+    inside of the stage that runs the schedule.
+
+    Args:
+        timers: Timers that go on timing (Megatron's ``Timers``); ``None`` for none.
+    """
+
+    def __init__(self, timers: Callable[..., Any] | None = None) -> None:
+        self._timers = timers
+
+    def __call__(self, name: str, log_level: int | None = None) -> _StageTimer:
+        """Return the timer of that name, as Megatron's own do."""
+        inner = self._timers(name, log_level=log_level) if self._timers is not None else None
+        return _StageTimer(stage(name), inner)
+
+    def __getattr__(self, name: str) -> Any:
+        """Offer whatever else the wrapped timers do (``log``, ``write``, ...)."""
+        return getattr(self._timers, name)
+
+
+class _StageTimer:
+    def __init__(self, timed: Stage, inner: Any) -> None:
+        self._stage = timed
+        self._inner = inner
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin the stage; the wrapped timer waits for the other ranks first, where asked to."""
+        if self._inner is not None:
+            self._inner.start(barrier=barrier)
+        self._stage.__enter__()
+
+    def stop(self, barrier: bool = False) -> None:
+        """End it."""
+        self._stage.__exit__(None, None, None)
+        if self._inner is not None:
+            self._inner.stop(barrier=barrier)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
