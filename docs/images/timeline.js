@@ -1,6 +1,6 @@
 // Photographs a timeline in the Perfetto UI: the controller's stages and each worker's busiest thread.
 // usage: node timeline.js ADDRESS PICTURE [CHROMIUM]
-// ADDRESS is what `verl-profiling view STEP_DIR` prints; needs `npm install playwright-core`.
+// ADDRESS is what `verl-profiling view STEP_DIR --no-browser` prints; CONTRIBUTING.md has the whole recipe.
 const { chromium } = require("playwright-core");
 
 const BUSY = 1000; // spans; leaves communication threads and single requests out
