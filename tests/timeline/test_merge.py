@@ -7,10 +7,13 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from step_folders import WORKERS, build_step, read_events, recordings, unix_ns
 
+from verl_profiling.controller_trace import write_controller_trace
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import StageSpan, read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.slim import Keep
@@ -125,6 +128,57 @@ def test_arrows_lead_from_the_controllers_stage_into_the_workers(tmp_path: Path)
         ("actor_rank1", "update_actor"),
         ("rollout0_rank0", "rollout"),
     }
+
+
+def test_stages_that_cross_get_threads_of_their_own(tmp_path: Path) -> None:
+    """In an asynchronous loop one stage begins in another and outlives it; slices on a thread must nest."""
+    folder = build_step(tmp_path)
+    manifest = read_manifest(folder)
+    begin = manifest.begin_ns
+    spans = [
+        ("rollout", 0, 10),
+        ("inner", 1, 2),
+        ("update_actor", 5, 15),
+        ("update_weights", 12, 20),
+        ("late", 21, 22),
+    ]
+    stages = [StageSpan(name, begin + a * 1000, begin + b * 1000) for name, a, b in spans]
+    write_controller_trace(folder, msgspec.structs.replace(manifest, stages=stages))
+    _, events = merged(folder)
+    names = process_names(events)
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    rows = {
+        e["name"]: threads[e["pid"], e["tid"]]
+        for e in events
+        if e["ph"] == "X" and e.get("cat") == "stage" and names[e["pid"]] == "controller"
+    }
+    assert rows == {
+        "rollout": "stages",
+        "inner": "stages",
+        "update_actor": "stages 2",
+        "update_weights": "stages",
+        "late": "stages",
+    }
+
+
+def test_every_event_is_valid(tmp_path: Path) -> None:
+    """Each has what Chrome's trace event format asks of its phase, and the file is one JSON object."""
+    result, events = merged(build_step(tmp_path))
+    assert json.loads(gzip.decompress(result.path.read_bytes())).keys() == {
+        "schemaVersion",
+        "displayTimeUnit",
+        "baseTimeNanoseconds",
+        "traceEvents",
+        "verlProfiling",
+    }
+    needed = {"X": {"name", "ts", "dur"}, "i": {"name", "ts", "s"}, "M": {"name", "args"}}
+    needed |= {phase: {"name", "cat", "id", "ts"} for phase in "stf"}
+    for event in events:
+        assert needed[event["ph"]] | {"pid", "tid"} <= event.keys(), event
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event.get("dur", 0) >= 0
+        assert event.get("ts", 0) >= 0
 
 
 def test_flow_ids_stay_apart(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.timeline.member import STAGES_TID
+from verl_profiling.timeline.member import STAGES_TID, name_thread
 from verl_profiling.timeline.reader import Event, Trace
 from verl_profiling.timeline.sources import StepInputs
 
@@ -55,7 +55,37 @@ def controller_events(inputs: StepInputs, pids: dict[str, int], base_ns: int) ->
         if is_stage and event.ph == "X":
             stages.setdefault(worker, []).append(event)
         placed.append(event)
+    for spans in stages.values():
+        placed += _spread(spans)
     return placed + _arrows(stages)
+
+
+def _spread(spans: list[Event]) -> list[Event]:
+    """Move stages that overlap without nesting to threads of their own, and name those.
+
+    Perfetto draws one thread's slices inside each other; the stages of an asynchronous loop may
+    cross instead.
+    """
+    rows: list[list[Event]] = []  # of each thread, the stages that are open
+    names = []
+    for span in sorted(spans, key=lambda s: (s.ts or 0.0, -(s.dur or 0.0))):
+        for row, opened in enumerate(rows):  # noqa: B007  # used after the loop
+            while opened and _end_us(opened[-1]) <= (span.ts or 0.0):
+                opened.pop()
+            if not opened or _end_us(span) <= _end_us(opened[-1]):
+                break
+        else:
+            row = len(rows)
+            rows.append([])
+            if row and isinstance(span.pid, int):
+                names.append(name_thread(span.pid, STAGES_TID - row, f"stages {row + 1}"))
+        rows[row].append(span)
+        span.tid = STAGES_TID - row
+    return names
+
+
+def _end_us(span: Event) -> float:
+    return (span.ts or 0.0) + (span.dur or 0.0)
 
 
 def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
