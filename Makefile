@@ -6,7 +6,7 @@ PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
 # Markers of tests that have an environment of their own.
-APART := vllm or sglang or npu or megatron or gpu
+APART := vllm or sglang or npu or megatron or gpu or verl
 DEMO := outputs/demo
 DEMO_ENV := $(if $(filter vllm,$(ENGINE)),.venv-vllm,.venv)
 REPORT = $(DEMO_ENV)/bin/verl-profiling
@@ -17,7 +17,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env test test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu demo demo-e2e demo-discrete lint docs bench clean
+.PHONY: help env env-verl test test-verl demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu demo demo-e2e demo-discrete lint docs bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,21 @@ demo-e2e demo-discrete: demo-%: $(DEMO_ENV)/.ready
 	$(REPORT) merge $(DEMO)/$*/profiling
 	$(REPORT) report $(DEMO)/$*/profiling --save
 	$(REPORT) check $(DEMO)/$*/profiling
+
+env-verl: .venv-verl/.ready ## Build an environment with real verl and vLLM, for CPU (.venv-verl)
+
+test-verl: .venv-verl/.ready ## Run the tests that need real verl (whole runs: half an hour)
+	.venv-verl/bin/python -m pytest -m verl $(PYTEST_ARGS)
+
+demo-verl: demo-verl-e2e demo-verl-discrete ## Profile a real verl run on CPU in both modes, merge, report, check
+	@ls $(DEMO)/verl-*/step_*/timeline.json.gz $(DEMO)/verl-*/step_*/report.html
+
+demo-verl-e2e demo-verl-discrete: demo-verl-%: .venv-verl/.ready
+	rm -rf $(DEMO)/verl-$*
+	recipes/verl_grpo_cpu/run.sh profiling=$* profiling.save_path=$(DEMO)/verl-$*
+	.venv-verl/bin/verl-profiling merge $(DEMO)/verl-$*
+	.venv-verl/bin/verl-profiling report $(DEMO)/verl-$* --save
+	.venv-verl/bin/verl-profiling check $(DEMO)/verl-$*
 
 lint: .venv/.ready ## Check style and types
 	.venv/bin/ruff check .

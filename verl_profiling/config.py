@@ -209,6 +209,20 @@ class ProfilingConfig:
             return config
         return _build(cls, config if config is not None else {}, "")
 
+    @classmethod
+    def from_verl(cls, config: Any) -> ProfilingConfig:
+        """Build a configuration from the ``global_profiler`` and ``profiler`` blocks of one of verl's.
+
+        Args:
+            config: A whole configuration of ``verl.trainer.main_ppo``, as ``DictConfig``.
+
+        Raises:
+            ConfigError: A value has no counterpart and cannot be left out, e.g. the tool.
+        """
+        from verl_profiling.integrations.verl_config import settings_from_verl
+
+        return settings_from_verl(config)
+
     def for_role(self, role: str) -> RoleConfig:
         """Return the settings as one role sees them.
 

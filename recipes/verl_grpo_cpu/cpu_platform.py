@@ -19,6 +19,7 @@ import torch.distributed as dist
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 from recipes.verl_grpo_cpu import cpu_device
+from verl_profiling.integrations.post_import import when_imported
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -110,6 +111,28 @@ def _gloo_once(init_process_group: Any) -> Any:
 
 
 dist.init_process_group = dist.distributed_c10d.init_process_group = _gloo_once(dist.init_process_group)
+
+
+def _keep_weights(module: ModuleType) -> None:
+    """Have vLLM's linear layers compute with their weights.
+
+    On CPU it packs a copy and drops them, so that verl could not load new ones.
+    """
+
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    module.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _do_not_pin(module: ModuleType) -> None:
+    """Have parameters that FSDP2 keeps on the CPU not pinned, which is for copies to an accelerator."""
+    policy = module.CPUOffloadPolicy
+    module.CPUOffloadPolicy = lambda pin_memory: policy(pin_memory=False)
+
+
+when_imported("vllm.model_executor.layers.utils", _keep_weights)
+when_imported("verl.utils.fsdp_utils", _do_not_pin)
 
 # verl registers its FSDP engine for "cuda" and "npu" only; it runs on any torch device.
 os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")

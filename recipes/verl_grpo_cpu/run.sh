@@ -2,6 +2,7 @@
 # Real verl on CPU. Further arguments are Hydra overrides: run.sh profiling=discrete
 #   PYTHON=...   interpreter of the environment (`make env-verl`)
 #   ASSETS=...   folder of the model and the data; made when it does not exist
+#   PLUGINS=...  modules that every process of verl imports, in place of the two that are needed
 #   DRY_RUN=1    print the command and check its configuration only
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -10,7 +11,9 @@ PYTHON=${PYTHON:-.venv-verl/bin/python}
 ASSETS=${ASSETS:-outputs/verl_grpo_cpu/assets}
 
 export VERL_PLATFORM=cpu
-export VERL_USE_EXTERNAL_MODULES=recipes.verl_grpo_cpu.cpu_platform
+# The second is found by verl anyway where this package is installed, and not only checked out.
+plugins=recipes.verl_grpo_cpu.cpu_platform,verl_profiling.integrations.verl
+export VERL_USE_EXTERNAL_MODULES=${PLUGINS:-$plugins}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0
 export VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1

@@ -1,0 +1,187 @@
+"""What a configuration of verl says about profiling, on the parts of one that matter here."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from verl_profiling import ConfigError, ProfilingConfig
+from verl_profiling.integrations.verl_config import settings_of
+
+TORCH = {
+    "contents": [],
+    "discrete": False,
+    "profile_token_start": None,
+    "profile_token_end": None,
+    "schedule": {"skip_first": 0, "wait": 0, "warmup": 0, "active": 0, "repeat": 0},
+}
+
+
+def role(**given: Any) -> dict[str, Any]:
+    """Return a role's profiler block; ``torch`` holds changes to the options of that tool."""
+    torch = {**TORCH, **given.pop("torch", {})}
+    return {
+        "tool": "torch",
+        "enable": False,
+        "all_ranks": False,
+        "ranks": [],
+        "save_path": "out",
+        "tool_config": {"torch": torch},
+        **given,
+    }
+
+
+def verl_config(
+    actor: dict[str, Any] | None = None,
+    rollout: dict[str, Any] | None = None,
+    engine: str = "vllm",
+    profiling: Any = None,
+    **global_profiler: Any,
+) -> DictConfig:
+    """Return the parts of a verl configuration that profiling reads."""
+    config = {
+        "global_profiler": {
+            "tool": "torch",
+            "steps": None,
+            "profile_continuous_steps": False,
+            "save_path": "out",
+            **global_profiler,
+        },
+        "actor_rollout_ref": {
+            "actor": {"profiler": actor or role()},
+            "ref": {"profiler": role()},
+            "rollout": {"profiler": rollout or role(), "name": engine, "engine_kwargs": {}},
+        },
+        "critic": {"profiler": role()},
+    }
+    if profiling is not None:
+        config["profiling"] = profiling
+    return OmegaConf.create(config)
+
+
+def test_without_profiling_nothing_is_profiled() -> None:
+    """A configuration that says nothing of profiling, or switches it off, has no settings."""
+    assert settings_of(verl_config()) is None
+    assert settings_of(verl_config(profiling={"enable": False})) is None
+    assert settings_of(verl_config(profiling="verl")) is None
+
+
+def test_settings_are_read_from_profiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block ``profiling`` holds this package's own settings; the path holds in every process."""
+    monkeypatch.chdir(tmp_path)
+    settings = settings_of(verl_config(profiling={"enable": True, "mode": "discrete", "save_path": "here"}))
+    assert settings is not None
+    assert (settings.mode, settings.save_path) == ("discrete", str(tmp_path / "here"))
+
+
+def test_two_profilers_are_refused() -> None:
+    """A profiler of verl's own next to this one is an error that names both keys and what to do."""
+    config = verl_config(profiling={"enable": True}, steps=[2, 3])
+    with pytest.raises(ConfigError, match=r"global_profiler\.steps=\[2, 3\].*steps=null.*\+profiling=verl"):
+        settings_of(config)
+
+
+def test_taking_over_switches_verls_profiler_off() -> None:
+    """``profiling=verl`` uses verl's settings here, and leaves verl nothing to start."""
+    config = verl_config(actor=role(enable=True), profiling="verl", steps=[2])
+    settings = settings_of(config)
+    assert settings is not None
+    assert settings.schedule.steps == (2,)
+    assert config.global_profiler.steps is None
+
+
+def test_another_word_is_refused() -> None:
+    """A word that is neither settings nor ``verl`` is an error that lists the choice."""
+    with pytest.raises(ConfigError, match="choose from: verl"):
+        settings_of(verl_config(profiling="torch"))
+
+
+@pytest.mark.parametrize(("engine", "refused"), [("vllm", False), ("sglang", False), ("trtllm", True)])
+def test_engines_without_an_adapter_are_refused(engine: str, refused: bool) -> None:
+    """An engine that cannot be captured is an error with its remedy, which works."""
+    config = verl_config(engine=engine, profiling={"enable": True})
+    if refused:
+        with pytest.raises(ConfigError, match=r"trtllm.*roles\.rollout\.enable=false"):
+            settings_of(config)
+        config.profiling.roles = {"rollout": {"enable": False}}
+    assert settings_of(config) is not None
+
+
+def test_split_replicas_are_refused() -> None:
+    """A replica of prefill and decode servers is not captured in part."""
+    config = verl_config(profiling={"enable": True})
+    config.actor_rollout_ref.rollout.disaggregation = {"enabled": True}
+    with pytest.raises(ConfigError, match="prefill and decode"):
+        settings_of(config)
+
+
+def test_roles_and_ranks_are_bridged() -> None:
+    """A role that verl profiles is profiled on the same ranks, rank 0 where none are named."""
+    settings = ProfilingConfig.from_verl(
+        verl_config(
+            actor=role(enable=True, ranks=[0, 8], torch={"discrete": True}),
+            rollout=role(enable=True),
+            steps=[1, 2],
+            profile_continuous_steps=True,
+        )
+    )
+    actor, rollout = settings.for_role("actor"), settings.for_role("rollout")
+    assert settings.enable
+    assert settings.schedule.continuous
+    assert (actor.mode, actor.ranks) == ("discrete", frozenset({0, 8}))
+    assert (rollout.mode, rollout.ranks) == ("e2e", frozenset({0}))
+    assert not settings.for_role("ref").enable
+    all_ranks = ProfilingConfig.from_verl(verl_config(actor=role(enable=True, all_ranks=True), steps=[1]))
+    assert all_ranks.for_role("actor").ranks is None
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        ([], {"stack": True, "shapes": True, "memory": True}),
+        (["cpu", "cuda"], {"stack": False, "shapes": False, "memory": False}),
+        (["cpu", "stack"], {"stack": True, "shapes": False, "memory": False, "activities": ["cpu"]}),
+    ],
+)
+def test_contents_are_bridged(contents: list[str], expected: dict[str, Any]) -> None:
+    """Contents select the same things; an empty list means everything, as it does for verl."""
+    settings = ProfilingConfig.from_verl(
+        verl_config(actor=role(enable=True, torch={"contents": contents}), steps=[1])
+    )
+    assert settings.roles["actor"].tools["torch"] == expected
+
+
+def test_windows_are_bridged() -> None:
+    """The mini-batch schedule and the "token" window, which counts engine iterations, keep their meaning."""
+    schedule = {"skip_first": 1, "wait": 2, "warmup": 1, "active": 3, "repeat": 1}
+    settings = ProfilingConfig.from_verl(
+        verl_config(
+            actor=role(enable=True, torch={"schedule": schedule}),
+            rollout=role(enable=True, torch={"profile_token_start": 30, "profile_token_end": 60}),
+            steps=[1],
+        )
+    )
+    window = {"wait": 3, "warmup": 1, "active": 3}
+    assert settings.roles["actor"].tools["torch"]["mini_batches"] == window
+    assert (settings.rollout.start, settings.rollout.count) == (30, 30)
+
+
+def test_what_has_no_counterpart_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A field that is set and means nothing here is a warning that names its key."""
+    with caplog.at_level(logging.WARNING):
+        ProfilingConfig.from_verl(
+            verl_config(actor=role(enable=True, finish_hook_cmd="upload"), steps=[1], relocate_results=True)
+        )
+    text = caplog.text
+    assert "global_profiler.relocate_results" in text
+    assert "actor_rollout_ref.actor.profiler.finish_hook_cmd" in text
+
+
+def test_other_tools_are_refused() -> None:
+    """A tool of verl's that this package does not have is an error that names the key."""
+    with pytest.raises(ConfigError, match=r"global_profiler\.tool.*precision_debugger"):
+        ProfilingConfig.from_verl(verl_config(steps=[1], tool="precision_debugger"))

@@ -1,0 +1,153 @@
+"""Real verl 0.9 with FSDP2 and vLLM on CPU, profiled in both modes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.example_loops import read_trace
+from tests.integrations.verl_runs import CRITIC, REFERENCE, Run, run_verl
+from verl_profiling.cli import main
+from verl_profiling.manifest import StageSpan
+
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
+
+PROMPTS, SAMPLES = 8, 2
+WORKER_STAGES = {"old_log_prob", "ref_log_prob", "update_actor", "update_weights"}
+CRITIC_STAGES = {"values", "update_critic"}
+
+
+@pytest.fixture(scope="module")
+def e2e(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """PPO with a critic and a reference model, all in one process with the actor."""
+    return run_verl(tmp_path_factory.mktemp("e2e"), "profiling=e2e", *CRITIC, *REFERENCE)
+
+
+@pytest.fixture(scope="module")
+def discrete(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """GRPO with a reference model, every stage recorded by itself."""
+    return run_verl(tmp_path_factory.mktemp("discrete"), "profiling=discrete", *REFERENCE)
+
+
+def inside(spans: list[StageSpan], name: str, parent: str) -> int:
+    """Return how many spans of a name lie inside one of another name, one level up."""
+    parents = [span for span in spans if span.name == parent]
+    return sum(
+        any(
+            p.begin_ns <= span.begin_ns and span.end_ns <= p.end_ns and span.depth == p.depth + 1
+            for p in parents
+        )
+        for span in spans
+        if span.name == name
+    )
+
+
+def test_only_the_profiled_steps_have_folders(e2e: Run, discrete: Run) -> None:
+    """The run ends well, and leaves a complete folder for each profiled step and for no other."""
+    for run in (e2e, discrete):
+        assert run.code == 0, run.output[-4000:]
+        assert sorted(path.name for path in run.save_path.glob("step_*")) == ["step_000002", "step_000003"]
+        assert [run.manifest(step).complete for step in (2, 3)] == [True, True]
+        assert {w.status for step in (2, 3) for w in run.manifest(step).workers} == {"ok"}
+
+
+def test_e2e_has_one_artifact_per_worker(e2e: Run) -> None:
+    """The training process and the engine each have one trace of the whole step."""
+    for step in (2, 3):
+        paths = [a.path for w in e2e.manifest(step).workers for a in w.artifacts]
+        assert paths == ["actor_rank0.torch.json.gz", "rollout0_rank0.torch.json.gz"]
+
+
+def test_discrete_has_one_artifact_per_stage(discrete: Run) -> None:
+    """The training process has a trace of each stage, and the engine one of the rollout."""
+    for step in (2, 3):
+        stages = {a.stage for a in discrete.worker(step, "actor").artifacts}
+        assert stages == WORKER_STAGES
+        assert [a.stage for a in discrete.worker(step, "rollout").artifacts] == ["rollout"]
+
+
+def test_roles_of_one_process_are_driven_once(e2e: Run) -> None:
+    """Actor, reference and critic share a process: it is started once and stopped once per step."""
+    manifest = e2e.manifest(2)
+    assert e2e.worker(2, "actor").roles == ["actor", "ref", "critic"]
+    calls = Counter((rpc.worker, rpc.method) for rpc in manifest.rpcs)
+    assert set(calls.values()) == {1}
+    assert len(calls) == 4
+
+
+def test_stages_of_the_controller_and_the_worker(e2e: Run) -> None:
+    """Every part of PPO is a stage on both sides, and the worker's lies inside the controller's."""
+    controller = {span.name: span for span in e2e.manifest(3).stages}
+    both = WORKER_STAGES | CRITIC_STAGES
+    assert controller.keys() == both | {"rollout", "advantage"}
+    spans = e2e.worker(3, "actor").stages
+    assert {span.name for span in spans if span.depth == 0} == both
+    for span in spans:
+        if span.depth == 0:
+            outer = controller[span.name]
+            assert outer.begin_ns <= span.begin_ns <= span.end_ns <= outer.end_ns
+
+
+def test_mini_and_micro_batches_are_nested(e2e: Run) -> None:
+    """An update shows its mini-batches, these their micro-batches, and so does a forward pass."""
+    spans = e2e.worker(3, "actor").stages
+    batches, mini, micro = PROMPTS * SAMPLES, 4 * SAMPLES, 4
+    assert inside(spans, "mini_batch", "update_actor") == batches // mini
+    assert inside(spans, "micro_batch", "mini_batch") >= batches // micro
+    assert inside(spans, "micro_batch", "old_log_prob") == batches // micro
+
+
+def test_requests_have_the_policy_version(e2e: Run, discrete: Run) -> None:
+    """Every sample is a request of the step, made with the weights of the step before."""
+    for run in (e2e, discrete):
+        for step in (2, 3):
+            manifest = run.manifest(step)
+            requests = run.worker(step, "rollout").requests
+            assert len(requests) == PROMPTS * SAMPLES
+            assert {request.policy_version for request in requests} == {step - 1}
+            assert manifest.policy_version == step - 1
+            assert manifest.metrics["policy_version/end"] == step
+            rollout = next(span for span in manifest.stages if span.name == "rollout")
+            assert all(rollout.begin_ns <= r.begin_ns <= r.end_ns <= rollout.end_ns for r in requests)
+
+
+def test_verls_metrics_are_with_the_step(e2e: Run) -> None:
+    """What verl logs after a step, timings included, is in the step's manifest."""
+    metrics = e2e.manifest(2).metrics
+    assert metrics["training/global_step"] == 2
+    assert metrics["timing_s/step"] > metrics["timing_s/update_actor"] > 0
+    assert "critic/rewards/mean" in metrics
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_one_timeline_shows_all(mode: str, request: pytest.FixtureRequest) -> None:
+    """The merged timeline holds the controller's stages, the mini-batches and the engine's steps in time."""
+    folder: Path = request.getfixturevalue(mode).save_path
+    for command in (["merge", str(folder)], ["report", str(folder), "--save"], ["check", str(folder)]):
+        assert main(command) == 0
+    events = read_trace(folder / "step_000003" / "timeline.json.gz")["traceEvents"]
+    begins = {}
+    for event in events:
+        if event.get("ph") == "X":
+            begins.setdefault(event["name"].partition("_context")[0], event["ts"])
+    assert begins["rollout"] < begins["execute"] < begins["update_actor"] < begins["mini_batch"]
+
+
+def test_a_worker_that_is_killed_leaves_the_rest(tmp_path: Path) -> None:
+    """The run fails as verl fails, and what the engine recorded of the open step can be read."""
+    modules = "recipes.verl_grpo_cpu.cpu_platform,verl_profiling.integrations.verl"
+    run = run_verl(
+        tmp_path,
+        "profiling=e2e",
+        PLUGINS=f"{modules},tests.integrations.killed_worker",
+    )
+    assert run.code != 0
+    assert "ActorDiedError" in run.output or "RayActorError" in run.output
+    manifest = run.manifest(2)
+    assert not manifest.complete
+    assert run.worker(2, "actor").status == "failed"
+    rollout = run.worker(2, "rollout")
+    assert rollout.status == "ok"
+    assert read_trace(run.save_path / "step_000002" / rollout.artifacts[0].path)["traceEvents"]

@@ -1,0 +1,100 @@
+"""Whole runs of real verl on CPU, and what they leave."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from verl_profiling.manifest import CaptureResult, Manifest, read_manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "recipes/verl_grpo_cpu/run.sh"
+LIMIT_S = 900
+CRITIC = (
+    "algorithm.adv_estimator=gae",
+    "critic.strategy=fsdp2",
+    "critic.model.path=${assets}/model",
+    "+critic.model.override_config.attn_implementation=sdpa",
+    "critic.model.use_remove_padding=false",
+    "critic.model.enable_gradient_checkpointing=false",
+    "critic.model.fsdp_config.use_torch_compile=false",
+    "critic.ppo_micro_batch_size_per_gpu=4",
+)
+REFERENCE = (
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended.
+
+    Attributes:
+        save_path: Where its step folders are.
+        output: What it printed.
+        code: Its exit status.
+    """
+
+    save_path: Path
+    output: str
+    code: int
+
+    def manifest(self, step: int) -> Manifest:
+        """Return the manifest of a step."""
+        return read_manifest(self.save_path / f"step_{step:06d}")
+
+    def worker(self, step: int, role: str) -> CaptureResult:
+        """Return what the only worker of a role recorded."""
+        (found,) = [w for w in self.manifest(step).workers if w.identity.role == role]
+        return found
+
+
+def run_verl(folder: Path, *overrides: str, **environment: str) -> Run:
+    """Run the recipe for three steps, steps 2 and 3 profiled; leave no process behind."""
+    temporary = tempfile.mkdtemp(prefix="verl-")  # short: Ray makes sockets in it
+    save_path = folder / "profiling"
+    command = [
+        str(SCRIPT),
+        "trainer.total_training_steps=3",
+        f"profiling.save_path={save_path}",
+        f"hydra.run.dir={folder}",
+        *overrides,
+    ]
+    variables = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "ASSETS": str(ROOT / "outputs/verl_grpo_cpu/assets"),
+        "RAY_TMPDIR": temporary,
+        **environment,
+    }
+    log = folder / "output.txt"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+        )
+        try:
+            code = process.wait(LIMIT_S)
+        finally:
+            _end_session(process.pid)
+            process.wait()
+            shutil.rmtree(temporary, ignore_errors=True)
+    return Run(save_path, log.read_text(errors="replace"), code)
+
+
+def _end_session(session: int) -> None:
+    """Kill what a run left: after a failure that may be all of Ray."""
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session:
+                process.send_signal(signal.SIGKILL)
+        except (OSError, psutil.Error):
+            pass  # it has ended in the meantime

@@ -1,0 +1,1 @@
+"""Integrations with training frameworks; each is loaded only where its framework runs."""

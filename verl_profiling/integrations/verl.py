@@ -1,0 +1,61 @@
+"""The verl plugin: profiles ``verl.trainer.main_ppo`` when its configuration has ``profiling``.
+
+verl loads it in every process of a run, through the entry point in the group ``verl.plugins`` (or
+``VERL_USE_EXTERNAL_MODULES=verl_profiling.integrations.verl``). That happens while ``verl`` itself
+is being imported, so nothing of verl is imported here: each hook waits for the module it concerns.
+
+What it hooks is in the table below, and in docs/verl.md. Without ``profiling`` in the
+configuration the hooks pass everything on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+
+from verl_profiling.integrations.post_import import when_imported
+
+__all__ = ["hook_problems"]
+
+logger = logging.getLogger(__name__)
+
+_HOOKS = {
+    "verl.utils.profiler": "verl_trainer:hook_timers",
+    "verl.utils.tracking": "verl_trainer:hook_tracking",
+    "verl.trainer.ppo.v1.trainer_base": "verl_trainer:hook_v1_trainer",
+    "verl.trainer.ppo.ray_trainer": "verl_trainer:hook_v0_trainer",
+    "verl.workers.engine_workers": "verl_workers:hook_workers",
+    "verl.workers.engine.fsdp.transformer_impl": "verl_workers:hook_fsdp_engine",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": "verl_servers:hook_vllm_server",
+    "verl.workers.rollout.sglang_rollout.async_sglang_server": "verl_servers:hook_sglang_server",
+}
+_problems: list[str] = []
+
+
+def hook_problems() -> list[str]:
+    """Return the hooks of this process that did not fit verl; not empty for a verl that is not supported."""
+    return list(_problems)
+
+
+def _hook(place: str) -> Callable[[ModuleType], None]:
+    """Return what to call with an imported module of verl.
+
+    A verl that has no such class must not fail because this package is installed, so an error is
+    kept until somebody asks for profiling.
+    """
+    module_name, _, function_name = place.partition(":")
+
+    def apply(module: ModuleType) -> None:
+        try:
+            getattr(import_module(f"verl_profiling.integrations.{module_name}"), function_name)(module)
+        except (AttributeError, ImportError) as error:
+            _problems.append(f"{module.__name__}: {error}")
+            logger.debug("%s: %s", module.__name__, error)
+
+    return apply
+
+
+for _module, _place in _HOOKS.items():
+    when_imported(_module, _hook(_place))

@@ -1,0 +1,40 @@
+"""Checks a command before it is queued: ``python -m verl_profiling.integrations.verl_check ARGUMENTS``.
+
+Takes the arguments of ``verl.trainer.main_ppo``, composes its configuration, and lets verl and this
+package check it. Nothing is started, and no accelerator is needed.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Any
+
+import hydra
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
+
+from verl_profiling.errors import ConfigError
+from verl_profiling.integrations.verl_config import settings_of
+
+
+@hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
+def main(config: Any) -> None:
+    """Print the command and what it would profile; exit with an error that names the key."""
+    print(shlex.join(["python", "-m", "verl.trainer.main_ppo", *sys.argv[1:]]))
+    validate_config(
+        config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+    )
+    try:
+        settings = settings_of(config)
+    except ConfigError as error:
+        sys.exit(f"profiling: {error}")
+    if settings is None:
+        print("config ok; nothing is profiled")
+        return
+    roles = [role for role in ("actor", "ref", "critic", "rollout") if settings.for_role(role).enable]
+    print(f"config ok; {settings.mode} profile of {', '.join(roles)} in {settings.save_path}")
+
+
+if __name__ == "__main__":
+    main()

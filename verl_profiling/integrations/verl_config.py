@@ -1,0 +1,220 @@
+"""What to profile, out of a configuration of verl.
+
+Either ``profiling`` holds settings of this package, or it is ``verl`` (``+profiling=verl``), and
+they are read from the ``global_profiler`` and ``profiler`` blocks that verl's own profiler uses.
+Which of their fields become what is in the table of docs/verl.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.errors import ConfigError, choices_hint
+
+__all__ = ["settings_from_verl", "settings_of"]
+
+logger = logging.getLogger(__name__)
+
+_ROLES = {
+    "actor": "actor_rollout_ref.actor.profiler",
+    "ref": "actor_rollout_ref.ref.profiler",
+    "rollout": "actor_rollout_ref.rollout.profiler",
+    "critic": "critic.profiler",
+}
+_TOOLS = ("torch", "torch_memory", "npu", "nsys")
+_ENGINES = ("vllm", "sglang")
+_ALWAYS = "always so: every artifact is in the folder of its step"
+_NO_HOOK = "no commands are run; ship save_path when the run has ended"
+_UNSUPPORTED = {
+    "relocate_results": _ALWAYS,
+    "finish_hook_cmd": _NO_HOOK,
+    "finish_hook_all_ranks": _NO_HOOK,
+    "finish_hook_ranks": _NO_HOOK,
+}
+
+
+def settings_of(config: Any) -> ProfilingConfig | None:
+    """Return what a verl configuration wants profiled, or ``None`` for nothing.
+
+    With ``profiling=verl``, verl's own profiler is switched off in ``config``: its place is taken.
+
+    Raises:
+        ConfigError: The settings are wrong, or verl's own profiler is switched on as well.
+    """
+    given = config.get("profiling")
+    if given is None:
+        return None
+    steps = config.global_profiler.get("steps")
+    if isinstance(given, str):
+        if given != "verl":
+            raise ConfigError("profiling", f"is {given!r}; {choices_hint(given, ['verl'])}, or settings")
+        settings = settings_from_verl(config)
+        config.global_profiler.steps = None
+    else:
+        settings = ProfilingConfig.from_any(given)
+        if settings.enable and steps:
+            raise ConfigError(
+                "profiling",
+                f"verl's own profiler is switched on too (global_profiler.steps={list(steps)}), and two "
+                "profilers in one process destroy each other's recordings; set global_profiler.steps=null, "
+                "or +profiling=verl to have its settings used here",
+            )
+    if not settings.enable:
+        return None
+    _check_rollout(config, settings)
+    return dataclasses.replace(settings, save_path=str(Path(settings.save_path).absolute()))
+
+
+def settings_from_verl(config: Any) -> ProfilingConfig:
+    """Return settings that mean what the profiler blocks of a verl configuration mean.
+
+    What has no counterpart is logged as a warning with its key.
+
+    Args:
+        config: A whole verl configuration (of ``main_ppo``), as ``DictConfig``.
+
+    Raises:
+        ConfigError: A value has no counterpart and cannot be left out, e.g. the tool.
+    """
+    bridge = _Bridge(config)
+    settings = ProfilingConfig.from_any(bridge.settings())
+    for note in bridge.notes:
+        logger.warning("%s", note)
+    return settings
+
+
+class _Bridge:
+    """Goes through the profiler blocks of a configuration once.
+
+    Attributes:
+        notes: The fields that are set and have no counterpart, one sentence each.
+    """
+
+    def __init__(self, config: Any) -> None:
+        from omegaconf import OmegaConf
+
+        self.notes: list[str] = []
+        self._global = OmegaConf.to_container(config.global_profiler, resolve=True)
+        self._roles = {}
+        for role, path in _ROLES.items():
+            block = OmegaConf.select(config, path)
+            if block is not None:
+                self._roles[role] = OmegaConf.to_container(block, resolve=True)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as :meth:`ProfilingConfig.from_any` takes them."""
+        block = self._global
+        steps = block.get("steps") or []
+        self._note_unsupported("global_profiler", block)
+        tool = self._tool("global_profiler.tool", block.get("tool")) if steps else None
+        return {
+            "enable": bool(steps) and any(role.get("enable") for role in self._roles.values()),
+            "tool": tool or "torch",
+            "save_path": block["save_path"],
+            "schedule": {"steps": list(steps), "continuous": bool(block["profile_continuous_steps"])}
+            if steps
+            else {},
+            "roles": {role: self._role(role, given) for role, given in self._roles.items()},
+            "rollout": self._window(self._roles.get("rollout", {})),
+        }
+
+    def _role(self, role: str, block: Mapping[str, Any]) -> dict[str, Any]:
+        if not block.get("enable"):
+            return {"enable": False}
+        where = _ROLES[role]
+        self._note_unsupported(where, block)
+        if (path := block.get("save_path")) not in (None, self._global["save_path"]):
+            self.notes.append(f"{where}.save_path={path}: all roles write to global_profiler.save_path")
+        tool = self._tool(f"{where}.tool", block.get("tool"))
+        if role == "rollout" and tool != "torch":
+            self.notes.append(f"{where}.tool={tool}: rollout engines record with torch only; left out")
+            return {"enable": False}
+        options = (block.get("tool_config") or {}).get(tool) or {}
+        found: dict[str, Any] = {"tool": tool, "mode": "discrete" if options.get("discrete") else "e2e"}
+        if not block.get("all_ranks"):
+            found["ranks"] = list(block.get("ranks") or [0])
+        if own := dict(self._options(role, tool, options, f"{where}.tool_config.{tool}")):
+            found["tools"] = {tool: own}
+        return found
+
+    def _options(
+        self, role: str, tool: str, options: Mapping[str, Any], where: str
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the options of a tool."""
+        contents = set(options.get("contents") or ())
+        if tool == "torch":
+            everything = not contents
+            for name, content in (("stack", "stack"), ("shapes", "shapes"), ("memory", "memory")):
+                yield name, everything or content in contents
+            if not everything and "cuda" not in contents:
+                yield "activities", ["cpu"]
+            if (schedule := options.get("schedule") or {}).get("active"):
+                if schedule.get("repeat", 0) > 1:
+                    self.notes.append(f"{where}.schedule.repeat: one window of mini-batches is recorded")
+                if role != "rollout":
+                    yield (
+                        "mini_batches",
+                        {
+                            "wait": schedule.get("skip_first", 0) + schedule.get("wait", 0),
+                            "warmup": schedule.get("warmup", 0),
+                            "active": schedule["active"],
+                        },
+                    )
+        elif tool == "npu":
+            for name, content in (
+                ("stack", "stack"),
+                ("shapes", "shapes"),
+                ("memory", "memory"),
+                ("modules", "module"),
+            ):
+                yield name, content in contents
+            if contents and "npu" not in contents:
+                yield "activities", ["cpu"]
+            yield "level", str(options.get("level", "level0")).replace("level_none", "none")
+            yield "analysis", bool(options.get("analysis"))
+        elif tool == "torch_memory":
+            yield "max_entries", options.get("trace_alloc_max_entries", 100_000)
+            for name, default in (("stack_depth", 32), ("memory_snapshot_num_steps", 1)):
+                if options.get(name, default) != default:
+                    self.notes.append(
+                        f"{where}.{name}: has no counterpart; every profiled step has a snapshot"
+                    )
+
+    def _window(self, block: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the window of engine iterations, which verl calls response tokens."""
+        options = (block.get("tool_config") or {}).get(block.get("tool")) or {}
+        start, end = options.get("profile_token_start") or 0, options.get("profile_token_end")
+        return {"start": start, "count": None if end is None else end - start, "max_window_s": None}
+
+    def _tool(self, key: str, tool: str | None) -> str:
+        if tool not in _TOOLS:
+            raise ConfigError(key, f"{tool!r} is not supported; {choices_hint(tool, _TOOLS)}")
+        return str(tool)
+
+    def _note_unsupported(self, where: str, block: Mapping[str, Any]) -> None:
+        for name, why in _UNSUPPORTED.items():
+            if block.get(name):
+                self.notes.append(f"{where}.{name}: {why}")
+
+
+def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
+    """Refuse rollout engines that cannot be captured, unless they are left out.
+
+    Raises:
+        ConfigError: There is no adapter for the engine.
+    """
+    if not settings.for_role("rollout").enable:
+        return
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name not in _ENGINES:
+        why = f"{rollout.name} cannot be captured ({choices_hint(rollout.name, _ENGINES)})"
+    elif (rollout.get("disaggregation") or {}).get("enabled"):
+        why = "replicas that are split into prefill and decode servers cannot be captured"
+    else:
+        return
+    raise ConfigError("actor_rollout_ref.rollout", f"{why}; set profiling.roles.rollout.enable=false")

@@ -1,0 +1,91 @@
+"""Capture methods for verl's rollout servers.
+
+A server gets its settings inside ``rollout.engine_kwargs``, which verl hands to every server of
+the policy as it is (and to no server of a reward model or a teacher).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from verl_profiling.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.workers import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
+
+__all__ = ["SETTINGS_KEY", "hook_sglang_server", "hook_vllm_server"]
+
+SETTINGS_KEY = "verl_profiling"
+
+
+def hook_vllm_server(module: Any) -> None:
+    """Give ``vLLMHttpServer`` the capture methods, and its engine the arguments that it needs."""
+    server_class = module.vLLMHttpServer
+    run_server, run_headless = server_class.run_server, server_class.run_headless
+
+    @functools.wraps(run_server)
+    async def captured_run_server(self: Any, args: Any) -> None:
+        settings = _settings_of(self)
+        _add_engine_args(settings, args)
+        await run_server(self, args)
+        _set_up(self, VLLMCaptureMixin(), self.engine, settings)
+
+    @functools.wraps(run_headless)
+    async def captured_run_headless(self: Any, args: Any) -> None:
+        settings = _settings_of(self)
+        _add_engine_args(settings, args)
+        await run_headless(self, args)
+        _set_up(self, VLLMCaptureMixin(), None, settings)
+
+    server_class.run_server = captured_run_server
+    server_class.run_headless = captured_run_headless
+    _add_methods(server_class)
+
+
+def hook_sglang_server(module: Any) -> None:
+    """Give ``SGLangHttpServer`` the capture methods."""
+    server_class = module.SGLangHttpServer
+    launch_server = server_class.launch_server
+
+    @functools.wraps(launch_server)
+    async def captured_launch_server(self: Any, *args: Any, **kwargs: Any) -> None:
+        await launch_server(self, *args, **kwargs)
+        _set_up(self, SGLangCaptureMixin(), self, _settings_of(self))
+
+    server_class.launch_server = captured_launch_server
+    _add_methods(server_class)
+
+
+def _settings_of(server: Any) -> Mapping[str, Any] | None:
+    settings: Mapping[str, Any] | None = (server.config.engine_kwargs or {}).get(SETTINGS_KEY)
+    return settings
+
+
+def _add_engine_args(settings: Mapping[str, Any] | None, args: Any) -> None:
+    for name, value in VLLMCaptureMixin.engine_args(settings).items():
+        setattr(args, name, value)
+
+
+def _set_up(
+    server: Any, capture: RolloutCaptureMixin, engine: Any, settings: Mapping[str, Any] | None
+) -> None:
+    if settings is not None:
+        capture.init_capture(settings, engine=engine, replica=server.replica_rank, node_rank=server.node_rank)
+    server._verl_profiling = capture
+
+
+async def _start_capture(self: Any, request: CaptureRequest) -> StartReply:
+    """Start or join a capture. The callback calls this."""
+    capture: RolloutCaptureMixin = self._verl_profiling
+    return await capture.start_capture(request)
+
+
+async def _stop_capture(self: Any, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+    """Stop a capture. The callback calls this."""
+    capture: RolloutCaptureMixin = self._verl_profiling
+    return await capture.stop_capture(capture_id, finish_s)
+
+
+def _add_methods(server_class: type[Any]) -> None:
+    server_class.start_capture = _start_capture
+    server_class.stop_capture = _stop_capture

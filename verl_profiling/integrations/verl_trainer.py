@@ -1,0 +1,233 @@
+"""The callback in verl's trainers.
+
+verl times every part of a step with ``marked_timer``; that is where the hooks of the callback are.
+The timer ``step`` is the step and ``gen`` is the rollout; the others are stages of the controller.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Any
+
+from verl_profiling.callback import ProfilingCallback
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.integrations.verl import hook_problems
+from verl_profiling.integrations.verl_config import settings_of
+from verl_profiling.integrations.verl_servers import SETTINGS_KEY
+
+__all__ = [
+    "ProfilingTrainerMixin",
+    "hook_timers",
+    "hook_tracking",
+    "hook_v0_trainer",
+    "hook_v1_trainer",
+]
+
+_STEP, _ROLLOUT = "step", "gen"
+_STAGES = {"adv": "advantage", "ref": "ref_log_prob", "testing": "validate"}
+_GROUPS = (("actor", "actor_rollout_wg"), ("ref", "ref_policy_wg"), ("critic", "critic_wg"))
+_ATTRIBUTE = "_verl_profiling"
+
+_active: TrainerProfiler | None = None
+
+
+class TrainerProfiler:
+    """Profiles one trainer while its ``fit`` runs.
+
+    Args:
+        trainer: A V1 ``PPOTrainer`` or a ``RayPPOTrainer``.
+        settings: What to profile.
+
+    Raises:
+        ConfigError: The settings do not fit the trainer's configuration.
+        ToolUnavailableError: The hooks do not fit this version of verl.
+    """
+
+    def __init__(self, trainer: Any, settings: ProfilingConfig) -> None:
+        if problems := hook_problems():
+            raise ToolUnavailableError(
+                f"profiling: this verl is not supported ({'; '.join(problems)}); install verl>=0.9,<0.10"
+            )
+        self._trainer = trainer
+        self._settings = settings
+        self._callback = ProfilingCallback(settings)
+        self._generating = False
+        self._policy_version = 0
+
+    def __enter__(self) -> None:
+        global _active
+        self._add_workers()
+        self._callback.on_train_begin()
+        _active = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _active
+        _active = None
+        if error is not None:
+            self._callback.on_exception(error)
+        self._callback.on_train_end()
+
+    @contextmanager
+    def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
+        """Run one of verl's timers, and tell the callback."""
+        if name == _STEP:
+            self._step_begin()
+            with timer:
+                yield
+            self._callback.on_step_end({"policy_version/end": self._policy_version})
+        elif name == _ROLLOUT:
+            self.rollout_begin()
+            with timer:
+                yield
+            self._generating = False
+            self._callback.on_rollout_end()
+        else:
+            with timer, self._callback.stage(_STAGES.get(name, name)):
+                yield
+            if name == "update_weights":
+                self._policy_version = self._trainer.global_steps
+
+    def rollout_begin(self) -> None:
+        """Note that generation begins, unless it has already."""
+        if not self._generating:
+            self._generating = True
+            self._callback.on_rollout_begin()
+
+    def logged(self, data: Mapping[str, Any], step: int) -> None:
+        """Take in what verl logs after a step."""
+        self._callback.add_metrics(step, data)
+
+    def _step_begin(self) -> None:
+        # Every trainer of verl 0.9 hands the engines the weights of a step at its end.
+        step = self._trainer.global_steps
+        self._policy_version = step - 1
+        self._generating = False
+        self._callback.on_step_begin(step, self._policy_version)
+
+    def _add_workers(self) -> None:
+        """Add worker groups and servers; where groups share processes, a role that is profiled first."""
+        groups = [
+            (role, getattr(self._trainer, name)) for role, name in _GROUPS if hasattr(self._trainer, name)
+        ]
+        groups.sort(key=lambda item: not self._settings.for_role(item[0]).enable)
+        told: list[Any] = []
+        for role, group in groups:
+            if not hasattr(group, "init_capture"):
+                raise ToolUnavailableError(
+                    f"profiling: the workers of role {role!r} have no capture methods; is verl_profiling "
+                    "installed (or named in VERL_USE_EXTERNAL_MODULES) where the trainer runs?"
+                )
+            if not any(group is other for other in told):
+                group.init_capture(self._settings, role)
+                told.append(group)
+            self._callback.add_workers(role, group)
+        if self._settings.for_role("rollout").enable and (servers := self._servers()):
+            self._callback.add_rollout(servers)
+
+    def _servers(self) -> list[Any]:
+        """Return the first node's server of every replica; it acts for the other nodes."""
+        trainer = self._trainer
+        if hasattr(trainer, "_rollout_server_managers"):
+            managers = trainer._rollout_server_managers()
+        else:
+            managers = [trainer.llm_server_manager]
+        return [replica.servers[0] for manager in managers for replica in manager.get_replicas()]
+
+
+class ProfilingTrainerMixin:
+    """For a trainer with a ``fit`` of its own; the ``fit`` of verl's trainers is hooked already.
+
+    ``class MyTrainer(ProfilingTrainerMixin, RayPPOTrainer): def fit(self): ...``
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "fit" in vars(cls):
+            cls.fit = _profiled_fit(vars(cls)["fit"])  # type: ignore[attr-defined]
+
+
+def hook_timers(module: Any) -> None:
+    """Have verl's timers tell the trainer that is profiled."""
+    original = module.marked_timer
+
+    @functools.wraps(original)
+    def marked_timer(name: str, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        timer: AbstractContextManager[None] = original(name, *args, **kwargs)
+        return timer if _active is None else _active.timed(name, timer)
+
+    module.marked_timer = marked_timer
+
+
+def hook_tracking(module: Any) -> None:
+    """Keep what verl logs for a profiled step with the capture."""
+    original = module.Tracking.log
+
+    @functools.wraps(original)
+    def log(self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
+        if _active is not None:
+            _active.logged(data, step)
+        original(self, data, step, *args, **kwargs)
+
+    module.Tracking.log = log
+
+
+def hook_v1_trainer(module: Any) -> None:
+    """Profile the trainers of ``trainer.use_v1=True``, in all of their modes."""
+    _hook_trainer(module.PPOTrainer)
+    original = module.PPOTrainer.prepare_step
+
+    @functools.wraps(original)
+    def prepare_step(self: Any) -> Any:
+        # The prompts are handed to the engines here, ahead of the timer that waits for the responses.
+        if _active is not None:
+            _active.rollout_begin()
+        return original(self)
+
+    module.PPOTrainer.prepare_step = prepare_step
+
+
+def hook_v0_trainer(module: Any) -> None:
+    """Profile ``RayPPOTrainer``."""
+    _hook_trainer(module.RayPPOTrainer)
+
+
+def _hook_trainer(trainer_class: type[Any]) -> None:
+    original = trainer_class.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        settings = settings_of(self.config)
+        if settings is not None:
+            setattr(self, _ATTRIBUTE, TrainerProfiler(self, settings))
+            _hand_to_servers(self.config, settings)
+
+    trainer_class.__init__ = init
+    trainer_class.fit = _profiled_fit(trainer_class.fit)
+
+
+def _profiled_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fit)
+    def profiled_fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        profiler: TrainerProfiler | None = getattr(self, _ATTRIBUTE, None)
+        if profiler is None or profiler is _active:
+            return fit(self, *args, **kwargs)
+        with profiler:
+            return fit(self, *args, **kwargs)
+
+    return profiled_fit
+
+
+def _hand_to_servers(config: Any, settings: ProfilingConfig) -> None:
+    """Put the settings where every rollout server of the policy finds them."""
+    from omegaconf import open_dict
+
+    rollout = config.actor_rollout_ref.rollout
+    with open_dict(rollout):
+        rollout.engine_kwargs = {**(rollout.engine_kwargs or {}), SETTINGS_KEY: settings.to_dict()}

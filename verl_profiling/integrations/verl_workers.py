@@ -1,0 +1,127 @@
+"""Capture methods and stages for verl's training workers.
+
+The methods are registered for verl's dispatch, so that worker groups have them; a worker keeps its
+own base classes. Stages are put around verl's methods, whose bodies are not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.session import process_session, stage
+from verl_profiling.workers import CaptureMixin, FSDPCaptureMixin
+
+__all__ = ["hook_fsdp_engine", "hook_workers"]
+
+_ACTOR_STAGES = {
+    "compute_log_prob": "old_log_prob",
+    "compute_ref_log_prob": "ref_log_prob",
+    "update_actor": "update_actor",
+    "update_weights": "update_weights",
+}
+_CRITIC_STAGES = {"infer_batch": "values", "train_mini_batch": "update_critic"}
+_CRITIC_MODEL = "value_model"
+
+
+def hook_workers(module: Any) -> None:
+    """Give ``ActorRolloutRefWorker`` and ``TrainingWorker`` the capture methods, and mark their stages."""
+    actor, training = module.ActorRolloutRefWorker, module.TrainingWorker
+    for name, stage_name in _ACTOR_STAGES.items():
+        setattr(actor, name, stage(stage_name)(getattr(actor, name)))
+    for name, stage_name in _CRITIC_STAGES.items():
+        setattr(training, name, _critic_stage(stage_name, getattr(training, name)))
+    training.train_batch = _counted_mini_batch(training.train_batch)
+    for worker_class in (actor, training):
+        _add_methods(worker_class)
+
+
+def hook_fsdp_engine(module: Any) -> None:
+    """Mark the micro-batches that FSDP engines go through."""
+    prepare = module.prepare_micro_batches
+
+    @functools.wraps(prepare)
+    def prepare_micro_batches(*args: Any, **kwargs: Any) -> Any:
+        micro_batches, indices = prepare(*args, **kwargs)
+        if process_session().sink is None:
+            return micro_batches, indices
+        return _MarkedMicroBatches(micro_batches), indices
+
+    module.prepare_micro_batches = prepare_micro_batches
+
+
+class _MarkedMicroBatches(list[Any]):
+    """Micro-batches; the body of a loop over them is a stage each time."""
+
+    def __iter__(self) -> Iterator[Any]:
+        micro_batch = stage("micro_batch")
+        for item in super().__iter__():
+            with micro_batch:
+                yield item
+
+
+def _critic_stage(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a method of ``TrainingWorker`` where the worker is a critic.
+
+    Inside an actor the same class is a part of ``ActorRolloutRefWorker``, whose methods are marked.
+    """
+    marked = stage(name)(method)
+
+    @functools.wraps(method)
+    def critic_method(self: Any, data: Any) -> Any:
+        return (marked if self.config.model_type == _CRITIC_MODEL else method)(self, data)
+
+    return critic_method
+
+
+def _counted_mini_batch(train_batch: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a mini-batch, and count it for the ``mini_batches`` window of the ``torch`` tool."""
+    mini_batch = stage("mini_batch")
+
+    @functools.wraps(train_batch)
+    def train_mini_batch(self: Any, data: Any) -> Any:
+        with mini_batch:
+            output = train_batch(self, data)
+        process_session().step()
+        return output
+
+    return train_mini_batch
+
+
+def _add_methods(worker_class: type[Any]) -> None:
+    """Add the methods, and have worker groups bind them; only setting up is waited for there."""
+    from verl.single_controller.base.decorator import Dispatch, register
+
+    everywhere = functools.partial(register, dispatch_mode=Dispatch.ONE_TO_ALL)
+    worker_class.init_capture = everywhere()(_init_capture)
+    worker_class.start_capture = everywhere(blocking=False)(_start_capture)
+    worker_class.stop_capture = everywhere(blocking=False)(_stop_capture)
+
+
+def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> None:
+    """Set this worker up, under the first role that its process is profiled as."""
+    engine = getattr(self, "engine", None) or getattr(self.actor or self.ref, "engine", None)
+    capture = FSDPCaptureMixin()
+    capture.init_capture(
+        settings,
+        role=role,
+        rank=self.rank,
+        world_size=self.world_size,
+        mesh=getattr(engine, "device_mesh", None),
+    )
+    self._verl_profiling = capture
+
+
+def _start_capture(self: Any, request: CaptureRequest) -> StartReply:
+    """Start, arm or join a capture. The callback calls this."""
+    capture: CaptureMixin = self._verl_profiling
+    return capture.start_capture(request)
+
+
+def _stop_capture(self: Any, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+    """Stop a capture. The callback calls this."""
+    capture: CaptureMixin = self._verl_profiling
+    return capture.stop_capture(capture_id, finish_s)
