@@ -1,1 +1,0 @@
-"""Tests. A package, because wheels of verl bring a package of that name too."""
