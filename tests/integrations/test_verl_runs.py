@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from example_loops import read_trace
 
-from tests.example_loops import read_trace
-from tests.integrations.verl_runs import CRITIC, REFERENCE, Run, run_verl
+from integrations.verl_runs import CRITIC, REFERENCE, Run, run_verl
 from verl_profiling.cli import main
 from verl_profiling.manifest import StageSpan
 
@@ -141,7 +141,7 @@ def test_a_worker_that_is_killed_leaves_the_rest(tmp_path: Path) -> None:
     run = run_verl(
         tmp_path,
         "profiling=e2e",
-        PLUGINS=f"{modules},tests.integrations.killed_worker",
+        PLUGINS=f"{modules},integrations.killed_worker",
     )
     assert run.code != 0
     assert "ActorDiedError" in run.output or "RayActorError" in run.output

@@ -74,6 +74,7 @@ def run_verl(folder: Path, *overrides: str, **environment: str) -> Run:
         "PYTHON": sys.executable,
         "ASSETS": str(ROOT / "outputs/verl_grpo_cpu/assets"),
         "RAY_TMPDIR": temporary,
+        "PYTHONPATH": str(ROOT / "tests"),  # for plugins that a test brings
         **environment,
     }
     log = folder / "output.txt"
