@@ -233,6 +233,15 @@ def test_a_missing_trace_is_named_and_the_rest_merged(tmp_path: Path) -> None:
     assert "actor_rank1" in process_names(events).values()
 
 
+def test_a_broken_controller_trace_costs_only_its_lanes(tmp_path: Path) -> None:
+    """The workers are merged all the same, and the damage is named."""
+    folder = build_step(tmp_path)
+    (folder / "controller.trace.json.gz").write_bytes(b"")
+    result, events = merged(folder)
+    assert [problem for problem in result.problems if "controller.trace.json.gz at byte 0: is empty" in problem]
+    assert {event["name"] for event in events} >= {"aten::mm", "execute_context_0(0)_generation_1(1)"}
+
+
 def test_bytes_still_being_compressed_are_read_raw(tmp_path: Path) -> None:
     """While only the raw file of a pending artifact is there, it stands in for the final one."""
     folder = build_step(tmp_path)

@@ -25,6 +25,8 @@ def test_stages_keep_only_what_happened_during_them(step: StepInputs) -> None:
     """With the rollout alone, the engine stays whole and the ranks lose their operators."""
     result = merge(step, keep=Keep(windows_ns=stage_windows(step, ["rollout"])))
     kept = {member.path.name: member.events for member in result.members}
+    names = {e["args"]["name"] for e in read_events(result.path) if e["name"] == "thread_name"}
+    assert any(name.startswith("thread ") for name in names)
     assert kept["rollout0_rank0.torch.json.gz"] > 100
     assert kept["actor_rank1.torch.json.gz"] < 10
 

@@ -30,7 +30,7 @@ class Lane:
     def __init__(self, source: Source, activity: Activity, step: Step) -> None:
         self.source = source
         self.activity = activity
-        worker = step.workers.get(source.worker)
+        worker = step.worker_of(source)
         shift = source.offset_ns
         self.stages = [
             StageSpan(s.name, s.begin_ns - shift, s.end_ns - shift, s.thread, s.depth, s.failed)
@@ -82,14 +82,14 @@ class Step:
         manifest: The manifest, where there is one.
         begin_ns: Begin of the step.
         end_ns: Its end.
-        workers: Results by the name of the worker.
+        workers: The results of all workers.
         lanes: The lanes that could be read.
     """
 
     def __init__(self, manifest: Manifest | None, activities: Iterable[tuple[Source, Activity]]) -> None:
         read = list(activities)
         self.manifest = manifest
-        self.workers = {worker.name: worker for worker in (manifest.workers if manifest else [])}
+        self.workers = list(manifest.workers) if manifest else []
         if manifest:
             self.begin_ns, self.end_ns = manifest.begin_ns, manifest.end_ns
         else:
@@ -99,6 +99,12 @@ class Step:
             self.begin_ns = min((first for first, _ in known), default=0)
             self.end_ns = max((last for _, last in known), default=0)
         self.lanes = [Lane(source, activity, self) for source, activity in read]
+
+    def worker_of(self, source: Source) -> CaptureResult | None:
+        """Return the worker that recorded a trace: a replica on several nodes is several workers."""
+        named = [worker for worker in self.workers if worker.name == source.worker]
+        recorded = (w for w in named if any(a.lane == source.lane for a in w.artifacts))
+        return next(recorded, named[0] if named else None)
 
     @property
     def span_ns(self) -> int:

@@ -152,7 +152,7 @@ def rollout_tail(step: Step) -> Tail | None:
     rollout = step.during(ROLLOUT)
     requests = [
         (request, step.manifest.offset_ns(worker.identity))
-        for worker in step.workers.values()
+        for worker in step.workers
         for request in worker.requests
         if step.manifest and not request.failed
     ]
@@ -243,7 +243,7 @@ def top_ops(step: Step) -> list[OpRow]:
 def throughput(step: Step, engines: list[EngineRow]) -> Throughput | None:
     """Return tokens by time: as the loop reported them, else of the requests, else of the engines."""
     metrics = step.manifest.metrics if step.manifest else {}
-    requests: list[Request] = [r for worker in step.workers.values() for r in worker.requests]
+    requests: list[Request] = [r for worker in step.workers for r in worker.requests]
     first_ranks = {row.replica: row for row in reversed(engines)}.values()
     counted = (
         *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),

@@ -69,19 +69,21 @@ def _spread(spans: list[Event]) -> list[Event]:
     rows: list[list[Event]] = []  # of each thread, the stages that are open
     names = []
     for span in sorted(spans, key=lambda s: (s.ts or 0.0, -(s.dur or 0.0))):
-        for row, opened in enumerate(rows):  # noqa: B007  # used after the loop
-            while opened and _end_us(opened[-1]) <= (span.ts or 0.0):
-                opened.pop()
-            if not opened or _end_us(span) <= _end_us(opened[-1]):
-                break
-        else:
-            row = len(rows)
+        row = next((index for index, opened in enumerate(rows) if _nests(span, opened)), len(rows))
+        if row == len(rows):
             rows.append([])
             if row and isinstance(span.pid, int):
                 names.append(name_thread(span.pid, STAGES_TID - row, f"stages {row + 1}"))
         rows[row].append(span)
         span.tid = STAGES_TID - row
     return names
+
+
+def _nests(span: Event, opened: list[Event]) -> bool:
+    """Close what ended before ``span`` began, and return whether it ends within the rest."""
+    while opened and _end_us(opened[-1]) <= (span.ts or 0.0):
+        opened.pop()
+    return not opened or _end_us(span) <= _end_us(opened[-1])
 
 
 def _end_us(span: Event) -> float:

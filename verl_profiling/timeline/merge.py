@@ -87,12 +87,12 @@ def merge(
     """
     output = output or inputs.directory / TIMELINE_NAME
     keep = keep or Keep()
-    readable, problems, base_ns = _open_all(inputs)
-    if not readable and inputs.controller is None:
+    inputs, problems, base_ns = _readable(inputs)
+    if not inputs.sources and inputs.controller is None:
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".timeline-") as scratch:
         while True:
-            plan = _plan(readable, Path(scratch), base_ns, keep)
+            plan = _plan(inputs.sources, Path(scratch), base_ns, keep)
             members = []
             for job, member in _run(plan, jobs):
                 members.append(member)
@@ -102,7 +102,7 @@ def merge(
             if max_bytes is None or result.bytes <= max_bytes or keep.min_us > _LONGEST_US:
                 break
             share = max_bytes / result.bytes * result.events / (result.events + result.left_out)
-            fitting = min_us_for_share((source.path for source in readable), share)
+            fitting = min_us_for_share((source.path for source in inputs.sources), share)
             keep = msgspec.structs.replace(keep, min_us=max(fitting, 2 * keep.min_us, 1.0))
         result.path.chmod(0o644)
         return msgspec.structs.replace(result, path=result.path.replace(output))
@@ -137,9 +137,16 @@ def _join(
     )
 
 
-def _open_all(inputs: StepInputs) -> tuple[list[Source], list[str], int]:
-    """Return what can be opened, what cannot, and the base of the timeline's clock."""
-    readable, problems, begins = [], list(inputs.absent), []
+def _readable(inputs: StepInputs) -> tuple[StepInputs, list[str], int]:
+    """Return what of a step can be opened, what cannot, and the base of the timeline's clock."""
+    controller, sources = inputs.controller, []
+    problems, begins = list(inputs.absent), []
+    try:
+        if controller:
+            Trace(controller)
+    except TraceFormatError as error:
+        problems.append(str(error))
+        controller = None
     for source in inputs.sources:
         try:
             trace = Trace(source.path)
@@ -148,9 +155,10 @@ def _open_all(inputs: StepInputs) -> tuple[list[Source], list[str], int]:
         except TraceFormatError as error:
             problems.append(str(error))
             continue
-        readable.append(source)
+        sources.append(source)
     begin_ns = inputs.manifest.begin_ns if inputs.manifest else min(begins, default=0)
-    return readable, problems, (begin_ns - _SLACK_NS) // 1_000_000_000 * 1_000_000_000
+    base_ns = (begin_ns - _SLACK_NS) // 1_000_000_000 * 1_000_000_000
+    return msgspec.structs.replace(inputs, controller=controller, sources=sources), problems, base_ns
 
 
 def _begin_ns(trace: Trace) -> int:

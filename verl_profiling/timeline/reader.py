@@ -31,6 +31,7 @@ GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_anno
 NO_ARGS = msgspec.Raw(b"")
 
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_SEPARATOR = re.compile(rb"\s*,\s*")
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError)
@@ -146,7 +147,8 @@ class Trace:
         while not self._ended:
             last = not self._fill(wanted)
             cut = len(self._buffer) if last else _last_boundary(self._buffer)
-            events, used = self._decode(self._buffer[:cut], last)
+            events, used = self._decode(cut, last)
+            used += _separator(self._buffer, used)
             if not used and not last:
                 wanted *= 2
                 if wanted > _EVENT_LIMIT:
@@ -208,27 +210,27 @@ class Trace:
         self._buffer = self._buffer[count:]
         self._consumed += count
 
-    def _decode(self, text: bytes, last: bool) -> tuple[list[Event], int]:
-        """Return the events of ``text`` and how many of its bytes are done with."""
+    def _decode(self, end: int, last: bool) -> tuple[list[Event], int]:
+        """Return the events in the first ``end`` bytes of the buffer, and how many bytes are done with."""
+        text = memoryview(self._buffer)[:end]
         try:
-            events = self._decoder.decode(b"[" + text.rstrip(b", \t\r\n") + b"]")
-            if last:
-                self._warn(len(text), "the list of events is not closed: the file is truncated")
-                self.truncated = True
-            return events, len(text)
+            if not last:
+                return self._decoder.decode(b"".join((b"[", text, b"]"))), end
+            close = self._buffer.rfind(b"]")  # nearly always the end of the list
+            events = self._decoder.decode(b"".join((b"[", text[: close + 1])))
+            self._ended = True
+            return events, close
         except _UNDECODABLE:
             pass  # it holds the end of the list, or something damaged
-        listed = b"[" + text
+        listed = b"".join((b"[", text))
         try:
-            events = self._decoder.decode(listed)
-            self._ended = True
-            return events, len(text)
+            self._decoder.decode(listed)
         except _UNDECODABLE as error:
             if match := _TRAILING.search(str(error)):
-                end = listed.rindex(b"]", 0, int(match[1]))
+                close = listed.rindex(b"]", 0, int(match[1]))
                 self._ended = True
-                return self._decoder.decode(listed[: end + 1]), end - 1
-        return self._decode_one_by_one(text, last)
+                return self._decoder.decode(listed[: close + 1]), close - 1
+        return self._decode_one_by_one(bytes(text), last)
 
     def _decode_one_by_one(self, text: bytes, last: bool) -> tuple[list[Event], int]:
         """Decode a damaged stretch with the tolerant ``json`` module, event by event.
@@ -247,6 +249,9 @@ class Trace:
             while position < len(characters) and characters[position] in ", \t\r\n":
                 position += 1
             if position == len(characters):
+                if last:
+                    self._warn(len(text), "the list of events is not closed: the file is truncated")
+                    self.truncated = True
                 return events, len(text)
             if characters[position] == "]":
                 self._ended = True
@@ -289,10 +294,16 @@ def _last_boundary(buffer: bytes) -> int:
     """Return where the last event that is surely whole ends, 0 if there is none."""
     for window in (1 << 16, len(buffer)):
         start = max(0, len(buffer) - window)
-        ends = [match.end() for match in _BOUNDARY.finditer(buffer, start)]
+        ends = [match.start() + 1 for match in _BOUNDARY.finditer(buffer, start)]
         if ends:
             return ends[-1]
     return 0
+
+
+def _separator(buffer: bytes, position: int) -> int:
+    """Return the length of the comma and the white space between two events."""
+    match = _SEPARATOR.match(buffer, position)
+    return match.end() - position if match else 0
 
 
 def _read_trailer(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ __all__ = ["Keep", "min_us_for_share", "select_ranks", "stage_windows"]
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """Selects events; with nothing set it keeps all of them.
+    """Selects events; with nothing set it keeps all of them, and names of threads in any case.
 
     Attributes:
         min_us: Drops complete events (``ph == "X"``) shorter than this.
@@ -39,7 +39,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
             events = [e for e in events if e.ph != "X" or (e.dur or 0.0) >= self.min_us]
         if self.windows_ns:
             windows = [((begin - base_ns) / 1000, (end - base_ns) / 1000) for begin, end in self.windows_ns]
-            events = [e for e in events if e.ts is None or _overlaps(e.ts, e.dur or 0.0, windows)]
+            events = [e for e in events if e.ph == "M" or _overlaps(e.ts or 0.0, e.dur or 0.0, windows)]
         return events
 
 
