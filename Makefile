@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 # Markers of tests that have an environment of their own.
 APART := vllm or sglang or npu or megatron or gpu or verl
 DEMO := outputs/demo
-DEMO_ENV := $(if $(filter vllm,$(ENGINE)),.venv-vllm,.venv)
+DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
 REPORT = $(DEMO_ENV)/bin/verl-profiling
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
