@@ -8,7 +8,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -112,3 +114,28 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@dataclass
+class Pool:
+    """Ray actors that the tests share; ``set_up`` makes each as good as new."""
+
+    sync: list[Any]
+    asynchronous: Any
+    threaded: Any
+
+
+@pytest.fixture(scope="session")
+def pool(ray_cluster: None) -> Pool:
+    """Three ordinary actors, an async one and one with several threads."""
+    import fleet
+    import ray
+
+    plain, coroutines = ray.remote(num_cpus=0)(fleet.TrainWorker), ray.remote(num_cpus=0)(fleet.AsyncWorker)
+    pool = Pool(
+        [plain.remote() for _ in range(3)],
+        coroutines.remote(),
+        plain.options(max_concurrency=4).remote(),
+    )
+    ray.get([actor.counts.remote() for actor in (*pool.sync, pool.asynchronous, pool.threaded)])
+    return pool

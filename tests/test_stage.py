@@ -354,3 +354,46 @@ def test_the_loops_own_stages_need_no_worker(tmp_path: Path) -> None:
         assert reward(1) == 2
         with pytest.raises(ValueError, match="x"), callback.stage("reward"):
             raise ValueError("x")
+
+
+def test_stages_of_a_loop_and_of_its_worker_nest_apart(tmp_path: Path) -> None:
+    """In one process, the controller's stages and the worker's are two logs with their own depths."""
+    from fleet import TrainWorker
+
+    from verl_profiling.manifest import read_manifest
+
+    config = settings(tool="spans", save_path=str(tmp_path), schedule={"steps": [1]})
+    worker = TrainWorker()
+    worker.set_up(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    callback.on_step_begin(1)
+    with callback.stage("fit"), stage("outer"), callback.stage("update"), stage("inner"):
+        pass
+    with callback.stage("forgotten"):
+        stage("never left").__enter__()
+    with callback.stage("last"):
+        pass
+    callback.on_step_end()
+    manifest = read_manifest(tmp_path / "step_000001")
+    assert shape(manifest.stages) == [
+        ("fit", 0, False),
+        ("update", 1, False),
+        ("forgotten", 0, False),
+        ("last", 0, False),
+    ]
+    assert shape(manifest.workers[0].stages) == [
+        ("outer", 0, False),
+        ("inner", 1, False),
+        ("never left", 0, True),
+    ]
+
+
+def test_stages_that_nobody_ends_end_with_the_one_around_them(tmp_path: Path) -> None:
+    """As failed; what follows is not inside of them."""
+    with recorded_stages(tmp_path) as found:
+        with stage("outer"):
+            stage("never left").__enter__()
+        with stage("next"):
+            pass
+    assert shape(found) == [("outer", 0, False), ("never left", 1, True), ("next", 0, False)]

@@ -89,6 +89,7 @@ class Participants:
         for call in round.calls:
             reply = call.reply()
             if isinstance(reply, StartReply | StopReply):
+                self.news += reply.finished
                 side = self._closing if closing else self._opening
                 self._shake(side, call, self._identity(call.worker), reply)
 

@@ -98,7 +98,11 @@ class Stage:
 
 
 class OpenSpan(msgspec.Struct, eq=False):
-    """A stage that has begun. ``end_ns`` is 0 until it has ended."""
+    """A stage that has begun. ``end_ns`` is 0 until it has ended.
+
+    ``parent`` is what lies around it, also where that is in another log: a loop and its worker may
+    share a process.
+    """
 
     log: SpanLog
     parent: OpenSpan | None
@@ -138,12 +142,15 @@ class SpanLog:
     def begin(self, name: str) -> None:
         """Open a span."""
         parent = _innermost.get()
+        while parent is not None and parent.end_ns:
+            parent = parent.parent
         depth = 0
-        if parent is not None:
-            if parent.log is self:
-                depth = parent.depth + 1
-            else:
-                parent = None
+        outer = parent
+        while outer is not None:
+            if outer.log is self:
+                depth = outer.depth + 1
+                break
+            outer = outer.parent
         span = OpenSpan(self, parent, depth, name, get_ident(), clock.now_ns())
         begin_mark = self.begin_mark
         if begin_mark is not None:
@@ -160,12 +167,15 @@ class SpanLog:
         Spans inside of it that nobody ended (timers, when user code raised) end with it, as failed.
         """
         span = _innermost.get()
-        while span is not None and span.log is self and span.name != name:
+        while span is not None and (span.log is not self or span.name != name or span.end_ns):
             span = span.parent
-        if span is None or span.log is not self or span.end_ns:
+        if span is None:
             return None
         while (inner := _innermost.get()) is not None and inner is not span:
-            self._end(inner, failed=True)
+            if inner.log is self and not inner.end_ns:
+                self._end(inner, failed=True)
+            else:
+                _innermost.set(inner.parent)
         self._end(span, failed)
         return span
 

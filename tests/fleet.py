@@ -1,0 +1,138 @@
+"""Workers that tests drive: the real mixin, in this process or in Ray actors, with switches that hang it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from example_loops import train
+
+from verl_profiling import ProfilingConfig, stage
+from verl_profiling.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.session import process_session
+from verl_profiling.testing import shifted_clock
+from verl_profiling.workers import CaptureMixin
+
+
+class TrainWorker(CaptureMixin):
+    """A training rank.
+
+    Files named ``start``, ``stop`` and ``work`` in the folder ``switches`` make those methods hang
+    until they are removed.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.switches: Path | None = None
+        self._clock = contextlib.ExitStack()
+
+    def set_up(
+        self,
+        config: ProfilingConfig,
+        role: str = "actor",
+        rank: int = 0,
+        *,
+        switches: Path | None = None,
+        clock_ns: int = 0,
+        reset: bool = True,
+    ) -> int:
+        """Set up as if in a new process; return the process's id."""
+        self._clock.close()
+        if reset:
+            process_session().leave()
+            process_session().reset()
+        if clock_ns:
+            self._clock.enter_context(shifted_clock(clock_ns))
+        self.calls.clear()
+        self.switches = switches
+        self.init_capture(config, role=role, rank=rank, world_size=2)
+        return os.getpid()
+
+    def also(self, config: ProfilingConfig, role: str) -> None:
+        """Play another role in the same process."""
+        self.init_capture(config, role=role)
+
+    def counts(self) -> dict[str, int]:
+        """Return how often the capture methods were called."""
+        return dict(self.calls)
+
+    def start_capture(self, request: CaptureRequest) -> StartReply:
+        """Count, hang if switched to, start."""
+        self.calls["start_capture"] += 1
+        self._hang("start")
+        return super().start_capture(request)
+
+    def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        """Count, hang if switched to, stop."""
+        self.calls["stop_capture"] += 1
+        self._hang("stop")
+        return super().stop_capture(capture_id, finish_s)
+
+    def work(self, names: Sequence[str] = ("update_actor",), seconds: float = 0.0) -> None:
+        """Run stages, one after another."""
+        self._hang("work")
+        for name in names:
+            with stage(name):
+                train()
+                time.sleep(seconds)
+
+    def drift(self, ns: int) -> None:
+        """Let the clock run ahead."""
+        self._clock.enter_context(shifted_clock(ns))
+
+    def _hang(self, switch: str) -> None:
+        while self.switches is not None and (self.switches / switch).exists():
+            time.sleep(0.01)
+
+
+class AsyncWorker(TrainWorker):
+    """As an inference server: one coroutine makes all methods of a Ray actor run on its event loop."""
+
+    async def generate(self, seconds: float = 0.05) -> str:
+        """Wait as long as a request takes."""
+        with stage("generate"):
+            await asyncio.sleep(seconds)
+        return "text"
+
+
+class CoroutineWorker:
+    """A local worker whose capture methods are coroutines."""
+
+    def __init__(self, config: ProfilingConfig, role: str = "rollout") -> None:
+        self.inner = TrainWorker()
+        self.inner.set_up(config, role)
+        self.threads: set[int] = set()
+
+    async def start_capture(self, request: CaptureRequest) -> StartReply:
+        """Start after a moment."""
+        await asyncio.sleep(0.01)
+        return self.inner.start_capture(request)
+
+    async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        """Stop after a moment."""
+        await asyncio.sleep(0.01)
+        return self.inner.stop_capture(capture_id, finish_s)
+
+
+class WorkerGroup:
+    """Ray actors behind verl's calling convention."""
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self.workers = list(workers)
+        self.calls: list[str] = []
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return len(self.workers)
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call every worker, and wait for none."""
+        self.calls.append(method_name)
+        return [getattr(worker, method_name).remote(*args, **kwargs) for worker in self.workers]

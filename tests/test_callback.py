@@ -1,0 +1,567 @@
+"""The callback: from the loop's hooks to the step folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from conftest import Pool
+from example_loops import settings, spans, train
+from fleet import CoroutineWorker, TrainWorker, WorkerGroup
+
+from verl_profiling import CaptureStateError, ConfigError, ProfilingCallback, ProfilingConfig, stage
+from verl_profiling.manifest import Manifest, read_manifest
+from verl_profiling.session import Session
+
+Work = Callable[[int], object]
+
+
+def configured(tmp_path: Path, **given: Any) -> ProfilingConfig:
+    """Return settings that capture step 2 with spans only, unless told otherwise."""
+    defaults = {
+        "tool": "spans",
+        "save_path": str(tmp_path / "run"),
+        "schedule": {"steps": [2]},
+        "timeouts": {"start_s": 20, "stop_s": 20, "finish_s": 20},
+    }
+    return settings(**{**defaults, **given})
+
+
+def run(callback: ProfilingCallback, work: Work, steps: int = 3) -> None:
+    """Run a training loop with all hooks."""
+    callback.on_train_begin()
+    for step in range(1, steps + 1):
+        callback.on_step_begin(step, policy_version=step - 1)
+        callback.on_rollout_begin()
+        callback.on_rollout_end({"rollout/seconds": 0.5})
+        with callback.stage("update_actor"):
+            work(step)
+        callback.on_step_end({"reward": step / 10, "text": "no number", "bad": float("nan")})
+    callback.on_train_end()
+
+
+def manifest(config: ProfilingConfig, step: int = 2) -> Manifest:
+    """Return the manifest of a step."""
+    return read_manifest(Path(config.save_path) / f"step_{step:06d}")
+
+
+def local_worker(config: ProfilingConfig, role: str = "actor", rank: int = 0, **more: Any) -> TrainWorker:
+    """Return a worker of this process."""
+    worker = TrainWorker()
+    worker.set_up(config, role, rank, **more)
+    return worker
+
+
+def set_up(config: ProfilingConfig, workers: list[Any], role: str = "actor", **more: Any) -> None:
+    """Set Ray actors up as the ranks of a role."""
+    ray.get([worker.set_up.remote(config, role, rank, **more) for rank, worker in enumerate(workers)])
+
+
+# Off
+
+
+def test_a_disabled_callback_does_nothing(tmp_path: Path) -> None:
+    """No workers are looked at, no folder is made, and every hook may be called."""
+    config = {"enable": False, "save_path": str(tmp_path / "run"), "tool": "not_installed:Tool"}
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", object())
+    callback.add_rollout(None)
+    run(callback, lambda step: None)
+    callback.on_exception(ValueError("x"))
+    assert callback.last_folder is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_settings_raise_at_once() -> None:
+    """Nothing later complains about them."""
+    with pytest.raises(ConfigError, match="did you mean 'mode'"):
+        ProfilingCallback({"enable": True, "mod": "e2e"})
+
+
+# Local workers
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_a_step_of_a_local_worker_is_captured(tmp_path: Path, session: Session, mode: str) -> None:
+    """Step 2, and only step 2, has a folder with a trace, the controller's trace and the manifest."""
+    config = configured(tmp_path, tool="torch", mode=mode)
+    worker = local_worker(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    run(callback, lambda step: worker.work())
+    folder = Path(config.save_path) / "step_000002"
+    artifact = "actor_rank0.torch.json.gz" if mode == "e2e" else "actor_rank0.update_actor.torch.json.gz"
+    assert sorted(path.name for path in Path(config.save_path).iterdir()) == ["run.json", "step_000002"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        artifact,
+        "controller.trace.json.gz",
+        "manifest.json",
+    ]
+    assert callback.last_folder == folder
+    assert spans(folder / artifact, "aten::addmm")
+    written = manifest(config)
+    assert [(worker.name, worker.status, worker.mode) for worker in written.workers] == [
+        ("actor_rank0", "ok", mode)
+    ]
+    assert [a.status for a in written.workers[0].artifacts] == ["ok"]
+
+
+def test_the_manifest_tells_the_step(tmp_path: Path, session: Session) -> None:
+    """Step, policy version, stages, calls, metrics that are numbers, in the order of time."""
+    config = configured(tmp_path)
+    worker = local_worker(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", [worker])
+    run(callback, lambda step: worker.work(["a", "b"]))
+    written = manifest(config)
+    assert (written.step, written.steps, written.policy_version, written.complete) == (2, [2], 1, True)
+    assert written.metrics == {"rollout/seconds": 0.5, "reward": 0.2}
+    assert [span.name for span in written.stages] == ["rollout", "update_actor"]
+    assert [(rpc.worker, rpc.method, rpc.ok) for rpc in written.rpcs] == [
+        ("actor_rank0", "start_capture", True),
+        ("actor_rank0", "stop_capture", True),
+    ]
+    [result] = written.workers
+    assert [span.name for span in result.stages] == ["a", "b"]
+    update = written.stages[1]
+    assert not any(span.failed for span in written.stages)
+    assert written.rpcs[0].end_ns <= written.begin_ns <= update.begin_ns <= result.stages[0].begin_ns
+    assert result.stages[1].end_ns <= update.end_ns <= written.end_ns <= written.rpcs[1].begin_ns
+    assert [clock.samples for clock in written.clocks] == [0]
+    run_info = json.loads((Path(config.save_path) / "run.json").read_text())
+    assert ProfilingConfig.from_any(run_info["config"]) == config
+    assert run_info["run_id"] == written.run_id
+    assert "torch" in run_info["versions"]
+
+
+def test_numbers_that_come_after_the_step_are_kept(tmp_path: Path, session: Session) -> None:
+    """``add_metrics`` finds its step; other steps are ignored."""
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    run(callback, lambda step: None)
+    callback.add_metrics(2, {"late": 1, "text": "x"})
+    callback.add_metrics(3, {"wrong": 1})
+    assert manifest(config).metrics["late"] == 1.0
+    assert "wrong" not in manifest(config).metrics
+
+
+def test_unprofiled_steps_make_no_call(tmp_path: Path, session: Session) -> None:
+    """One start and one stop in a hundred steps with one profiled."""
+    config = configured(tmp_path)
+    worker = local_worker(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    run(callback, lambda step: None, steps=100)
+    assert worker.counts() == {"start_capture": 1, "stop_capture": 1}
+
+
+def test_a_continuous_capture_covers_several_steps(tmp_path: Path, session: Session) -> None:
+    """Steps 2 to 4 are one folder with the stages of all three."""
+    config = configured(tmp_path, schedule={"steps": [2, 3, 4, 6], "continuous": True})
+    worker = local_worker(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    run(callback, lambda step: worker.work([f"step{step}"]), steps=7)
+    assert manifest(config, 2).steps == [2, 3, 4]
+    assert [span.name for span in manifest(config, 2).workers[0].stages] == ["step2", "step3", "step4"]
+    assert [span.name for span in manifest(config, 6).workers[0].stages] == ["step6"]
+    assert worker.counts() == {"start_capture": 2, "stop_capture": 2}
+
+
+def test_a_warm_up_step_runs_the_tool_and_leaves_nothing(tmp_path: Path, session: Session) -> None:
+    """Its recording is thrown away, and it makes no folder."""
+    config = configured(tmp_path, tool="torch", schedule={"wait": 1, "warmup": 1, "active": 1, "repeat": 1})
+    worker = local_worker(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    recording: dict[int, bool] = {}
+
+    def work(step: int) -> None:
+        import torch
+
+        recording[step] = torch.autograd.profiler._is_profiler_enabled
+        worker.work()
+
+    run(callback, work, steps=4)
+    assert recording == {1: False, 2: True, 3: True, 4: False}
+    assert sorted(path.name for path in Path(config.save_path).iterdir()) == ["run.json", "step_000003"]
+
+
+def test_roles_that_share_a_process_join_one_capture(tmp_path: Path, session: Session) -> None:
+    """Two objects of one process are called each, and make one result that names both roles."""
+    config = configured(tmp_path, tool="torch")
+    actor, critic = local_worker(config, "actor"), local_worker(config, "critic", reset=False)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", actor)
+    callback.add_workers("critic", critic)
+    run(callback, lambda step: train())
+    [result] = manifest(config).workers
+    assert (result.name, result.roles, result.status) == ("actor_rank0", ["actor", "critic"], "ok")
+    assert len(result.artifacts) == 1
+
+
+def test_one_object_under_two_names_is_driven_once(tmp_path: Path, session: Session) -> None:
+    """Colocated roles of one worker cost one call each way."""
+    config = configured(tmp_path)
+    worker = local_worker(config)
+    callback = ProfilingCallback(config)
+    for role in ("actor", "ref"):
+        callback.add_workers(role, worker)
+    run(callback, lambda step: None)
+    assert worker.counts() == {"start_capture": 1, "stop_capture": 1}
+
+
+def test_a_role_is_added_once(tmp_path: Path, session: Session) -> None:
+    """A second list of workers under the same role would be mistaken for the first ranks."""
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    with pytest.raises(ConfigError, match="role 'actor' has its workers already"):
+        callback.add_workers("actor", local_worker(config))
+
+
+@pytest.mark.parametrize(
+    ("workers", "message"),
+    [
+        ([], "has no workers"),
+        (object(), r"worker 0 of role 'actor' \(object\) has no start_capture"),
+        (None, "no start"),
+    ],
+)
+def test_what_cannot_be_driven_is_refused(tmp_path: Path, workers: Any, message: str) -> None:
+    """The error says what is missing, before training begins."""
+    with pytest.raises(ConfigError, match=message):
+        ProfilingCallback(configured(tmp_path)).add_workers("actor", workers)
+
+
+def test_a_coroutine_worker_is_driven_from_an_ordinary_loop(tmp_path: Path, session: Session) -> None:
+    """A local object with async methods needs no event loop of the user's."""
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_rollout(CoroutineWorker(config))
+    run(callback, lambda step: None)
+    [result] = manifest(config).workers
+    assert result.status == "ok"
+
+
+def test_a_coroutine_worker_is_driven_on_its_own_loop(tmp_path: Path, session: Session) -> None:
+    """``loop=`` names the running loop that the worker belongs to."""
+    import threading
+
+    config = configured(tmp_path)
+    worker = CoroutineWorker(config)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    callback = ProfilingCallback(config)
+    callback.add_rollout([worker], loop=loop)
+    try:
+        run(callback, lambda step: None)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+    assert manifest(config).workers[0].status == "ok"
+
+
+async def test_the_blocking_callback_is_refused_inside_an_event_loop(tmp_path: Path) -> None:
+    """Its hooks would block the loop; the error names the class to use."""
+    with pytest.raises(CaptureStateError, match="use AsyncProfilingCallback"):
+        ProfilingCallback(configured(tmp_path)).on_train_begin()
+    ProfilingCallback({"enable": False}).on_train_begin()
+
+
+def test_rollout_windows_follow_the_hooks_in_discrete_mode(tmp_path: Path, session: Session) -> None:
+    """A replica records from ``on_rollout_begin`` to ``on_rollout_end``, each time they are called."""
+    config = configured(tmp_path, tool="torch", roles={"rollout": {"mode": "discrete"}})
+    worker = local_worker(config, "rollout")
+    callback = ProfilingCallback(config)
+    callback.add_rollout([worker])
+    callback.on_train_begin()
+    callback.on_step_begin(2)
+    train()
+    assert worker.counts() == {}
+    for _ in range(2):
+        callback.on_rollout_begin()
+        with stage("generate"):
+            train()
+        callback.on_rollout_end()
+    train()
+    callback.on_step_end()
+    callback.on_train_end()
+    written = manifest(config)
+    [result] = written.workers
+    assert [(a.path, a.stage, a.occurrence, a.status) for a in result.artifacts] == [
+        ("rollout_rank0.rollout.torch.json.gz", "rollout", 1, "ok"),
+        ("rollout_rank0.rollout.2.torch.json.gz", "rollout", 2, "ok"),
+    ]
+    assert [span.name for span in result.stages] == ["generate", "generate"]
+    for artifact in result.artifacts:
+        assert len(spans(Path(config.save_path) / "step_000002" / artifact.path, "aten::addmm")) == 1
+    windows = [span for span in written.stages if span.name == "rollout"]
+    for artifact, window in zip(result.artifacts, windows, strict=True):
+        assert artifact.end_ns - artifact.begin_ns > 0
+        assert window.begin_ns < artifact.end_ns
+
+
+# Ray
+
+
+def test_ray_actors_record_a_step_together(tmp_path: Path, pool: Pool) -> None:
+    """Two ranks, an async actor as a rollout replica and a threaded actor: all in one manifest."""
+    config = configured(tmp_path, tool="torch")
+    actors = pool.sync[:2]
+    set_up(config, actors)
+    set_up(config, [pool.asynchronous], "rollout")
+    set_up(config, [pool.threaded], "critic")
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", actors)
+    callback.add_workers("critic", pool.threaded)
+    callback.add_rollout([pool.asynchronous])
+    everyone = [*actors, pool.asynchronous, pool.threaded]
+
+    def work(step: int) -> None:
+        ray.get([actor.work.remote() for actor in everyone])
+        ray.get([pool.asynchronous.generate.remote() for _ in range(3)])
+
+    run(callback, work)
+    written = manifest(config)
+    assert {result.name: result.status for result in written.workers} == {
+        "actor_rank0": "ok",
+        "actor_rank1": "ok",
+        "critic_rank0": "ok",
+        "rollout_rank0": "ok",
+    }
+    assert len({result.identity.pid for result in written.workers}) == 4
+    update = next(span for span in written.stages if span.name == "update_actor")
+    for result in written.workers:
+        [artifact] = result.artifacts
+        assert artifact.status == "ok"
+        path = Path(config.save_path) / "step_000002" / artifact.path
+        assert spans(path, "aten::addmm")
+        assert spans(path, "update_actor")[0]["cat"] == "user_annotation"
+        for span in result.stages:
+            assert update.begin_ns <= span.begin_ns <= span.end_ns <= update.end_ns
+    generated = [span for result in written.workers for span in result.stages if span.name == "generate"]
+    assert len(generated) == 3
+    starts = [count["start_capture"] for count in ray.get([a.counts.remote() for a in everyone])]
+    assert starts == [1, 1, 1, 1]
+
+
+def test_a_worker_group_is_called_by_its_convention(tmp_path: Path, pool: Pool) -> None:
+    """``execute_all_async`` once for a start and once for a stop, whatever the number of workers."""
+    config = configured(tmp_path)
+    set_up(config, pool.sync[:2])
+    group = WorkerGroup(pool.sync[:2])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", group)
+    run(callback, lambda step: ray.get(group.execute_all_async("work", ["update_actor"])), steps=5)
+    assert group.calls.count("start_capture") == group.calls.count("stop_capture") == 1
+    assert ray.get(group.execute_all_async("counts")) == [{"start_capture": 1, "stop_capture": 1}] * 2
+    assert [result.name for result in manifest(config).workers] == ["actor_rank0", "actor_rank1"]
+
+
+def test_a_process_under_several_names_is_driven_once(tmp_path: Path, pool: Pool) -> None:
+    """A group, the same group again and the same handles apart are the same workers."""
+    config = configured(tmp_path)
+    set_up(config, pool.sync[:2])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", WorkerGroup(pool.sync[:2]))
+    callback.add_workers("ref", WorkerGroup(pool.sync[:2]))
+    set_up(config, [pool.sync[2]], "critic")
+    callback.add_workers("critic", pool.sync[2])
+    callback.add_workers("reward", [pool.sync[2]])
+    run(callback, lambda step: None)
+    assert (
+        ray.get([actor.counts.remote() for actor in pool.sync])
+        == [{"start_capture": 1, "stop_capture": 1}] * 3
+    )
+    assert [result.name for result in manifest(config).workers] == [
+        "actor_rank0",
+        "actor_rank1",
+        "critic_rank0",
+    ]
+
+
+def test_unprofiled_steps_cost_no_remote_call(tmp_path: Path, pool: Pool) -> None:
+    """Counted by the workers: fifty steps, one of them profiled."""
+    config = configured(tmp_path)
+    set_up(config, pool.sync[:1])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[0])
+    run(callback, lambda step: None, steps=50)
+    assert ray.get(pool.sync[0].counts.remote()) == {"start_capture": 1, "stop_capture": 1}
+
+
+def test_selected_ranks_record_and_the_others_are_left_out(tmp_path: Path, pool: Pool) -> None:
+    """A rank that is not selected is asked, and has no entry in the manifest."""
+    config = configured(tmp_path, select={"ranks": "1"})
+    set_up(config, pool.sync[:2])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[:2])
+    run(callback, lambda step: ray.get([actor.work.remote() for actor in pool.sync[:2]]))
+    written = manifest(config)
+    assert [result.name for result in written.workers] == ["actor_rank1"]
+    assert written.notes == []
+
+
+def test_a_selection_that_matches_nothing_is_noted(tmp_path: Path, pool: Pool, caplog: Any) -> None:
+    """Nobody has rank 7: the manifest and the log say so."""
+    config = configured(tmp_path, select={"ranks": "7"})
+    set_up(config, pool.sync[:2])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[:2])
+    run(callback, lambda step: None)
+    written = manifest(config)
+    assert written.workers == []
+    [note] = written.notes
+    assert "matches none of 2 workers of role actor" in note
+    assert note in caplog.messages
+
+
+def test_unknown_roles_in_the_settings_are_noted(tmp_path: Path, session: Session, caplog: Any) -> None:
+    """In ``select.roles`` and in ``roles``, with a guess at what was meant."""
+    config = configured(
+        tmp_path, select={"roles": ["actor", "acctor"]}, roles={"rolout": {"mode": "discrete"}}
+    )
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    run(callback, lambda step: None)
+    notes = manifest(config).notes
+    assert any(
+        note.startswith("select.roles: no workers were added as 'acctor'; did you mean 'actor'?")
+        for note in notes
+    )
+    assert any(note.startswith("roles: no workers were added as 'rolout'") for note in notes)
+    assert set(notes) <= set(caplog.messages)
+
+
+def test_roles_that_are_not_selected_are_not_called(tmp_path: Path, pool: Pool) -> None:
+    """No call at all reaches a role that is left out."""
+    config = configured(tmp_path, select={"roles": ["actor"]})
+    set_up(config, pool.sync[:1])
+    set_up(config, pool.sync[1:2], "critic")
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[0])
+    callback.add_workers("critic", pool.sync[1])
+    run(callback, lambda step: None)
+    assert ray.get(pool.sync[1].counts.remote()) == {}
+    assert [result.name for result in manifest(config).workers] == ["actor_rank0"]
+
+
+def test_selected_stages_are_recorded_by_every_rank(tmp_path: Path, pool: Pool) -> None:
+    """Discrete mode with a selection of stages, on real workers."""
+    config = configured(tmp_path, tool="torch", mode="discrete", select={"stages": ["update_actor"]})
+    set_up(config, pool.sync[:2])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[:2])
+    names = ["old_log_prob", "update_actor"]
+    run(callback, lambda step: ray.get([actor.work.remote(names) for actor in pool.sync[:2]]))
+    for result in manifest(config).workers:
+        assert [artifact.stage for artifact in result.artifacts] == ["update_actor"]
+        assert [span.name for span in result.stages] == names
+
+
+def test_pending_artifacts_are_finished_in_the_manifest_at_the_end(tmp_path: Path, pool: Pool) -> None:
+    """What was being compressed when the step ended is known when training ends."""
+    config = configured(tmp_path, tool="torch", schedule={"steps": [3]})
+    set_up(config, pool.sync[:2])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[:2])
+    callback.on_train_begin()
+    callback.on_step_begin(3)
+    ray.get([actor.work.remote(["update_actor"] * 20) for actor in pool.sync[:2]])
+    callback.on_step_end()
+    before = [a.status for result in manifest(config, 3).workers for a in result.artifacts]
+    assert set(before) <= {"pending", "ok"}
+    callback.on_train_end()
+    for result in manifest(config, 3).workers:
+        [artifact] = result.artifacts
+        path = Path(config.save_path) / "step_000003" / artifact.path
+        assert (artifact.status, artifact.bytes) == ("ok", path.stat().st_size)
+        assert artifact.events is not None
+        assert artifact.events > 20
+
+
+def test_artifacts_of_a_step_are_finished_by_the_next_captured_step(tmp_path: Path, pool: Pool) -> None:
+    """News travel with later answers, so a long run's manifests do not wait for its end."""
+    config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2]})
+    set_up(config, pool.sync[:1])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[0])
+    callback.on_train_begin()
+    for step in (1, 2):
+        callback.on_step_begin(step)
+        ray.get(pool.sync[0].work.remote(seconds=0.2))
+        callback.on_step_end()
+    [artifact] = manifest(config, 1).workers[0].artifacts
+    assert artifact.status == "ok"
+    callback.on_train_end()
+
+
+@pytest.mark.parametrize("seconds", [3600, -3600])
+def test_workers_with_another_clock_are_put_on_the_controllers(
+    tmp_path: Path, pool: Pool, seconds: int
+) -> None:
+    """The offset is found within its error bound, twice; the controller's trace is corrected by it."""
+    true_ns = seconds * 1_000_000_000
+    config = configured(tmp_path, tool="torch")
+    set_up(config, pool.sync[:1])
+    ray.get(pool.sync[1].set_up.remote(config, "actor", 1, clock_ns=true_ns))
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[:2])
+
+    def work(step: int) -> None:
+        ray.get([actor.work.remote(seconds=0.05) for actor in pool.sync[:2]])
+
+    try:
+        run(callback, work)
+    finally:
+        ray.get(pool.sync[1].set_up.remote(config, "actor", 1))
+    written = manifest(config)
+    here, there = sorted(written.clocks, key=lambda clock: clock.samples)
+    assert (here.samples, here.offset_ns, here.error_ns) == (0, 0, 0)
+    assert there.clock_domain == "shifted"
+    assert there.samples > 2
+    assert abs(there.offset_ns - true_ns) <= there.error_ns
+    assert abs(there.closing_offset_ns - true_ns) <= there.closing_error_ns
+    assert 0 < there.error_ns < 50_000_000
+    shifted = next(result for result in written.workers if result.identity.rank == 1)
+    update = next(span for span in written.stages if span.name == "update_actor")
+    [span] = shifted.stages
+    assert abs(span.begin_ns - update.begin_ns) > 3_000_000_000_000
+    offset_ns = written.offset_ns(shifted.identity)
+    slack_ns = there.error_ns
+    assert update.begin_ns - slack_ns <= span.begin_ns - offset_ns
+    assert span.end_ns - offset_ns <= update.end_ns + slack_ns
+    trace = Path(config.save_path) / "step_000002" / "controller.trace.json.gz"
+    rank0, rank1 = sorted(
+        (event for event in spans(trace, "update_actor") if event["pid"] > 1), key=lambda event: event["pid"]
+    )
+    [controllers] = [event for event in spans(trace, "update_actor") if event["pid"] == 1]
+    slack_us = slack_ns / 1000
+    for event in (rank0, rank1):
+        assert controllers["ts"] - slack_us <= event["ts"]
+        assert event["ts"] + event["dur"] <= controllers["ts"] + controllers["dur"] + slack_us
+    assert [a.status for result in written.workers for a in result.artifacts] == ["ok", "ok"]
+
+
+def test_a_clock_that_drifts_during_a_capture_shows(tmp_path: Path, pool: Pool) -> None:
+    """The offset is measured again when the capture closes."""
+    config = configured(tmp_path)
+    ray.get(pool.sync[0].set_up.remote(config, "actor", 0, clock_ns=1_000_000_000))
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[0])
+    try:
+        run(callback, lambda step: step == 2 and ray.get(pool.sync[0].drift.remote(500_000_000)))
+    finally:
+        ray.get(pool.sync[0].set_up.remote(config))
+    [clock] = manifest(config).clocks
+    assert abs(clock.offset_ns - 1_000_000_000) <= clock.error_ns
+    assert abs(clock.closing_offset_ns - 1_500_000_000) <= clock.closing_error_ns
