@@ -99,7 +99,52 @@ class VLLMEngine:
         await self.handle.reset_prefix_cache()
 
 
-ENGINES: dict[str, type[Engine]] = {"transformers": TransformersEngine, "vllm": VLLMEngine}
+class SGLangEngine:
+    """SGLang's ``Engine``, whose schedulers are processes of their own."""
+
+    def __init__(self, config: DictConfig, seed: int, engine_args: dict[str, Any]) -> None:
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        import sglang
+
+        self._folder = tempfile.TemporaryDirectory(prefix="grpo_tiny_")
+        build_model(config.model, config.seed).save_pretrained(self._folder.name)
+        self.handle = sglang.Engine(
+            model_path=self._folder.name,
+            skip_tokenizer_init=True,
+            device="cpu",
+            dtype="float32",
+            attention_backend="torch_native",
+            sampling_backend="pytorch",
+            disable_cuda_graph=True,
+            disable_radix_cache=True,
+            max_total_tokens=8192,
+            mem_fraction_static=0.3,
+            random_seed=seed,
+            log_level="warning",
+            **engine_args,
+        )
+        self._sampling = {"max_new_tokens": RESPONSE_LENGTH, "stop_token_ids": [END]}
+
+    async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Send every prompt at once; the engine batches them."""
+        responses = await self.handle.async_generate(input_ids=prompts, sampling_params=self._sampling)
+        return [list(response["output_ids"]) for response in responses]
+
+    async def load_weights(self, weights: Weights) -> None:
+        """Write them as a checkpoint and have the engine read it."""
+        from safetensors.torch import save_file
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        save_file(weights, Path(self._folder.name, "model.safetensors"), {"format": "pt"})
+        request = UpdateWeightFromDiskReqInput(model_path=self._folder.name)
+        await self.handle.tokenizer_manager.update_weights_from_disk(request, None)
+
+
+ENGINES: dict[str, type[Engine]] = {
+    "transformers": TransformersEngine,
+    "vllm": VLLMEngine,
+    "sglang": SGLangEngine,
+}
 
 
 class RolloutServer(RolloutCaptureMixin):

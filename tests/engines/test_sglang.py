@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import multiprocessing
+import socket
+import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -19,7 +25,7 @@ sglang = pytest.importorskip(
     "sglang", reason="SGLang is not installed; make test-sglang builds its environment"
 )
 
-pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 NEVER = {"sglang": {"start_step": 1_000_000}, "count": 2}
 
@@ -50,6 +56,11 @@ class Server(SGLangCaptureMixin):
             **engine,
         )
 
+    def close(self) -> None:
+        """End the engine's processes, and collect what is left of them."""
+        self.engine.shutdown()
+        multiprocessing.active_children()
+
     def reconfigure(self, **changes: Any) -> None:
         self.news.clear()
         self.init_capture({"enable": True, "save_path": str(self.save_path), **changes})
@@ -79,7 +90,7 @@ async def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """One engine for the module; its processes are gone afterwards."""
     server = Server(tiny_model, tmp_path_factory.mktemp("save"))
     yield server
-    server.engine.shutdown()
+    server.close()
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +250,7 @@ class TestTensorParallel(WindowContract):
             patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
             server = Server(tiny_model, tmp_path_factory.mktemp("save"), tp_size=2)
             yield server
-            server.engine.shutdown()
+            server.close()
 
 
 async def test_an_unreached_window_does_not_fire_later(tiny_model: Path, tmp_path: Path) -> None:
@@ -255,4 +266,80 @@ async def test_an_unreached_window_does_not_fire_later(tiny_model: Path, tmp_pat
         paths = await TestEngine().capture(server, request(tmp_path, 2), tokens=6)
         assert server.iterations(paths[0]) == 2, "a start step that has passed means the next one"
     finally:
-        server.engine.shutdown()
+        server.close()
+
+
+async def test_a_server_behind_a_url(tiny_model: Path, tmp_path: Path) -> None:
+    """An HTTP server is driven over its own routes: two captures, an exact window, and stop twice."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = {
+        "model-path": tiny_model,
+        "port": port,
+        "device": "cpu",
+        "attention-backend": "torch_native",
+        "sampling-backend": "pytorch",
+        "dtype": "bfloat16",
+        "max-total-tokens": 4096,
+        "mem-fraction-static": 0.3,
+        "log-level": "warning",
+    }
+    flags = ["--skip-tokenizer-init", "--disable-cuda-graph", "--skip-server-warmup", "--disable-radix-cache"]
+    command = [sys.executable, "-m", "sglang.launch_server", *flags]
+    for name, value in arguments.items():
+        command += [f"--{name}", str(value)]
+    with (tmp_path / "log").open("w") as log:
+        process = psutil.Popen(command, stdout=log, stderr=log)
+    try:
+        await _until_it_answers(f"http://127.0.0.1:{port}/health", process)
+        server = URLServer(f"http://127.0.0.1:{port}", tmp_path / "save")
+        for step, window in enumerate(({}, {"count": 3})):
+            server.reconfigure(rollout=window)
+            paths = await TestEngine().capture(server, request(tmp_path, step), tokens=8)
+            assert Server.iterations(paths[0]) >= 8 if not window else Server.iterations(paths[0]) == 3
+        assert (await stop(server, "never")).status == "skipped"
+    finally:
+        family = [*process.children(recursive=True), process]
+        for member in family:
+            member.kill()
+        psutil.wait_procs(family)
+
+
+class URLServer(SGLangCaptureMixin):
+    """What a user writes around the address of a server."""
+
+    def __init__(self, url: str, save_path: Path) -> None:
+        self.news: list[Any] = []
+        self.save_path = save_path
+        self.engine = url
+
+    def reconfigure(self, **changes: Any) -> None:
+        self.news.clear()
+        self.init_capture({"enable": True, "save_path": str(self.save_path), **changes})
+
+    async def generate(self, requests: int, tokens: int) -> None:
+        body = {
+            "input_ids": [[5, 6, 7, 8]] * requests,
+            "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True},
+        }
+        await asyncio.to_thread(_post, f"{self.engine}/generate", body)
+
+    iterations = staticmethod(Server.iterations)
+
+
+def _post(url: str, body: dict[str, Any]) -> None:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        answer.read()
+
+
+async def _until_it_answers(url: str, process: psutil.Popen) -> None:
+    for _ in range(600):
+        assert process.poll() is None, "the server ended"
+        try:
+            with await asyncio.to_thread(urllib.request.urlopen, url, timeout=2):
+                return
+        except OSError:
+            await asyncio.sleep(0.5)
+    raise AssertionError(f"{url} does not answer")

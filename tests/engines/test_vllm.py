@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import multiprocessing
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from verl_profiling.workers import VLLMCaptureMixin
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
 def settings(save_path: Path, **changes: Any) -> dict[str, Any]:
@@ -51,6 +52,11 @@ class Server(VLLMCaptureMixin):
             )
         )
         self._ids = itertools.count()
+
+    def close(self) -> None:
+        """End the engine's processes, and collect what is left of them."""
+        self.engine.shutdown()
+        multiprocessing.active_children()
 
     def reconfigure(self, **changes: Any) -> None:
         self.news.clear()
@@ -88,7 +94,7 @@ async def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """One engine for the module; its processes are gone afterwards."""
     server = Server(tiny_model, tmp_path_factory.mktemp("save"))
     yield server
-    server.engine.shutdown()
+    server.close()
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +122,7 @@ class TestTensorParallel(WindowContract):
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
             server = Server(tiny_model, tmp_path_factory.mktemp("save"), tensor_parallel_size=2)
             yield server
-            server.engine.shutdown()
+            server.close()
 
     async def test_only_selected_ranks_are_kept(self, server: Server, tmp_path: Path) -> None:
         """`select.ranks` counts global ranks: rank 1 is the second rank of replica 0."""
@@ -146,7 +152,7 @@ async def test_idle_engine_with_stacks_stops_in_time(tiny_model: Path, tmp_path:
         assert any(event.get("cat") == "python_function" for event in events)
         assert any("Input Dims" in event.get("args", {}) for event in events)
     finally:
-        server.engine.shutdown()
+        server.close()
 
 
 async def test_window_of_engine_args(tiny_model: Path, tmp_path: Path) -> None:
@@ -163,7 +169,7 @@ async def test_window_of_engine_args(tiny_model: Path, tmp_path: Path) -> None:
         assert (await stop(server, order.capture_id)).status == "empty"
         await TestAsyncLLM().capture(server, request(tmp_path, 4), tokens=12)
     finally:
-        server.engine.shutdown()
+        server.close()
 
 
 async def test_engine_without_a_profiler_is_refused_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
@@ -174,7 +180,7 @@ async def test_engine_without_a_profiler_is_refused_with_the_remedy(tiny_model: 
             server.reconfigure()
         assert await server.generate(1, 2) == 2
     finally:
-        server.engine.shutdown()
+        server.close()
 
 
 async def test_options_that_vllm_does_not_have_are_refused(tmp_path: Path) -> None:

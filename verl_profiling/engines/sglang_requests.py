@@ -29,12 +29,11 @@ async def _noting(stream: AsyncGenerator[Any, None], record: OpenRequest) -> Asy
     latest: dict[int, dict[str, Any]] = {}
     try:
         async for output in stream:
-            outputs = output if isinstance(output, list) else [output]
-            for place, response in enumerate(outputs):
-                information = response["meta_info"]
-                if information.get("finish_reason") is None or latest:
-                    record.first_token()
-                latest[response.get("index") or place] = information
+            responses = output if isinstance(output, list) else [output]
+            if not latest and responses[0]["meta_info"].get("finish_reason") is None:
+                record.first_token()
+            for place, response in enumerate(responses):
+                latest[response.get("index") or place] = response["meta_info"]
             yield output
     finally:
         for information in latest.values() or [{}]:
