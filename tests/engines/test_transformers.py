@@ -9,7 +9,7 @@ import pytest
 
 from tests.engines.contract import EngineContract, finished, request, spans, stop
 from verl_profiling.errors import ConfigError
-from verl_profiling.session import process_session
+from verl_profiling.session import process_session, stage
 from verl_profiling.workers import CaptureMixin, RolloutCaptureMixin
 
 torch = pytest.importorskip("torch")
@@ -89,6 +89,29 @@ async def test_a_trainer_in_the_same_process_joins(server: Server, tmp_path: Pat
     assert trainer.stop_capture(order.capture_id).result.capture_id == order.capture_id
     [artifact] = await finished(server, result)
     assert (artifact.path, artifact.status) == ("actor_rank0.torch.json.gz", "ok")
+
+
+async def test_a_trainer_that_records_by_stage_records_the_rollout_too(
+    server: Server, tmp_path: Path
+) -> None:
+    """In discrete mode the process is the trainer's: the window is skipped, and a marked rollout recorded."""
+    config = {"enable": True, "save_path": str(tmp_path), "mode": "discrete"}
+    server.reconfigure(mode="discrete")
+    trainer = CaptureMixin()
+    trainer.init_capture(config, role="actor")
+    order = request(tmp_path)
+    assert trainer.start_capture(order).status == "armed"
+    window = request(tmp_path, stage="rollout")
+    reply = await server.start_capture(window)
+    assert (reply.status, "stage('rollout')" in reply.reason) == ("skipped", True)
+    with stage("rollout"):
+        await server.generate(1, 2)
+    assert (await stop(server, window.capture_id)).status == "skipped"
+    result = trainer.stop_capture(order.capture_id, 30).result
+    assert [artifact.path for artifact in result.artifacts] == ["actor_rank0.rollout.torch.json.gz"]
+    again = await server.start_capture(request(tmp_path, 2, stage="rollout"))
+    assert again.status == "recording"
+    await stop(server)
 
 
 def test_a_window_in_iterations_is_refused(server: Server) -> None:

@@ -78,3 +78,13 @@ def test_impossible_windows_are_refused(rollout: dict[str, Any], key: str) -> No
     with pytest.raises(ConfigError) as error:
         RolloutCaptureMixin().init_capture({"enable": True, "rollout": rollout})
     assert error.value.key == key
+
+
+def test_engine_args_asks_which_engine() -> None:
+    """A mixin for any engine does not guess; an unknown name lists the choices."""
+    with pytest.raises(ConfigError, match="choose from: sglang, transformers, vllm"):
+        RolloutCaptureMixin.engine_args({"enable": True})
+    with pytest.raises(ConfigError, match="did you mean 'vllm'"):
+        RolloutCaptureMixin.engine_args({"enable": True}, engine="vlm")
+    assert RolloutCaptureMixin.engine_args({"enable": True}, engine="sglang") == {}
+    assert SGLangCaptureMixin.engine_args({"enable": True}) == {}

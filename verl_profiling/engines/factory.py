@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_profiling.config import ProfilingConfig
+from verl_profiling.config import ProfilingConfig, RoleConfig
 from verl_profiling.engines.base import EngineAdapter, torch_options
 from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
 from verl_profiling.engines.recorder import EngineRecorder, Recorder
@@ -12,12 +12,12 @@ from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.sglang import SGLangAdapter
 from verl_profiling.engines.vllm import VLLMAdapter, records_in_process
 from verl_profiling.engines.vllm_requests import watch_llm
-from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 
-__all__ = ["make_recorder", "node_rank_of"]
+__all__ = ["ENGINES", "make_recorder", "node_rank_of"]
 
-_PACKAGES = ("vllm", "sglang", "transformers")
+ENGINES = ("vllm", "sglang", "transformers")
 
 
 def make_recorder(
@@ -58,7 +58,9 @@ def make_recorder(
             "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a transformers model"
         )
     options = None
-    if adapter is not None:
+    if adapter is None:
+        _refuse_window(config, settings, identity)
+    else:
         adapter.watch(requests)
         options = torch_options(settings, adapter.name)
     if adapter is None or options is None:
@@ -72,6 +74,16 @@ def make_recorder(
     return EngineRecorder(adapter, identity, settings, config, options, requests), identity
 
 
+def _refuse_window(config: ProfilingConfig, settings: RoleConfig, identity: WorkerIdentity) -> None:
+    """Refuse a window in iterations of an engine that computes in this process."""
+    for name in ("start", "count"):
+        if getattr(config.rollout, name) and any(tool.suffix for tool in settings.tools):
+            raise ConfigError(
+                f"rollout.{name}",
+                f"{identity} computes in this process, where no engine counts iterations; leave it out",
+            )
+
+
 def node_rank_of(engine: Any) -> int:
     """Return which node of its replica an engine object belongs to, as far as it knows."""
     rank = getattr(getattr(engine, "server_args", None), "node_rank", 0)
@@ -81,4 +93,4 @@ def node_rank_of(engine: Any) -> int:
 def _package(engine: Any) -> str | None:
     """Return which package an object's class comes from, subclasses included."""
     packages = {base.__module__.partition(".")[0] for base in type(engine).__mro__}
-    return next((name for name in _PACKAGES if name in packages), None)
+    return next((name for name in ENGINES if name in packages), None)

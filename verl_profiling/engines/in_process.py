@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from verl_profiling import clock
 from verl_profiling.config import ProfilingConfig
 from verl_profiling.engines.recorder import Recorder
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Request
 from verl_profiling.messages import CaptureRequest, StartReply, StopReply
@@ -31,27 +31,30 @@ class SessionRecorder(Recorder):
         config: All settings.
         identity: The replica.
         requests: Takes note of requests.
-
-    Raises:
-        ConfigError: A window in engine iterations is asked for, which nothing counts here.
     """
 
     def __init__(self, config: ProfilingConfig, identity: WorkerIdentity, requests: RequestLog) -> None:
-        for name in ("start", "count"):
-            if getattr(config.rollout, name):
-                raise ConfigError(
-                    f"rollout.{name}",
-                    f"{identity} computes in this process, where no engine counts iterations; leave it out",
-                )
         self._identity = identity
         self._requests = requests
         self._capture_id = ""
+        self._open = False
         self._noted: list[Request] | None = None
         process_session().register(config, identity)
 
     async def start(self, request: CaptureRequest) -> StartReply:
+        if request.stage is not None and not self._open and process_session().sink is not None:
+            now_ns = clock.now_ns()
+            reason = f"another role of this process records by stage: mark this with stage({request.stage!r})"
+            return StartReply(
+                identity=self._identity,
+                status="skipped",
+                reason=reason,
+                received_ns=now_ns,
+                replied_ns=now_ns,
+            )
         reply = process_session().start(request, self._identity)
-        if reply.status in ("recording", "joined") and self._capture_id != request.capture_id:
+        self._open = reply.status in ("recording", "joined")
+        if self._open and self._capture_id != request.capture_id:
             self._capture_id, self._noted = request.capture_id, None
             self._requests.begin(request.policy_version)
         return reply
@@ -62,6 +65,7 @@ class SessionRecorder(Recorder):
         if result.status == "skipped" and result.identity.name != self._identity.name:
             result = msgspec.structs.replace(result, identity=self._identity)
         elif result.capture_id == self._capture_id:
+            self._open = False
             if self._noted is None:
                 self._noted = self._requests.end()
             result = msgspec.structs.replace(result, requests=self._noted)

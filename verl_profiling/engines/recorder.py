@@ -148,12 +148,17 @@ class EngineRecorder(Recorder):
         )
 
     async def _open(self, request: CaptureRequest) -> _Window:
-        Path(request.folder).mkdir(parents=True, exist_ok=True)
+        if request.keep:
+            Path(request.folder).mkdir(parents=True, exist_ok=True)
         label = f"step{request.step}-{request.occurrence}-{clock.now_ns():x}"
         expected = expected_artifacts(request, self._identity, self._engine, self._ranks)
         window = _Window(request, expected, Spool(self._engine, label))
         begin = time.perf_counter()
-        await self._engine.start(label)
+        try:
+            await self._engine.start(label)
+        except BaseException:
+            window.spool.clear()
+            raise
         window.start_s = time.perf_counter() - begin
         window.begin_ns = clock.now_ns()
         for trace, artifact in expected.items():

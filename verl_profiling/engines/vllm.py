@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+from isal import igzip
+
 from verl_profiling.config import ProfilingConfig
 from verl_profiling.engines.base import EngineAdapter, EngineTrace, new_spool, refuse_option, torch_options
 from verl_profiling.engines.options import RolloutOptions
@@ -251,13 +253,7 @@ def _version() -> str:
 
 def _rank_inside(path: Path) -> int:
     """Return the rank that torch wrote into a trace's head; versions before 0.11 name no rank."""
-    if path.suffix == ".gz":
-        import gzip
-
-        with gzip.open(path, "rb") as file:
-            head = file.read(1 << 16)
-    else:
-        with path.open("rb") as file:
-            head = file.read(1 << 16)
+    with igzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        head: bytes = file.read(1 << 16)
     found = _RANK_INSIDE.search(head)
     return int(found[1]) if found else 0

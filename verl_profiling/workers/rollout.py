@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from verl_profiling import clock
 from verl_profiling.config import ProfilingConfig
-from verl_profiling.engines.factory import make_recorder, node_rank_of
+from verl_profiling.engines.factory import ENGINES, make_recorder, node_rank_of
 from verl_profiling.engines.recorder import Recorder, skipped
-from verl_profiling.errors import CaptureStateError
+from verl_profiling.errors import CaptureStateError, ConfigError, choices_hint
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.messages import CaptureRequest, StartReply, StopReply
 
@@ -52,7 +52,12 @@ class RolloutCaptureMixin:
             ConfigError: The settings are wrong, or the installed engine cannot do what they ask for.
         """
         settings = ProfilingConfig.from_any(config)
-        if not settings.enable or (engine or cls.engine_package) != "vllm":
+        if not settings.enable:
+            return {}
+        package = engine or cls.engine_package
+        if package not in ENGINES:
+            raise ConfigError("engine", f"engine_args: unknown {package!r}; {choices_hint(package, ENGINES)}")
+        if package != "vllm":
             return {}
         from verl_profiling.engines.vllm import vllm_engine_args
 
