@@ -1,0 +1,64 @@
+"""Self time is duration less nested calls, on each thread by itself."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from step_folders import recordings
+
+from verl_profiling.report import optimes
+from verl_profiling.report.optimes import OpTimes, self_times
+
+
+def times(*calls: tuple[int, int, int]) -> list[int]:
+    """Return the self time of calls, given as begin, end and thread."""
+    spans = np.array([(begin, end) for begin, end, _ in calls], np.int64)
+    return self_times(spans, np.array([thread for _, _, thread in calls], np.int64)).tolist()
+
+
+def test_a_call_loses_what_is_directly_inside_it() -> None:
+    """A grandchild is taken from its parent only; order does not matter."""
+    assert times((0, 100, 1), (10, 50, 1), (20, 30, 1), (60, 70, 1)) == [50, 30, 10, 10]
+    assert times((20, 30, 1), (60, 70, 1), (0, 100, 1), (10, 50, 1)) == [10, 10, 50, 30]
+
+
+def test_threads_do_not_nest_in_each_other() -> None:
+    """What runs at the same time elsewhere is not inside."""
+    assert times((0, 100, 1), (10, 50, 2)) == [100, 40]
+
+
+def test_neighbours_do_not_nest() -> None:
+    """A call that begins when another ends is beside it."""
+    assert times((0, 10, 1), (10, 20, 1)) == [10, 10]
+
+
+@pytest.mark.parametrize("length", [1, 7, 1 << 16])
+def test_self_times_of_a_real_trace_add_up(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """On each thread they add up to the time with any operator running, however they are sliced."""
+    monkeypatch.setattr(optimes, "_SLICE", length)
+    events = [
+        e for e in json.loads(recordings()["actor_rank0"].trace)["traceEvents"] if e.get("cat") == "cpu_op"
+    ]
+    base = min(event["ts"] for event in events)
+    spans = np.array([[round((e["ts"] - base) * 1000), 0] for e in events], np.int64)
+    spans[:, 1] = spans[:, 0] + [round(e["dur"] * 1000) for e in events]
+    threads = np.array([e["tid"] for e in events], np.int64)
+    own = self_times(spans, threads)
+    for thread in np.unique(threads):
+        covered, reach = 0, 0
+        for begin, end in sorted(spans[threads == thread].tolist()):
+            covered += max(0, end - max(begin, reach))
+            reach = max(reach, end)
+        assert own[threads == thread].sum() == pytest.approx(covered, abs=2 * len(events))
+        assert (own >= -2).all()
+
+
+def test_a_call_belongs_to_the_stage_that_it_begins_in() -> None:
+    """A stage that runs twice is one row, and outside of all stages there is one without a name."""
+    ops = OpTimes()
+    spans = np.array([(0, 5), (10, 30), (40, 45), (60, 61)], np.int64)
+    ops.add(spans, [ops.number("mm")] * 4, [1] * 4)
+    windows = [("train", 10, 20), ("train", 40, 50), ("rollout", 55, 59)]
+    assert ops.by_stage(windows) == {("", "mm"): (2, 6), ("train", "mm"): (2, 25)}
