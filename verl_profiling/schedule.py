@@ -109,6 +109,20 @@ class Schedule:
             return Action.OFF
         return Action.WARMUP if position < self.wait + self.warmup else Action.RECORD
 
+    def last_step(self, limit: int | None = None) -> int | None:
+        """Return the last step that may be captured, or ``None`` when there is no end.
+
+        Args:
+            limit: Number of the loop's last step, if known.
+        """
+        ends = [] if limit is None else [limit]
+        if self.steps is not None:
+            ends.append(max(self.steps))
+        elif self.every is None and self.repeat:
+            cycle = self.wait + self.warmup + self.active
+            ends.append(self.first_step + self.skip_first + self.repeat * cycle - 1)
+        return min(ends, default=None)
+
     def window(self, step: int) -> Window | None:
         """Return the capture that ``step`` belongs to, or ``None``."""
         action = self.action(step)

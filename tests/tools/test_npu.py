@@ -47,7 +47,7 @@ def test_a_wrong_option_is_named(options: Outcome, key: str, problem: str) -> No
     assert caught.value.key == key
 
 
-@pytest.mark.parametrize("other", ["torch"])
+@pytest.mark.parametrize("other", ["torch", "nsys"])
 def test_it_does_not_record_beside_another_profiler(other: str) -> None:
     """Two profilers of one process destroy each other's data: refused, both named."""
     with pytest.raises(ConfigError, match=f"cannot record together with (npu|{other})"):

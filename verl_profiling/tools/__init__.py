@@ -12,6 +12,7 @@ __all__ = ["TOOLS", "NoOptions", "Output", "Recording", "Target", "Tool", "load_
 TOOLS = {
     "torch": "verl_profiling.tools.torch_profiler:TorchTool",
     "torch_memory": "verl_profiling.tools.torch_memory:TorchMemoryTool",
+    "nsys": "verl_profiling.tools.nsys:NsysTool",
     "npu": "verl_profiling.tools.npu:NpuTool",
     "spans": "verl_profiling.tools.spans:SpansTool",
 }

@@ -1,0 +1,103 @@
+"""Stand-ins for what Nsight Systems and a GPU do for the ``nsys`` tool; all the rest is real.
+
+``install`` puts an ``nsys`` on PATH that starts the program it is given, notes its own arguments,
+and, when the program has ended, writes one report for each range that it opened, named as
+Nsight Systems names them. ``StandInNsysTool`` is the tool with a CUDA profiler that notes its
+calls where that ``nsys`` looks for them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+from verl_profiling import stage
+from verl_profiling.tools.nsys import CudaProfiler, NsysTool
+from verl_profiling.workers import CaptureMixin
+
+TOOL = "tests.tools.nsys_stand_in:StandInNsysTool"
+
+_SCRIPT = """\
+#!{python}
+import json, os, subprocess, sys, time
+arguments = sys.argv[2:]
+options = {{}}
+while arguments and arguments[0].startswith("-"):
+    name = arguments.pop(0)
+    if name.startswith("--"):
+        name, _, value = name.partition("=")
+    else:
+        value = arguments.pop(0)
+    options[name.lstrip("-")] = value
+with open({log!r}, "a") as log:
+    log.write(json.dumps(options) + "\\n")
+program = subprocess.Popen(arguments)
+code = program.wait()
+output = options["o"].replace("%p", str(program.pid))
+calls = output + ".cuda-calls"
+opened = open(calls).read().split().count("start") if os.path.exists(calls) else 0
+limit = int(options["capture-range-end"].partition(":")[2])
+for number in range(1, min(opened, limit) + 1):
+    with open(f"{{output}}.{{number}}.nsys-rep", "w") as report:
+        report.write("report")
+sys.exit(code if code >= 0 else 1)
+"""
+
+
+def install(folder: Path, log: Path) -> None:
+    """Write the stand-in ``nsys`` into a folder."""
+    script = folder / "nsys"
+    script.write_text(_SCRIPT.format(python=sys.executable, log=str(log)))
+    script.chmod(script.stat().st_mode | stat.S_IEXEC)
+
+
+class _NotedCudaProfiler:
+    def __init__(self) -> None:
+        self._calls = Path(f"{os.environ['VERL_PROFILING_NSYS_OUTPUT']}.{os.getpid()}.cuda-calls")
+
+    def start(self) -> None:
+        self._note("start")
+
+    def stop(self) -> None:
+        self._note("stop")
+
+    def _note(self, call: str) -> None:
+        with self._calls.open("a") as calls:
+            calls.write(call + "\n")
+
+
+class StandInNsysTool(NsysTool):
+    """The nsys tool, but for the CUDA profiler."""
+
+    def cuda_profiler(self) -> CudaProfiler:
+        """Return one that only notes its calls."""
+        return _NotedCudaProfiler()
+
+
+class Worker(CaptureMixin):
+    """A worker with two stages."""
+
+    def __init__(self, config: dict[str, Any], rank: int) -> None:
+        self.init_capture(config, role="actor", rank=rank)
+
+    def train(self, fail: bool = False) -> int:
+        """Run both stages; the second may raise."""
+        with stage("old_log_prob"):
+            pass
+        with stage("update_actor"):
+            if fail:
+                raise ValueError("user code")
+        return os.getpid()
+
+    def die(self) -> None:
+        """End without a word."""
+        os._exit(1)
+
+    def leave(self) -> None:
+        """End as an actor does whose work is done."""
+        import ray
+
+        ray.actor.exit_actor()

@@ -1,0 +1,31 @@
+"""``verl-profiling collect``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from verl_profiling.collect import collect
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+
+__all__ = ["configure", "run"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = (
+        "Moves the reports of the nsys tool into their step folders and enters them into the manifests. "
+        "Exits 1 when one is not there: Nsight Systems writes the last ones when the worker's process ends. "
+        "Exported reports (.sqlite) become traces, which merge and report read."
+    )
+    parser.epilog = "example: verl-profiling collect outputs/run --export && verl-profiling merge outputs/run"
+    parser.add_argument("path", type=Path, metavar="PATH", help="run folder, or a step folder of it")
+    parser.add_argument("--export", action="store_true", help="export each report first (needs nsys)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Collect what is finished."""
+    collected = collect(arguments.path, export=arguments.export)
+    for entry in collected:
+        print(f"{entry.fate:<10}  {entry.path}{f'  {entry.reason}' if entry.reason else ''}")
+    return EXIT_OK if all(entry.fate == "ok" for entry in collected) else EXIT_FINDING

