@@ -31,6 +31,13 @@ def discrete(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_verl(tmp_path_factory.mktemp("discrete"), "profiling=discrete", *REFERENCE)
 
 
+@pytest.fixture(params=["e2e", "discrete"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Each of the two runs."""
+    found: Run = request.getfixturevalue(request.param)
+    return found
+
+
 def inside(spans: list[StageSpan], name: str, parent: str) -> int:
     """Return how many spans of a name lie inside one of another name, one level up."""
     parents = [span for span in spans if span.name == parent]
@@ -44,13 +51,12 @@ def inside(spans: list[StageSpan], name: str, parent: str) -> int:
     )
 
 
-def test_only_the_profiled_steps_have_folders(e2e: Run, discrete: Run) -> None:
+def test_only_the_profiled_steps_have_folders(run: Run) -> None:
     """The run ends well, and leaves a complete folder for each profiled step and for no other."""
-    for run in (e2e, discrete):
-        assert run.code == 0, run.output[-4000:]
-        assert sorted(path.name for path in run.save_path.glob("step_*")) == ["step_000002", "step_000003"]
-        assert [run.manifest(step).complete for step in (2, 3)] == [True, True]
-        assert {w.status for step in (2, 3) for w in run.manifest(step).workers} == {"ok"}
+    assert run.code == 0, run.output[-4000:]
+    assert sorted(path.name for path in run.save_path.glob("step_*")) == ["step_000002", "step_000003"]
+    assert [run.manifest(step).complete for step in (2, 3)] == [True, True]
+    assert {w.status for step in (2, 3) for w in run.manifest(step).workers} == {"ok"}
 
 
 def test_e2e_has_one_artifact_per_worker(e2e: Run) -> None:
@@ -99,18 +105,17 @@ def test_mini_and_micro_batches_are_nested(e2e: Run) -> None:
     assert inside(spans, "micro_batch", "old_log_prob") == batches // micro
 
 
-def test_requests_have_the_policy_version(e2e: Run, discrete: Run) -> None:
+def test_requests_have_the_policy_version(run: Run) -> None:
     """Every sample is a request of the step, made with the weights of the step before."""
-    for run in (e2e, discrete):
-        for step in (2, 3):
-            manifest = run.manifest(step)
-            requests = run.worker(step, "rollout").requests
-            assert len(requests) == PROMPTS * SAMPLES
-            assert {request.policy_version for request in requests} == {step - 1}
-            assert manifest.policy_version == step - 1
-            assert manifest.metrics["policy_version/end"] == step
-            rollout = next(span for span in manifest.stages if span.name == "rollout")
-            assert all(rollout.begin_ns <= r.begin_ns <= r.end_ns <= rollout.end_ns for r in requests)
+    for step in (2, 3):
+        manifest = run.manifest(step)
+        requests = run.worker(step, "rollout").requests
+        assert len(requests) == PROMPTS * SAMPLES
+        assert {request.policy_version for request in requests} == {step - 1}
+        assert manifest.policy_version == step - 1
+        assert manifest.metrics["policy_version/end"] == step
+        rollout = next(span for span in manifest.stages if span.name == "rollout")
+        assert all(rollout.begin_ns <= r.begin_ns <= r.end_ns <= rollout.end_ns for r in requests)
 
 
 def test_verls_metrics_are_with_the_step(e2e: Run) -> None:
@@ -121,10 +126,9 @@ def test_verls_metrics_are_with_the_step(e2e: Run) -> None:
     assert "critic/rewards/mean" in metrics
 
 
-@pytest.mark.parametrize("mode", ["e2e", "discrete"])
-def test_one_timeline_shows_all(mode: str, request: pytest.FixtureRequest) -> None:
+def test_one_timeline_shows_all(run: Run) -> None:
     """The merged timeline holds the controller's stages, the mini-batches and the engine's steps in time."""
-    folder: Path = request.getfixturevalue(mode).save_path
+    folder = run.save_path
     for command in (["merge", str(folder)], ["report", str(folder), "--save"], ["check", str(folder)]):
         assert main(command) == 0
     events = read_trace(folder / "step_000003" / "timeline.json.gz")["traceEvents"]

@@ -25,7 +25,7 @@ CRITIC = (
     "+critic.model.override_config.attn_implementation=sdpa",
     "critic.model.use_remove_padding=false",
     "critic.model.enable_gradient_checkpointing=false",
-    "critic.model.fsdp_config.use_torch_compile=false",
+    "critic.fsdp.use_torch_compile=false",
     "critic.ppo_micro_batch_size_per_gpu=4",
 )
 REFERENCE = (

@@ -66,6 +66,7 @@ def settings_of(config: Any) -> ProfilingConfig | None:
             )
     if not settings.enable:
         return None
+    _check_tools(settings)
     _check_rollout(config, settings)
     return dataclasses.replace(settings, save_path=str(Path(settings.save_path).absolute()))
 
@@ -200,6 +201,22 @@ class _Bridge:
         for name, why in _UNSUPPORTED.items():
             if block.get(name):
                 self.notes.append(f"{where}.{name}: {why}")
+
+
+def _check_tools(settings: ProfilingConfig) -> None:
+    """Refuse the tool that has to start a worker, which is verl's to do.
+
+    Raises:
+        ConfigError: A role that is profiled uses it.
+    """
+    for role in _ROLES:
+        chosen = settings.for_role(role)
+        if chosen.enable and any(tool.name == "nsys" for tool in chosen.tools):
+            raise ConfigError(
+                f"roles.{role}.tool",
+                "nsys has to start the workers, which verl does itself; use verl's own profiler for it "
+                "(global_profiler.tool=nsys, without profiling)",
+            )
 
 
 def _check_rollout(config: Any, settings: ProfilingConfig) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from verl_profiling.config import ProfilingConfig
 from verl_profiling.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.session import process_session, stage
-from verl_profiling.workers import CaptureMixin, FSDPCaptureMixin
+from verl_profiling.workers import CaptureMixin, FSDPCaptureMixin, MegatronCaptureMixin
 
 __all__ = ["hook_fsdp_engine", "hook_workers"]
 
@@ -103,15 +103,15 @@ def _add_methods(worker_class: type[Any]) -> None:
 
 def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> None:
     """Set this worker up, under the first role that its process is profiled as."""
-    engine = getattr(self, "engine", None) or getattr(self.actor or self.ref, "engine", None)
+    engine = self.engine if hasattr(self, "engine") else (self.actor or self.ref).engine
+    if engine.engine_config.strategy == "megatron":
+        megatron = MegatronCaptureMixin()
+        megatron.init_capture(settings, role=role)
+        self._verl_profiling = megatron
+        return
     capture = FSDPCaptureMixin()
-    capture.init_capture(
-        settings,
-        role=role,
-        rank=self.rank,
-        world_size=self.world_size,
-        mesh=getattr(engine, "device_mesh", None),
-    )
+    mesh = getattr(engine, "device_mesh", None)
+    capture.init_capture(settings, role=role, rank=self.rank, world_size=self.world_size, mesh=mesh)
     self._verl_profiling = capture
 
 

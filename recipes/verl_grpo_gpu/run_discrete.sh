@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# FSDP and vLLM, every stage of a profiled step by itself. Variables as in run_e2e.sh.
+set -euo pipefail
+
+exec "$(dirname "$0")/run_e2e.sh" profiling=discrete "$@"
