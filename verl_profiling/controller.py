@@ -26,7 +26,7 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.messages import CaptureRequest
 from verl_profiling.participants import Participants
 from verl_profiling.schedule import Action, Window
-from verl_profiling.stage import SpanLog
+from verl_profiling.stage import OpenSpan, SpanLog
 from verl_profiling.step_folder import StepFolders
 from verl_profiling.targets import Call, Round, Target, Worker, make_targets
 
@@ -52,12 +52,23 @@ class _Live:
     spans: SpanLog = field(default_factory=SpanLog)
     metrics: dict[str, float] = field(default_factory=dict)
     rollout_request: CaptureRequest | None = None
+    rollout_span: OpenSpan | None = None
 
     def begin(self, name: str) -> None:
         self.spans.begin(name)
 
     def end(self, name: str, failed: bool) -> None:
         self.spans.end(name, failed)
+
+    def begin_rollout(self) -> None:
+        self.spans.begin(ROLLOUT)
+        self.rollout_span = self.spans.innermost()
+
+    def end_rollout(self) -> None:
+        """End the rollout, which may have begun in another task or thread."""
+        span, self.rollout_span = self.rollout_span, None
+        if span is not None:
+            self.spans.end_span(span, failed=False)
 
 
 class Controller:
@@ -139,6 +150,7 @@ class Controller:
         live = self.sink
         if live is None:
             return
+        live.end_rollout()
         yield from self._close_rollout_window(live)
         targets = [
             target for target in self._targets if self._is_driven(target) and self._has_windows(target)
@@ -146,14 +158,14 @@ class Controller:
         if targets:
             live.rollout_request = next(live.rollout_requests)
             yield from self._start(live, targets, live.rollout_request)
-        live.begin(ROLLOUT)
+        live.begin_rollout()
 
     def rollout_end(self, metrics: Mapping[str, Any] | None) -> Iterator[Round]:
         """Close that window."""
         live = self.sink
         if live is None:
             return
-        live.end(ROLLOUT, False)
+        live.end_rollout()
         live.metrics.update(_numbers(metrics))
         yield from self._close_rollout_window(live)
 

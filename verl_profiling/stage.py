@@ -171,13 +171,22 @@ class SpanLog:
             span = span.parent
         if span is None:
             return None
-        while (inner := _innermost.get()) is not None and inner is not span:
+        self.end_span(span, failed)
+        return span
+
+    def end_span(self, span: OpenSpan, failed: bool) -> None:
+        """Close a span, which may have begun in another task or thread."""
+        around = _innermost.get()
+        while around is not None and around is not span:
+            around = around.parent
+        while around is span and (inner := _innermost.get()) is not None and inner is not span:
             if inner.log is self and not inner.end_ns:
                 self._end(inner, failed=True)
-            else:
-                _innermost.set(inner.parent)
-        self._end(span, failed)
-        return span
+            _innermost.set(inner.parent)
+        if not span.end_ns:
+            self._end(span, failed)
+        if around is span:
+            _innermost.set(span.parent)
 
     def _end(self, span: OpenSpan, failed: bool) -> None:
         if span.mark is not None and self.end_mark is not None:
@@ -185,7 +194,6 @@ class SpanLog:
             span.mark = None
         span.end_ns = clock.now_ns()
         span.failed = failed
-        _innermost.set(span.parent)
 
     def stop_marking(self) -> None:
         """Leave the marks that this thread has open; those of other threads are left open."""

@@ -49,7 +49,13 @@ class Call:
 
     def reply(self) -> Any:
         """Return the worker's answer, or ``None`` when there is none."""
-        return self.future.result() if self.future.done() and self.future.exception() is None else None
+        return self.future.result() if self.future.done() and self._error() is None else None
+
+    def _error(self) -> BaseException | None:
+        try:
+            return self.future.exception()
+        except concurrent.futures.CancelledError as error:
+            return error
 
     def problem(self, waited_s: float) -> str:
         """Return in one line why there is no answer."""
@@ -57,7 +63,13 @@ class Call:
             return f"{self.method} was not waited for: the worker has not answered an earlier call yet"
         if not self.future.done():
             return f"{self.method} did not return within {waited_s:g} s; is the worker hung or busy?"
-        error = self.future.exception()
+        error = self._error()
+        if error is None:
+            answer = type(self.future.result()).__name__
+            return (
+                f"{self.method} returned {answer}, which is no answer; let the worker's class inherit a "
+                "mixin of verl_profiling.workers"
+            )
         cause = getattr(error, "cause", None) or error
         lines = str(cause).strip().splitlines() or [""]
         return f"{self.method} raised {type(cause).__name__}: {lines[0]}"
@@ -260,7 +272,7 @@ def _done(function: Callable[[], Any]) -> Future[Any]:
     future: Future[Any] = Future()
     try:
         future.set_result(function())
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
         future.set_exception(error)
     return future
 

@@ -59,6 +59,9 @@ def output_of_raw_trace(
         A ``pending`` output whose ``finish`` compresses and verifies, or a final one that is
         ``failed`` (no file) or ``truncated`` (cut off; the part is kept for a reader to salvage).
     """
+    unfinished = part.with_name(f"{part.name}.tmp")  # torch renames it when it has written it all
+    if not part.exists() and unfinished.exists():
+        unfinished.replace(part)
     raw = _look_at(part)
     if raw is None or raw.bytes == 0:
         part.unlink(missing_ok=True)

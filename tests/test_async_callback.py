@@ -1,0 +1,218 @@
+"""The callback for loops that are coroutines: the same captures, and an event loop that is never blocked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from conftest import Pool
+from example_loops import spans
+from fleet import CoroutineWorker, TrainWorker
+from test_callback import configured, local_worker, manifest, set_up
+
+from verl_profiling import AsyncProfilingCallback, ProfilingError
+from verl_profiling.session import Session
+
+
+async def run(
+    callback: AsyncProfilingCallback, work: Callable[[int], Awaitable[object]], steps: int = 3
+) -> None:
+    """Run a training loop with all hooks."""
+    await callback.on_train_begin()
+    for step in range(1, steps + 1):
+        await callback.on_step_begin(step, policy_version=step - 1)
+        await callback.on_rollout_begin()
+        await callback.on_rollout_end({"rollout/seconds": 0.5})
+        with callback.stage("update_actor"):
+            await work(step)
+        await callback.on_step_end({"reward": step / 10})
+    await callback.on_train_end()
+
+
+async def nothing(step: int) -> None:
+    """Do no work."""
+
+
+class Ticks:
+    """How long the event loop was blocked at most."""
+
+    longest_s = 0.0
+
+
+@asynccontextmanager
+async def ticking() -> AsyncIterator[Ticks]:
+    """Watch the event loop while the block runs."""
+    ticks = Ticks()
+
+    async def tick() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.01)
+            now = time.monotonic()
+            ticks.longest_s = max(ticks.longest_s, now - last - 0.01)
+            last = now
+
+    task = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    yield ticks
+    await asyncio.sleep(0.02)
+    task.cancel()
+
+
+async def test_a_disabled_callback_does_nothing(tmp_path: Path) -> None:
+    """Every hook may be awaited."""
+    callback = AsyncProfilingCallback({"enable": False, "save_path": str(tmp_path / "run")})
+    callback.add_workers("actor", object())
+    await run(callback, nothing)
+    await callback.on_exception(ValueError("x"))
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_local_workers_of_both_kinds_are_captured(tmp_path: Path, session: Session) -> None:
+    """Ordinary methods run beside the event loop, coroutines on it."""
+    config = configured(tmp_path, tool="torch")
+    rollout = CoroutineWorker(config)
+    actor = local_worker(config, reset=False)
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", actor)
+    callback.add_rollout([rollout])
+
+    async def work(step: int) -> None:
+        actor.work()
+
+    await run(callback, work)
+    written = manifest(config)
+    [result] = written.workers
+    assert set(result.roles) == {"actor", "rollout"}
+    assert result.status == "ok"
+    assert spans(Path(config.save_path) / "step_000002" / result.artifacts[0].path, "aten::addmm")
+    assert written.metrics == {"rollout/seconds": 0.5, "reward": 0.2}
+    assert [(span.name, span.failed) for span in written.stages] == [
+        ("rollout", False),
+        ("update_actor", False),
+    ]
+    assert actor.counts() == {"start_capture": 1, "stop_capture": 1}
+
+
+async def test_ray_actors_are_captured(tmp_path: Path, pool: Pool) -> None:
+    """The same manifest as from the blocking callback."""
+    config = configured(tmp_path, tool="torch")
+    set_up(config, pool.sync[:2])
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[:2])
+
+    async def work(step: int) -> None:
+        await asyncio.gather(*(actor.work.remote() for actor in pool.sync[:2]))
+
+    await run(callback, work)
+    assert [(w.name, w.status, w.artifacts[0].status) for w in manifest(config).workers] == [
+        ("actor_rank0", "ok", "ok"),
+        ("actor_rank1", "ok", "ok"),
+    ]
+
+
+async def test_the_event_loop_is_free_while_a_remote_worker_stops(tmp_path: Path, pool: Pool) -> None:
+    """A worker takes a second to stop, and the loop goes on ticking."""
+    config = configured(tmp_path)
+    switches = tmp_path / "switches"
+    switches.mkdir()
+    ray.get(pool.sync[0].set_up.remote(config, switches=switches))
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[0])
+    await callback.on_step_begin(2)
+    (switches / "stop").touch()
+    asyncio.get_running_loop().call_later(1, (switches / "stop").unlink)
+    async with ticking() as ticks:
+        begin = time.monotonic()
+        await callback.on_step_end()
+        assert time.monotonic() - begin >= 0.9
+    await callback.on_train_end()
+    assert ticks.longest_s < 0.5
+    assert manifest(config).workers[0].status == "ok"
+
+
+async def test_the_event_loop_is_free_while_a_local_worker_stops(tmp_path: Path, session: Session) -> None:
+    """An ordinary method of a local object runs on a thread of its own."""
+
+    class Slow(TrainWorker):
+        def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> Any:
+            time.sleep(1)
+            return super().stop_capture(capture_id, finish_s)
+
+    config = configured(tmp_path)
+    worker = Slow()
+    worker.set_up(config)
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    await callback.on_step_begin(2)
+    async with ticking() as ticks:
+        begin = time.monotonic()
+        await callback.on_step_end()
+        assert time.monotonic() - begin >= 0.9
+    assert ticks.longest_s < 0.5
+    assert manifest(config).workers[0].status == "ok"
+
+
+async def test_a_rollout_may_begin_and_end_in_different_tasks(tmp_path: Path, session: Session) -> None:
+    """Loops wrap hooks in tasks and timeouts; the stage of the rollout is whole all the same."""
+    config = configured(tmp_path)
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    await callback.on_step_begin(2)
+    await asyncio.create_task(callback.on_rollout_begin())
+    await asyncio.sleep(0.02)
+    await asyncio.wait_for(callback.on_rollout_end(), 5)
+    with callback.stage("update_actor"):
+        await asyncio.sleep(0.02)
+    await callback.on_step_end()
+    rollout, update = manifest(config).stages
+    assert [(span.name, span.failed, span.depth) for span in (rollout, update)] == [
+        ("rollout", False, 0),
+        ("update_actor", False, 0),
+    ]
+    assert rollout.end_ns <= update.begin_ns
+
+
+async def test_a_hung_worker_does_not_hold_the_loop_up(tmp_path: Path, pool: Pool) -> None:
+    """It is failed after the timeout, and the loop ticks meanwhile."""
+    config = configured(tmp_path, timeouts={"start_s": 5, "stop_s": 0.5})
+    switches = tmp_path / "switches"
+    switches.mkdir()
+    set_up(config, pool.sync[:1])
+    ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[:2])
+    await callback.on_step_begin(2)
+    (switches / "stop").touch()
+    async with ticking() as ticks:
+        await callback.on_step_end()
+    (switches / "stop").unlink()
+    await callback.on_train_end()
+    assert [worker.status for worker in manifest(config).workers] == ["ok", "failed"]
+    assert ticks.longest_s < 0.4
+
+
+async def test_an_exception_closes_the_capture(tmp_path: Path, session: Session) -> None:
+    """``on_exception`` keeps what was recorded."""
+    config = configured(tmp_path)
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    await callback.on_step_begin(2)
+    await callback.on_exception(ValueError("x"))
+    assert not manifest(config).complete
+    assert session.sink is None
+
+
+async def test_strict_settings_raise(tmp_path: Path, session: Session) -> None:
+    """As in the blocking callback."""
+    config = configured(tmp_path, strict=True, tool="tools.test_third_party:FailsAtStop")
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    with pytest.raises(ProfilingError, match="actor_rank0 failed"):
+        await run(callback, nothing)

@@ -1,0 +1,472 @@
+"""What goes wrong in real runs: each has a documented result, and none ends the training."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from conftest import Pool
+from example_loops import spans
+from fleet import AsyncWorker, TrainWorker
+from test_callback import configured, local_worker, manifest, run, set_up
+
+from verl_profiling import ProfilingCallback, ProfilingError
+from verl_profiling.manifest import Artifact, read_manifest
+from verl_profiling.session import Session
+from verl_profiling.tools.trace_file import output_of_raw_trace
+
+FLAWED = "tools.test_third_party"
+
+
+@pytest.fixture
+def switches(tmp_path: Path) -> Path:
+    """The folder whose files make workers hang."""
+    folder = tmp_path / "switches"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def mortal(ray_cluster: None) -> Iterator[Any]:
+    """An actor that a test may kill."""
+    actor = ray.remote(num_cpus=0)(TrainWorker).remote()
+    yield actor
+    ray.kill(actor)
+
+
+def test_a_step_that_raises_keeps_what_was_recorded_and_the_next_one_works(
+    tmp_path: Path, session: Session
+) -> None:
+    """``on_exception`` closes the capture, marked as incomplete; training may go on."""
+    config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2]})
+    worker = local_worker(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    callback.on_train_begin()
+    callback.on_step_begin(1)
+    callback.on_rollout_begin()
+    with pytest.raises(ValueError, match="out of memory") as caught, callback.stage("update_actor"):
+        raise ValueError(f"out of memory: {worker.work()}")
+    callback.on_exception(caught.value)
+    assert session.sink is None
+    callback.on_step_begin(2)
+    worker.work()
+    callback.on_step_end()
+    callback.on_train_end()
+    first, second = manifest(config, 1), manifest(config, 2)
+    assert (first.complete, second.complete) == (False, True)
+    assert [(span.name, span.failed) for span in first.stages] == [("rollout", True), ("update_actor", True)]
+    for written in (first, second):
+        [artifact] = written.workers[0].artifacts
+        assert artifact.status == "ok"
+        assert spans(Path(config.save_path) / f"step_{written.step:06d}" / artifact.path, "aten::addmm")
+
+
+def test_a_step_that_begins_while_another_is_open_closes_it(tmp_path: Path, session: Session) -> None:
+    """A loop that skipped ``on_step_end`` loses neither step."""
+    config = configured(tmp_path, schedule={"steps": [1, 2]})
+    worker = local_worker(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    callback.on_step_begin(1)
+    worker.work(["first"])
+    callback.on_step_begin(2)
+    worker.work(["second"])
+    callback.on_step_end()
+    callback.on_train_end()
+    assert (manifest(config, 1).complete, manifest(config, 2).complete) == (False, True)
+    assert [span.name for span in manifest(config, 1).workers[0].stages] == ["first"]
+    assert [span.name for span in manifest(config, 2).workers[0].stages] == ["second"]
+
+
+def test_training_that_ends_inside_a_capture_keeps_it(tmp_path: Path, session: Session) -> None:
+    """``on_train_end`` closes what is open."""
+    config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2, 3], "continuous": True})
+    worker = local_worker(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    callback.on_step_begin(1)
+    worker.work()
+    callback.on_step_end()
+    callback.on_train_end()
+    written = manifest(config, 1)
+    assert (written.complete, written.steps) == (False, [1])
+    assert [artifact.status for artifact in written.workers[0].artifacts] == ["ok"]
+
+
+def test_hooks_out_of_order_do_nothing(tmp_path: Path, session: Session) -> None:
+    """Ends without begins, and everything after the end of training."""
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    callback.on_rollout_end()
+    callback.on_step_end()
+    callback.on_exception(ValueError("x"))
+    callback.on_train_end()
+    run(callback, lambda step: None)
+    callback.on_train_end()
+    assert manifest(config).workers[0].status == "ok"
+
+
+def test_a_dead_actor_is_a_failed_entry(tmp_path: Path, pool: Pool, mortal: Any) -> None:
+    """It is named with the reason; the other rank's data are whole, and so is the next step."""
+    config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2]})
+    set_up(config, [pool.sync[0], mortal])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", [pool.sync[0], mortal])
+    callback.on_train_begin()
+    callback.on_step_begin(1)
+    ray.get([pool.sync[0].work.remote(), mortal.work.remote()])
+    ray.kill(mortal)
+    callback.on_step_end()
+    callback.on_step_begin(2)
+    ray.get(pool.sync[0].work.remote())
+    callback.on_step_end()
+    callback.on_train_end()
+    for step in (1, 2):
+        alive, dead = manifest(config, step).workers
+        assert (alive.name, alive.status) == ("actor_rank0", "ok")
+        assert [artifact.status for artifact in alive.artifacts] == ["ok"]
+        assert (dead.name, dead.status) == ("actor_rank1", "failed")
+        assert "ActorDiedError" in dead.reason
+    assert [a.status for a in manifest(config, 1).workers[1].artifacts] == ["missing"]
+
+
+def test_a_hung_actor_is_a_failed_entry_until_it_answers_again(
+    tmp_path: Path, pool: Pool, switches: Path
+) -> None:
+    """Steps go on without it, without waiting for it again; once it answers, it is captured again."""
+    config = configured(
+        tmp_path, tool="torch", schedule={"steps": [1, 2, 3]}, timeouts={"start_s": 20, "stop_s": 1}
+    )
+    set_up(config, pool.sync[:2])
+    ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[:2])
+    callback.on_train_begin()
+    callback.on_step_begin(1)
+    ray.get([actor.work.remote() for actor in pool.sync[:2]])
+    (switches / "stop").touch()
+    begin = time.monotonic()
+    callback.on_step_end()
+    assert 1 <= time.monotonic() - begin < 5
+    begin = time.monotonic()
+    callback.on_step_begin(2)
+    ray.get(pool.sync[0].work.remote())
+    callback.on_step_end()
+    assert time.monotonic() - begin < 3
+    (switches / "stop").unlink()
+    ray.get(pool.sync[1].work.remote())
+    callback.on_step_begin(3)
+    ray.get([actor.work.remote() for actor in pool.sync[:2]])
+    callback.on_step_end()
+    callback.on_train_end()
+    reasons = {1: "stop_capture did not return within 1 s", 2: "start_capture was not waited for"}
+    for step, reason in reasons.items():
+        fine, hung = manifest(config, step).workers
+        assert (fine.status, [artifact.status for artifact in fine.artifacts]) == ("ok", ["ok"])
+        assert hung.status == "failed"
+        assert reason in hung.reason
+    assert [worker.status for worker in manifest(config, 3).workers] == ["ok", "ok"]
+
+
+def test_an_actor_that_hangs_at_the_start_does_not_hold_up_the_others(
+    tmp_path: Path, pool: Pool, switches: Path
+) -> None:
+    """The step begins after the timeout; the late worker is stopped as soon as it answers."""
+    config = configured(tmp_path, schedule={"steps": [1, 2]}, timeouts={"start_s": 1, "stop_s": 2})
+    set_up(config, pool.sync[:1])
+    ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[:2])
+    (switches / "start").touch()
+    callback.on_step_begin(1)
+    callback.on_step_end()
+    (switches / "start").unlink()
+    ray.get(pool.sync[1].counts.remote())
+    callback.on_step_begin(2)
+    callback.on_step_end()
+    callback.on_train_end()
+    fine, hung = manifest(config, 1).workers
+    assert (fine.status, hung.status) == ("ok", "failed")
+    assert "start_capture did not return within 1 s; is the worker hung or busy?" in hung.reason
+    assert [worker.status for worker in manifest(config, 2).workers] == ["ok", "ok"]
+
+
+def test_a_worker_that_is_busy_training_is_stopped_afterwards(
+    tmp_path: Path, pool: Pool, switches: Path
+) -> None:
+    """A stop that has to queue behind work is late, not lost: the process is free again."""
+    config = configured(tmp_path, schedule={"steps": [1, 2]}, timeouts={"start_s": 5, "stop_s": 0.5})
+    ray.get(pool.sync[0].set_up.remote(config, switches=switches))
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[0])
+    callback.on_step_begin(1)
+    (switches / "work").touch()
+    busy = pool.sync[0].work.remote()
+    callback.on_step_end()
+    (switches / "work").unlink()
+    ray.get(busy)
+    ray.get(pool.sync[0].counts.remote())
+    callback.on_step_begin(2)
+    callback.on_step_end()
+    callback.on_train_end()
+    assert manifest(config, 1).workers[0].status == "failed"
+    assert manifest(config, 2).workers[0].status == "ok"
+
+
+@pytest.mark.parametrize("where", ["FailsAtStart", "FailsAtStop"])
+def test_a_tool_that_fails_on_one_rank_costs_only_that_rank(tmp_path: Path, pool: Pool, where: str) -> None:
+    """The other ranks' artifacts are whole."""
+    config = configured(tmp_path, roles={"critic": {"tool": f"{FLAWED}:{where}"}, "actor": {"tool": "torch"}})
+    set_up(config, pool.sync[:2])
+    set_up(config, pool.sync[2:], "critic")
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[:2])
+    callback.add_workers("critic", pool.sync[2:])
+    run(callback, lambda step: ray.get([actor.work.remote() for actor in pool.sync]))
+    actor0, actor1, critic = manifest(config).workers
+    assert [(w.status, w.artifacts[0].status) for w in (actor0, actor1)] == [("ok", "ok")] * 2
+    assert critic.status == "failed"
+    assert "OSError: " in critic.reason
+    assert ("no device" if where == "FailsAtStart" else "device lost") in critic.reason
+
+
+def test_strict_settings_raise_what_others_only_report(tmp_path: Path, session: Session) -> None:
+    """``strict: true`` ends the training; the folder is written all the same."""
+    config = configured(tmp_path, strict=True, tool=f"{FLAWED}:FailsAtStop")
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    with pytest.raises(ProfilingError, match="step 2: actor_rank0 failed: stop raised OSError: device lost"):
+        run(callback, lambda step: None)
+    assert manifest(config).workers[0].status == "failed"
+    callback.on_train_end()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_save_path_that_cannot_be_written_does_not_stop_training(
+    tmp_path: Path, session: Session, caplog: Any, strict: bool
+) -> None:
+    """It is logged for every step that is lost; strict settings raise."""
+    (tmp_path / "file").touch()
+    config = configured(tmp_path, save_path=str(tmp_path / "file" / "run"), strict=strict)
+    worker = local_worker(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    if strict:
+        with pytest.raises(OSError, match="file"):
+            run(callback, lambda step: None)
+        return
+    steps = []
+    run(callback, steps.append)
+    assert steps == [1, 2, 3]
+    assert worker.counts() == {}
+    assert any("on_step_begin: profiling failed, training goes on" in message for message in caplog.messages)
+
+
+def test_a_folder_that_disappears_during_the_step_is_reported(tmp_path: Path, session: Session) -> None:
+    """The tool's artifact is failed, and the manifest cannot be written; training goes on."""
+    import shutil
+
+    config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2]})
+    worker = local_worker(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+
+    def work(step: int) -> None:
+        worker.work()
+        if step == 1:
+            shutil.rmtree(Path(config.save_path) / "step_000001")
+
+    run(callback, work)
+    assert not (Path(config.save_path) / "step_000001").exists()
+    assert manifest(config, 2).workers[0].status == "ok"
+
+
+def test_folders_of_an_earlier_run_are_moved_aside(tmp_path: Path, session: Session) -> None:
+    """Nothing is overwritten, however often a run is repeated."""
+    config = configured(tmp_path)
+    runs = []
+    for _ in range(3):
+        callback = ProfilingCallback(config)
+        callback.add_workers("actor", local_worker(config))
+        run(callback, lambda step: None)
+        runs.append(manifest(config).run_id)
+    root = Path(config.save_path)
+    names = ["step_000002.old1", "step_000002.old2", "step_000002"]
+    assert [read_manifest(root / name).run_id for name in names] == runs
+
+
+FULL_DISK = """
+    import os, sys
+    from pathlib import Path
+    from example_loops import settings, train
+    from verl_profiling import stage
+    from verl_profiling.testing import record_step
+
+    folder = Path(sys.argv[1])
+    with record_step(settings(), folder) as recorded, stage("update_actor"):
+        train(int(sys.argv[2]))
+    [artifact] = recorded.result.artifacts
+    print(artifact.status, artifact.path, artifact.reason, sep="|")
+    with record_step(settings(tool="spans"), folder) as again, stage("update_actor"):
+        train()
+    assert again.result.status == "ok"
+"""
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    import subprocess
+
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(mounting, capture_output=True, check=False).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_is_reported_by_what_was_written(tiny_disk: Path, run_python: Any) -> None:
+    """What torch reports as a success is a trace that did not fit; it is kept for a reader to salvage."""
+    done = run_python(FULL_DISK, tiny_disk / "step", 200)
+    status, path, reason = done.stdout.strip().splitlines()[-1].split("|")
+    assert (status, path) == ("truncated", "actor_rank0.torch.json")
+    assert "cut off after" in reason
+    assert "0 MiB free there" in reason
+    assert [file.name for file in (tiny_disk / "step").iterdir()] == [path]
+
+
+LIMITED = """
+    import resource, signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+"""
+
+
+def test_a_file_size_limit_is_reported_by_what_was_written(tmp_path: Path, run_python: Any) -> None:
+    """A quota cuts the raw trace off; it is kept for a reader to salvage, or named as failed."""
+    done = run_python(LIMITED + FULL_DISK, tmp_path / "step", 200)
+    status, path, reason = done.stdout.strip().splitlines()[-1].split("|")
+    assert status == "truncated"
+    assert reason.startswith("cut off after 65536 bytes")
+    assert [file.name for file in (tmp_path / "step").iterdir()] == [path]
+
+
+def test_a_disk_that_is_full_only_for_compression_keeps_the_raw_file(tiny_disk: Path) -> None:
+    """The raw trace fits and its compressed form does not: the raw one is the artifact."""
+    expected = Artifact(path="a.torch.json.gz", lane="a", tool="torch", status="missing")
+    content = b'{"traceEvents": [{"ph": "X", "name": "' + os.urandom(90 * 1024).hex().encode() + b'"}]}'
+    part = tiny_disk / ".a.part"
+    part.write_bytes(content)
+    output = output_of_raw_trace(part, tiny_disk / expected.path, expected, 1)
+    assert output.finish is not None
+    finished = output.finish()
+    assert (finished.status, finished.path, finished.bytes) == ("ok", "a.torch.json", len(content))
+    assert "left uncompressed: " in finished.reason
+    assert [file.name for file in tiny_disk.iterdir()] == ["a.torch.json"]
+    assert (tiny_disk / finished.path).read_bytes() == content
+
+
+def test_a_worker_that_was_not_set_up_is_a_failed_entry(tmp_path: Path, session: Session) -> None:
+    """The reason names the call that is missing."""
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", TrainWorker())
+    run(callback, lambda step: None)
+    [result] = manifest(config).workers
+    assert result.status == "failed"
+    assert "call init_capture(config, role=..., rank=...) first" in result.reason
+
+
+def test_two_workers_of_one_name_are_noted(tmp_path: Path, pool: Pool) -> None:
+    """Ranks that were left out of ``init_capture`` would overwrite each other's files."""
+    config = configured(tmp_path)
+    ray.get([actor.set_up.remote(config, "actor", 0) for actor in pool.sync[:2]])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[:2])
+    run(callback, lambda step: None)
+    assert any("two workers are called actor_rank0" in note for note in manifest(config).notes)
+
+
+def test_a_group_that_cannot_be_called_is_failed_entries(tmp_path: Path) -> None:
+    """Whatever ``execute_all_async`` raises, each worker of the group has its entry."""
+
+    class Broken:
+        world_size = 2
+
+        def execute_all_async(self, method_name: str, *args: Any) -> list[Any]:
+            raise ConnectionError("lost")
+
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", Broken())
+    run(callback, lambda step: None)
+    assert [(w.name, w.status, w.reason) for w in manifest(config).workers] == [
+        ("actor_rank0", "failed", "start_capture raised ConnectionError: lost"),
+        ("actor_rank1", "failed", "start_capture raised ConnectionError: lost"),
+    ]
+
+
+def test_a_cancelled_worker_is_a_failed_entry(tmp_path: Path) -> None:
+    """A local worker whose coroutine is cancelled does not end the training."""
+    import asyncio
+
+    class Cancelled:
+        async def start_capture(self, request: Any) -> Any:
+            raise asyncio.CancelledError
+
+        async def stop_capture(self, *arguments: Any) -> Any:
+            raise asyncio.CancelledError
+
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", Cancelled())
+    run(callback, lambda step: None)
+    [result] = manifest(config).workers
+    assert (result.status, "CancelledError" in result.reason) == ("failed", True)
+
+
+def test_answers_that_are_not_ours_are_failed_entries(tmp_path: Path) -> None:
+    """A method of the same name that returns something else is reported as such."""
+
+    class Stranger:
+        def start_capture(self, request: Any) -> str:
+            return "started"
+
+        def stop_capture(self, *arguments: Any) -> str:
+            return "stopped"
+
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", Stranger())
+    run(callback, lambda step: None)
+    [result] = manifest(config).workers
+    assert result.status == "failed"
+    assert "start_capture" in result.reason
+    assert "str" in result.reason
+
+
+def test_an_async_worker_serves_requests_while_it_is_captured(tmp_path: Path, pool: Pool) -> None:
+    """Starting and stopping on a Ray actor's event loop loses no request."""
+    config = configured(tmp_path, tool="torch", schedule={"every": 1})
+    set_up(config, [pool.asynchronous])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.asynchronous)
+    assert issubclass(AsyncWorker, TrainWorker)
+    running = [pool.asynchronous.generate.remote(0.3) for _ in range(3)]
+    run(callback, lambda step: ray.get(pool.asynchronous.work.remote()), steps=3)
+    assert ray.get(running) == ["text"] * 3
+    for step in (1, 2, 3):
+        assert manifest(config, step).workers[0].status == "ok"
