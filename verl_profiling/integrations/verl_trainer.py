@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +58,8 @@ class TrainerProfiler:
         self._callback = ProfilingCallback(settings)
         self._generating = False
         self._policy_version = 0
+        self._folders: dict[int, Path] = {}
+        self._tracking: Any = None
 
     def __enter__(self) -> None:
         global _active
@@ -72,6 +75,11 @@ class TrainerProfiler:
         if error is not None:
             self._callback.on_exception(error)
         self._callback.on_train_end()
+        if error is None and self._tracking is not None and self._folders:
+            # It reads traces, for which training must not wait.
+            from verl_profiling.integrations.verl_metrics import log_reports
+
+            log_reports(self._tracking, self._folders, self._trainer.global_steps)
 
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
@@ -81,6 +89,9 @@ class TrainerProfiler:
             with timer:
                 yield
             self._callback.on_step_end({"policy_version/end": self._policy_version})
+            folder = self._callback.last_folder
+            if folder is not None and folder not in self._folders.values():
+                self._folders[self._trainer.global_steps] = folder
         elif name == _ROLLOUT:
             self.rollout_begin()
             with timer:
@@ -99,8 +110,9 @@ class TrainerProfiler:
             self._generating = True
             self._callback.on_rollout_begin()
 
-    def logged(self, data: Mapping[str, Any], step: int) -> None:
-        """Take in what verl logs after a step."""
+    def logged(self, tracking: Any, data: Mapping[str, Any], step: int) -> None:
+        """Take in what verl logs after a step, and where it does."""
+        self._tracking = tracking
         self._callback.add_metrics(step, data)
 
     def _step_begin(self) -> None:
@@ -171,7 +183,7 @@ def hook_tracking(module: Any) -> None:
     @functools.wraps(original)
     def log(self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
         if _active is not None:
-            _active.logged(data, step)
+            _active.logged(self, data, step)
         original(self, data, step, *args, **kwargs)
 
     module.Tracking.log = log

@@ -18,7 +18,7 @@ from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.report.model import Report
 from verl_profiling.report.terminal import print_report
 
-__all__ = ["write_tensorboard"]
+__all__ = ["scalars", "write_tensorboard"]
 
 
 def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
@@ -42,7 +42,7 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
     text_plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     for report in reports:
         values = [
-            Summary.Value(tag=f"profiling/{name}", simple_value=value) for name, value in _scalars(report)
+            Summary.Value(tag=f"profiling/{name}", simple_value=value) for name, value in scalars(report)
         ]
         if report.gantt:
             image = Summary.Image(**_gantt(report, Figure(figsize=(12, 6), layout="tight")))
@@ -59,7 +59,8 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
     writer.close()
 
 
-def _scalars(report: Report) -> Iterator[tuple[str, float]]:
+def scalars(report: Report) -> Iterator[tuple[str, float]]:
+    """Yield a report's main numbers by name, for any tracker of scalars."""
     yield "step_s", report.span_us / 1e6
     for stage in report.stages:
         yield f"stage/{stage.name.strip('()').replace(' ', '_')}_s", stage.duration_us / 1e6
