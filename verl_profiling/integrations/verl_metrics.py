@@ -1,0 +1,45 @@
+"""The numbers of the reports, in verl's own trackers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.report.build import build_report
+from verl_profiling.report.tensorboard import scalars
+from verl_profiling.timeline.inputs import find_steps
+
+__all__ = ["log_reports"]
+
+logger = logging.getLogger(__name__)
+
+_ONWARD_ONLY = ("wandb", "vemlp_wandb")
+
+
+def log_reports(tracking: Any, folders: Mapping[int, Path], last_step: int) -> None:
+    """Report on the profiled steps, and log the numbers as ``profiling/...`` under their own steps.
+
+    This reads traces, which takes a while; it is for the end of training. Trackers that take no
+    step before the last one that they saw get the numbers of the last profiled step only.
+
+    Args:
+        tracking: The run's ``Tracking``.
+        folders: Step folders by step.
+        last_step: Number of the last step that was logged.
+    """
+    onward = [name for name in tracking.logger if name in _ONWARD_ONLY]
+    anywhere = [name for name in tracking.logger if name not in _ONWARD_ONLY]
+    data: dict[str, float] = {}
+    for step, folder in sorted(folders.items()):
+        try:
+            (inputs,) = find_steps(folder)
+            data = {f"profiling/{name}": value for name, value in scalars(build_report(inputs))}
+        except (TraceFormatError, OSError) as error:
+            logger.warning("step %d cannot be reported on: %s", step, error)
+            continue
+        tracking.log(data, step, backend=anywhere)
+    if data and onward:
+        tracking.log(data, last_step, backend=onward)
