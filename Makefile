@@ -17,7 +17,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-verl test test-verl demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu demo demo-e2e demo-discrete lint docs bench clean
+.PHONY: help env env-verl test test-verl demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu verification demo demo-e2e demo-discrete lint docs bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,14 @@ test-vllm test-sglang test-megatron test-npu:
 
 test-gpu: ## Run the tests that need a CUDA device, with PYTHON and its torch
 	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+verification: ## Run the suites behind the README's table, and print what was verified
+	mkdir -p outputs/verification
+	-$(MAKE) test-fast PYTEST_ARGS=--junitxml=outputs/verification/fast.xml
+	-for suite in vllm sglang megatron npu; do \
+	  $(MAKE) test-$$suite PYTEST_ARGS=--junitxml=outputs/verification/$$suite.xml; \
+	done
+	.venv/bin/python -m tests.verification outputs/verification/*.xml
 
 test-engines: .venv/.ready .venv-vllm/.ready .venv-sglang/.ready ## Test every engine x version x case, and print the tables
 	failed=0; \

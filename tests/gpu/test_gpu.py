@@ -1,0 +1,125 @@
+"""What only a CUDA device shows: ``make test-gpu``. Elsewhere every test is skipped with that reason."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from example_loops import read_trace, settings
+
+from verl_profiling import stage
+from verl_profiling.testing import record_step
+from verl_profiling.tools import Target
+from verl_profiling.tools.nsys import NsysOptions, NsysTool
+from verl_profiling.tools.torch_memory import OOM_SUFFIX
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+def kernels(path: Path) -> list[str]:
+    """Return the names of the kernels in a trace."""
+    return [event["name"] for event in read_trace(path)["traceEvents"] if event.get("cat") == "kernel"]
+
+
+def product() -> torch.Tensor:
+    """Run a matrix product on the device."""
+    square = torch.ones(256, 256, device="cuda")
+    result = square @ square
+    torch.cuda.synchronize()
+    return result
+
+
+def test_kernels_are_in_the_trace_and_under_their_stage(tmp_path: Path) -> None:
+    """The default activities record the device; the stage is shown again above its kernels."""
+    product()
+    with record_step(settings(), tmp_path) as recorded, stage("update_actor"):
+        product()
+    assert recorded.path is not None
+    assert kernels(recorded.path)
+    annotations = [
+        event["name"]
+        for event in read_trace(recorded.path)["traceEvents"]
+        if event.get("cat") == "gpu_user_annotation"
+    ]
+    assert "update_actor" in annotations
+
+
+def test_kernels_of_a_cuda_graph_are_in_the_trace(tmp_path: Path) -> None:
+    """A graph that was captured before shows its kernels when it is replayed."""
+    square = torch.ones(256, 256, device="cuda")
+    product()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        square @ square
+    with record_step(settings(), tmp_path) as recorded:
+        graph.replay()
+        torch.cuda.synchronize()
+    assert recorded.path is not None
+    assert kernels(recorded.path)
+
+
+def test_nccl_kernels_are_in_the_trace(tmp_path: Path) -> None:
+    """A collective of NCCL is a kernel of its own."""
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tensor = torch.ones(1024, device="cuda")
+        dist.all_reduce(tensor)
+        with record_step(settings(), tmp_path) as recorded:
+            dist.all_reduce(tensor)
+            torch.cuda.synchronize()
+    finally:
+        dist.destroy_process_group()
+    assert recorded.path is not None
+    assert any("nccl" in event["name"].lower() for event in read_trace(recorded.path)["traceEvents"])
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_a_memory_snapshot_names_what_was_allocated(tmp_path: Path, mode: str) -> None:
+    """The snapshot holds the allocation, the metrics its peak, and torch records no history afterwards."""
+    config = settings(tool="torch_memory", mode=mode)
+    with record_step(config, tmp_path) as recorded, stage("update_actor"):
+        held = torch.ones(32 << 20, dtype=torch.uint8, device="cuda")
+    assert held.numel() == 32 << 20
+    assert recorded.path is not None
+    with recorded.path.open("rb") as file:
+        snapshot = pickle.load(file)
+    actions = [entry for device in snapshot["device_traces"] for entry in device]
+    assert any(entry["action"] == "alloc" and entry["size"] >= 32 << 20 for entry in actions)
+    assert recorded.result is not None
+    assert recorded.result.metrics["stage/update_actor/peak_allocated_bytes"] >= 32 << 20
+    assert not torch._C._cuda_isHistoryEnabled()
+
+
+def test_a_failed_allocation_leaves_a_snapshot_of_its_own(tmp_path: Path) -> None:
+    """Out of memory: the user's exception passes, and a second artifact shows the state it happened in."""
+    with (
+        record_step(settings(tool="torch_memory"), tmp_path) as recorded,
+        pytest.raises(torch.cuda.OutOfMemoryError),
+    ):
+        torch.ones(1 << 44, dtype=torch.uint8, device="cuda")
+    assert recorded.result is not None
+    snapshot, oom = recorded.result.artifacts
+    assert (snapshot.path, oom.path) == ("actor_rank0.memory.pickle", f"actor_rank0{OOM_SUFFIX}")
+    assert "could not allocate" in oom.reason
+    assert (tmp_path / oom.path).stat().st_size > 0
+
+
+def test_ranges_of_nsight_systems_open_and_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA profiler API and NVTX take what the nsys tool does, also where no nsys listens."""
+    pytest.importorskip("nvtx", reason="nvtx is not installed")
+    monkeypatch.setenv("VERL_PROFILING_NSYS_OUTPUT", str(tmp_path / "actor"))
+    monkeypatch.setenv("VERL_PROFILING_NSYS_RANGES", "1000")
+    tool = NsysTool(NsysOptions())
+    recording = tool.start(Target(folder=tmp_path, lane="actor_rank0", metadata={}))
+    mark = recording.begin_mark("update_actor")
+    product()
+    recording.end_mark(mark)
+    [output] = recording.stop()
+    assert output.artifact.status == "pending"

@@ -1,0 +1,67 @@
+"""The README's table of what was verified is the one that the suites make."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.verification import CELLS, CONTRACT, NOT_RUN, outcomes, table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_table_in_the_readme_is_the_current_one() -> None:
+    """A cell that is added, or verified in another way, has to be changed there too."""
+    assert table() in (ROOT / "README.md").read_text()
+
+
+def test_every_test_that_a_cell_names_exists() -> None:
+    """A renamed test must not leave its cell behind."""
+    for cell in CELLS:
+        for test in cell.tests:
+            place, _, name = test.partition("::")
+            parts = [part for part in place.split(".") if not part.startswith("Test")]
+            module = ROOT.joinpath(*parts).with_suffix(".py")
+            sources = [module, *module.parent.glob("contract.py")]  # engines inherit theirs from there
+            trees = [ast.parse(source.read_text()) for source in sources]
+            names = {getattr(node, "name", "") for tree in trees for node in ast.walk(tree)}
+            assert {name.partition("[")[0], *place.split(".")[len(parts) :]} <= names, test
+
+
+def test_the_table_follows_from_the_suites_that_ran(tmp_path: Path) -> None:
+    """After one suite its cells are verified, and all others say that they were not run."""
+    report = tmp_path / "report.xml"
+    name = "test_a_capture_goes_from_start_to_stop"
+    test = f"tests/test_session.py::{name}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", test],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    found = outcomes([report])
+    assert found == {f"tests.test_session::{name}": True}
+    printed = table(found)
+    [spans] = [line for line in printed.splitlines() if line.startswith("| `spans`")]
+    assert "real library, CPU" in spans
+    assert printed.count("real library, CPU") == 1
+    assert printed.count(NOT_RUN) == len(CELLS) - 1
+    assert CONTRACT not in printed
+
+
+def test_a_test_that_failed_shows(tmp_path: Path) -> None:
+    """A failure is not covered up by another suite that passed, and a skipped test did not run."""
+    cell = next(cell for cell in CELLS if cell.tool == "nsys")
+    place, _, name = cell.tests[0].partition("::")
+    case = f'<testcase classname="{place}" name="{name}">'
+    for number, inside in enumerate(("<failure/>", "", "<skipped/>")):
+        (tmp_path / f"{number}.xml").write_text(f"<testsuite>{case}{inside}</testcase></testsuite>")
+    paths = [tmp_path / f"{number}.xml" for number in range(3)]
+    assert "FAILED" in table(outcomes(paths))
+    assert outcomes(paths[2:]) == {}

@@ -1,0 +1,138 @@
+"""How each tool was verified, on each kind of worker, in each mode: the table in the README.
+
+``python -m tests.verification REPORT.xml ...`` prints the table from the JUnit reports of the
+suites that ran (``make verification`` runs them): a cell holds only when its tests were run and
+passed.
+"""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["CELLS", "Cell", "outcomes", "table"]
+
+REAL = "real library, CPU"
+CONTRACT = "contract"
+NOT_RUN = "not run"
+NOTHING = "-"
+
+WORKERS = ("FSDP", "Megatron", "any `CaptureMixin`", "vLLM", "SGLang", "transformers")
+MODES = ("e2e", "discrete")
+
+_GRPO = "tests.recipes.test_grpo_tiny::test_every_artifact_is_there"
+_MEGATRON = "tests.workers.test_megatron::"
+_SGLANG = "tests.engines.test_sglang.TestEngine::"
+_NPU = "tests.tools.test_npu.TestRealTorchNpu::"
+_NSYS = "tests.tools.test_nsys.TestUnderRay::"
+_MIXIN = "any `CaptureMixin`"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One verified combination.
+
+    Attributes:
+        tool: Name of the tool.
+        worker: Kind of worker.
+        mode: ``e2e`` or ``discrete``.
+        how: What ran: the real library on CPU; or, as a contract, the real library against
+            stand-ins for what only hardware has.
+        tests: The tests that must have passed, as ``module[.Class]::name``.
+    """
+
+    tool: str
+    worker: str
+    mode: str
+    how: str
+    tests: tuple[str, ...]
+
+
+CELLS = (
+    Cell("torch", "FSDP", "e2e", REAL, (f"{_GRPO}[e2e]",)),
+    Cell("torch", "FSDP", "discrete", REAL, (f"{_GRPO}[discrete]",)),
+    Cell("torch", "Megatron", "e2e", REAL, (f"{_MEGATRON}test_tensor_parallel_ranks",)),
+    Cell("torch", "Megatron", "discrete", REAL, (f"{_MEGATRON}test_pipeline_stages",)),
+    Cell(
+        "torch",
+        _MIXIN,
+        "e2e",
+        REAL,
+        ("tests.tools.test_torch::test_a_trace_holds_ops_stages_and_who_recorded",),
+    ),
+    Cell(
+        "torch",
+        _MIXIN,
+        "discrete",
+        REAL,
+        ("tests.test_session::test_discrete_mode_records_each_stage_apart",),
+    ),
+    Cell("torch", "vLLM", "e2e", REAL, (f"{_GRPO}[e2e-vllm]",)),
+    Cell("torch", "vLLM", "discrete", REAL, (f"{_GRPO}[discrete-vllm]",)),
+    Cell("torch", "SGLang", "e2e", REAL, (f"{_SGLANG}test_two_captures_land_in_their_own_step_folders",)),
+    Cell(
+        "torch",
+        "SGLang",
+        "discrete",
+        REAL,
+        (f"{_SGLANG}test_discrete_windows_are_named_by_stage_and_occurrence",),
+    ),
+    Cell("torch", "transformers", "e2e", REAL, (f"{_GRPO}[e2e]",)),
+    Cell("torch", "transformers", "discrete", REAL, (f"{_GRPO}[discrete]",)),
+    Cell("torch_memory", _MIXIN, "e2e", CONTRACT, (f"{_NPU}test_the_memory_tool_beside_it",)),
+    Cell("nsys", _MIXIN, "e2e", CONTRACT, (f"{_NSYS}test_e2e",)),
+    Cell("nsys", _MIXIN, "discrete", CONTRACT, (f"{_NSYS}test_discrete_with_a_stage_that_raises",)),
+    Cell(
+        "npu",
+        _MIXIN,
+        "e2e",
+        CONTRACT,
+        (f"{_NPU}test_a_whole_step", f"{_NPU}test_the_timeline_reads_what_the_parser_wrote"),
+    ),
+    Cell("npu", _MIXIN, "discrete", CONTRACT, (f"{_NPU}test_each_stage_apart",)),
+    Cell("spans", _MIXIN, "e2e", REAL, ("tests.test_session::test_a_capture_goes_from_start_to_stop",)),
+)
+
+
+def outcomes(reports: Iterable[Path]) -> dict[str, bool]:
+    """Return whether each test that ran passed, from JUnit reports; one that was skipped did not run."""
+    found: dict[str, bool] = {}
+    for report in reports:
+        for case in ET.parse(report).iter("testcase"):
+            if case.find("skipped") is None:
+                name = f"{case.get('classname')}::{case.get('name')}"
+                failed = case.find("failure") is not None or case.find("error") is not None
+                found[name] = found.get(name, True) and not failed
+    return found
+
+
+def table(results: Mapping[str, bool] | None = None) -> str:
+    """Return the table in Markdown.
+
+    Args:
+        results: What passed; ``None`` for the table of a complete run.
+    """
+    tools = dict.fromkeys(cell.tool for cell in CELLS)
+    lines = [f"| tool | mode | {' | '.join(WORKERS)} |", f"|---|---|{'---|' * len(WORKERS)}"]
+    for tool in tools:
+        for mode in MODES:
+            entries = [_entry(tool, worker, mode, results) for worker in WORKERS]
+            if any(entry != NOTHING for entry in entries):
+                lines.append(f"| `{tool}` | {mode} | {' | '.join(entries)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _entry(tool: str, worker: str, mode: str, results: Mapping[str, bool] | None) -> str:
+    for cell in CELLS:
+        if (cell.tool, cell.worker, cell.mode) == (tool, worker, mode):
+            if results is None or all(results.get(test) for test in cell.tests):
+                return cell.how
+            return "FAILED" if any(results.get(test) is False for test in cell.tests) else NOT_RUN
+    return NOTHING
+
+
+if __name__ == "__main__":
+    print(table(outcomes(map(Path, sys.argv[1:]))), end="")
