@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from example_loops import read_trace
 
-from integrations.verl_runs import CRITIC, REFERENCE, Run, run_verl
+from integrations.verl_runs import REFERENCE, Run, run_verl
 from verl_profiling.cli import main
 from verl_profiling.manifest import StageSpan
 
@@ -16,13 +16,16 @@ pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 
 PROMPTS, SAMPLES = 8, 2
 WORKER_STAGES = {"old_log_prob", "ref_log_prob", "update_actor", "update_weights"}
-CRITIC_STAGES = {"values", "update_critic"}
 
 
 @pytest.fixture(scope="module")
 def e2e(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """PPO with a critic and a reference model, all in one process with the actor."""
-    return run_verl(tmp_path_factory.mktemp("e2e"), "profiling=e2e", *CRITIC, *REFERENCE)
+    """GRPO with a reference model, which shares the actor's process."""
+    folder = tmp_path_factory.mktemp("e2e")
+    trackers = "trainer.logger=[console,tensorboard]"
+    return run_verl(
+        folder, "profiling=e2e", trackers, *REFERENCE, TENSORBOARD_DIR=str(folder / "tensorboard")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +78,20 @@ def test_discrete_has_one_artifact_per_stage(discrete: Run) -> None:
 
 
 def test_roles_of_one_process_are_driven_once(e2e: Run) -> None:
-    """Actor, reference and critic share a process: it is started once and stopped once per step."""
+    """Actor and reference share a process: it is started once and stopped once per step."""
     manifest = e2e.manifest(2)
-    assert e2e.worker(2, "actor").roles == ["actor", "ref", "critic"]
+    assert e2e.worker(2, "actor").roles == ["actor", "ref"]
     calls = Counter((rpc.worker, rpc.method) for rpc in manifest.rpcs)
     assert set(calls.values()) == {1}
     assert len(calls) == 4
 
 
 def test_stages_of_the_controller_and_the_worker(e2e: Run) -> None:
-    """Every part of PPO is a stage on both sides, and the worker's lies inside the controller's."""
+    """Every part of GRPO is a stage on both sides, and the worker's lies inside the controller's."""
     controller = {span.name: span for span in e2e.manifest(3).stages}
-    both = WORKER_STAGES | CRITIC_STAGES
-    assert controller.keys() == both | {"rollout", "advantage"}
+    assert controller.keys() == WORKER_STAGES | {"rollout", "advantage"}
     spans = e2e.worker(3, "actor").stages
-    assert {span.name for span in spans if span.depth == 0} == both
+    assert {span.name for span in spans if span.depth == 0} == WORKER_STAGES
     for span in spans:
         if span.depth == 0:
             outer = controller[span.name]
@@ -124,6 +126,19 @@ def test_verls_metrics_are_with_the_step(e2e: Run) -> None:
     assert metrics["training/global_step"] == 2
     assert metrics["timing_s/step"] > metrics["timing_s/update_actor"] > 0
     assert "critic/rewards/mean" in metrics
+
+
+def test_reports_are_in_verls_trackers(e2e: Run) -> None:
+    """The numbers of each profiled step's report are in TensorBoard under that step, next to verl's own."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(e2e.save_path.parent / "tensorboard"))
+    events.Reload()
+    steps = {point.step: point.value for point in events.Scalars("profiling/step_s")}
+    assert steps.keys() == {2, 3}
+    manifest = e2e.manifest(3)
+    assert steps[3] == pytest.approx((manifest.end_ns - manifest.begin_ns) / 1e9, rel=0.01)
+    assert {point.step for point in events.Scalars("timing_s/step")} == {1, 2, 3}
 
 
 def test_one_timeline_shows_all(run: Run) -> None:

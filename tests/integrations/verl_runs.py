@@ -18,16 +18,6 @@ from verl_profiling.manifest import CaptureResult, Manifest, read_manifest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes/verl_grpo_cpu/run.sh"
 LIMIT_S = 900
-CRITIC = (
-    "algorithm.adv_estimator=gae",
-    "critic.strategy=fsdp2",
-    "critic.model.path=${assets}/model",
-    "+critic.model.override_config.attn_implementation=sdpa",
-    "critic.model.use_remove_padding=false",
-    "critic.model.enable_gradient_checkpointing=false",
-    "critic.fsdp.use_torch_compile=false",
-    "critic.ppo_micro_batch_size_per_gpu=4",
-)
 REFERENCE = (
     "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",

@@ -32,7 +32,13 @@ def main(config: Any) -> None:
     if settings is None:
         print("config ok; nothing is profiled")
         return
-    roles = [role for role in ("actor", "ref", "critic", "rollout") if settings.for_role(role).enable]
+    there = {
+        "actor": True,
+        "ref": need_reference_policy(config),
+        "critic": need_critic(config),
+        "rollout": True,
+    }
+    roles = [role for role, exists in there.items() if exists and settings.for_role(role).enable]
     print(f"config ok; {settings.mode} profile of {', '.join(roles)} in {settings.save_path}")
 
 

@@ -1,0 +1,155 @@
+"""The recipes' commands and verl's own examples, against verl's real configuration."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from verl_profiling import ProfilingConfig
+from verl_profiling.manifest import read_manifest
+
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+ACTOR, REF = "actor_rollout_ref.actor.profiler", "actor_rollout_ref.ref.profiler"
+
+
+def run_script(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of a recipe with this interpreter."""
+    return subprocess.run(
+        command,
+        env={**os.environ, "PYTHON": sys.executable, "HYDRA_FULL_ERROR": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def verl_settings(*overrides: str) -> ProfilingConfig:
+    """Return what the bridge makes of verl's real configuration with these overrides."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return ProfilingConfig.from_verl(compose("ppo_trainer", list(overrides)))
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("verl_grpo_cpu/run.sh", "e2e profile of actor, rollout"),
+        ("verl_grpo_gpu/run_e2e.sh", "e2e profile of actor, ref, rollout"),
+        ("verl_grpo_gpu/run_discrete.sh", "discrete profile of actor, ref, rollout"),
+        ("verl_grpo_gpu/run_megatron.sh", "e2e profile of actor, ref, rollout"),
+        ("verl_grpo_npu/run_e2e.sh", "e2e profile of actor, ref in"),
+        ("verl_grpo_npu/run_discrete.sh", "discrete profile of actor, ref in"),
+    ],
+)
+def test_dry_runs_check_the_configuration(script: str, says: str, tmp_path: Path) -> None:
+    """A dry run prints the command, and verl's own check and this package's find nothing wrong."""
+    run = run_script(str(ROOT / "recipes" / script), f"hydra.run.dir={tmp_path}", DRY_RUN="1")
+    assert run.returncode == 0, run.stderr
+    assert "python -m verl.trainer.main_ppo --config-dir" in run.stdout
+    assert says in run.stdout
+
+
+def test_the_other_engine_is_checked_too(tmp_path: Path) -> None:
+    """The GPU recipe takes SGLang for its engine."""
+    script = ROOT / "recipes/verl_grpo_gpu/run_e2e.sh"
+    run = run_script(str(script), f"hydra.run.dir={tmp_path}", DRY_RUN="1", ROLLOUT="sglang")
+    assert run.returncode == 0, run.stderr
+    assert "rollout.name=sglang" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("global_profiler.steps=[2]", "verl's own profiler is switched on too"),
+        ("profiling.mode=both", "profiling: mode"),
+        ("profiling.tool=nsys", "nsys has to start the workers"),
+    ],
+)
+def test_dry_runs_refuse_what_would_fail(override: str, says: str, tmp_path: Path) -> None:
+    """A command that the trainer would refuse is refused before it is queued, with the key named."""
+    script = ROOT / "recipes/verl_grpo_cpu/run.sh"
+    run = run_script(str(script), f"hydra.run.dir={tmp_path}", override, DRY_RUN="1")
+    assert run.returncode != 0
+    assert says in run.stderr
+
+
+def test_the_torch_example_is_bridged() -> None:
+    """The values of verl's examples/profile/run_qwen2_5_7b_torch_profile.sh keep their meaning."""
+    settings = verl_settings(
+        f"{ACTOR}.enable=True",
+        f"{ACTOR}.ranks=[0]",
+        f"{ACTOR}.tool_config.torch.contents=[cpu,cuda]",
+        f"{ACTOR}.tool_config.torch.schedule.warmup=1",
+        f"{ACTOR}.tool_config.torch.schedule.active=2",
+        f"{ACTOR}.tool_config.torch.schedule.repeat=1",
+        "global_profiler.tool=torch",
+        "global_profiler.steps=[1,2]",
+        "global_profiler.save_path=here",
+    )
+    (tool,) = settings.for_role("actor").tools
+    options: Any = tool.options
+    assert settings.schedule.steps == (1, 2)
+    assert settings.save_path == "here"
+    assert settings.for_role("actor").ranks == frozenset({0})
+    assert (options.mini_batches.warmup, options.mini_batches.active) == (1, 2)
+    assert not options.stack
+    assert not any(settings.for_role(role).enable for role in ("ref", "critic", "rollout"))
+
+
+@pytest.mark.parametrize("discrete", [True, False])
+def test_the_npu_examples_are_bridged(discrete: bool) -> None:
+    """The values of verl's examples/profile/run_qwen3_8b_npu_profile_*.sh keep their meaning."""
+    overrides = ["global_profiler.tool=npu", "global_profiler.steps=[2,4]"]
+    for role in (ACTOR, REF):
+        overrides += [
+            f"{role}.enable=True",
+            f"{role}.ranks=[1,2]",
+            f"{role}.tool_config.npu.discrete={discrete}",
+            f"{role}.tool_config.npu.contents=[npu,cpu]",
+            f"{role}.tool_config.npu.level=level0",
+            f"{role}.tool_config.npu.analysis=True",
+        ]
+    settings = verl_settings(*overrides)
+    for name in ("actor", "ref"):
+        role_settings = settings.for_role(name)
+        (tool,) = role_settings.tools
+        options: Any = tool.options
+        assert role_settings.mode == ("discrete" if discrete else "e2e")
+        assert role_settings.ranks == frozenset({1, 2})
+        assert (tool.name, options.level, options.analysis, options.memory) == ("npu", "level0", True, False)
+
+
+def test_the_memory_example_profiles_nothing() -> None:
+    """The values of verl's run_qwen2_5_vl_7b_torch_memory.sh name no steps, so nothing is profiled."""
+    settings = verl_settings("global_profiler.tool=torch_memory", "global_profiler.save_path=./mem")
+    assert not settings.enable
+    with_steps = verl_settings(
+        "global_profiler.tool=torch_memory", "global_profiler.steps=[3]", f"{ACTOR}.enable=True"
+    )
+    (tool,) = with_steps.for_role("actor").tools
+    assert tool.name == "torch_memory"
+
+
+def test_a_worker_of_ones_own_is_profiled(tmp_path: Path) -> None:
+    """A class on verl's single controller with the capture mixin is captured, one trace per rank."""
+    run = run_script(
+        str(ROOT / "recipes/custom_worker/run.sh"),
+        f"profiling.save_path={tmp_path / 'out'}",
+        f"hydra.run.dir={tmp_path}",
+    )
+    assert run.returncode == 0, run.stderr
+    manifest = read_manifest(tmp_path / "out" / "step_000002")
+    assert [(w.name, w.status) for w in manifest.workers] == [("reward_rank0", "ok"), ("reward_rank1", "ok")]
+    for worker in manifest.workers:
+        assert [(span.name, span.depth) for span in worker.stages] == [
+            ("reward", 0),
+            ("batch", 1),
+            ("batch", 1),
+        ]
