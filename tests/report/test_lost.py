@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 from step_folders import build_step
 
@@ -19,11 +20,13 @@ from verl_profiling.manifest import (
     Manifest,
     Request,
     StageSpan,
+    read_manifest,
     write_json_atomically,
 )
 from verl_profiling.report.build import build_report
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import Report
+from verl_profiling.report.svg import gantt_chart
 from verl_profiling.timeline.inputs import find_steps
 
 S = 1_000_000_000  # the synthetic steps are drawn in seconds
@@ -241,6 +244,21 @@ def test_causes_add_up_to_all_idle_time(tmp_path: Path, mode: str) -> None:
         sum(r.idle_us for r in report.workers) / 1e6
     )
     assert report.lost[-1].cause == "unexplained"
+
+
+def test_stages_alone_tell_stragglers_and_gantt(tmp_path: Path) -> None:
+    """A capture with the ``spans`` tool has no traces, and still says who was slow."""
+    workers = [Worker("actor", rank, stages=[("update_actor", 1, 2 + rank)]) for rank in range(2)]
+    report_of(tmp_path, STAGES, workers)
+    manifest = read_manifest(tmp_path)
+    bare = [msgspec.structs.replace(worker, artifacts=[]) for worker in manifest.workers]
+    write_json_atomically(tmp_path / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=bare))
+    (inputs,) = find_steps(tmp_path)
+    report = build_report(inputs)
+    assert report.workers == []
+    assert [(row.slowest, row.wait_us) for row in report.stragglers] == [("actor_rank1", 1e6)]
+    assert {span.lane for span in report.gantt} == {"controller", "actor_rank0", "actor_rank1"}
+    assert "actor_rank1" in gantt_chart(report)
 
 
 def test_findings_name_what_stands_out_with_its_number(drawn: Report) -> None:

@@ -95,12 +95,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
 
 def _gantt(step: Step) -> Iterator[GanttSpan]:
     """Yield every run of a stage: the controller's, then each worker's."""
-    seen = set()
-    rows = [("controller", step.stages)]
-    for lane in step.lanes:
-        if lane.source.worker not in seen:
-            seen.add(lane.source.worker)
-            rows.append((lane.source.worker, lane.stages))
+    rows = [("controller", step.stages), *((worker.name, step.stages_of(worker)) for worker in step.workers)]
     for name, spans in rows:
         for span in spans:
             yield GanttSpan(

@@ -32,10 +32,7 @@ class Lane:
         self.activity = activity
         worker = step.worker_of(source)
         shift = source.offset_ns
-        self.stages = [
-            StageSpan(s.name, s.begin_ns - shift, s.end_ns - shift, s.thread, s.depth, s.failed)
-            for s in (worker.stages if worker else [])
-        ]
+        self.stages = step.stages_of(worker) if worker else []
         windows = [
             (a.begin_ns - shift, a.end_ns - shift)
             for a in (worker.artifacts if worker else [])
@@ -105,6 +102,14 @@ class Step:
         named = [worker for worker in self.workers if worker.name == source.worker]
         recorded = (w for w in named if any(a.lane == source.lane for a in w.artifacts))
         return next(recorded, named[0] if named else None)
+
+    def stages_of(self, worker: CaptureResult) -> list[StageSpan]:
+        """Return a worker's own stages, on the controller's clock."""
+        shift = self.manifest.offset_ns(worker.identity) if self.manifest else 0
+        return [
+            StageSpan(s.name, s.begin_ns - shift, s.end_ns - shift, s.thread, s.depth, s.failed)
+            for s in worker.stages
+        ]
 
     @property
     def span_ns(self) -> int:

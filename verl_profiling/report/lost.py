@@ -97,15 +97,20 @@ def working_span(lane: Lane, step: Step) -> Spans:
 
 def _after_stage(lane: Lane, stage: str, step: Step) -> Spans:
     """Return the time between the end of each own run of a stage and its end on the role's last worker."""
-    peers = [_runs(other, stage) for other in step.lanes if other.source.role == lane.source.role]
+    peers = [_runs(other.stages, stage) for other in step.lanes if other.source.role == lane.source.role]
+    return _until_last(_runs(lane.stages, stage), peers)
+
+
+def _until_last(own: list[StageSpan], peers: Iterable[list[StageSpan]]) -> Spans:
+    peers = list(peers)
     return spans_of(
         (span.end_ns, max(runs[index].end_ns for runs in peers if len(runs) > index))
-        for index, span in enumerate(_runs(lane, stage))
+        for index, span in enumerate(own)
     )
 
 
-def _runs(lane: Lane, stage: str) -> list[StageSpan]:
-    return [span for span in lane.stages if span.name == stage]
+def _runs(stages: Iterable[StageSpan], name: str) -> list[StageSpan]:
+    return [span for span in stages if span.name == name]
 
 
 def lost_total(rows: Iterable[WorkerRow]) -> list[LostRow]:
@@ -124,17 +129,17 @@ def lost_total(rows: Iterable[WorkerRow]) -> list[LostRow]:
 def stragglers(step: Step) -> list[StragglerRow]:
     """Return, for each stage that several workers of a role ran, how far apart they ended it."""
     rows = []
-    lanes = {lane.source.worker: lane for lane in step.lanes}
-    for role in dict.fromkeys(lane.source.role for lane in lanes.values()):
-        peers = [lane for lane in lanes.values() if lane.source.role == role]
-        for stage in dict.fromkeys(span.name for lane in peers for span in lane.stages):
-            took = {
-                lane.source.worker: length(_own(lane, stage)) / 1000 for lane in peers if _runs(lane, stage)
-            }
-            if len(took) < 2:
+    for role in dict.fromkeys(worker.identity.role for worker in step.workers):
+        peers = {w.name: step.stages_of(w) for w in step.workers if w.identity.role == role}
+        for stage in dict.fromkeys(span.name for stages in peers.values() for span in stages):
+            runs = {name: own for name, stages in peers.items() if (own := _runs(stages, stage))}
+            if len(runs) < 2:
                 continue
-            slowest = max(took, key=lambda worker: took[worker])
-            wait_ns = sum(length(_after_stage(lane, stage, step)) for lane in peers)
+            took = {
+                name: sum(span.end_ns - span.begin_ns for span in own) / 1000 for name, own in runs.items()
+            }
+            slowest = max(took, key=lambda name: took[name])
+            wait_ns = sum(length(_until_last(own, runs.values())) for own in runs.values())
             rows.append(
                 StragglerRow(
                     stage=stage,

@@ -41,6 +41,8 @@ def gantt_chart(report: Report) -> str:
         spans = [] if owner in drawn else [span for span in report.gantt if span.lane == owner]
         drawn.add(owner)
         rows.append((worker.name, spans, worker.load))
+    for name in dict.fromkeys(span.lane for span in report.gantt if span.lane not in drawn | {"controller"}):
+        rows.append((name, [span for span in report.gantt if span.lane == name], []))
     height = len(rows) * _ROW + 26
     parts = [f'<svg class="gantt" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Stages over time">']
     parts += _axis(span_us, scale, height)
