@@ -1,0 +1,91 @@
+"""Background work: in order, never lost, and gone when there is none."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+import pytest
+
+from verl_profiling.finisher import Finisher
+from verl_profiling.manifest import Artifact
+
+PENDING = Artifact(path="a", lane="a", tool="t", status="pending")
+
+
+def done(path: str = "a") -> Artifact:
+    """Return the artifact as finished."""
+    return msgspec.structs.replace(PENDING, path=path, status="ok")
+
+
+def threads() -> list[str]:
+    """Return the names of finisher threads."""
+    return [t.name for t in threading.enumerate() if t.name == "verl-profiling-finisher"]
+
+
+def test_work_is_done_in_order_and_told_once() -> None:
+    """News come in the order of submission, with the capture they belong to."""
+    finisher = Finisher()
+    for number in range(5):
+        finisher.submit(f"c{number}", PENDING, lambda number=number: done(str(number)))
+    assert finisher.drain(10)
+    news = finisher.take_news()
+    assert [(n.capture_id, n.artifact.path) for n in news] == [(f"c{n}", str(n)) for n in range(5)]
+    assert finisher.take_news() == []
+
+
+def test_draining_waits_no_longer_than_told() -> None:
+    """It says whether all was done; what was not goes on."""
+    finisher, go = Finisher(), threading.Event()
+    finisher.submit("c", PENDING, lambda: go.wait() and done())
+    begin = time.monotonic()
+    assert not finisher.drain(0.1)
+    assert 0.1 <= time.monotonic() - begin < 2
+    assert finisher.take_news() == []
+    go.set()
+    assert finisher.drain(10)
+    assert len(finisher.take_news()) == 1
+    assert finisher.drain(0)
+
+
+def test_work_that_raises_is_a_failed_artifact_and_the_next_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Logged with its path."""
+
+    def fail() -> Artifact:
+        raise ValueError("broken")
+
+    finisher = Finisher()
+    finisher.submit("c", PENDING, fail)
+    finisher.submit("c", PENDING, done)
+    assert finisher.drain(10)
+    first, second = (news.artifact for news in finisher.take_news())
+    assert (first.status, first.reason) == ("failed", "finishing it raised ValueError: broken")
+    assert second.status == "ok"
+    assert "finishing a failed" in caplog.text
+
+
+def test_submitting_does_not_wait() -> None:
+    """The training goes on while the work is done elsewhere."""
+    finisher, go = Finisher(), threading.Event()
+    begin = time.monotonic()
+    for _ in range(10):
+        finisher.submit("c", PENDING, lambda: go.wait() and done())
+    assert time.monotonic() - begin < 1
+    assert len(threads()) >= 1
+    go.set()
+    assert finisher.drain(10)
+
+
+def test_the_thread_ends_when_idle_and_comes_back(session: object) -> None:
+    """No work, no thread; later work starts one again."""
+    finisher = Finisher()
+    finisher.submit("c", PENDING, done)
+    assert finisher.drain(10)
+    deadline = time.monotonic() + 10
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threads() == []
+    finisher.submit("c", PENDING, done)
+    assert finisher.drain(10)
+    assert len(finisher.take_news()) == 2

@@ -1,0 +1,173 @@
+"""The manifest: written whole or not at all, and read with errors that name the file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from verl_profiling import TraceFormatError
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import (
+    MANIFEST_NAME,
+    Artifact,
+    CaptureResult,
+    HostClock,
+    Manifest,
+    Rpc,
+    StageSpan,
+    read_manifest,
+    worst_fate,
+    write_json_atomically,
+)
+
+
+def artifact(status: str, **more: object) -> Artifact:
+    """Return an artifact of that fate."""
+    return Artifact(path=f"{status}.json", lane="actor_rank0", tool="torch", status=status, **more)  # type: ignore[arg-type]
+
+
+def example() -> Manifest:
+    """Return a manifest in which every part has something."""
+    worker = WorkerIdentity(role="actor", rank=1, host="far", clock_domain="far", topology={"dp": 1})
+    return Manifest(
+        run_id="run",
+        capture_id="run-1",
+        step=3,
+        steps=[3, 4],
+        policy_version=2,
+        begin_ns=1_700_000_000_123_456_789,
+        end_ns=1_700_000_001_123_456_789,
+        controller=WorkerIdentity(role="controller"),
+        stages=[StageSpan("rollout", 1, 2, failed=True)],
+        rpcs=[Rpc("actor_rank1", "start_capture", 1, 2)],
+        workers=[CaptureResult(identity=worker, artifacts=[artifact("ok", bytes=3)])],
+        clocks=[HostClock(host="far", clock_domain="far", offset_ns=-5, error_ns=2)],
+        metrics={"reward": 0.5},
+        notes=["note"],
+    )
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Nanoseconds included."""
+    write_json_atomically(tmp_path / MANIFEST_NAME, example())
+    assert read_manifest(tmp_path) == example()
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST_NAME]
+
+
+def test_a_manifest_of_a_later_version_with_more_keys_is_read(tmp_path: Path) -> None:
+    """Keys that this version does not know are passed over."""
+    write_json_atomically(tmp_path / MANIFEST_NAME, example())
+    text = (tmp_path / MANIFEST_NAME).read_text().replace('"run_id"', '"new_key": [1], "run_id"', 1)
+    (tmp_path / MANIFEST_NAME).write_text(text)
+    assert read_manifest(tmp_path) == example()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "is this a step folder"),
+        (b"", "not a manifest"),
+        (b"{", "not a manifest"),
+        (b"[]", "not a manifest"),
+        (b'{"run_id": 3}', "not a manifest"),
+        (b"{}", "not a manifest: .*missing required field"),
+        (b"\xff\xfe", "not a manifest"),
+        (b'{"schema_version": 999}', "schema version 999, newer than 1: update verl-profiling"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes | None, problem: str) -> None:
+    """The error names the file and what is wrong with it."""
+    path = tmp_path / MANIFEST_NAME
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(TraceFormatError, match=problem) as caught:
+        read_manifest(tmp_path)
+    assert caught.value.path == str(path)
+
+
+def test_every_cut_of_a_manifest_is_refused(tmp_path: Path) -> None:
+    """A file that was cut off anywhere is never taken for a whole one."""
+    write_json_atomically(tmp_path / MANIFEST_NAME, example())
+    data = (tmp_path / MANIFEST_NAME).read_bytes().rstrip()
+    for length in range(0, len(data), 7):
+        (tmp_path / MANIFEST_NAME).write_bytes(data[:length])
+        with pytest.raises(TraceFormatError):
+            read_manifest(tmp_path)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    """The error comes out, and neither the old content nor the folder is harmed."""
+    write_json_atomically(tmp_path / MANIFEST_NAME, example())
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        write_json_atomically(tmp_path / "taken", example())
+    assert read_manifest(tmp_path) == example()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST_NAME, "taken"]
+
+
+def test_readers_see_the_old_manifest_or_the_new_one(tmp_path: Path) -> None:
+    """A reader that looks all the time never sees half a file."""
+    import threading
+
+    write_json_atomically(tmp_path / MANIFEST_NAME, example())
+    done = threading.Event()
+
+    def write() -> None:
+        for _ in range(100):
+            write_json_atomically(tmp_path / MANIFEST_NAME, example())
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not done.is_set():
+        assert read_manifest(tmp_path) == example()
+    writer.join()
+
+
+def test_times_of_a_host_are_corrected_by_its_clock() -> None:
+    """A worker of an unknown clock is left as it is."""
+    manifest = example()
+    assert manifest.offset_ns(manifest.workers[0].identity) == -5
+    assert manifest.offset_ns(WorkerIdentity(role="actor")) == 0
+
+
+@pytest.mark.parametrize(
+    ("fates", "status"),
+    [
+        ([], "ok"),
+        (["ok", "pending"], "ok"),
+        (["ok", "empty"], "empty"),
+        (["empty", "truncated"], "truncated"),
+        (["truncated", "missing"], "failed"),
+        (["empty", "failed", "ok"], "failed"),
+        (["skipped"], "ok"),
+    ],
+)
+def test_the_worst_artifact_decides(fates: list[str], status: str) -> None:
+    """A result is as good as its worst artifact, whose reason it takes."""
+    assert worst_fate(artifact(fate) for fate in fates)[0] == status
+
+
+def test_the_reason_of_the_worst_artifact_is_told() -> None:
+    """Its own, or which one it is."""
+    assert worst_fate([artifact("failed", reason="no disk"), artifact("empty")]) == ("failed", "no disk")
+    assert worst_fate([artifact("missing")]) == ("failed", "missing.json is missing")
+
+
+def test_a_recording_is_known_by_lane_tool_stage_and_occurrence() -> None:
+    """Not by its path, which changes when it stays uncompressed."""
+    one = artifact("pending", stage="update_actor", occurrence=2)
+    assert one.is_run_of(artifact("ok", stage="update_actor", occurrence=2))
+    assert not one.is_run_of(artifact("ok", stage="update_actor", occurrence=1))
+    assert not one.is_run_of(artifact("ok", stage="rollout", occurrence=2))
+
+
+def test_two_processes_write_without_meeting(tmp_path: Path) -> None:
+    """The temporary name is the process's own."""
+    other = tmp_path / f".{MANIFEST_NAME}.{os.getpid() + 1}.part"
+    other.write_text("of another process")
+    write_json_atomically(tmp_path / MANIFEST_NAME, example())
+    assert other.read_text() == "of another process"
+    other.unlink()

@@ -1,0 +1,192 @@
+"""The package as a whole: what importing it costs, and which room knows of which."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import verl_profiling
+
+PACKAGE = Path(verl_profiling.__file__).parent
+HEAVY = (
+    "torch",
+    "ray",
+    "vllm",
+    "sglang",
+    "verl",
+    "megatron",
+    "torch_npu",
+    "transformers",
+    "omegaconf",
+    "hydra",
+)
+
+# What both sides of the manifest know: the words, the errors, the manifest itself.
+SHARED = ("errors", "identity", "manifest", "nsys_ranges")
+ANALYSIS = ("timeline", "report", "commands", "cli", "collect")
+# Looks at settings and machine before a run: on neither side, and known to its command alone.
+DOCTOR = ("doctor", "commands.doctor")
+
+
+def module_of(path: Path) -> str:
+    """Return a module's name inside the package, e.g. ``tools.base``; the package itself is empty."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield all that a file imports, anywhere in it, as absolute names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(module: str) -> set[str]:
+    """Return the modules of the package that a module imports, by their names inside it."""
+    names = {name for name in imports(MODULES[module]) if name.startswith("verl_profiling.")}
+    inside = {name.removeprefix("verl_profiling.") for name in names}
+    return {name for name in inside if name in MODULES}
+
+
+def is_in(module: str, rooms: tuple[str, ...]) -> bool:
+    """Return whether a module is one of these, or in one of these packages."""
+    return any(module == room or module.startswith(f"{room}.") for room in rooms)
+
+
+def test_there_are_modules_to_look_at() -> None:
+    """The tests below would pass on nothing."""
+    assert {"session", "callback", "timeline.reader", "report.metrics", "tools.base"} <= set(MODULES)
+    assert own_imports("session") >= {"capture", "stage", "config"}
+
+
+def test_analysis_knows_nothing_of_capture() -> None:
+    """Reading a run needs the manifest, and no tool, session or settings."""
+    found = {
+        module: sorted(name for name in own_imports(module) if not is_in(name, (*SHARED, *ANALYSIS)))
+        for module in MODULES
+        if is_in(module, ANALYSIS) and not is_in(module, DOCTOR)
+    }
+    assert len(found) > 10
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+def test_capture_knows_nothing_of_analysis() -> None:
+    """A training process loads no reader and no report; verl's loggers get theirs in one file."""
+    breaches = {
+        (module, name)
+        for module in MODULES
+        if not is_in(module, (*ANALYSIS, *DOCTOR, "integrations"))
+        for name in own_imports(module)
+        if is_in(name, (*ANALYSIS, *DOCTOR))
+    }
+    assert breaches == set()
+
+
+def test_what_both_sides_share_knows_neither() -> None:
+    """The shared modules import only each other."""
+    for module in SHARED:
+        assert own_imports(module) <= set(SHARED), module
+
+
+@pytest.mark.parametrize("module", ["callback", "controller", "participants", "step_folder", "targets"])
+def test_the_controller_does_not_know_the_workers(module: str) -> None:
+    """It speaks to them in messages; nothing of a worker's process is imported."""
+    assert not {name for name in own_imports(module) if is_in(name, ("workers", "session", "capture"))}
+
+
+def test_tools_do_not_know_the_session() -> None:
+    """A tool, a third party's too, records what it is given."""
+    for module in MODULES:
+        if is_in(module, ("tools",)):
+            known = own_imports(module)
+            assert not {name for name in known if is_in(name, ("session", "capture", "callback", "workers"))}
+
+
+def test_the_layers_of_the_settings() -> None:
+    """Errors know nothing, the schedule knows errors, settings know schedule, tools and engine options."""
+    assert own_imports("errors") == set()
+    assert own_imports("schedule") <= {"errors"}
+    assert own_imports("engines.options") <= {"errors"}
+    assert not {name for name in own_imports("config") if is_in(name, ("session", "capture", "callback"))}
+
+
+def test_verl_is_imported_by_its_integration_only() -> None:
+    """As each engine is by its own adapter, and no framework anywhere at the top of a module."""
+    for module, path in MODULES.items():
+        for name in imports(path):
+            assert name.partition(".")[0] != "verl" or is_in(module, ("integrations",)), (module, name)
+
+
+def test_everything_exported_exists() -> None:
+    """Names in ``__all__`` are there, and the list is sorted."""
+    assert sorted(verl_profiling.__all__) == verl_profiling.__all__
+    for name in verl_profiling.__all__:
+        assert getattr(verl_profiling, name).__doc__, name
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import verl_profiling",
+        "import verl_profiling.workers",
+        "import verl_profiling.testing",
+        "import verl_profiling.cli",
+        "import verl_profiling.tools.torch_profiler",
+        "from verl_profiling import *; ProfilingCallback({'enable': True})",
+    ],
+)
+def test_importing_imports_no_framework(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], statement: str
+) -> None:
+    """Not even building the callback does: frameworks are loaded where they are used."""
+    run_python(
+        f"import sys\n{statement}\nheavy = sorted(set({HEAVY}) & set(sys.modules))\nassert not heavy, heavy"
+    )
+
+
+def test_switched_off_costs_no_import_and_no_thread(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """``enable: false`` in worker and loop: no framework, no thread, no exit handler, no file."""
+    run_python(
+        f"""
+        import atexit, sys, threading
+        from pathlib import Path
+        from verl_profiling import ProfilingCallback, stage
+        from verl_profiling.session import process_session
+        from verl_profiling.workers import CaptureMixin
+
+        handlers = atexit._ncallbacks()
+        config = {{"enable": False, "tool": "torch"}}
+        worker = CaptureMixin()
+        worker.init_capture(config, role="actor")
+        callback = ProfilingCallback(config)
+        callback.add_workers("actor", worker)
+        callback.on_train_begin()
+        for step in range(3):
+            callback.on_step_begin(step)
+            callback.on_rollout_begin()
+            callback.on_rollout_end()
+            with callback.stage("update_actor"), stage("update_actor"):
+                pass
+            callback.on_step_end()
+        callback.on_train_end()
+        assert process_session().sink is None
+        assert threading.active_count() == 1
+        assert atexit._ncallbacks() == handlers
+        assert not list(Path.cwd().iterdir()), list(Path.cwd().iterdir())
+        assert not set({HEAVY}) & set(sys.modules)
+        """
+    )

@@ -1,0 +1,152 @@
+"""Targets: one way of calling whatever a loop has for workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from conftest import Pool
+from example_loops import settings
+from fleet import WorkerGroup
+
+from verl_profiling import ConfigError
+from verl_profiling.targets import Call, Round, make_targets
+
+
+class Local:
+    """A worker with an ordinary method and a coroutine."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def start_capture(self, value: Any = None) -> Any:
+        """Return what was given, or raise it."""
+        self.calls.append(value)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    async def later(self, value: Any) -> Any:
+        """Return it, a little later."""
+        await asyncio.sleep(0.01)
+        return value
+
+
+def outcome(call: Call, waited_s: float = 1.0) -> Any:
+    """Wait for a call and return its answer, or why there is none."""
+    Round([call], waited_s).wait()
+    return call.reply() if call.reply() is not None else call.problem(waited_s)
+
+
+def test_a_local_object_is_one_target() -> None:
+    """Its methods are called at once, on this thread."""
+    worker = Local()
+    [target] = make_targets("actor", worker)
+    [call] = target.call("start_capture", 5)
+    assert worker.calls == [5]
+    assert (call.reply(), target.size, target.roles) == (5, 1, ["actor"])
+    assert call.sent_ns <= call.returned_ns <= time.time_ns()
+
+
+def test_what_a_worker_raises_is_told_in_one_line() -> None:
+    """Calling never raises."""
+    [target] = make_targets("actor", [Local()])
+    [call] = target.call("start_capture", ValueError("bad\nmore"))
+    assert outcome(call) == "start_capture raised ValueError: bad"
+    [call] = target.call("no_such_method")
+    assert "AttributeError" in outcome(call)
+
+
+def test_an_iterable_is_one_target_each_in_order() -> None:
+    """Lists, tuples and generators alike; the index becomes the rank."""
+    workers = [Local(), Local()]
+    for given in (workers, tuple(workers), (worker for worker in workers)):
+        assert [target.first for target in make_targets("actor", given)] == [0, 1]
+
+
+def test_equal_keys_mean_the_same_workers(pool: Pool) -> None:
+    """However they are wrapped; other workers have other keys."""
+    worker = Local()
+    [one], [other], [again] = (make_targets("a", w) for w in (worker, Local(), worker))
+    assert one.key == again.key != other.key
+    group, same, rest = (
+        make_targets("a", WorkerGroup(actors))[0] for actors in (pool.sync[:2], pool.sync[:2], pool.sync[1:])
+    )
+    assert group.key == same.key != rest.key
+    assert make_targets("a", pool.sync[0])[0].key == make_targets("b", [pool.sync[0]])[0].key
+
+
+@pytest.mark.parametrize("workers", [[], (), object(), 3, [Local(), object()]])
+def test_what_has_no_capture_methods_is_refused(workers: Any) -> None:
+    """The error names the role, and the worker's class."""
+    with pytest.raises(ConfigError, match="role 'actor'"):
+        make_targets("actor", workers)
+
+
+def test_coroutines_run_without_a_loop_or_on_the_given_one() -> None:
+    """An ordinary loop can drive async workers."""
+    worker = Local()
+    [target] = make_targets("rollout", worker)
+    assert outcome(target.call("later", 3)[0]) == 3
+    loop = asyncio.new_event_loop()
+    [target] = make_targets("rollout", worker, loop)
+    assert outcome(target.call("later", 4)[0]) == 4
+    loop.close()
+
+
+async def test_coroutines_run_on_the_loop_that_calls() -> None:
+    """And ordinary methods beside it."""
+    [target] = make_targets("rollout", Local())
+    for method in ("later", "start_capture"):
+        [call] = target.call(method, 5)
+        await Round([call], 5).wait_async()
+        assert call.reply() == 5
+
+
+def test_ray_actors_are_called_all_at_once(pool: Pool, tmp_path: Path) -> None:
+    """The last one is called before the first one answers."""
+    config = settings(tool="spans", save_path=str(tmp_path))
+    ray.get([actor.set_up.remote(config) for actor in pool.sync])
+    targets = make_targets("actor", pool.sync)
+    calls = [call for target in targets for call in target.call("work", ["a"], 0.5)]
+    Round(calls, 30).wait()
+    assert [call.problem(30) for call in calls if not call.returned_ns] == []
+    assert max(call.sent_ns for call in calls) < min(call.returned_ns for call in calls)
+
+
+def test_a_round_waits_no_longer_than_told(pool: Pool, tmp_path: Path) -> None:
+    """A late worker is described, not waited for; its answer still comes."""
+    switches = tmp_path / "switches"
+    switches.mkdir()
+    config = settings(tool="spans", save_path=str(tmp_path))
+    ray.get(pool.sync[0].set_up.remote(config, switches=switches))
+    (switches / "work").touch()
+    [target] = make_targets("actor", pool.sync[0])
+    [call] = target.call("work", [])
+    begin = time.monotonic()
+    assert outcome(call, 0.2) == "work did not return within 0.2 s; is the worker hung or busy?"
+    assert time.monotonic() - begin < 2
+    (switches / "work").unlink()
+    Round([call], 10).wait()
+    assert call.future.done()
+
+
+def test_a_group_binds_its_own_methods_first() -> None:
+    """Colocated workers have a method under another name; the group knows it."""
+
+    class Group:
+        workers = [1, 2]
+
+        def start_capture(self, value: int) -> list[int]:
+            return [value, value + 1]
+
+        def execute_all_async(self, method: str, *args: Any) -> list[Any]:
+            raise AssertionError("not needed")
+
+    [target] = make_targets("actor", Group())
+    assert [call.reply() for call in target.call("start_capture", 3)] == [3, 4]
+    assert target.size == 2

@@ -1,0 +1,116 @@
+"""The mixin: it adds two methods to any class, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_loops import settings
+
+from verl_profiling import CaptureStateError, ConfigError, ToolUnavailableError, stage
+from verl_profiling.messages import CaptureRequest
+from verl_profiling.session import Session
+from verl_profiling.workers import CaptureMixin
+
+
+class Base:
+    """A framework's worker, with a constructor of its own."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class Worker(CaptureMixin, Base):
+    """The user's worker."""
+
+    def __init__(self, value: int, config: Any, rank: int = 0) -> None:
+        super().__init__(value)
+        self.init_capture(config, role="actor", rank=rank, world_size=4, topology={"dp": rank})
+
+    @stage("update_actor")
+    def update(self) -> int:
+        """Do the work."""
+        return self.value
+
+
+def request(folder: Path) -> CaptureRequest:
+    """Return a request."""
+    return CaptureRequest(capture_id="run-1", run_id="run", step=1, folder=str(folder))
+
+
+def test_it_composes_with_a_class_that_has_a_constructor(tmp_path: Path, session: Session) -> None:
+    """No ``__init__`` of ours: the other base class gets its arguments."""
+    worker = Worker(5, settings(tool="spans"), rank=2)
+    assert worker.value == 5
+    started = worker.start_capture(request(tmp_path))
+    assert worker.update() == 5
+    result = worker.stop_capture("run-1").result
+    assert (started.status, result.status) == ("recording", "ok")
+    assert (result.identity.role, result.identity.rank, result.identity.world_size) == ("actor", 2, 4)
+    assert result.identity.topology == {"dp": 2}
+    assert [span.name for span in result.stages] == ["update_actor"]
+
+
+def test_it_adds_only_what_it_documents() -> None:
+    """Its public names cannot clash with more than these."""
+    public = {name for name in vars(CaptureMixin) if not name.startswith("_")}
+    assert public == {"capture", "init_capture", "start_capture", "stop_capture"}
+
+
+def test_driving_a_worker_that_is_not_set_up_names_the_missing_call(tmp_path: Path, session: Session) -> None:
+    """The class is named too."""
+
+    class Forgot(CaptureMixin):
+        pass
+
+    with pytest.raises(CaptureStateError, match=r"Forgot is not set up; call init_capture\(config, role="):
+        Forgot().start_capture(request(tmp_path))
+    assert Forgot().stop_capture().result.status == "skipped"
+
+
+def test_wrong_settings_raise_when_the_worker_is_set_up() -> None:
+    """As they do in the callback."""
+    with pytest.raises(ConfigError, match="did you mean"):
+        Worker(1, {"enable": True, "mod": "e2e"})
+
+
+def test_slow_imports_are_paid_at_set_up(run_python: Any) -> None:
+    """The first capture starts within 50 ms, in a process that has done nothing else."""
+    run_python(
+        """
+        import time
+        from pathlib import Path
+        from example_loops import settings
+        from verl_profiling.messages import CaptureRequest
+        from verl_profiling.workers import CaptureMixin
+
+        worker = CaptureMixin()
+        worker.init_capture(settings(), role="actor")
+        request = CaptureRequest(capture_id="r", run_id="r", step=1, folder=str(Path.cwd()))
+        begin = time.process_time()
+        worker.start_capture(request)
+        took = time.process_time() - begin
+        worker.stop_capture("r", 30)
+        assert took < 0.05, took
+        """
+    )
+
+
+def test_a_rank_that_is_not_selected_prepares_no_tool(session: Session) -> None:
+    """A tool that is missing on unselected ranks is no problem there."""
+    tool = "tools.test_third_party:FailsAtPrepare"
+    Worker(1, settings(tool=tool, select={"ranks": "0"}), rank=1)
+    with pytest.raises(ToolUnavailableError, match="install something"):
+        Worker(1, settings(tool=tool, select={"ranks": "0"}), rank=0)
+
+
+def test_mini_batches_are_counted_through_the_worker(tmp_path: Path, session: Session) -> None:
+    """``worker.capture.step()`` advances the tool's window."""
+    worker = Worker(1, settings(tools={"torch": {"mini_batches": {"wait": 1}}}))
+    worker.start_capture(request(tmp_path))
+    result = worker.stop_capture("run-1").result
+    assert "there were 0" in result.reason
+    worker.start_capture(CaptureRequest(capture_id="run-2", run_id="run", step=2, folder=str(tmp_path)))
+    worker.capture.step()
+    assert worker.stop_capture("run-2", 30).result.status == "ok"

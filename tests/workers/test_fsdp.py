@@ -1,0 +1,118 @@
+"""The FSDP mixin, with real FSDP2 over gloo in two processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_loops import settings, spans
+
+from verl_profiling import CaptureStateError, stage
+from verl_profiling.manifest import CaptureResult
+from verl_profiling.messages import CaptureRequest
+from verl_profiling.session import Session, process_session
+from verl_profiling.workers import FSDPCaptureMixin
+
+
+class Worker(FSDPCaptureMixin):
+    """A worker that trains a sharded model."""
+
+    def __init__(self) -> None:
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        self.model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        for layer in (self.model[0], self.model[2], self.model):
+            fully_shard(layer, mesh=self.mesh)
+
+    @stage("update_actor")
+    def update(self) -> None:
+        """Forward and backward."""
+        import torch
+
+        self.model(torch.randn(8, 16)).square().mean().backward()
+
+
+def train(rank: int, port: int, folder: Path, config: dict[str, Any]) -> None:
+    """Run one rank; leave its result in the folder."""
+    import msgspec
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    worker = Worker()
+    worker.init_capture(config, role="actor", mesh=worker.mesh)
+    worker.update()
+    request = CaptureRequest(capture_id="run-1", run_id="run", step=1, folder=str(folder))
+    started = worker.start_capture(request)
+    worker.update()
+    reply = worker.stop_capture("run-1", 60)
+    assert started.status in ("recording", "skipped")
+    if started.status == "recording":
+        assert [news.artifact.status for news in reply.finished] == ["ok"], reply
+    (folder / f"result{rank}.json").write_bytes(msgspec.json.encode(reply.result))
+    dist.destroy_process_group()
+
+
+def run_two(folder: Path, **given: Any) -> list[CaptureResult]:
+    """Train with two ranks and return their results."""
+    import msgspec
+    import torch.multiprocessing as mp
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(train, (port, folder, settings(**given).to_dict()), nprocs=2)
+    return [
+        msgspec.json.decode((folder / f"result{rank}.json").read_bytes(), type=CaptureResult)
+        for rank in (0, 1)
+    ]
+
+
+def test_ranks_and_mesh_are_read_and_both_ranks_record(tmp_path: Path) -> None:
+    """Identity from the process group, topology from the mesh, FSDP's own ranges in each trace."""
+    for rank, result in enumerate(run_two(tmp_path)):
+        identity = result.identity
+        assert (identity.rank, identity.world_size, identity.topology, identity.sizes) == (
+            rank,
+            2,
+            {"dp": rank},
+            {"dp": 2},
+        )
+        path = tmp_path / f"actor_rank{rank}.torch.json.gz"
+        names = [event["name"] for event in spans(path)]
+        assert any(name.startswith("FSDP::all_gather") for name in names)
+        assert any(name.startswith("gloo:") for name in names)
+        assert names.count("update_actor") == 1
+
+
+def test_a_selection_by_mesh_coordinate_reaches_the_rank(tmp_path: Path) -> None:
+    """Only the last rank along ``dp`` records."""
+    first, last = run_two(tmp_path, select={"dp": -1})
+    assert (first.status, last.status) == ("skipped", "ok")
+    assert [path.name for path in tmp_path.glob("*.gz")] == ["actor_rank1.torch.json.gz"]
+
+
+def test_without_a_process_group_the_rank_must_be_given(session: Session) -> None:
+    """The error says both ways out."""
+    worker = FSDPCaptureMixin()
+    with pytest.raises(
+        CaptureStateError, match=r"call it after init_process_group\(\), or pass rank and world_size"
+    ):
+        worker.init_capture(settings(tool="spans"), role="actor")
+    with pytest.raises(CaptureStateError, match="not initialised"):
+        worker.init_capture(settings(tool="spans"), role="actor", rank=0)
+
+
+def test_a_rank_that_is_given_needs_no_process_group(tmp_path: Path, session: Session) -> None:
+    """For tests, and for frameworks that know better."""
+    worker = FSDPCaptureMixin()
+    worker.init_capture(settings(tool="spans"), role="actor", rank=3, world_size=8)
+    worker.start_capture(CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path)))
+    identity = process_session().stop("c").result.identity
+    assert (identity.rank, identity.world_size, identity.topology) == (3, 8, {})
