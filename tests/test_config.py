@@ -86,7 +86,7 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"rollout": {"sglang": {"stage": []}}}, "rollout.sglang.stage", "did you mean 'stages'?"),
     ({"tools": {"torch": {"stacks": True}}}, "tools.torch.stacks", "did you mean 'stack'?"),
     ({"roles": {"actor": {"tools": {"torch": {"a": 1}}}}}, "roles.actor.tools.torch.a", "choose from: "),
-    ({"tools": {"spans": {"a": 1}}, "tool": "spans"}, "tools.spans.a", "unknown key; it has none"),
+    ({"tools": {"spans": {"a": 1}}, "tool": "spans"}, "tools.spans.a", "unknown key; choose from: peak_rss"),
     ({"tools": {"nsight": {}}}, "tools.nsight", "no tool of that name is used"),
     ({"tool": "troch"}, "tool", "did you mean 'torch'?"),
     ({"tool": "no_such_module:Tool"}, "tool", "No module named 'no_such_module'"),

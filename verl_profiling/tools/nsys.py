@@ -107,6 +107,7 @@ def nsys_runtime_env(
             "capture-range": "cudaProfilerApi",
             "capture-range-end": f"repeat-shutdown:{ranges}",
             "kill": "none",
+            "force-overwrite": "true",  # of an earlier run, whose process had the same id
             **options.arguments,
         },
         "env_vars": {_OUTPUT_VARIABLE: str(output), _RANGES_VARIABLE: str(ranges)},
