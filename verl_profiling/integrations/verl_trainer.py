@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,9 +50,11 @@ class TrainerProfiler:
     """
 
     def __init__(self, trainer: Any, settings: ProfilingConfig) -> None:
-        if problems := hook_problems():
+        version, problems = metadata.version("verl"), hook_problems()
+        if problems or not version.startswith("0.9."):
             raise ToolUnavailableError(
-                f"profiling: this verl is not supported ({'; '.join(problems)}); install verl>=0.9,<0.10"
+                f"profiling: verl {version} is not supported{': ' if problems else ''}{'; '.join(problems)}; "
+                "install verl>=0.9,<0.10"
             )
         self._trainer = trainer
         self._settings = settings
