@@ -8,12 +8,14 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "recipes/grpo_tiny/README.md", "docs/quickstart.md")
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
 RUNNABLE = {"python": [sys.executable], "verl-profiling": [sys.executable, "-m", "verl_profiling.cli"]}
 
 
@@ -23,21 +25,34 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return [(page, block) for page in PAGES for block in pattern.findall((ROOT / page).read_text())]
 
 
+def shell_lines() -> list[list[str]]:
+    """Return the words of every command in the shell blocks, continued lines joined, `$PWD` filled in."""
+    text = "\n".join(block for _, block in blocks("bash"))
+    lines = text.replace("\\\n", " ").replace("$PWD", str(ROOT)).splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def assignments(words: list[str]) -> dict[str, str]:
+    """Return the variables that are set in front of a command's program."""
+    return dict(word.split("=", 1) for word in takewhile(ASSIGNMENT.match, words))
+
+
 def commands(*programs: str) -> list[list[str]]:
-    """Return the command lines that begin with one of the programs, each once, in order."""
-    lines = [line for _, block in blocks("bash") for line in block.splitlines()]
-    found = [shlex.split(line, comments=True) for line in lines]
-    return [list(words) for words in dict.fromkeys(map(tuple, found)) if words and words[0] in programs]
+    """Return the command lines that call one of the programs, each once, in order."""
+    lines = [list(words) for words in dict.fromkeys(map(tuple, shell_lines()))]
+    return [words for words in lines if words[len(assignments(words))] in programs]
 
 
 def command_id(words: list[str]) -> str:
     """Return a readable name for a command."""
-    return " ".join(words)
+    return " ".join(words[len(assignments(words)) :])
 
 
-def needs_vllm(words: list[str]) -> bool:
-    """Return whether a command needs vLLM."""
-    return "rollout.engine=vllm" in words
+def engine_marks(words: list[str]) -> list[pytest.MarkDecorator]:
+    """Return the mark of the engine that a command needs, if it needs one."""
+    return [
+        getattr(pytest.mark, word.partition("=")[2]) for word in words if word.startswith("rollout.engine=")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +64,15 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "words",
-    [
-        pytest.param(words, marks=[pytest.mark.vllm] if needs_vllm(words) else [])
-        for words in commands(*RUNNABLE)
-    ],
+    [pytest.param(words, marks=engine_marks(words)) for words in commands(*RUNNABLE)],
     ids=command_id,
 )
 def test_command_runs(words: list[str], workplace: Path) -> None:
     """Each command exits with 0, in the order of the pages."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **assignments(words)}
+    program, *arguments = words[len(assignments(words)) :]
     done = subprocess.run(
-        [*RUNNABLE[words[0]], *words[1:]],
+        [*RUNNABLE[program], *arguments],
         cwd=workplace,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -88,8 +101,7 @@ def test_extras_exist(words: list[str]) -> None:
 
 def test_every_command_is_checked() -> None:
     """No shell block holds a program that the tests above pass over."""
-    lines = [shlex.split(line, comments=True) for _, block in blocks("bash") for line in block.splitlines()]
-    assert {words[0] for words in lines if words} <= {*RUNNABLE, "make", "pip"}
+    assert len(commands(*RUNNABLE, "make", "pip")) == len({tuple(words) for words in shell_lines()})
 
 
 @pytest.mark.parametrize(("page", "block"), blocks("python"))
