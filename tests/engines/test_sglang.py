@@ -40,6 +40,7 @@ class Server(SGLangCaptureMixin):
 
         self.news: list[Any] = []
         self.save_path = save_path
+        self._others = set(multiprocessing.active_children())
         self.engine = Engine(
             model_path=str(model),
             skip_tokenizer_init=True,
@@ -59,7 +60,8 @@ class Server(SGLangCaptureMixin):
     def close(self) -> None:
         """End the engine's processes, and collect what is left of them."""
         self.engine.shutdown()
-        multiprocessing.active_children()
+        for process in set(multiprocessing.active_children()) - self._others:
+            process.join(30)
 
     def reconfigure(self, **changes: Any) -> None:
         self.news.clear()

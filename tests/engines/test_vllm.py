@@ -38,6 +38,7 @@ class Server(VLLMCaptureMixin):
 
         self.news: list[Any] = []
         self.save_path = save_path
+        self._others = set(multiprocessing.active_children())
         changes = engine.pop("changes", {})
         self.engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
@@ -56,7 +57,8 @@ class Server(VLLMCaptureMixin):
     def close(self) -> None:
         """End the engine's processes, and collect what is left of them."""
         self.engine.shutdown()
-        multiprocessing.active_children()
+        for process in set(multiprocessing.active_children()) - self._others:
+            process.join(30)
 
     def reconfigure(self, **changes: Any) -> None:
         self.news.clear()
