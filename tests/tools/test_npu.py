@@ -84,7 +84,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     target = tmp_path_factory.mktemp("captures")
     command = [sys.executable, "-m", "tests.npu.scenarios", str(target)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+        command, cwd=target, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found: Outcome = json.loads(done.stdout.splitlines()[-1])
