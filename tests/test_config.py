@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 import verl_profiling
 from verl_profiling import ConfigError, ProfilingConfig, ProfilingError
-from verl_profiling.config import RoleOverride, Selection, Timeouts, parse_ranks
+from verl_profiling.config import RoleOverride, Selection, Timeouts
+from verl_profiling.ranks import parse_ranks
 from verl_profiling.schedule import Schedule
 from verl_profiling.tools import Recording, Target, Tool
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import types
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 import msgspec
 
 from verl_profiling.engines.options import RolloutOptions
 from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.ranks import Ranks, coordinates_in, parse_ranks
 from verl_profiling.schedule import Schedule
 from verl_profiling.tools import TOOLS, Tool, load_tool
+from verl_profiling.typed_values import build, field_types, value_of
 
-__all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts", "parse_ranks"]
+__all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts"]
 
 Mode = Literal["e2e", "discrete"]
-Ranks = str | int | tuple[int, ...] | None
 ONE_PER_PP_STAGE = "one_per_pp_stage"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +44,7 @@ class Coordinates:
     ep: Ranks = None
 
 
-DIMENSIONS = tuple(dimension.name for dimension in dataclasses.fields(Coordinates))
+DIMENSIONS = tuple(dimension.name for dimension in fields(Coordinates))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +179,8 @@ class ProfilingConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
-        for name, kind in _hints(ProfilingConfig).items():
-            object.__setattr__(self, name, _value(kind, getattr(self, name), name))
+        for name, kind in field_types(ProfilingConfig).items():
+            object.__setattr__(self, name, value_of(kind, getattr(self, name), name))
         if not self.save_path:
             raise ConfigError("save_path", "is empty")
         if not self.enable:
@@ -207,7 +204,7 @@ class ProfilingConfig:
         """
         if isinstance(config, cls):
             return config
-        return _build(cls, config if config is not None else {}, "")
+        return build(cls, config if config is not None else {}, "")
 
     @classmethod
     def from_verl(cls, config: Any) -> ProfilingConfig:
@@ -242,7 +239,7 @@ class ProfilingConfig:
         coordinates = {
             dimension: chosen
             for dimension in DIMENSIONS
-            if (chosen := _coordinates(*self._chosen(override, dimension, key))) is not None
+            if (chosen := coordinates_in(*self._chosen(override, dimension, key))) is not None
         }
         if ranks == ONE_PER_PP_STAGE:
             ranks = None
@@ -284,118 +281,4 @@ class ProfilingConfig:
         tool_class = load_tool(name, f"{key}tool" if override.tool is not None else "tool")
         common, own = self.tools.get(name, {}), override.tools.get(name, {})
         where = f"{key}tools.{name}" if own else f"tools.{name}"
-        return tool_class(_build(tool_class.options_class, {**common, **own}, where))
-
-
-def _coordinates(value: Ranks, key: str) -> frozenset[int] | None:
-    """Like :func:`parse_ranks`; negative numbers, outside of text, count from the end."""
-    if value is None or isinstance(value, str):
-        return parse_ranks(value, key)
-    listed = (value,) if isinstance(value, int) else value
-    parse_ranks(tuple(map(abs, listed)), key)
-    return frozenset(listed)
-
-
-def parse_ranks(value: Ranks, key: str) -> frozenset[int] | None:
-    """Return the ranks in ``"0,8-15"``, ``3`` or ``[0, 1]``; ``None`` stays ``None``.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
-    if value is None:
-        return None
-    if isinstance(value, int):
-        value = (value,)
-    if isinstance(value, str):
-        value = tuple(_ranks_in(value, key))
-    if not value:
-        raise ConfigError(key, 'selects nothing; leave it out to select all, or write e.g. "0,8-15"')
-    if min(value) < 0:
-        raise ConfigError(key, f"rank {min(value)} is negative")
-    return frozenset(value)
-
-
-_MOST_RANKS = 1 << 20
-
-
-def _ranks_in(text: str, key: str) -> Iterator[int]:
-    room = _MOST_RANKS
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        try:
-            low = int(first)
-            high = int(last) if dash else low
-        except ValueError:
-            raise ConfigError(key, f'{text!r} is no list of ranks; write e.g. "0,8-15"') from None
-        room -= high - low + 1
-        if high < low or room < 0:
-            raise ConfigError(key, f'{part.strip()!r} is no range of ranks; write e.g. "8-15"')
-        yield from range(low, high + 1)
-
-
-def _plain(config: Any, key: str) -> Any:
-    """Return an OmegaConf container as plain values; anything else as it is."""
-    if type(config).__module__.partition(".")[0] != "omegaconf":
-        return config
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(key, str(error).partition("\n")[0]) from error
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields by name."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-def _build(cls: type[T], values: Any, key: str) -> T:
-    """Build a dataclass from a mapping, naming the dotted key of whatever is wrong."""
-    values = _plain(values, key)
-    if not isinstance(values, Mapping):
-        raise ConfigError(key, f"must be a mapping, is {type(values).__name__}")
-    prefix = f"{key}." if key else ""
-    hints = _hints(typing.cast("Any", cls))
-    arguments = {}
-    for name, value in values.items():
-        if name not in hints:
-            raise ConfigError(
-                f"{prefix}{name}", f"unknown key; {choices_hint(name, hints) if hints else 'it has none'}"
-            )
-        arguments[name] = _value(hints[name], value, f"{prefix}{name}")
-    try:
-        return cls(**arguments)
-    except ConfigError as error:
-        raise ConfigError(f"{prefix}{error.key}", error.problem) from None
-
-
-def _value(kind: Any, value: Any, key: str) -> Any:
-    value = _plain(value, key)
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if value is None and type(None) in options:
-        return None
-    for option in options:
-        if dataclasses.is_dataclass(option) and isinstance(option, type):
-            if isinstance(value, option):
-                value = {name: getattr(value, name) for name in _hints(option)}
-            return _build(option, value, key)
-        if typing.get_origin(option) is dict and isinstance(value, Mapping):
-            item = typing.get_args(option)[1]
-            return {str(name): _value(item, entry, f"{key}.{name}") for name, entry in value.items()}
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(key, f"{error}{_choices(options)}") from None
-
-
-def _choices(options: tuple[Any, ...]) -> str:
-    for option in options:
-        inner = [option, *typing.get_args(option)]
-        for literal in inner:
-            if typing.get_origin(literal) is Literal:
-                return f"; choose from: {', '.join(map(str, typing.get_args(literal)))}"
-    return ""
+        return tool_class(build(tool_class.options_class, {**common, **own}, where))

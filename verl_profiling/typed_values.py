@@ -1,0 +1,95 @@
+"""Typed settings from plain values, with the dotted key of whatever is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from verl_profiling.errors import ConfigError, choices_hint
+
+__all__ = ["build", "field_types", "value_of"]
+
+T = TypeVar("T")
+
+
+def _plain(config: Any, key: str) -> Any:
+    """Return an OmegaConf container as plain values; anything else as it is."""
+    if type(config).__module__.partition(".")[0] != "omegaconf":
+        return config
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(key, str(error).partition("\n")[0]) from error
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields by name."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def build(cls: type[T], values: Any, key: str) -> T:
+    """Build a dataclass from a mapping or a ``DictConfig``.
+
+    Raises:
+        ConfigError: A key is unknown, or a value is wrong; ``key`` is put before its name.
+    """
+    values = _plain(values, key)
+    if not isinstance(values, Mapping):
+        raise ConfigError(key, f"must be a mapping, is {type(values).__name__}")
+    prefix = f"{key}." if key else ""
+    hints = field_types(typing.cast("Any", cls))
+    arguments = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise ConfigError(
+                f"{prefix}{name}", f"unknown key; {choices_hint(name, hints) if hints else 'it has none'}"
+            )
+        arguments[name] = value_of(hints[name], value, f"{prefix}{name}")
+    try:
+        return cls(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error.key}", error.problem) from None
+
+
+def value_of(kind: Any, value: Any, key: str) -> Any:
+    """Return ``value`` as the type that a field is annotated with.
+
+    Raises:
+        ConfigError: It is of another type.
+    """
+    value = _plain(value, key)
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if dataclasses.is_dataclass(option) and isinstance(option, type):
+            if isinstance(value, option):
+                value = {name: getattr(value, name) for name in field_types(option)}
+            return build(option, value, key)
+        if typing.get_origin(option) is dict and isinstance(value, Mapping):
+            item = typing.get_args(option)[1]
+            return {str(name): value_of(item, entry, f"{key}.{name}") for name, entry in value.items()}
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(key, f"{error}{_choices(options)}") from None
+
+
+def _choices(options: tuple[Any, ...]) -> str:
+    for option in options:
+        inner = [option, *typing.get_args(option)]
+        for literal in inner:
+            if typing.get_origin(literal) is Literal:
+                return f"; choose from: {', '.join(map(str, typing.get_args(literal)))}"
+    return ""
