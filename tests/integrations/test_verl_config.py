@@ -155,6 +155,13 @@ def test_contents_are_bridged(contents: list[str], expected: dict[str, Any]) -> 
     assert settings.roles["actor"].tools["torch"] == expected
 
 
+@pytest.mark.parametrize(("engine", "memory"), [("vllm", True), ("sglang", False)])
+def test_engines_get_what_they_have(engine: str, memory: bool) -> None:
+    """Contents that an engine does not have are left out for it, so that taking over does not fail."""
+    settings = ProfilingConfig.from_verl(verl_config(rollout=role(enable=True), engine=engine, steps=[1]))
+    assert settings.roles["rollout"].tools["torch"] == {"stack": True, "shapes": True, "memory": memory}
+
+
 def test_windows_are_bridged() -> None:
     """The mini-batch schedule and the "token" window, which counts engine iterations, keep their meaning."""
     schedule = {"skip_first": 1, "wait": 2, "warmup": 1, "active": 3, "repeat": 1}

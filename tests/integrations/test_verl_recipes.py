@@ -100,7 +100,7 @@ def test_the_torch_example_is_bridged() -> None:
     assert settings.for_role("actor").ranks == frozenset({0})
     assert (options.mini_batches.warmup, options.mini_batches.active) == (1, 2)
     assert not options.stack
-    assert not any(settings.for_role(role).enable for role in ("ref", "critic", "rollout"))
+    assert not settings.for_role("critic").enable
 
 
 @pytest.mark.parametrize("discrete", [True, False])

@@ -100,6 +100,7 @@ class _Bridge:
         from omegaconf import OmegaConf
 
         self.notes: list[str] = []
+        self._engine = config.actor_rollout_ref.rollout.name
         self._global = OmegaConf.to_container(config.global_profiler, resolve=True)
         self._roles = {}
         for role, path in _ROLES.items():
@@ -150,10 +151,16 @@ class _Bridge:
         contents = set(options.get("contents") or ())
         if tool == "torch":
             everything = not contents
-            for name, content in (("stack", "stack"), ("shapes", "shapes"), ("memory", "memory")):
-                yield name, everything or content in contents
+            for name in ("stack", "shapes", "memory"):
+                if role == "rollout" and name == "memory" and self._engine == "sglang":
+                    yield name, False  # SGLang has no such thing, for verl neither
+                else:
+                    yield name, everything or name in contents
             if not everything and "cuda" not in contents:
-                yield "activities", ["cpu"]
+                if role == "rollout":
+                    self.notes.append(f"{where}.contents: engines record all activities that there are")
+                else:
+                    yield "activities", ["cpu"]
             if (schedule := options.get("schedule") or {}).get("active"):
                 if schedule.get("repeat", 0) > 1:
                     self.notes.append(f"{where}.schedule.repeat: one window of mini-batches is recorded")
