@@ -238,7 +238,7 @@ def test_a_broken_controller_trace_costs_only_its_lanes(tmp_path: Path) -> None:
     folder = build_step(tmp_path)
     (folder / "controller.trace.json.gz").write_bytes(b"")
     result, events = merged(folder)
-    assert [problem for problem in result.problems if "controller.trace.json.gz at byte 0: is empty" in problem]
+    assert any("controller.trace.json.gz at byte 0: is empty" in problem for problem in result.problems)
     assert {event["name"] for event in events} >= {"aten::mm", "execute_context_0(0)_generation_1(1)"}
 
 
