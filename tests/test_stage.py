@@ -314,22 +314,17 @@ def test_a_hot_loop_cannot_fill_the_memory(tmp_path: Path) -> None:
     assert any("3 stages" in note and "hot loop" in note for note in recorded.result.notes)
 
 
-class Decorated:
-    """A class as Ray pickles it."""
-
-    @stage("update_actor")
-    def update(self) -> str:
-        """Return something."""
-        return "done"
-
-
-def test_decorated_classes_travel_to_other_processes() -> None:
-    """A pickled stage is the stage of the process that unpickles it."""
+def test_decorated_classes_travel_to_other_processes(ray_cluster: None) -> None:
+    """A pickled stage is the stage of the process that unpickles it, a Ray actor's included."""
+    import ray
     from ray import cloudpickle
 
     assert pickle.loads(pickle.dumps(stage("a"))).name == "a"
     by_value: Any = cloudpickle.loads(cloudpickle.dumps(_local_class()))
     assert by_value().update() == "done"
+    actor = ray.remote(num_cpus=0)(_local_class()).remote()
+    assert ray.get(actor.update.remote()) == "done"
+    ray.kill(actor)
 
 
 def _local_class() -> type:

@@ -310,6 +310,25 @@ def test_stages_that_are_open_on_another_thread_when_it_stops_do_no_harm(
     )
 
 
+def test_a_folder_that_is_gone_when_the_trace_is_written_fails_the_artifact(tmp_path: Path) -> None:
+    """Torch reports nothing; the artifact says that there is no file and why."""
+    with record_step(settings(), tmp_path / "step") as recorded:
+        train()
+        (tmp_path / "step").rmdir()
+    assert recorded.result is not None
+    assert recorded.result.status == "failed"
+    assert "the profiler wrote no file into" in recorded.result.reason
+    assert "the folder cannot be read: No such file or directory" in recorded.result.reason
+
+
+def test_a_folder_that_cannot_be_made_fails_the_start(tmp_path: Path, session: Any) -> None:
+    """Nothing records then."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"), record_step(settings(), tmp_path / "file" / "step"):
+        pass
+    assert session.sink is None
+
+
 def output_of(tmp_path: Path, content: bytes | None) -> tuple[Output, Path]:
     """Return what becomes of a raw trace with that content."""
     expected = Artifact(path="a.torch.json.gz", lane="a", tool="torch", status="missing")

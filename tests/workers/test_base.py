@@ -105,6 +105,7 @@ def test_a_rank_that_is_not_selected_prepares_no_tool(session: Session) -> None:
         Worker(1, settings(tool=tool, select={"ranks": "0"}), rank=0)
 
 
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 def test_mini_batches_are_counted_through_the_worker(tmp_path: Path, session: Session) -> None:
     """``worker.capture.step()`` advances the tool's window."""
     worker = Worker(1, settings(tools={"torch": {"mini_batches": {"wait": 1}}}))
