@@ -53,6 +53,21 @@ def test_methods_that_a_group_binds_are_used(tmp_path: Path) -> None:
     assert [worker.status for worker in read_manifest(callback.last_folder).workers] == ["ok"]
 
 
+def test_all_names_of_a_group_are_in_its_result(tmp_path: Path) -> None:
+    """A group that was added under two roles is called once, and its result names both."""
+    config = settings(tool="spans", save_path=str(tmp_path))
+    group = make_group(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", group)
+    callback.add_workers("ref", group)
+    callback.on_step_begin(1)
+    callback.on_step_end()
+    assert callback.last_folder is not None
+    manifest = read_manifest(callback.last_folder)
+    assert [worker.roles for worker in manifest.workers] == [["actor", "ref"]]
+    assert [rpc.method for rpc in manifest.rpcs] == ["start_capture", "stop_capture"]
+
+
 def test_late_metrics_join_their_step(tmp_path: Path) -> None:
     """Numbers that the loop computes after the step are added to its manifest, and to no other step's."""
     config = settings(tool="spans", save_path=str(tmp_path))

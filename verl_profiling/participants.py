@@ -79,7 +79,8 @@ class Participants:
             if reply is not None:
                 self._shake(self._closing, call, entry.identity, reply)
                 if entry.started.status != "skipped":
-                    entry.results.append(reply.result)
+                    roles = list(dict.fromkeys([*reply.result.roles, *call.target.roles]))
+                    entry.results.append(msgspec.structs.replace(reply.result, roles=roles))
             else:
                 entry.results.append(self._failed(entry, request, call.problem(round.timeout_s), call.target))
             entry.started = None
