@@ -128,7 +128,10 @@ class TorchTool(Tool):
     def _experimental_config(self) -> Any:
         from torch._C._profiler import _ExperimentalConfig
 
-        wanted: dict[str, Any] = {"trace_only": not self.options.stack, "profile_all_threads": self.any_thread}
+        wanted: dict[str, Any] = {
+            "trace_only": not self.options.stack,
+            "profile_all_threads": self.any_thread,
+        }
         return _ExperimentalConfig(**{name: wanted[name] for name in _experimental_options()})
 
     def _activities(self) -> list[Any]:
