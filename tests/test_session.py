@@ -376,6 +376,47 @@ def test_a_hand_over_that_never_comes_fails_and_the_next_capture_works(
     assert recorded.result.status == "ok", recorded.result.reason
 
 
+def test_a_recording_whose_thread_has_ended_is_failed_and_does_not_crash(
+    tmp_path: Path, run_python: Any
+) -> None:
+    """Python's thread ids are used again at once: a new thread must not be taken for the owner."""
+    run_python(
+        """
+        import sys, threading, time
+        from pathlib import Path
+        from example_loops import settings, spans, train
+        from verl_profiling.identity import WorkerIdentity
+        from verl_profiling.messages import CaptureRequest
+        from verl_profiling.session import process_session
+        from verl_profiling.testing import record_step
+
+        session, actor = process_session(), WorkerIdentity(role="actor")
+        session.register(settings(tools={"torch": {"memory": True}}), actor)
+        request = CaptureRequest(capture_id="r", run_id="r", step=1, folder=sys.argv[1])
+
+        def on_a_thread(function):
+            found = []
+            thread = threading.Thread(target=lambda: found.append(function()))
+            thread.start()
+            thread.join()
+            return found[0]
+
+        on_a_thread(lambda: session.start(request, actor))
+        train()
+        begin = time.monotonic()
+        result = on_a_thread(lambda: session.stop("r")).result
+        assert time.monotonic() - begin < 10
+        assert result.status == "failed", result
+        assert "which has ended" in result.reason
+        with record_step(settings(), Path(sys.argv[1])) as recorded:
+            train()
+        assert recorded.result.status == "ok", recorded.result
+        assert spans(recorded.path, "aten::addmm")
+        """,
+        tmp_path / "step",
+    )
+
+
 def test_mini_batches_without_a_capture_cost_nothing(session: Session) -> None:
     """``capture.step()`` is always allowed."""
     session.step()

@@ -128,7 +128,7 @@ class Capture:
         span = self._spans.end(name, failed)
         if self._handover is not None:
             self._serve_handover()
-        if span is not None and span is self._recorded and self._owner == threading.get_ident():
+        if span is not None and span is self._recorded and self._owner == threading.get_native_id():
             begin = time.perf_counter()
             with self._lock:
                 self._stop_tools()
@@ -165,7 +165,7 @@ class Capture:
             metadata=self._metadata(stage),
         )
         with self._lock:
-            self._owner = threading.get_ident()
+            self._owner = threading.get_native_id()
             for tool in self._role.tools:
                 if tool.suffix:
                     expected = target.artifact(type(tool))
@@ -279,21 +279,28 @@ class Capture:
             CaptureStateError: That thread passed no stage in time.
         """
         bound = any(not tool.any_thread for tool, _, _ in self._recordings)
-        if not bound or self._owner == threading.get_ident():
+        if not bound or self._owner == threading.get_native_id():
             action()
             return
+        arrived = (
+            f"stop_capture(step={self.request.step}) arrived on another thread than the one that started "
+            "recording"
+        )
+        if not _is_alive(self._owner):
+            raise CaptureStateError(
+                f"{arrived}, which has ended ({self.identity}); start and stop on one thread"
+            )
         self._handover = _Handover(action)
         if not self._handover.done.wait(self._handover_s):
             self._handover = None
             raise CaptureStateError(
-                f"stop_capture(step={self.request.step}) arrived on another thread than the one that started "
-                f"recording, which passed no stage for {self._handover_s:.1f} s ({self.identity}); "
+                f"{arrived}, which passed no stage for {self._handover_s:.1f} s ({self.identity}); "
                 "start and stop on one thread"
             )
 
     def _serve_handover(self) -> None:
         handover = self._handover
-        if handover is not None and self._owner == threading.get_ident():
+        if handover is not None and self._owner == threading.get_native_id():
             self._handover = None
             handover.action()
             handover.done.set()
@@ -344,6 +351,12 @@ class Capture:
             anchors=self._anchors,
             cost=CaptureCost(start_s=self._start_s, stop_s=self._stop_s, export_s=self._export_s),
         )
+
+
+def _is_alive(thread: int) -> bool:
+    """Return whether a thread of this process lives, by its native id: others are used again at once."""
+    tasks = Path("/proc/self/task")
+    return not tasks.exists() or (tasks / str(thread)).exists()
 
 
 class _Handover:
