@@ -156,3 +156,11 @@ def test_a_bounded_continuous_capture_is_accepted() -> None:
 def test_repeated_and_unordered_steps_mean_the_set() -> None:
     """Listing a step twice or out of order changes nothing."""
     assert drawn(Schedule(steps=(7, 2, 2, 3))) == drawn(Schedule(steps=(2, 3, 7)))
+
+
+def test_a_huge_continuous_capture_is_found_at_once() -> None:
+    """The ends of a run of steps are computed, not searched: a billion steps cost no time."""
+    schedule = Schedule(wait=2, active=10**9, continuous=True)
+    window = schedule.window(10**6)
+    assert window is not None
+    assert (window.first, window.last) == (3, 10**9 + 2)

@@ -128,10 +128,23 @@ class Schedule:
         action = self.action(step)
         if action is Action.OFF:
             return None
-        first = last = step
-        if self.continuous:
+        first, last = self._run(step, action) if self.continuous else (step, step)
+        return Window(first, last, action)
+
+    def _run(self, step: int, action: Action) -> tuple[int, int]:
+        """Return the first and the last of the consecutive steps with the action of ``step``."""
+        if self.steps is not None or self.every is not None:
+            first = last = step
             while self.action(first - 1) is action:
                 first -= 1
             while self.action(last + 1) is action:
                 last += 1
-        return Window(first, last, action)
+            return first, last
+        origin = self.first_step + self.skip_first
+        quiet = self.wait + self.warmup
+        if not quiet:
+            return origin, origin + self.active * self.repeat - 1
+        cycle_begin = step - (step - origin) % (quiet + self.active)
+        if action is Action.WARMUP:
+            return cycle_begin + self.wait, cycle_begin + quiet - 1
+        return cycle_begin + quiet, cycle_begin + quiet + self.active - 1

@@ -49,7 +49,9 @@ class TorchOptions:
         activities: What is recorded; ``None`` for all that this machine has.
         stack: Python stacks of every op. Costly: about three times the events.
         shapes: Shapes of the inputs of every op.
-        memory: Allocations. torch then records only the thread that starts the recording.
+        memory: Allocations. torch then records only the thread that starts the capture, so that must
+            be the one that trains: a Ray actor without concurrency has one thread, but a local
+            object driven by ``AsyncProfilingCallback`` is called on threads of its own.
         flops: Estimated floating-point operations of matrix products and convolutions.
         mini_batches: Keep only a window of mini-batches; ``None`` for everything.
         compression_level: isal gzip level, 0 (fastest) to 3 (smallest).
