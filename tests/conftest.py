@@ -100,9 +100,9 @@ def run_python(tmp_path: Path) -> RunPython:
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
-    """One small Ray cluster for the whole run."""
+    """One small Ray cluster for a test file: other files start clusters of their own kind."""
     ray = pytest.importorskip("ray")
     ray.init(
         num_cpus=4,
@@ -125,7 +125,7 @@ class Pool:
     threaded: Any
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool(ray_cluster: None) -> Pool:
     """Three ordinary actors, an async one and one with several threads."""
     import fleet

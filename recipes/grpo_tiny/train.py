@@ -2,7 +2,7 @@
 
 import json
 import random
-import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,7 @@ Handles = list[Any]
 
 def start_actors(config: DictConfig) -> Handles:
     """Start one FSDP2 worker per rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        init_method = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    init_method = f"file://{tempfile.mkdtemp(prefix='grpo_tiny_')}/rendezvous"
     remote = ray.remote(num_cpus=1)(ActorWorker)
     return [remote.remote(config, rank, init_method) for rank in range(config.actor.world_size)]
 

@@ -1,6 +1,6 @@
 """Megatron ranks behind the profiling callback: ``python -m recipes.megatron_tiny.train``."""
 
-import socket
+import tempfile
 from typing import Any
 
 import hydra
@@ -14,9 +14,7 @@ from verl_profiling import ProfilingCallback
 
 def start_workers(config: DictConfig) -> list[Any]:
     """Start one actor per Megatron rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        init_method = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    init_method = f"file://{tempfile.mkdtemp(prefix='megatron_tiny_')}/rendezvous"
     remote = ray.remote(num_cpus=1)(MegatronWorker)
     world_size = config.parallel.tp * config.parallel.pp
     return [remote.remote(config, rank, init_method) for rank in range(world_size)]

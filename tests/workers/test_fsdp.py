@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +36,12 @@ class Worker(FSDPCaptureMixin):
         self.model(torch.randn(8, 16)).square().mean().backward()
 
 
-def train(rank: int, port: int, folder: Path, config: dict[str, Any]) -> None:
+def train(rank: int, folder: Path, config: dict[str, Any]) -> None:
     """Run one rank; leave its result in the folder."""
     import msgspec
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     worker = Worker()
     worker.init_capture(config, role="actor", mesh=worker.mesh)
     worker.update()
@@ -64,10 +61,7 @@ def run_two(folder: Path, **given: Any) -> list[CaptureResult]:
     import msgspec
     import torch.multiprocessing as mp
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(train, (port, folder, settings(**given).to_dict()), nprocs=2)
+    mp.spawn(train, (folder, settings(**given).to_dict()), nprocs=2)
     return [
         msgspec.json.decode((folder / f"result{rank}.json").read_bytes(), type=CaptureResult)
         for rank in (0, 1)
