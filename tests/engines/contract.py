@@ -287,7 +287,7 @@ class WindowContract(EngineContract):
         assert result.status == "failed"
         assert "0.001 s after the stop" in result.reason
         for _ in range(300):
-            if server.news:
+            if len(server.news) >= self.ranks:
                 break
             await asyncio.sleep(0.1)
             await stop(server)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -134,8 +133,8 @@ class TestTensorParallel(WindowContract):
         assert paths[0].name == "rollout0_rank1.torch.json.gz"
 
 
-async def test_idle_engine_with_stacks_stops_in_time(tiny_model: Path, tmp_path: Path) -> None:
-    """Stacks of an idle engine cost no minutes, and shapes and stacks are in the trace when asked for."""
+async def test_idle_engine_with_stacks_stops_before_its_deadline(tiny_model: Path, tmp_path: Path) -> None:
+    """Stacks of an idle engine are written in `rollout.stop_s`; they and shapes are there when asked for."""
     changes = {"tools": {"torch": {"stack": True, "shapes": True}}}
     server = Server(tiny_model, tmp_path, changes=changes)
     try:
@@ -143,12 +142,10 @@ async def test_idle_engine_with_stacks_stops_in_time(tiny_model: Path, tmp_path:
         await server.generate(1, 2)
         order = request(tmp_path)
         await server.start_capture(order)
-        await asyncio.sleep(3)
+        await asyncio.sleep(1)
         await server.generate(1, 2)
-        begin = time.monotonic()
         result = await stop(server, order.capture_id)
         assert result.status == "ok", result.reason
-        assert time.monotonic() - begin < 60
         [artifact] = await finished(server, result)
         events = spans(Path(order.folder) / artifact.path)
         assert any(event.get("cat") == "python_function" for event in events)
