@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
+
 from recipes.grpo_tiny import task
 from verl_profiling.cli import main
 from verl_profiling.manifest import read_manifest
