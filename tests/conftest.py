@@ -38,9 +38,10 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     assert _after_a_while(leaks) == []
     assert _after_a_while(lambda: [str(child) for child in _children() - children]) == []
     assert outputs or not Path("outputs/profiling").exists(), "written into the working directory"
-    parts = [path for path in tmp_path_factory.getbasetemp().rglob(".*.part*") if path.is_file()]
+    folder = tmp_path_factory.getbasetemp()
+    parts = _after_a_while(lambda: [str(path) for path in folder.rglob(".*.part*") if path.is_file()])
     for part in parts:
-        part.unlink()
+        Path(part).unlink(missing_ok=True)
     assert parts == []
 
 
