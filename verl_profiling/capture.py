@@ -19,6 +19,7 @@ from verl_profiling.finisher import Finisher
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
 from verl_profiling.messages import CaptureRequest
+from verl_profiling.owner_thread import OwnerAbsentError, OwnerThread
 from verl_profiling.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.states import TRANSITIONS, Event, State
 from verl_profiling.tools import Output, Recording, Target, Tool
@@ -65,8 +66,7 @@ class Capture:
         self._lock = threading.RLock()
         self._recordings: list[tuple[Tool, Recording, Target]] = []
         self._recorded: OpenSpan | None = None
-        self._owner = 0
-        self._handover: _Handover | None = None
+        self._owner = OwnerThread()
         self._artifacts: dict[str, Artifact] = {}
         self._stages: list[StageSpan] = []
         self._occurrences: Counter[str] = Counter()
@@ -107,7 +107,7 @@ class Capture:
 
     def step(self) -> None:
         """Note that a mini-batch is done."""
-        self._serve_handover()
+        self._owner.serve()
         for tool, recording, _ in self._recordings:
             try:
                 recording.step()
@@ -116,8 +116,8 @@ class Capture:
 
     def begin(self, name: str) -> None:
         """Note that a stage begins; in discrete mode, start the tools for it."""
-        if self._handover is not None:
-            self._serve_handover()
+        if self._owner.waiting:
+            self._owner.serve()
         records = self.state is State.ARMED and self._begin_recorded_stage(name)
         self._spans.begin(name)
         if records:
@@ -126,9 +126,9 @@ class Capture:
     def end(self, name: str, failed: bool) -> None:
         """Note that a stage ends; in discrete mode, stop the tools that were started for it."""
         span = self._spans.end(name, failed)
-        if self._handover is not None:
-            self._serve_handover()
-        if span is not None and span is self._recorded and self._owner == threading.get_native_id():
+        if self._owner.waiting:
+            self._owner.serve()
+        if span is not None and span is self._recorded and self._owner.is_current():
             begin = time.perf_counter()
             with self._lock:
                 self._stop_tools()
@@ -165,7 +165,7 @@ class Capture:
             metadata=self._metadata(stage),
         )
         with self._lock:
-            self._owner = threading.get_native_id()
+            self._owner.claim()
             for tool in self._role.tools:
                 if tool.suffix:
                     expected = target.artifact(type(tool))
@@ -273,37 +273,22 @@ class Capture:
             self._stop_for_good()
 
     def _on_owner_thread(self, action: Callable[[], None]) -> None:
-        """Run ``action`` here, or have the thread that owns the recording run it.
+        """Run ``action`` here, or on the thread that owns the recording where a tool asks for that.
 
         Raises:
-            CaptureStateError: That thread passed no stage in time.
+            CaptureStateError: That thread did not run it.
         """
         bound = any(not tool.any_thread for tool, _, _ in self._recordings)
-        if not bound or self._owner == threading.get_native_id():
+        if not bound or self._owner.is_current():
             action()
             return
-        arrived = (
-            f"stop_capture(step={self.request.step}) arrived on another thread than the one that started "
-            "recording"
-        )
-        if not _is_alive(self._owner):
+        try:
+            self._owner.hand_over(action, self._handover_s)
+        except OwnerAbsentError as absence:
             raise CaptureStateError(
-                f"{arrived}, which has ended ({self.identity}); start and stop on one thread"
-            )
-        self._handover = _Handover(action)
-        if not self._handover.done.wait(self._handover_s):
-            self._handover = None
-            raise CaptureStateError(
-                f"{arrived}, which passed no stage for {self._handover_s:.1f} s ({self.identity}); "
-                "start and stop on one thread"
-            )
-
-    def _serve_handover(self) -> None:
-        handover = self._handover
-        if handover is not None and self._owner == threading.get_native_id():
-            self._handover = None
-            handover.action()
-            handover.done.set()
+                f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
+                f"started recording, {absence} ({self.identity}); start and stop on one thread"
+            ) from absence
 
     def _move(self, event: Event) -> None:
         try:
@@ -351,18 +336,6 @@ class Capture:
             anchors=self._anchors,
             cost=CaptureCost(start_s=self._start_s, stop_s=self._stop_s, export_s=self._export_s),
         )
-
-
-def _is_alive(thread: int) -> bool:
-    """Return whether a thread of this process lives, by its native id: others are used again at once."""
-    tasks = Path("/proc/self/task")
-    return not tasks.exists() or (tasks / str(thread)).exists()
-
-
-class _Handover:
-    def __init__(self, action: Callable[[], None]) -> None:
-        self.action = action
-        self.done = threading.Event()
 
 
 def _keeping_times(finish: Callable[[], Artifact], begin_ns: int, end_ns: int) -> Callable[[], Artifact]:

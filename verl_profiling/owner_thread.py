@@ -1,0 +1,67 @@
+"""The thread that owns a recording, for tools that must be stopped where they were started."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["OwnerAbsentError", "OwnerThread"]
+
+
+class OwnerAbsentError(RuntimeError):
+    """The owner cannot run what it was handed: it has ended, or passed no stage in time."""
+
+
+class OwnerThread:
+    """Takes work from other threads over to the thread that owns a recording.
+
+    The owner looks for work whenever it passes a stage, in :meth:`serve`.
+
+    Attributes:
+        waiting: Something was handed over, and the owner has not taken it yet.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = False
+        self._id = 0
+        self._action: Callable[[], None] | None = None
+        self._done = threading.Event()
+
+    def claim(self) -> None:
+        """Make the current thread the owner."""
+        self._id = threading.get_native_id()
+
+    def is_current(self) -> bool:
+        """Return whether the current thread is the owner."""
+        return self._id == threading.get_native_id()
+
+    def serve(self) -> None:
+        """Run what was handed over, if the current thread is the owner."""
+        action = self._action
+        if action is not None and self.is_current():
+            self._withdraw()
+            action()
+            self._done.set()
+
+    def hand_over(self, action: Callable[[], None], timeout_s: float) -> None:
+        """Have the owner run ``action``, and wait until it did.
+
+        Raises:
+            OwnerAbsentError: The owner has ended, or passed no stage for ``timeout_s`` seconds.
+        """
+        if not self._is_alive():
+            raise OwnerAbsentError("which has ended")
+        self._done.clear()
+        self._action, self.waiting = action, True
+        if not self._done.wait(timeout_s):
+            self._withdraw()
+            raise OwnerAbsentError(f"which passed no stage for {timeout_s:.1f} s")
+
+    def _withdraw(self) -> None:
+        self._action, self.waiting = None, False
+
+    def _is_alive(self) -> bool:
+        """Look for the native id: Python's own ids are used again at once."""
+        tasks = Path("/proc/self/task")
+        return not tasks.exists() or (tasks / str(self._id)).exists()
