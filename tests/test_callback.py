@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 from conftest import Pool
@@ -15,7 +16,8 @@ from example_loops import settings, spans, train
 from fleet import CoroutineWorker, TrainWorker, WorkerGroup
 
 from verl_profiling import CaptureStateError, ConfigError, ProfilingCallback, ProfilingConfig, stage
-from verl_profiling.manifest import Manifest, read_manifest
+from verl_profiling.manifest import Manifest, Request, read_manifest
+from verl_profiling.messages import StopReply
 from verl_profiling.session import Session
 
 Work = Callable[[int], object]
@@ -308,6 +310,33 @@ def test_rollout_windows_follow_the_hooks_in_discrete_mode(tmp_path: Path, sessi
     for artifact, window in zip(result.artifacts, windows, strict=True):
         assert artifact.end_ns - artifact.begin_ns > 0
         assert window.begin_ns < artifact.end_ns
+
+
+class ServingWorker(TrainWorker):
+    """A replica that serves one request in each of its windows."""
+
+    def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        """Hand over the window's request."""
+        reply = super().stop_capture(capture_id, finish_s)
+        end_ns = self.calls["stop_capture"]
+        served = Request(replica=0, begin_ns=0, end_ns=end_ns, prompt_tokens=1, response_tokens=1)
+        return msgspec.structs.replace(reply, result=msgspec.structs.replace(reply.result, requests=[served]))
+
+
+def test_the_requests_of_all_rollout_windows_reach_the_manifest(tmp_path: Path, session: Session) -> None:
+    """A step may generate several times, as DAPO does until its batch is full."""
+    config = configured(tmp_path, mode="discrete")
+    worker = ServingWorker()
+    worker.set_up(config, "rollout")
+    callback = ProfilingCallback(config)
+    callback.add_rollout([worker])
+    callback.on_step_begin(2)
+    for _ in range(3):
+        callback.on_rollout_begin()
+        callback.on_rollout_end()
+    callback.on_step_end()
+    [result] = manifest(config).workers
+    assert [request.end_ns for request in result.requests] == [1, 2, 3]
 
 
 # Ray

@@ -231,6 +231,7 @@ def _merge(results: list[CaptureResult]) -> CaptureResult:
         artifacts=[artifact for result in results for artifact in result.artifacts],
         stages=[span for result in results for span in result.stages],
         anchors=[anchor for result in results for anchor in result.anchors],
+        requests=[request for result in results for request in result.requests],
         notes=list(dict.fromkeys(note for result in results for note in result.notes)),
         metrics={name: value for result in results for name, value in result.metrics.items()},
         cost=CaptureCost(
