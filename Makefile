@@ -46,13 +46,13 @@ test-fast: .venv/.ready ## Run the default suite: real Ray, torch.profiler, FSDP
 test-vllm: .venv-vllm/.ready ## Run the tests that drive a real vLLM CPU engine
 test-sglang: .venv-sglang/.ready ## Run the tests that drive a real SGLang CPU engine
 test-megatron: .venv-megatron/.ready ## Run the tests that drive real Megatron-core: TP=2, PP=2 on CPU
-test-npu: .venv-npu/.ready ## Run the tests that drive the real torch_npu on stand-in CANN libraries
+test-npu: .venv-npu/.ready ## Run the tests that drive the real torch_npu on stand-in CANN libraries, and msprobe
 test-vllm test-sglang test-megatron test-npu:
 	.venv-$(@:test-%=%)/bin/python -m pytest -m $(@:test-%=%) $($(@:test-%=%)_TESTS) $(PYTEST_ARGS)
 
 # Environments without what the other tests import.
 megatron_TESTS := tests/workers/test_megatron.py
-npu_TESTS := tests/tools/test_npu.py
+npu_TESTS := tests/tools/test_npu.py tests/tools/test_precision.py
 
 test-gpu: ## Run the tests that need a CUDA device, with PYTHON and its torch
 	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)

@@ -27,6 +27,7 @@ _GRPO = "tests.recipes.test_grpo_tiny::test_every_artifact_is_there"
 _MEGATRON = "tests.workers.test_megatron::"
 _SGLANG = "tests.engines.test_sglang.TestEngine::"
 _NPU = "tests.tools.test_npu.TestRealTorchNpu::"
+_MSPROBE = "tests.tools.test_precision.TestRealMsprobe::"
 _NSYS = "tests.tools.test_nsys.TestUnderRay::"
 _MIXIN = "any `CaptureMixin`"
 
@@ -93,6 +94,14 @@ CELLS = (
         (f"{_NPU}test_a_whole_step", f"{_NPU}test_the_timeline_reads_what_the_parser_wrote"),
     ),
     Cell("npu", _MIXIN, "discrete", CONTRACT, (f"{_NPU}test_each_stage_apart",)),
+    Cell(
+        "precision",
+        _MIXIN,
+        "e2e",
+        REAL,
+        (f"{_MSPROBE}test_a_step_holds_what_torch_was_called_with",),
+    ),
+    Cell("precision", _MIXIN, "discrete", REAL, (f"{_MSPROBE}test_a_stage_that_raises",)),
     Cell("spans", _MIXIN, "e2e", REAL, ("tests.test_session::test_a_capture_goes_from_start_to_stop",)),
 )
 

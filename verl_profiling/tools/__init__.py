@@ -14,6 +14,7 @@ TOOLS = {
     "torch_memory": "verl_profiling.tools.torch_memory:TorchMemoryTool",
     "nsys": "verl_profiling.tools.nsys:NsysTool",
     "npu": "verl_profiling.tools.npu:NpuTool",
+    "precision": "verl_profiling.tools.precision:PrecisionTool",
     "spans": "verl_profiling.tools.spans:SpansTool",
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import msgspec
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.folder import folder_bytes, remove_folder
 from verl_profiling.tools.torch_profiler import MiniBatchWindow
 
 __all__ = ["DOMAIN", "NpuOptions", "NpuTool", "import_torch_npu"]
@@ -242,7 +242,7 @@ class _NpuRecording(Recording):
         if not self._options.analysis:
             reason = f"recorded, not analysed (tools.npu.analysis is false); run analyse() on {self._folder}"
             done = msgspec.structs.replace(
-                artifact, status="ok", reason=reason, bytes=_folder_bytes(self._folder)
+                artifact, status="ok", reason=reason, bytes=folder_bytes(self._folder)
             )
             return [Output(done, None, stop_s)]
         pending = msgspec.structs.replace(artifact, status="pending")
@@ -251,11 +251,7 @@ class _NpuRecording(Recording):
 
     def discard(self) -> None:
         self._profiler.stop()
-        shutil.rmtree(self._folder)
-        try:
-            self._folder.parent.rmdir()
-        except OSError:
-            pass  # something else is in the step folder
+        remove_folder(self._folder)
 
 
 def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifact:
@@ -264,7 +260,7 @@ def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifa
     printed, problem = _run_analysis(recorded, options)
     results = recorded / _RESULTS
     trace = results / "trace_view.json"
-    size = _folder_bytes(recorded.parent)
+    size = folder_bytes(recorded.parent)
     if problem or not trace.is_file():
         reason = (
             f"the analysis {problem or 'wrote no trace_view.json'}{_last_error(printed)}; raw data is kept"
@@ -318,7 +314,3 @@ def _run_analysis(recorded: Path, options: NpuOptions) -> tuple[str, str]:
 def _last_error(printed: str) -> str:
     errors = [line for line in printed.splitlines() if "[ERROR]" in line]
     return f" ({errors[-1].partition('.py: ')[2] or errors[-1]})" if errors else ""
-
-
-def _folder_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,192 @@
+"""The ``precision`` tool: its options anywhere, and captures with the real msprobe where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_profiling import ConfigError, ProfilingConfig, ToolUnavailableError
+from verl_profiling.report.check import check
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.workers import CaptureMixin
+
+ROOT = Path(__file__).resolve().parents[2]
+Outcome = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "problem"),
+    [
+        ({"task": "overflow_check"}, "tools.precision.task", "choose from: statistics, tensor, structure"),
+        ({"level": "L2"}, "tools.precision.level", "choose from: L0, L1, mix"),
+        ({"task": "structure"}, "tools.precision.level", "must be L0 or mix"),
+        ({"task": "tensor", "summary": "md5"}, "tools.precision.summary", "task is tensor"),
+    ],
+)
+def test_a_wrong_option_is_named(options: Outcome, key: str, problem: str) -> None:
+    """What msprobe would change with a printed warning is an error here, before training starts."""
+    with pytest.raises(ConfigError, match=problem) as caught:
+        ProfilingConfig.from_any({"enable": True, "tool": "precision", "tools": {"precision": options}})
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("other", ["torch", "torch_memory", "nsys", "npu"])
+def test_it_does_not_record_beside_what_measures(other: str) -> None:
+    """It runs statistics of its own on the device: times and memory beside it would be msprobe's."""
+    with pytest.raises(ConfigError, match=f"precision cannot record together with {other}"):
+        ProfilingConfig.from_any({"enable": True, "tool": [other, "precision"]})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("msprobe") is not None, reason="msprobe is installed")
+def test_without_msprobe_it_says_what_to_install() -> None:
+    """The worker's set-up fails, before training starts."""
+    with pytest.raises(ToolUnavailableError, match="pip install mindstudio-probe"):
+        CaptureMixin().init_capture({"enable": True, "tool": "precision"}, role="actor")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """Return a function that runs a scenario in a process of its own, once, and returns what came out."""
+    if importlib.util.find_spec("msprobe") is None:
+        pytest.skip("msprobe is not installed; `make test-npu` builds an environment with it")
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(ROOT)}
+
+    @cache
+    def run(name: str) -> Outcome:
+        folder = tmp_path_factory.mktemp(name)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.npu.precision_scenarios", name, str(folder)],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        found: Outcome = json.loads(done.stdout.splitlines()[-1])
+        return {**found, "folder": folder}
+
+    return run
+
+
+def artifacts(result: Outcome) -> list[tuple[str, str]]:
+    """Return the path and the status of each artifact of a result."""
+    return [(artifact["path"], artifact["status"]) for artifact in result["artifacts"]]
+
+
+LINEAR = ["Functional.linear.0.forward", "Functional.linear.0.backward"]
+
+
+@pytest.mark.npu
+@pytest.mark.timeout(300)
+class TestRealMsprobe:
+    """What the real msprobe does in our hands, on torch's CPU build."""
+
+    def test_a_step_holds_what_torch_was_called_with(self, ran: Callable[[str], Outcome]) -> None:
+        """In e2e mode each step has a folder of its own, with nothing of the steps before in it."""
+        outcome = ran("calls")
+        assert list(outcome["steps"]) == ["step_000002", "step_000004"]
+        for step, dumps in ((2, outcome["steps"]["step_000002"]), (4, outcome["steps"]["step_000004"])):
+            [(path, names)] = dumps.items()
+            assert path == f"actor_rank3.precision/step{step}/rank3"
+            assert sum("linear" in name and name.endswith("forward") for name in names) == step
+            assert set(LINEAR) <= set(names)
+        run = outcome["folder"] / "run"
+        result = check(run / "step_000002")
+        assert result.ok, result.artifacts
+        assert [source.lane for step in find_steps(run) for source in step.sources] == [], "no trace: no lane"
+
+    def test_a_stage_that_raises(self, ran: Callable[[str], Outcome]) -> None:
+        """The user's exception passes, its stage is kept as failed, the next stage's dump is whole."""
+        outcome = ran("calls")["raises"]
+        assert "mat1 and mat2 shapes cannot be multiplied" in outcome["raised"]
+        assert artifacts(outcome["result"]) == [
+            ("actor_rank0.update_actor.precision", "ok"),
+            ("actor_rank0.update_critic.precision", "ok"),
+        ]
+        assert [span["failed"] for span in outcome["result"]["stages"]] == [True, False]
+        [_, critic] = outcome["entries"].values()
+        assert [name for name in critic if "linear" in name] == LINEAR
+
+    def test_a_second_start_is_refused(self, ran: Callable[[str], Outcome]) -> None:
+        """The session refuses it, and the first recording is whole."""
+        outcome = ran("calls")["twice"]
+        assert "already recording step 1 (actor rank 0" in outcome["again"]
+        assert artifacts(outcome["result"]) == [("actor_rank0.precision", "ok")]
+
+    def test_folders_that_cannot_be_written(self, ran: Callable[[str], Outcome]) -> None:
+        """The start says so; msprobe, which leaves itself switched on then, is switched off."""
+        outcome = ran("calls")
+        assert "Not a directory" in outcome["unwritable"]
+        assert outcome["unfit"].startswith("CaptureStateError: actor_rank0: msprobe did not start")
+        assert "only writes to paths of letters" in outcome["unfit"]
+        assert outcome["off_after_a_failure"]
+
+    def test_a_disk_that_is_full_at_the_end(self, ran: Callable[[str], Outcome]) -> None:
+        """The artifact is failed and names the file, training goes on, and so do later recordings."""
+        outcome = ran("calls")
+        [artifact] = outcome["full"]["artifacts"]
+        assert artifact["status"] == "failed"
+        assert "dump.json failed" in artifact["reason"]
+        assert outcome["warm_up"]["status"] == "skipped"
+
+    def test_a_disk_that_is_full_while_recording(self, ran: Callable[[str], Outcome]) -> None:
+        """The known limit: msprobe writes every thousand calls, inside of torch, and raises there."""
+        outcome = ran("calls")["full_at_once"]
+        assert "dump.json failed" in outcome["raised"]
+        assert outcome["result"]["status"] == "failed"
+
+    def test_a_recording_of_nothing_is_empty(self, ran: Callable[[str], Outcome]) -> None:
+        """Msprobe writes a file without entries; it is not taken for data."""
+        [artifact] = ran("calls")["idle"]["artifacts"]
+        assert artifact["status"] == "empty"
+        assert "nothing that msprobe records ran" in artifact["reason"]
+
+    def test_a_warm_up_leaves_nothing(self, ran: Callable[[str], Outcome]) -> None:
+        """It is recorded and thrown away, its folder too."""
+        assert ran("calls")["warm_up"] == {"status": "skipped", "left": False}
+
+    def test_torch_is_itself_between_recordings(self, ran: Callable[[str], Outcome]) -> None:
+        """The functions that msprobe wrapped are put back, so steps that are not recorded pay nothing."""
+        outcome = ran("calls")
+        assert outcome["restored"]
+        assert not outcome["open"]
+
+    def test_other_options_in_one_process_are_refused(self, ran: Callable[[str], Outcome]) -> None:
+        """The debugger is made once per process: silently, the first options would stay."""
+        assert "cannot be made again" in ran("calls")["other_options"]
+
+    def test_a_debugger_of_the_application_is_left_alone(self, ran: Callable[[str], Outcome]) -> None:
+        """We refuse, and it records what it would have recorded."""
+        outcome = ran("own_debugger")
+        assert "has a PrecisionDebugger of its own" in outcome["message"]
+        assert set(LINEAR) <= set(outcome["own"])
+
+    def test_modules_of_the_model_that_was_named(self, ran: Callable[[str], Outcome]) -> None:
+        """Level mix holds modules and calls; without a model it says what to call."""
+        outcome = ran("modules")
+        assert "watch_model(model)" in outcome["unknown"]
+        assert {"Module.0.Linear.forward.0", "Module.1.ReLU.backward.0", *LINEAR} <= set(outcome["entries"])
+
+    def test_the_structure_of_the_model(self, ran: Callable[[str], Outcome]) -> None:
+        """The modules that ran, in a recording that holds no values; empty when none ran."""
+        outcome = ran("structure")
+        assert list(outcome["modules"]) == ["Module.0.Linear.forward.0", "Module.0.Linear.backward.0"]
+        assert (outcome["result"]["status"], outcome["idle"]["status"]) == ("ok", "empty")
+
+    def test_tensors_of_one_call(self, ran: Callable[[str], Outcome]) -> None:
+        """The tensors are where the dump says they are, with their values; others are not kept."""
+        outcome = ran("tensors")
+        assert outcome["entries"] == LINEAR[:1]
+        assert outcome["values"]["Functional.linear.0.forward.input.0.pt"] == [2, 4]
+        assert outcome["result"]["artifacts"][0]["bytes"] > 0

@@ -1,0 +1,214 @@
+"""The ``precision`` tool: values of tensors, with msprobe's ``PrecisionDebugger``."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.folder import folder_bytes, remove_folder
+
+__all__ = ["PrecisionOptions", "PrecisionTool", "watch_model"]
+
+_NO_DATA = (b'"data": {}\n}', b"{}")  # how dump.json and construct.json end when nothing is in them
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionOptions:
+    """Options of the ``precision`` tool.
+
+    Attributes:
+        task: ``statistics``: minimum, maximum, mean and norm of every tensor. ``tensor``: the
+            tensors themselves. ``structure``: the modules that ran, no values.
+        level: What is looked at: ``L1`` calls of torch, ``L0`` modules, ``mix`` both. For modules
+            the worker names its model with :func:`watch_model`.
+        summary: What ``statistics`` holds: the statistics, or ``md5`` checksums.
+        only: Names of the calls or modules to record, as msprobe's ``list`` takes them.
+        data: Which of their data; all by default.
+    """
+
+    task: Literal["statistics", "tensor", "structure"] = "statistics"
+    level: Literal["L0", "L1", "mix"] = "L1"
+    summary: Literal["statistics", "md5"] = "statistics"
+    only: tuple[str, ...] = ()
+    data: tuple[Literal["forward", "backward", "input", "output"], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.task == "structure" and self.level == "L1":
+            raise ConfigError("level", "must be L0 or mix for the task structure, which is one of modules")
+        if self.summary != "statistics" and self.task != "statistics":
+            raise ConfigError("summary", f"is of the task statistics, task is {self.task}")
+
+    def as_config(self) -> dict[str, Any]:
+        """Return them as msprobe's ``config.json``."""
+        task: dict[str, Any] = {"list": list(self.only), "data_mode": list(self.data) or ["all"]}
+        if self.task == "statistics":
+            task["summary_mode"] = self.summary
+        return {"task": self.task, "level": self.level, self.task: task}
+
+
+def watch_model(model: Any) -> None:
+    """Name the model whose modules the levels ``L0`` and ``mix`` record in this process.
+
+    Args:
+        model: A ``torch.nn.Module``. It is kept by a weak reference.
+    """
+    global _model
+    _model = weakref.ref(model)
+
+
+_model: weakref.ref[Any] | None = None
+
+
+class PrecisionTool(Tool):
+    """Records with ``msprobe.pytorch.PrecisionDebugger``.
+
+    That is one object per process, set up once, which wraps torch's functions for as long as the
+    process lives. So it is made when the first recording starts, told folder and step at each
+    start, and the functions are put back at each stop: between recordings a process runs at
+    full speed.
+    """
+
+    name: ClassVar[str] = "precision"
+    suffix: ClassVar[str] = ".precision"
+    options_class: ClassVar[type] = PrecisionOptions
+    conflicts: ClassVar[frozenset[str]] = frozenset({"torch", "torch_memory", "nsys", "npu"})
+    options: PrecisionOptions
+
+    def prepare(self) -> None:
+        """Import msprobe, which takes seconds."""
+        if importlib.util.find_spec("msprobe") is None:
+            raise ToolUnavailableError(
+                "tool 'precision' needs msprobe; install it with: pip install mindstudio-probe"
+            )
+        try:
+            import msprobe.pytorch  # noqa: F401
+        except ImportError as error:
+            raise ToolUnavailableError(
+                f"tool 'precision': msprobe cannot be loaded: {error}; install what it lacks"
+            ) from error
+
+    def start(self, target: Target) -> Recording:
+        """Start recording into the target's own folder, whatever was recorded before."""
+        self.prepare()
+        model = None if self.options.level == "L1" else _watched(target.lane)
+        debugger = _own.get(self.options, target.lane)
+        recording = _PrecisionRecording(debugger, target)
+        recording.start(model)
+        return recording
+
+
+class _PrecisionRecording(Recording):
+    def __init__(self, debugger: Any, target: Target) -> None:
+        self._debugger = debugger
+        self._target = target
+        self._folder = target.path(PrecisionTool.suffix)
+        self._file = "construct.json" if debugger.service.config.task == "structure" else "dump.json"
+
+    def start(self, model: Any) -> None:
+        """Switch msprobe on, or leave it off when it raises.
+
+        Raises:
+            CaptureStateError: It did not start.
+        """
+        self._folder.mkdir(parents=True)
+        service, metadata = self._debugger.service, self._target.metadata
+        service.config.dump_path = str(self._folder)
+        self._debugger.set_init_step(metadata.get("step", 0))
+        service.api_register.register_all_api()
+        try:
+            self._debugger.start(model=model, rank_id=metadata.get("worker", {}).get("rank"))
+        except Exception as error:
+            self.discard()
+            raise CaptureStateError(
+                f"{self._target.lane}: msprobe did not start: {error}; it only writes to paths of letters, "
+                f"digits and any of _.:/- (here {self._folder})"
+            ) from error
+
+    def stop(self) -> Sequence[Output]:
+        begin = time.perf_counter()
+        self._switch_off()
+        stop_s = time.perf_counter() - begin
+        artifact = self._target.artifact(PrecisionTool)
+        if not any(map(_holds_data, self._folder.glob(f"step*/*/{self._file}"))):
+            reason = "nothing that msprobe records ran, or nothing that tools.precision.only names"
+            return [Output(msgspec.structs.replace(artifact, status="empty", reason=reason), None, stop_s)]
+        done = msgspec.structs.replace(artifact, status="ok", bytes=folder_bytes(self._folder))
+        return [Output(done, None, stop_s)]
+
+    def discard(self) -> None:
+        try:
+            self._switch_off()
+        finally:
+            remove_folder(self._folder)
+
+    def _switch_off(self) -> None:
+        """Stop, write, and forget: what is left over would go into the next recording."""
+        service = self._debugger.service
+        try:
+            self._debugger.stop()
+        finally:
+            service.reset_status()
+            service.api_register.restore_all_api()
+
+
+class _Own:
+    """The debugger of this process, if we made it, with the options it was made with."""
+
+    def __init__(self) -> None:
+        self._made: tuple[Any, PrecisionOptions] | None = None
+
+    def get(self, options: PrecisionOptions, lane: str) -> Any:
+        """Return the debugger, made at the first call.
+
+        Raises:
+            CaptureStateError: It is the application's, or was made with other options.
+        """
+        from msprobe.pytorch import PrecisionDebugger
+
+        if self._made is None:
+            if PrecisionDebugger._instance is not None:
+                raise CaptureStateError(
+                    f"{lane}: the application has a PrecisionDebugger of its own, and a process has one; "
+                    "remove that one, or leave precision out of tool"
+                )
+            with tempfile.TemporaryDirectory() as folder:
+                config = Path(folder, "config.json")
+                config.write_bytes(msgspec.json.encode(options.as_config()))
+                self._made = PrecisionDebugger(config_path=str(config), dump_path=folder), options
+        debugger, made_with = self._made
+        if made_with != options:
+            raise CaptureStateError(
+                f"{lane}: this process's PrecisionDebugger was made with {made_with}, and it cannot be made "
+                "again; give the roles that share a process the same tools.precision"
+            )
+        return debugger
+
+
+_own = _Own()
+
+
+def _watched(lane: str) -> Any:
+    model = None if _model is None else _model()
+    if model is None:
+        raise CaptureStateError(
+            f"{lane}: tools.precision.level records modules, and the model is not known; call "
+            "verl_profiling.tools.precision.watch_model(model) once, or take level L1"
+        )
+    return model
+
+
+def _holds_data(written: Path) -> bool:
+    """Return whether a file of msprobe's holds any entry; at the start it writes them without."""
+    with written.open("rb") as file:
+        file.seek(max(0, written.stat().st_size - 16))
+        return not file.read().endswith(_NO_DATA)
