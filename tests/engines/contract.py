@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import time
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -56,6 +57,26 @@ async def stop(server: Any, capture_id: str | None = None) -> CaptureResult:
     server.news.extend(reply.finished)
     result: CaptureResult = reply.result
     return result
+
+
+async def assert_idling_with_stacks_is_cheap(server: Any, order: CaptureRequest) -> None:
+    """Capture an engine that idles around its generation, with stacks and shapes.
+
+    It polls while it idles, and 3 s of that took minutes to write.
+    """
+    await server.start_capture(order)
+    await asyncio.sleep(3)
+    await server.generate(1, 30)
+    await asyncio.sleep(3)
+    begin = time.monotonic()
+    result = await stop(server, order.capture_id)
+    assert time.monotonic() - begin < 60
+    [artifact] = await finished(server, result)
+    assert artifact.status == "ok", artifact
+    trace = Path(order.folder) / artifact.path
+    assert server.iterations(trace) == 10, "the default of rollout.count with stacks"
+    assert any(event.get("cat") == "python_function" for event in spans(trace))
+    assert any("Input Dims" in event.get("args", {}) for event in spans(trace))
 
 
 class EngineContract:

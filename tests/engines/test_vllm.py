@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.engines.contract import WindowContract, finished, request, spans, stop
+from tests.engines.contract import WindowContract, assert_idling_with_stacks_is_cheap, request, spans, stop
 from verl_profiling.errors import CaptureStateError, ConfigError
+from verl_profiling.session import Session
 from verl_profiling.workers import VLLMCaptureMixin
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
@@ -133,23 +134,14 @@ class TestTensorParallel(WindowContract):
         assert paths[0].name == "rollout0_rank1.torch.json.gz"
 
 
-async def test_idle_engine_with_stacks_stops_before_its_deadline(tiny_model: Path, tmp_path: Path) -> None:
-    """Stacks of an idle engine are written in `rollout.stop_s`; they and shapes are there when asked for."""
+async def test_idling_with_stacks_is_cheap(tiny_model: Path, tmp_path: Path) -> None:
+    """With stacks recording begins with the first iteration and ends after a few, not while polling."""
     changes = {"tools": {"torch": {"stack": True, "shapes": True}}}
     server = Server(tiny_model, tmp_path, changes=changes)
     try:
         server.reconfigure(**changes)
         await server.generate(1, 2)
-        order = request(tmp_path)
-        await server.start_capture(order)
-        await asyncio.sleep(1)
-        await server.generate(1, 2)
-        result = await stop(server, order.capture_id)
-        assert result.status == "ok", result.reason
-        [artifact] = await finished(server, result)
-        events = spans(Path(order.folder) / artifact.path)
-        assert any(event.get("cat") == "python_function" for event in events)
-        assert any("Input Dims" in event.get("args", {}) for event in events)
+        await assert_idling_with_stacks_is_cheap(server, request(tmp_path))
     finally:
         server.close()
 
@@ -171,13 +163,18 @@ async def test_window_of_engine_args(tiny_model: Path, tmp_path: Path) -> None:
         server.close()
 
 
-async def test_engine_without_a_profiler_is_refused_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
-    """An engine that was started without `engine_args` cannot be captured: said at init, not later."""
+async def test_engine_without_a_profiler(tiny_model: Path, tmp_path: Path, session: Session) -> None:
+    """Asked for traces it is refused at init, with the remedy; asked for spans it has its requests noted."""
     server = Server(tiny_model, tmp_path, changes={"enable": False})
     try:
         with pytest.raises(CaptureStateError, match=r"no profiler.*engine_args\(config\)"):
             server.reconfigure()
+        server.reconfigure(tool="spans")
+        order = request(tmp_path)
+        await server.start_capture(order)
         assert await server.generate(1, 2) == 2
+        result = await stop(server, order.capture_id)
+        assert (result.status, result.artifacts, len(result.requests)) == ("ok", [], 1), result
     finally:
         server.close()
 

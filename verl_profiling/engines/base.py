@@ -9,7 +9,7 @@ from typing import ClassVar, NoReturn
 from uuid import uuid4
 
 from verl_profiling.config import RoleConfig
-from verl_profiling.engines.options import EngineStage
+from verl_profiling.engines.options import EngineStage, RolloutOptions
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
@@ -37,12 +37,14 @@ class EngineAdapter(ABC):
 
     Attributes:
         name: Name of the engine.
+        window: How much of a rollout is recorded.
         spool: Folder into which the engine writes, whatever the step.
         ranks: How many ranks write a trace.
         stages: What is recorded apart; ``(None,)`` for one trace per rank.
     """
 
     name: ClassVar[str]
+    window: RolloutOptions
     spool: Path
     ranks: int
     stages: tuple[EngineStage | None, ...] = (None,)

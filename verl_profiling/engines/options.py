@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from verl_profiling.errors import ConfigError
@@ -10,6 +10,8 @@ from verl_profiling.errors import ConfigError
 __all__ = ["EngineStage", "RolloutOptions", "SGLangOptions"]
 
 EngineStage = Literal["prefill", "decode"]
+
+_COUNT_WITH_STACKS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class RolloutOptions:
 
     Attributes:
         start: Engine iterations that pass before recording begins.
-        count: Engine iterations that are recorded; ``None`` for no limit.
+        count: Engine iterations that are recorded; ``None`` for no limit, or for 10 with stacks.
         max_window_s: Seconds after which recording ends, whatever else is set; ``None`` for no limit.
         by_stage: Record prefill and decode apart, ``count`` iterations of each.
         stop_s: Seconds given to the engine to stop and write its traces; at most nine tenths of
@@ -79,6 +81,14 @@ class RolloutOptions:
             raise ConfigError("by_stage", f"excludes {other}; recording begins with the first of each stage")
         if self.sglang.stages is not None and not self.by_stage:
             raise ConfigError("sglang.stages", "needs rollout.by_stage=true")
+
+    def with_stacks(self) -> RolloutOptions:
+        """Return these options for a recording with stacks, which is counted.
+
+        Between iterations an engine polls, a million Python calls a second, and writing these takes
+        far longer than they took.
+        """
+        return self if self.count is not None else replace(self, count=_COUNT_WITH_STACKS)
 
     @property
     def bounded(self) -> bool:

@@ -248,8 +248,8 @@ class EngineRecorder(Recorder):
         return artifacts
 
     def _without_file(self, artifact: Artifact, problem: str) -> Artifact:
-        if self._rollout.bounded and not problem:
-            reason = f"the window was never reached ({self._rollout})"
+        if self._engine.window.bounded and not problem:
+            reason = f"the window was never reached ({self._engine.window})"
             return msgspec.structs.replace(artifact, status="empty", reason=reason)
         reason = (
             problem or f"{self._engine.name} reported no error and wrote no trace; its own log may say why"

@@ -6,7 +6,6 @@ each version offers is read off its own code: docs/engines.md has the table.
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,8 +21,6 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.tools.torch_profiler import TorchOptions
 
 __all__ = ["SGLangAdapter"]
-
-logger = logging.getLogger(__name__)
 
 _ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU"}
 _STAGES: dict[str, EngineStage] = {"EXTEND": "prefill", "DECODE": "decode"}
@@ -50,19 +47,20 @@ class SGLangAdapter(EngineAdapter):
     name: ClassVar[str] = "SGLang"
 
     def __init__(self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity) -> None:
-        self._rollout = config.rollout
+        options = torch_options(config.for_role(identity.role), self.name)
+        with_stacks = options is not None and options.stack
+        self.window = config.rollout.with_stacks() if with_stacks else config.rollout
         self._identity = identity
         self._manager = None if isinstance(engine, str) else _manager_of(engine, identity)
         self._calls: SGLangCalls = HTTPCalls(engine) if self._manager is None else ManagerCalls(self._manager)
         self.spool = new_spool(config.save_path)
-        if self._rollout.by_stage:
-            self.stages = self._rollout.sglang.stages or ("prefill", "decode")
+        if self.window.by_stage:
+            self.stages = self.window.sglang.stages or ("prefill", "decode")
         server = self._calls.server_args
         self._tp, self._pp = int(server.get("tp_size") or 1), int(server.get("pp_size") or 1)
         dp = int(server.get("dp_size") or 1)
         self._dp = 1 if server.get("enable_dp_attention") else dp
         self.ranks = self._tp * self._pp * self._dp
-        options = torch_options(config.for_role(identity.role), self.name)
         self._options = self._start_options(options, identity.role) if options is not None else {}
 
     async def start(self, label: str) -> None:
@@ -81,7 +79,7 @@ class SGLangAdapter(EngineAdapter):
 
     async def stop(self) -> None:
         stopped = await self._calls.stop()
-        if self._rollout.by_stage or (self._rollout.bounded and not stopped):
+        if self.window.by_stage or (self.window.bounded and not stopped):
             await self._disarm()
 
     def identify(self, path: Path, label: str) -> EngineTrace | None:
@@ -93,7 +91,7 @@ class SGLangAdapter(EngineAdapter):
         return EngineTrace(rank, self._stage(path, found["stage"]))
 
     def extra_suffix(self, path: Path) -> str:
-        merged = self._rollout.sglang.merge and path.name.startswith("merged-")
+        merged = self.window.sglang.merge and path.name.startswith("merged-")
         return ".sglang-merged.json.gz" if merged else ""
 
     def watch(self, log: RequestLog) -> None:
@@ -103,7 +101,7 @@ class SGLangAdapter(EngineAdapter):
     @property
     def _takes_label(self) -> bool:
         # With a prefix, SGLang's merge finds none of the files it is to merge.
-        return "profile_prefix" in self._calls.offers and not self._rollout.sglang.merge
+        return "profile_prefix" in self._calls.offers and not self.window.sglang.merge
 
     async def _disarm(self) -> None:
         """Take back a window that was not reached: it would open in a later capture, or outside any.
@@ -122,7 +120,7 @@ class SGLangAdapter(EngineAdapter):
 
     def _stage(self, path: Path, stage: str | None) -> EngineStage | None:
         """Return a trace's stage. One that was cut by the stop does not say which it is."""
-        if not self._rollout.by_stage:
+        if not self.window.by_stage:
             return None
         if stage is not None:
             return _STAGES[stage]
@@ -134,13 +132,7 @@ class SGLangAdapter(EngineAdapter):
         for name in ("memory", "flops"):
             if getattr(options, name):
                 refuse_option(role, name, "false", f"SGLang does not record {name}")
-        rollout = self._rollout
-        if options.stack and rollout.count is None:
-            logger.warning(
-                "%s: an idle SGLang spins, and tools.torch.stack records every turn of it: "
-                "seconds of that take minutes to write; set rollout.count",
-                self._identity,
-            )
+        rollout = self.window
         if rollout.start:
             raise ConfigError(
                 "rollout.start",

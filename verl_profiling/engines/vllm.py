@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import os
 import re
 from importlib.util import find_spec
@@ -33,6 +34,8 @@ __all__ = [
     "vllm_engine_args",
 ]
 
+logger = logging.getLogger(__name__)
+
 _DIR_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
 _ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
 _PLACE = re.compile(r"(?:^|_)dp(\d+)_pp(\d+)_tp(\d+)")
@@ -55,20 +58,20 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
         return {}
     if find_spec("vllm") is None:
         raise ToolUnavailableError("engine_args: vLLM is not installed; pip install 'verl-profiling[vllm]'")
-    _check_window(config.rollout)
+    window = _window(config.rollout, options)
     spool = new_spool(config.save_path)
     if find_spec("vllm.config.profiler") is None:
         if options.activities is not None:
             refuse_option(role, "activities", "null", f"vLLM {_version()} records all that there is")
         known = _variables()
-        variables = profiler_variables(options, config.rollout, spool)
+        variables = profiler_variables(options, window, spool)
         os.environ.update({name: value for name, value in variables.items() if name in known})
         return {}
     from vllm.config import ProfilerConfig
 
     if options.activities is not None and "torch_profiler_activities" not in _fields(ProfilerConfig):
         refuse_option(role, "activities", "null", f"vLLM {_version()} records all that there is")
-    return {"profiler_config": ProfilerConfig(**profiler_settings(options, config.rollout, spool))}
+    return {"profiler_config": ProfilerConfig(**profiler_settings(options, window, spool))}
 
 
 def profiler_settings(options: TorchOptions, window: RolloutOptions, spool: Path) -> dict[str, Any]:
@@ -85,7 +88,7 @@ def profiler_settings(options: TorchOptions, window: RolloutOptions, spool: Path
         "torch_profiler_dump_cuda_time_total": False,
         # The front end runs in this process, where the session may record already.
         "ignore_frontend": True,
-        "delay_iterations": _delay(window),
+        "delay_iterations": _delay(window, options.stack),
         "max_iterations": window.count or 0,
     }
     if options.activities is not None:
@@ -103,7 +106,7 @@ def profiler_variables(options: TorchOptions, window: RolloutOptions, spool: Pat
         "VLLM_TORCH_PROFILER_USE_GZIP": False,
         "VLLM_TORCH_PROFILER_DUMP_CUDA_TIME_TOTAL": False,
         "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM": True,
-        "VLLM_PROFILER_DELAY_ITERS": _delay(window),
+        "VLLM_PROFILER_DELAY_ITERS": _delay(window, options.stack),
         "VLLM_PROFILER_MAX_ITERS": window.count or 0,
     }
     return {_DIR_VARIABLE: str(spool), **{name: str(int(value)) for name, value in switches.items()}}
@@ -135,18 +138,20 @@ class VLLMAdapter(EngineAdapter):
     def __init__(self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity) -> None:
         self._engine = engine
         self._identity = identity
-        self._rollout = config.rollout
         if not callable(getattr(engine, "start_profile", None)):
             raise ToolUnavailableError(
                 f"{identity}: {type(engine).__name__} of vLLM {_version()} has no start_profile; "
                 "install vllm>=0.8.5, and pass an AsyncLLM or an LLM"
             )
-        _check_window(config.rollout)
         parameters = inspect.signature(engine.start_profile).parameters
         self._takes_prefix = "profile_prefix" in parameters
         self._takes_window = "max_iterations" in parameters
         vllm_config = getattr(engine, "llm_engine", engine).vllm_config
-        self.spool = self._configured_spool(getattr(vllm_config, "profiler_config", None))
+        options = torch_options(config.for_role(identity.role), self.name)
+        if options is not None:
+            self.window = _window(config.rollout, options)
+            self._delay = _delay(self.window, options.stack)
+            self.spool = self._configured_spool(getattr(vllm_config, "profiler_config", None))
         parallel = vllm_config.parallel_config
         self._pp, self._tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
         self.ranks = self._pp * self._tp * parallel.data_parallel_size
@@ -156,8 +161,8 @@ class VLLMAdapter(EngineAdapter):
         if self._takes_prefix:
             arguments["profile_prefix"] = label
         if self._takes_window:
-            arguments["delay_iterations"] = _delay(self._rollout)
-            arguments["max_iterations"] = self._rollout.count or 0
+            arguments["delay_iterations"] = self._delay
+            arguments["max_iterations"] = self.window.count or 0
         try:
             await _result(self._engine.start_profile(**arguments))
         except Exception as error:
@@ -200,7 +205,7 @@ class VLLMAdapter(EngineAdapter):
             kind = profiler_config.profiler or "no profiler"
             raise CaptureStateError(f"init_capture: vLLM was started with {kind}, not with torch; {remedy}")
         configured = (profiler_config.delay_iterations, profiler_config.max_iterations)
-        wanted = (_delay(self._rollout), self._rollout.count or 0)
+        wanted = (self._delay, self.window.count or 0)
         if not self._takes_window and configured != wanted:
             raise CaptureStateError(
                 f"init_capture: vLLM {_version()} was started with (delay, iterations) = {configured}, and "
@@ -215,24 +220,33 @@ async def _result(answer: Any) -> None:
         await answer
 
 
-def _delay(options: RolloutOptions) -> int:
+def _delay(window: RolloutOptions, stack: bool) -> int:
     """Return vLLM's ``delay_iterations``: the number of the first recorded iteration, 0 for at once."""
-    return options.start + 1 if options.start else 0
+    return window.start + 1 if window.start or stack else 0
 
 
-def _check_window(options: RolloutOptions) -> None:
-    if options.by_stage:
+def _window(rollout: RolloutOptions, options: TorchOptions) -> RolloutOptions:
+    """Return how much is recorded.
+
+    Raises:
+        ConfigError: The installed vLLM cannot record that.
+    """
+    if rollout.by_stage:
         raise ConfigError("rollout.by_stage", "vLLM cannot record prefill and decode apart; set it to false")
-    bounded = options.start or options.count is not None
-    if (
-        bounded
-        and find_spec("vllm.config.profiler") is None
-        and "VLLM_PROFILER_MAX_ITERS" not in _variables()
-    ):
-        key = "rollout.start" if options.start else "rollout.count"
+    if find_spec("vllm.config.profiler") is not None or "VLLM_PROFILER_MAX_ITERS" in _variables():
+        return rollout.with_stacks() if options.stack else rollout
+    if rollout.start or rollout.count is not None:
+        key = "rollout.start" if rollout.start else "rollout.count"
         raise ConfigError(
             key, f"vLLM {_version()} cannot count iterations; install vllm>=0.12, or use rollout.max_window_s"
         )
+    if options.stack:
+        logger.warning(
+            "vLLM %s cannot count iterations, and its idle workers poll: a second of stacks can take a "
+            "minute to write; set rollout.max_window_s, or install vllm>=0.12",
+            _version(),
+        )
+    return rollout
 
 
 def _variables() -> set[str]:
