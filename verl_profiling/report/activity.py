@@ -1,36 +1,30 @@
-"""Reduces the traces of one lane to sets of time and totals, in bounded memory.
-
-What counts as busy depends on what the trace holds:
-
-* **Device trace** (it has kernels, copies or sets): busy is the union, over all streams, of
-  ``kernel``, ``gpu_memcpy`` and ``gpu_memset`` events. A kernel whose name contains ``nccl``
-  communicates, any other computes; copies and sets are memory.
-* **CPU trace** (it has none): busy is the union, over all threads, of ``cpu_op`` events and of
-  collectives. ``gloo:``, ``nccl:``, ``mpi:`` and ``c10d::`` names communicate, every other
-  operator computes. Waiting in Python between operators is not busy.
-
-The classes of device events are those of HolisticTraceAnalysis 0.5 (``utils/utils.py``,
-``get_kernel_type``), so that the figures can be compared.
-"""
+"""Reduces the traces of one lane to sets of time and totals, in bounded memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from verl_profiling.report.engine import Iteration, parse_iteration
 from verl_profiling.report.intervals import EMPTY, Spans, union
+from verl_profiling.report.kinds import (
+    COMMUNICATION,
+    COMPUTE,
+    HOST,
+    HOST_COMMUNICATION,
+    MEMORY,
+    NOTHING,
+    kind_of,
+)
+from verl_profiling.report.npu import NpuEvents
 from verl_profiling.report.optimes import OpTimes
 from verl_profiling.timeline.reader import Event, Trace
 
 __all__ = ["Activity", "read_activity"]
 
-_COMPUTE, _COMMUNICATION, _MEMORY, _HOST, _HOST_COMMUNICATION = range(5)
-_DEVICE_KINDS = {"kernel": _COMPUTE, "gpu_memcpy": _MEMORY, "gpu_memset": _MEMORY}
-_HOST_CATEGORIES = {"cpu_op", "cuda_runtime", "cuda_driver"}
-_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "c10d::")
 _ITERATIONS = ("execute_", "step[")
 
 
@@ -38,7 +32,7 @@ class Activity:
     """When one lane did what, on the controller's clock.
 
     Attributes:
-        on_device: Whether the trace holds device events (see the module's text).
+        on_device: Whether the trace holds device events (see :mod:`~verl_profiling.report.kinds`).
         compute: When it computed.
         communication: When it communicated.
         memory: When it copied or set memory.
@@ -72,21 +66,24 @@ class Activity:
         return union(self.compute, self.communication, self.memory)
 
 
-def read_activity(traces: Iterable[tuple[Path, int]]) -> Activity:
+def read_activity(traces: Iterable[tuple[Path, int]], marks: Collection[str] = ()) -> Activity:
     """Read the traces of one lane.
 
     Args:
         traces: Path and clock offset (ns, to be subtracted) of each.
+        marks: Names of the worker's stages, which torch_npu writes as operators.
 
     Raises:
         TraceFormatError: A trace cannot be read at all.
     """
-    reduction = _Reduction()
+    reduction = _Reduction(marks)
     activity = reduction.activity
     for path, offset_ns in traces:
         trace = Trace(path)
+        npu = NpuEvents()
         for events in trace.chunks():
-            reduction.add(events, trace.base_ns - offset_ns)
+            reduction.add(events, trace.base_ns - offset_ns, npu)
+        reduction.add_npu(npu)
         activity.events += trace.events
         activity.problems += [f"{path.name}: {warning}" for warning in trace.warnings]
     reduction.finish()
@@ -96,49 +93,93 @@ def read_activity(traces: Iterable[tuple[Path, int]]) -> Activity:
 class _Reduction:
     """Takes events chunk by chunk; what it keeps does not grow with the length of names or arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: Collection[str]) -> None:
         self.activity = Activity()
+        self._marks = frozenset(marks)
+        self._numbers: dict[tuple[str, str], int] = {}  # by category and name
+        self._kind_of: list[int] = []  # by number
         self._kinds: dict[int, Spans] = {}
         self._collectives: dict[tuple[int, str], list[Spans]] = {}
         self._threads: dict[object, int] = {}
 
-    def add(self, events: list[Event], base_ns: int) -> None:
+    def add(self, events: list[Event], base_ns: int, npu: NpuEvents) -> None:
         counted: list[Event] = []
-        kinds: list[int] = []
+        numbers: list[int] = []
+        nameless: list[Event] = []
+        known = self._numbers
         for event in events:
             if event.ph != "X" or event.ts is None:
+                if event.ph == "M":
+                    npu.name(event)
                 continue
-            kind = _DEVICE_KINDS.get(event.cat)
-            if kind is not None:
-                if kind == _COMPUTE and "nccl" in event.name.lower():
-                    kind = _COMMUNICATION
-            elif event.cat in _HOST_CATEGORIES:
-                kind = _HOST_COMMUNICATION if event.name.startswith(_COLLECTIVES) else _HOST
-            elif event.cat == "user_annotation":
-                if event.name.startswith(_ITERATIONS):
-                    self._add_iteration(event, base_ns)
-                if not event.name.startswith(_COLLECTIVES):
-                    continue
-                kind = _HOST_COMMUNICATION
-            else:
+            if not event.cat:
+                nameless.append(event)
                 continue
-            counted.append(event)
-            kinds.append(kind)
+            key = (event.cat, event.name)
+            number = known.get(key)
+            if number is None:
+                kind = NOTHING if event.name in self._marks else kind_of(*key)
+                number = known[key] = self._number(kind, event.name)
+            if number >= 0:
+                counted.append(event)
+                numbers.append(number)
+            elif event.cat == "user_annotation" and event.name.startswith(_ITERATIONS):
+                self._add_iteration(event, base_ns)
+        if nameless:
+            npu.add(nameless, _to_spans(nameless, base_ns))
         if counted:
-            self._count(counted, np.array(kinds), base_ns)
+            self._count(
+                _to_spans(counted, base_ns),
+                np.array(numbers),
+                lambda index: (counted[index].pid, counted[index].tid),
+            )
+
+    def add_npu(self, npu: NpuEvents) -> None:
+        for spans, numbers, threads in npu.sorted_out(self._number):
+            if len(spans):
+                self._count(spans, numbers, threads.__getitem__)
+
+    def _number(self, kind: int, name: str) -> int:
+        """Return a number for what counts as ``kind`` by this name, below 0 for what does not count."""
+        if kind == NOTHING:
+            return -1
+        self._kind_of.append(kind)
+        return self.activity.ops.number(name)
+
+    def _count(
+        self, spans: Spans, numbers: NDArray[np.int64], thread: Callable[[int], tuple[object, object]]
+    ) -> None:
+        """Add events to the sets of their kind, to the collectives and to the operators."""
+        activity = self.activity
+        kinds = np.array(self._kind_of)[numbers]
+        for kind in np.unique(kinds).tolist():
+            self._kinds[kind] = union(self._kinds.get(kind, EMPTY), spans[kinds == kind])
+        first, last = int(spans[:, 0].min()), int(spans[:, 1].max())
+        activity.first_ns = first if activity.first_ns is None else min(first, activity.first_ns)
+        activity.last_ns = last if activity.last_ns is None else max(last, activity.last_ns)
+        for index in np.flatnonzero((kinds == COMMUNICATION) | (kinds == HOST_COMMUNICATION)).tolist():
+            key = (int(kinds[index]), activity.ops.names[numbers[index]])
+            self._collectives.setdefault(key, []).append(spans[index : index + 1])
+        device = kinds <= MEMORY
+        if not activity.on_device and device.any():
+            activity.on_device = True
+            activity.ops.clear()  # operators of the host stood in for kernels until one was seen
+        ops = np.flatnonzero(device if activity.on_device else kinds >= HOST)
+        threads = [self._threads.setdefault(thread(index), len(self._threads)) for index in ops.tolist()]
+        activity.ops.add(spans[ops], numbers[ops], threads)
 
     def finish(self) -> None:
         """Decide what the trace was, and fill in the activity."""
         activity, kinds = self.activity, self._kinds
-        host, collectives = kinds.get(_HOST, EMPTY), kinds.get(_HOST_COMMUNICATION, EMPTY)
+        host, collectives = kinds.get(HOST, EMPTY), kinds.get(HOST_COMMUNICATION, EMPTY)
         activity.host = union(host, collectives)
         if activity.on_device:
-            activity.compute = kinds.get(_COMPUTE, EMPTY)
-            activity.communication = kinds.get(_COMMUNICATION, EMPTY)
-            activity.memory = kinds.get(_MEMORY, EMPTY)
+            activity.compute = kinds.get(COMPUTE, EMPTY)
+            activity.communication = kinds.get(COMMUNICATION, EMPTY)
+            activity.memory = kinds.get(MEMORY, EMPTY)
         else:
             activity.compute, activity.communication = host, collectives
-        wanted = _COMMUNICATION if activity.on_device else _HOST_COMMUNICATION
+        wanted = COMMUNICATION if activity.on_device else HOST_COMMUNICATION
         for (kind, name), parts in self._collectives.items():
             if kind == wanted:
                 runs = np.concatenate(parts)
@@ -150,35 +191,12 @@ class _Reduction:
         if iteration:
             self.activity.iterations.append(iteration)
 
-    def _count(
-        self, events: list[Event], kinds: np.ndarray[tuple[int], np.dtype[np.int64]], base_ns: int
-    ) -> None:
-        activity = self.activity
-        spans = _to_spans(events, base_ns)
-        for kind in np.unique(kinds).tolist():
-            self._kinds[kind] = union(self._kinds.get(kind, EMPTY), spans[kinds == kind])
-        first, last = int(spans[:, 0].min()), int(spans[:, 1].max())
-        activity.first_ns = first if activity.first_ns is None else min(first, activity.first_ns)
-        activity.last_ns = last if activity.last_ns is None else max(last, activity.last_ns)
-        for index in np.flatnonzero((kinds == _COMMUNICATION) | (kinds == _HOST_COMMUNICATION)).tolist():
-            key = (int(kinds[index]), events[index].name)
-            self._collectives.setdefault(key, []).append(spans[index : index + 1])
-        device = kinds <= _MEMORY
-        if not activity.on_device and device.any():
-            activity.on_device = True
-            activity.ops.clear()  # operators of the host stood in for kernels until one was seen
-        counted = np.flatnonzero(device if activity.on_device else kinds >= _HOST)
-        named = [events[index] for index in counted.tolist()]
-        activity.ops.add(
-            spans[counted],
-            [activity.ops.number(event.name) for event in named],
-            [self._threads.setdefault((event.pid, event.tid), len(self._threads)) for event in named],
-        )
-
 
 def _to_spans(events: list[Event], base_ns: int) -> Spans:
     """Return begin and end of events in unix nanoseconds, exact to 1 ns."""
-    times = np.array([(event.ts, event.dur or 0.0) for event in events], dtype=np.float64)
-    whole = np.floor(times[:, 0])
-    begin = whole.astype(np.int64) * 1000 + np.rint((times[:, 0] - whole) * 1000).astype(np.int64) + base_ns
-    return np.stack((begin, begin + np.rint(times[:, 1] * 1000).astype(np.int64)), axis=1)
+    begin_us = np.array([event.ts for event in events], dtype=np.float64)
+    took_us = np.array([event.dur or 0.0 for event in events], dtype=np.float64)
+    whole_us = np.floor(begin_us)
+    begin = whole_us.astype(np.int64) * 1000 + np.rint((begin_us - whole_us) * 1000).astype(np.int64)
+    begin += base_ns
+    return np.stack((begin, begin + np.rint(took_us * 1000).astype(np.int64)), axis=1)

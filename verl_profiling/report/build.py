@@ -43,7 +43,8 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     for _, group in groupby(inputs.sources, key=lambda source: source.lane):
         sources = list(group)
         try:
-            activity = read_activity((source.path, source.offset_ns) for source in sources)
+            traces_of_lane = ((source.path, source.offset_ns) for source in sources)
+            activity = read_activity(traces_of_lane, _marks(manifest, sources[0]))
         except TraceFormatError as error:
             missing.append(str(error))
         else:
@@ -91,6 +92,12 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         notes=[*manifest.notes, *(note for w in manifest.workers for note in w.notes)] if manifest else [],
     )
     return find(report)
+
+
+def _marks(manifest: Manifest | None, source: Source) -> set[str]:
+    """Return the names of the stages that a lane's worker marked in its traces."""
+    workers = manifest.workers if manifest else []
+    return {span.name for worker in workers if worker.name == source.worker for span in worker.stages}
 
 
 def _gantt(step: Step) -> Iterator[GanttSpan]:

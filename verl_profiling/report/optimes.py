@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from verl_profiling.report.intervals import Spans
 
@@ -27,18 +27,14 @@ class OpTimes:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self._numbers: dict[str, int] = {}
         self._calls: list[tuple[Spans, NDArray[np.int32], NDArray[np.int64]]] = []
 
     def number(self, name: str) -> int:
-        """Return the number that stands for a name."""
-        number = self._numbers.get(name)
-        if number is None:
-            number = self._numbers[name] = len(self.names)
-            self.names.append(name)
-        return number
+        """Return a new number that stands for a name; a name may have several."""
+        self.names.append(name)
+        return len(self.names) - 1
 
-    def add(self, spans: Spans, numbers: Sequence[int], threads: Sequence[int]) -> None:
+    def add(self, spans: Spans, numbers: ArrayLike, threads: Sequence[int]) -> None:
         """Add calls: begin and end, operator, and the thread or stream (calls nest inside one)."""
         if len(spans):
             self._calls.append((spans, np.array(numbers, np.int32), np.array(threads, np.int64)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -30,10 +31,17 @@ class Blocks:
         damage: Why the content ended early, or ``""``.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, from_end: int | None = None) -> None:
+        """Name the file.
+
+        Args:
+            path: The file.
+            from_end: Leave out what stands before these last bytes, where that saves reading it.
+        """
         self.path = path
         self.position = 0
         self.damage = ""
+        self._from_end = from_end
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield the content.
@@ -52,6 +60,8 @@ class Blocks:
             raise TraceFormatError(self.path, f"cannot be read ({error.strerror or error})") from error
 
     def _plain(self, file: BinaryIO) -> Iterator[bytes]:
+        if self._from_end is not None:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - self._from_end))
         if block := file.read(_FIRST_BYTES):
             yield block
         while block := file.read(BLOCK_BYTES):

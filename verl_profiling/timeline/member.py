@@ -124,6 +124,7 @@ def write_member(job: MemberJob) -> Member:
                 write(timed)
         except TraceFormatError as error:
             problems.append(error.problem)
+        pids.entitle(names)
         lanes = [event for event in names if pids.rename(event)]
         if pids.marked:
             pids.titles.setdefault(job.pid, job.title)
@@ -200,6 +201,16 @@ class _Pids:
         self.known[old] = new
         self.titles[new] = name
         return new
+
+    def entitle(self, names: list[Event]) -> None:
+        """Call the processes that have no place of their own what the trace calls them."""
+        words: dict[int, list[str]] = {}
+        for event in names:
+            key = {"process_name": "name", "process_labels": "labels"}.get(event.name)
+            new = self.known.get(event.pid, 0)
+            if key and new >= self._job.pid + _FIRST_OTHER:
+                words.setdefault(new, []).append(str(msgspec.json.decode(event.args).get(key, "")))
+        self.titles.update((new, " ".join((self._job.title, *said))) for new, said in words.items())
 
     def small_id(self, old: int | str) -> int:
         """Return a flow id below the stride; ids of other forms are numbered."""

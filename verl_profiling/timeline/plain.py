@@ -2,7 +2,8 @@
 
 It knows the names that verl (``<role>/[prefix_]prof_rank-<r>.json.gz``), vLLM
 (``rank<r>.<ns>.pt.trace.json.gz``), SGLang (``<time>-TP-<r>[-DECODE].trace.json.gz``) and
-torch_npu (``trace_view.json``) give their files, and the process names they write inside.
+torch_npu (``*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json``, the rank in the name of
+``*_ascend_pt/profiler_info_<r>.json``) give their files, and the process names they write inside.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _RANK = re.compile(r"(?:rank|TP)[_-]?(\d+)", re.IGNORECASE)
 _REPLICA = re.compile(r"(?:rollout|replica)[_-]?(\d+)", re.IGNORECASE)
 _ROLE = re.compile(r"(?<![a-z])(actor|critic|ref|reward|rollout|controller)(?![a-z])", re.IGNORECASE)
 _ENGINE_PROCESS = re.compile(r"VLLM::|sglang::", re.IGNORECASE)
+_NPU_TRACE = "trace_view.json"
+_NPU_RANK = re.compile(r"profiler_info_(\d+)\.json")
 _Process: TypeAlias = "tuple[str, str, int | str | None]"
 _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
 
@@ -67,14 +70,23 @@ def _describe(path: Path, name: str) -> tuple[Source, _Process]:
     engine = bool(_ENGINE_PROCESS.search(process[1])) or "vllm_version" in trace.metadata
     named_role = _ROLE.search(name)
     role = named_role[1].lower() if named_role else "rollout" if engine else "worker"
-    named_rank = _RANK.findall(name)
-    rank = trace.rank if trace.rank is not None else int(named_rank[-1]) if named_rank else 0
+    rank = _rank(trace, name)
     replica_match = _REPLICA.search(name)
     replica = (int(replica_match[1]) if replica_match else 0) if role == "rollout" else None
     worker = f"{role}{replica}" if replica is not None else f"{role}_rank{rank}"
     lane = f"{worker}_rank{rank}" if replica is not None else worker
     source = Source(path=path, lane=lane, worker=worker, role=role, rank=rank, replica=replica)
     return source, process
+
+
+def _rank(trace: Trace, name: str) -> int:
+    """Return the rank that a trace tells, or the file torch_npu leaves beside it, or else its name."""
+    if trace.rank is not None:
+        return trace.rank
+    beside = trace.path.parent.parent if trace.path.name == _NPU_TRACE else None
+    told = [_NPU_RANK.fullmatch(file.name) for file in (beside.glob("*.json") if beside else ())]
+    known = [match[1] for match in told if match] or _RANK.findall(name)
+    return int(known[-1]) if known else 0
 
 
 def _process(trace: Trace) -> _Process:

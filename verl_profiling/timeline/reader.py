@@ -22,6 +22,7 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.blocks import BLOCK_BYTES, Blocks
+from verl_profiling.timeline.trailer import read_trailer
 
 __all__ = ["GPU_CATEGORIES", "Event", "Trace", "TraceWarning"]
 
@@ -37,8 +38,7 @@ _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 _HEADER_LIMIT = 16 << 20
 _EVENT_LIMIT = 64 << 20
-_TAIL_BYTES = 1 << 18
-_TRAILER_KEYS = ("baseTimeNanoseconds", "distributedInfo", "host_name", "traceName")
+_READ_ON = 1 << 16
 
 
 class Event(msgspec.Struct, gc=False, omit_defaults=True):
@@ -118,7 +118,7 @@ class Trace:
         self._ended = False
         self.metadata = self._read_header()
         if "baseTimeNanoseconds" not in self.metadata:
-            self.metadata.update(_read_trailer(path))
+            self.metadata.update(read_trailer(path))
         base = self.metadata.get("baseTimeNanoseconds")
         self.base_ns = base if isinstance(base, int) else 0
         self._relative = isinstance(base, int)
@@ -287,9 +287,6 @@ class Trace:
         return events
 
 
-_READ_ON = 1 << 16
-
-
 def _last_boundary(buffer: bytes) -> int:
     """Return where the last event that is surely whole ends, 0 if there is none."""
     for window in (1 << 16, len(buffer)):
@@ -304,19 +301,3 @@ def _separator(buffer: bytes, position: int) -> int:
     """Return the length of the comma and the white space between two events."""
     match = _SEPARATOR.match(buffer, position)
     return match.end() - position if match else 0
-
-
-def _read_trailer(path: Path) -> dict[str, Any]:
-    """Return the known top-level keys that stand behind the events (``json.dump`` of a trace)."""
-    tail = b""
-    for block in Blocks(path):
-        tail = (tail + block)[-_TAIL_BYTES:]
-    text = tail.decode("utf-8", "replace")
-    found: dict[str, Any] = {}
-    for key in _TRAILER_KEYS:
-        for match in re.finditer(rf'"{key}"\s*:\s*', text):
-            try:
-                found[key], _ = json.JSONDecoder().raw_decode(text, match.end())
-            except ValueError:
-                continue  # a truncated file: the value is cut off
-    return found

@@ -1,0 +1,200 @@
+"""Device lanes of torch_npu: what the real parser wrote of the host, and what msprof adds of an NPU.
+
+No NPU was at hand. The events of the device are written here as msprof's own writer writes
+them (its sources are named in ``verl_profiling/report/npu.py``), its overlap analysis included,
+which our figures are held against.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from step_folders import read_events
+
+from verl_profiling.report.activity import read_activity
+from verl_profiling.report.build import build_report
+from verl_profiling.report.model import Report
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.sources import StepInputs
+
+HOST = Path(__file__).parents[1] / "data" / "npu_trace_view.json"
+PROCESSES = {
+    "CANN": ("CPU", {}),
+    "Ascend Hardware": ("NPU 0", {2: "Stream 2", 5: "Stream 5"}),
+    "Communication": ("NPU 0", {0: "Group hccl_world Communication", 1: "Plane 0"}),
+    "Overlap Analysis": (
+        "NPU 0",
+        {0: "Communication", 1: "Communication(Not Overlapped)", 2: "Computing", 3: "Free"},
+    ),
+    "AI Core Freq": ("NPU 0", {}),
+}
+PIDS = {name: 2_094_647_552 + 32 * index for index, name in enumerate(PROCESSES)}
+TASKS = [
+    ("Ascend Hardware", 2, "aclnnMatmul_MatMulV3_MatMulV3", 0, 100, "AI_CORE"),
+    ("Ascend Hardware", 2, "aclnnAdd_AddAiCore_Add", 100, 150, "AI_VECTOR_CORE"),
+    ("Ascend Hardware", 2, "EVENT_WAIT", 150, 300, "EVENT_WAIT"),
+    ("Ascend Hardware", 2, "aclnnFlashAttentionScore_FlashAttentionScore", 300, 400, "MIX_AIC"),
+    ("Ascend Hardware", 2, "MEMCPY_ASYNC", 420, 440, "SDMA_SQE"),
+    ("Ascend Hardware", 2, "PROFILING_DISABLE", 440, 500, "PLACE_HOLDER_SQE"),
+    ("Ascend Hardware", 5, "hcom_allReduceAicpuKernel", 80, 260, "AI_CPU"),
+    ("Ascend Hardware", 5, "NOTIFY_WAIT", 90, 250, "NOTIFY_WAIT_SQE"),
+    ("Ascend Hardware", 5, "MsTx_1", 0, 500, None),
+    ("Communication", 0, "hcom_allReduce__661_0_1", 80, 200, None),
+    ("Communication", 0, "hcom_allReduce__661_1_1", 200, 260, None),
+    ("Communication", 1, "Memcpy", 90, 230, None),
+    ("Communication", 1, "Notify_Wait", 230, 258, None),
+    ("CANN", 77, "AscendCL@aclnnMatmul", -50, -40, None),
+]
+OVERLAP = {
+    "Computing": [(0, 150), (300, 400)],
+    "Communication": [(80, 260)],
+    "Communication(Not Overlapped)": [(150, 260)],
+    "Free": [(260, 300)],
+}
+
+
+def device_events(begin_us: Decimal, collectives: str) -> list[dict[str, Any]]:
+    """Return what msprof writes about the device, names behind the events as it does for its tasks."""
+
+    def event(
+        process: str, tid: int, name: str, begin: int, end: int, args: dict[str, Any]
+    ) -> dict[str, Any]:
+        times = {"ts": str(begin_us + begin), "dur": float(end - begin)}
+        return {"name": name, "pid": PIDS[process], "tid": tid, **times, "args": args, "ph": "X"}
+
+    events = [
+        event(process, tid, name, begin, end, {"Task Type": task} if task else {"connection_id": 9})
+        for process, tid, name, begin, end, task in TASKS
+    ]
+    for tid, (name, spans) in enumerate(OVERLAP.items()):
+        events += [event("Overlap Analysis", tid, name, *span, {}) for span in spans]
+    events.append(
+        {
+            "name": "AI Core Freq",
+            "pid": PIDS["AI Core Freq"],
+            "tid": 0,
+            "ts": str(begin_us),
+            "ph": "C",
+            "args": {"MHz": 1800},
+        }
+    )
+    for name, (label, threads) in PROCESSES.items():
+        about = {"pid": PIDS[name], "ph": "M"}
+        events.append(
+            {
+                "name": "process_name",
+                "tid": 0,
+                "args": {"name": collectives if name == "Communication" else name},
+                **about,
+            }
+        )
+        events.append({"name": "process_labels", "tid": 0, "args": {"labels": label}, **about})
+        events += [
+            {"name": "thread_name", "tid": tid, "args": {"name": thread}, **about}
+            for tid, thread in threads.items()
+        ]
+    return events
+
+
+@pytest.fixture(params=["Communication", "HCCL"])
+def collectives(request: pytest.FixtureRequest) -> str:
+    """What newer and older versions call the process of the collectives."""
+    return str(request.param)
+
+
+@pytest.fixture
+def step(tmp_path: Path, collectives: str) -> StepInputs:
+    """One folder as torch_npu leaves it: rank 3, the host's real events, then the device's."""
+    host = read_events(HOST)
+    begin_us = max(Decimal(event["ts"]) for event in host if "ts" in event)
+    folder = tmp_path / "vm_1_2026_ascend_pt"
+    (folder / "ASCEND_PROFILER_OUTPUT").mkdir(parents=True)
+    (folder / "profiler_info_3.json").write_text("{}")
+    trace = folder / "ASCEND_PROFILER_OUTPUT" / "trace_view.json"
+    trace.write_text(json.dumps(host + device_events(begin_us, collectives)))
+    (inputs,) = find_steps(tmp_path)
+    return inputs
+
+
+@pytest.fixture
+def report(step: StepInputs) -> Report:
+    """Its report."""
+    return build_report(step)
+
+
+def test_busy_is_what_the_npu_did(report: Report) -> None:
+    """Tasks on cores compute and DMA copies; waits, place holders and the analysis of it do not count."""
+    (row,) = report.workers
+    assert row.device
+    assert row.rank == 3
+    assert row.compute_us == 250
+    assert row.memcpy_us == 20
+    assert row.span_us == 440
+    assert row.busy_us == 260 + 100 + 20
+
+
+def test_the_figures_are_those_of_the_overlap_analysis(report: Report) -> None:
+    """A collective counts once, although its group, its planes and its streams all show it."""
+    (row,) = report.workers
+    theirs = {name: sum(end - begin for begin, end in spans) for name, spans in OVERLAP.items()}
+    assert row.compute_us == theirs["Computing"]
+    assert row.communication_us == theirs["Communication"]
+    assert row.exposed_communication_us == theirs["Communication(Not Overlapped)"]
+    assert row.idle_us - theirs["Free"] == 20  # between the last kernel and the copy, which it leaves out
+
+
+def test_kernels_are_those_of_the_device(report: Report) -> None:
+    """No operator of the host stands in for them, and the calls of one collective are one row."""
+    rows = {row.name: (row.calls, row.self_us) for row in report.ops}
+    assert rows == {
+        "aclnnMatmul_MatMulV3_MatMulV3": (1, 100),
+        "aclnnAdd_AddAiCore_Add": (1, 50),
+        "aclnnFlashAttentionScore_FlashAttentionScore": (1, 100),
+        "hcom_allReduce": (2, 180),
+        "MEMCPY_ASYNC": (1, 20),
+    }
+
+
+def test_the_timeline_names_the_lanes_of_the_device(
+    step: StepInputs, collectives: str, tmp_path: Path
+) -> None:
+    """Each process of the device is called what msprof calls it, beside the worker it belongs to."""
+    merged = merge(step, tmp_path / "timeline.json.gz")
+    events = read_events(merged.path)
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    held = [names[pid] for pid in sorted({e["pid"] for e in events if e["ph"] != "M"})]
+    assert held == [
+        "worker_rank3",
+        "worker_rank3 Ascend Hardware NPU 0",
+        f"worker_rank3 {collectives} NPU 0",
+        "worker_rank3 CANN CPU",
+        "worker_rank3 Overlap Analysis NPU 0",
+        "worker_rank3 AI Core Freq NPU 0",
+    ]
+
+
+def test_a_stage_is_no_operator(tmp_path: Path) -> None:
+    """Without a device, what torch_npu writes of our stages (as operators) is not taken for work."""
+    shutil.copy(HOST, tmp_path / "plain.json")
+    events = read_events(HOST)
+    begin = min(Decimal(event["ts"]) for event in events if "ts" in event)
+    mark = {
+        "ph": "X",
+        "name": "update_actor",
+        "pid": 1,
+        "tid": 1,
+        "ts": str(begin),
+        "dur": 9e6,
+        "cat": "cpu_op",
+    }
+    (tmp_path / "marked.json").write_text(json.dumps([*events, mark]))
+    plain = read_activity([(tmp_path / "plain.json", 0)])
+    marked = read_activity([(tmp_path / "marked.json", 0)], marks={"update_actor"})
+    assert marked.busy.tolist() == plain.busy.tolist()
+    assert len(plain.busy)

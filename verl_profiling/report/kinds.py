@@ -1,0 +1,35 @@
+"""What an event of a trace counts as.
+
+* **Device trace** (it has kernels, copies or sets): busy is the union, over all streams, of
+  ``kernel``, ``gpu_memcpy`` and ``gpu_memset`` events. A kernel whose name contains ``nccl``
+  communicates, any other computes; copies and sets are memory. For an NPU see
+  :mod:`~verl_profiling.report.npu`.
+* **CPU trace** (it has none): busy is the union, over all threads, of ``cpu_op`` events and of
+  collectives. ``gloo:``, ``nccl:``, ``mpi:`` and ``c10d::`` names communicate, every other
+  operator computes. Waiting in Python between operators is not busy.
+
+The classes of device events are those of HolisticTraceAnalysis 0.5 (``utils/utils.py``,
+``get_kernel_type``), so that the figures can be compared.
+"""
+
+from __future__ import annotations
+
+__all__ = ["COMMUNICATION", "COMPUTE", "HOST", "HOST_COMMUNICATION", "MEMORY", "NOTHING", "kind_of"]
+
+COMPUTE, COMMUNICATION, MEMORY, HOST, HOST_COMMUNICATION, NOTHING = range(6)
+
+_DEVICE_KINDS = {"kernel": COMPUTE, "gpu_memcpy": MEMORY, "gpu_memset": MEMORY}
+_HOST_CATEGORIES = {"cpu_op", "cuda_runtime", "cuda_driver"}
+_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "c10d::")
+
+
+def kind_of(category: str, name: str) -> int:
+    """Return what an event of this category and name counts as."""
+    kind = _DEVICE_KINDS.get(category)
+    if kind is not None:
+        return COMMUNICATION if kind == COMPUTE and "nccl" in name.lower() else kind
+    if category in _HOST_CATEGORIES:
+        return HOST_COMMUNICATION if name.startswith(_COLLECTIVES) else HOST
+    if category == "user_annotation" and name.startswith(_COLLECTIVES):
+        return HOST_COMMUNICATION
+    return NOTHING

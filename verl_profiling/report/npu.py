@@ -1,0 +1,94 @@
+"""Tells apart what CANN's msprof, and torch_npu's ``trace_view.json`` with it, says of an NPU.
+
+Its events have no category. Which device lane they belong to is the name of their process, and
+that may stand behind them in the file, so they wait until the trace is read. The lanes, seen in
+the parser's sources (github.com/kali20gakki/msprof, ``analysis/csrc/application/timeline``):
+
+* ``Ascend Hardware``: one thread per stream, one event per task, with its ``Task Type``. Tasks
+  of the AI cores and of the AI CPU compute, DMA tasks copy; waits, records and place holders
+  occupy a stream and nothing else. Kernels that only drive a collective are part of it.
+* ``Communication`` (``HCCL`` in older versions): one thread per group with whole collectives,
+  and one per plane with the transfers that they consist of, which are not counted again.
+* ``CANN``: calls of the runtime on the host.
+* ``Overlap Analysis``: what msprof itself computed from the first two; not counted again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.report.intervals import Spans
+from verl_profiling.report.kinds import COMMUNICATION, COMPUTE, HOST, MEMORY, NOTHING
+from verl_profiling.timeline.reader import Event
+
+__all__ = ["NpuEvents"]
+
+_COMPUTING_TASKS = {
+    *("AI_CORE", "AIC", "KERNEL_AICORE", "AI_VECTOR_CORE", "AIV", "AIV_SQE", "KERNEL_AIVEC"),
+    *("MIX_AIC", "MIX_AIV", "KERNEL_MIX_AIC", "KERNEL_MIX_AIV", "AI_CPU", "KERNEL_AICPU", "DSA_SQE"),
+}
+_COPYING_TASKS = {"SDMA", "SDMA_SQE", "MEMCPY_ASYNC", "PCIE_DMA_SQE"}
+_COLLECTIVE_KERNELS = ("AicpuKernel", "AivKernel")
+_TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
+_CALL_NUMBER = re.compile(r"_*_\d+_\d+_\d+$")
+
+
+class NpuEvents:
+    """The events without category of one trace, and the names of its processes and threads."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Spans, NDArray[np.int64]]] = []
+        self._numbers: dict[tuple[object, object, str, bytes], int] = {}
+        self._processes: dict[object, str] = {}
+        self._threads: dict[tuple[object, object], str] = {}
+
+    def name(self, event: Event) -> None:
+        """Take a name of a process or a thread."""
+        if event.name not in ("process_name", "thread_name"):
+            return
+        name = str(msgspec.json.decode(event.args).get("name", ""))
+        if event.name == "process_name":
+            self._processes[event.pid] = name
+        else:
+            self._threads[event.pid, event.tid] = name
+
+    def add(self, events: Sequence[Event], spans: Spans) -> None:
+        """Take events and when they ran."""
+        numbers = []
+        for event in events:
+            found = _TASK_TYPE.search(event.args)
+            key = (event.pid, event.tid, _CALL_NUMBER.sub("", event.name), found[1] if found else b"")
+            numbers.append(self._numbers.setdefault(key, len(self._numbers)))
+        self._parts.append((spans, np.array(numbers)))
+
+    def sorted_out(
+        self, number: Callable[[int, str], int]
+    ) -> Iterator[tuple[Spans, NDArray[np.int64], list[tuple[object, object]]]]:
+        """Yield spans, numbers and threads of the events that count.
+
+        Args:
+            number: Gives a number to a kind and a name, below 0 for what does not count.
+        """
+        keys = list(self._numbers)
+        given = np.array([number(self._kind(*key), key[2]) for key in keys])
+        for spans, numbers in self._parts:
+            counted = given[numbers] >= 0
+            kept = numbers[counted]
+            yield spans[counted], given[kept], [keys[index][:2] for index in kept.tolist()]
+
+    def _kind(self, pid: object, tid: object, name: str, task_type: bytes) -> int:
+        process = self._processes.get(pid, "")
+        if process == "Ascend Hardware":
+            task = task_type.decode()
+            if task in _COMPUTING_TASKS and not name.endswith(_COLLECTIVE_KERNELS):
+                return COMPUTE
+            return MEMORY if task in _COPYING_TASKS else NOTHING
+        if process in ("Communication", "HCCL"):
+            plane = self._threads.get((pid, tid), "").startswith("Plane")
+            return NOTHING if plane else COMMUNICATION
+        return HOST if process == "CANN" else NOTHING
