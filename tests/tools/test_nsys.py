@@ -61,6 +61,21 @@ def test_ranges_follow_from_schedule_and_stages(
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"schedule": {"steps": [2, 5, 9]}}, 3),
+        ({"schedule": {"steps": [2, 3, 7], "continuous": True}}, 2),
+        ({"schedule": {"steps": [2, 3, 7]}, "mode": "discrete"}, 3),
+        ({"schedule": {"steps": [2, 3], "continuous": True}, "mode": "discrete"}, 2),
+    ],
+)
+def test_an_engine_opens_a_range_a_generation(given: dict[str, Any], expected: int) -> None:
+    """Stages are the trainer's: a rollout engine has one window a step, so nothing has to be listed."""
+    config = ProfilingConfig.from_any({"enable": True, "tool": "nsys", **given})
+    assert nsys_ranges(config.for_role("rollout"), config.schedule) == expected
+
+
+@pytest.mark.parametrize(
     ("given", "key"),
     [
         ({"schedule": {"every": 10}}, "schedule"),

@@ -12,9 +12,17 @@ from verl_profiling.config import RoleConfig
 from verl_profiling.engines.options import EngineStage, RolloutOptions
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError
+from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
-__all__ = ["EngineAdapter", "EngineTrace", "new_spool", "refuse_option", "torch_options"]
+__all__ = [
+    "EngineAdapter",
+    "EngineTrace",
+    "new_spool",
+    "records_with_nsys",
+    "refuse_option",
+    "torch_options",
+]
 
 SPOOL_PARENT = ".engines"
 
@@ -38,7 +46,7 @@ class EngineAdapter(ABC):
     Attributes:
         name: Name of the engine.
         window: How much of a rollout is recorded.
-        spool: Folder into which the engine writes, whatever the step.
+        spool: Folder into which the engine writes its traces, whatever the step.
         ranks: How many ranks write a trace.
         stages: What is recorded apart; ``(None,)`` for one trace per rank.
     """
@@ -86,6 +94,22 @@ def new_spool(save_path: str) -> Path:
     return Path(save_path).absolute() / SPOOL_PARENT / uuid4().hex[:12]
 
 
+def records_with_nsys(role: RoleConfig) -> bool:
+    """Return whether Nsight Systems is to record an engine.
+
+    Raises:
+        ConfigError: Another tool is, too.
+    """
+    writing = {tool.name for tool in role.tools if tool.suffix}
+    if not any(isinstance(tool, NsysTool) for tool in role.tools):
+        return False
+    if others := sorted(writing - {NsysTool.name}):
+        raise ConfigError(
+            f"roles.{role.role}.tool", f"an engine that nsys records does not record with {others[0]!r}, too"
+        )
+    return True
+
+
 def torch_options(role: RoleConfig, engine: str) -> TorchOptions | None:
     """Return the options of the ``torch`` tool, or ``None`` when an engine is to record nothing.
 
@@ -99,7 +123,7 @@ def torch_options(role: RoleConfig, engine: str) -> TorchOptions | None:
         elif tool.suffix:
             raise ConfigError(
                 f"roles.{role.role}.tool",
-                f"{engine} engines record with torch only, not with {tool.name!r}; set it to torch or spans",
+                f"{engine} engines do not record with {tool.name!r}; set it to torch or spans",
             )
     if found is not None and found.mini_batches is not None:
         refuse_option(

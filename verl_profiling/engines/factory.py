@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from verl_profiling.config import ProfilingConfig, RoleConfig
-from verl_profiling.engines.base import EngineAdapter, torch_options
+from verl_profiling.engines.base import EngineAdapter, records_with_nsys, torch_options
+from verl_profiling.engines.harvest import HarvestMaker, RangeHarvest, TraceHarvest
 from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
 from verl_profiling.engines.recorder import EngineRecorder, Recorder
 from verl_profiling.engines.request_log import RequestLog
@@ -14,6 +16,7 @@ from verl_profiling.engines.vllm import VLLMAdapter, records_in_process
 from verl_profiling.engines.vllm_requests import watch_llm
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
+from verl_profiling.opened_ranges import process_ranges
 
 __all__ = ["ENGINES", "make_recorder", "node_rank_of"]
 
@@ -57,13 +60,13 @@ def make_recorder(
             f"init_capture: no adapter knows {type(engine).__module__}.{type(engine).__name__} ({identity}); "
             "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a transformers model"
         )
-    options = None
     if adapter is None:
         _refuse_window(config, settings, identity)
-    else:
-        adapter.watch(requests)
-        options = torch_options(settings, adapter.name)
-    if adapter is None or options is None:
+        return SessionRecorder(config, identity, requests), identity
+    adapter.watch(requests)
+    nsys = records_with_nsys(settings)
+    options = None if nsys else torch_options(settings, adapter.name)
+    if options is None and not nsys:
         return SessionRecorder(config, identity, requests), identity
     identity = WorkerIdentity(
         role=role,
@@ -71,7 +74,13 @@ def make_recorder(
         world_size=adapter.ranks,
         replica=replica,
     )
-    return EngineRecorder(adapter, identity, settings, config, options, requests), identity
+    harvest: HarvestMaker
+    if options is None:
+        process_ranges().require()
+        harvest = partial(RangeHarvest, identity)
+    else:
+        harvest = partial(TraceHarvest, adapter, identity, options.compression_level)
+    return EngineRecorder(adapter, identity, settings, config, harvest, requests), identity
 
 
 def _refuse_window(config: ProfilingConfig, settings: RoleConfig, identity: WorkerIdentity) -> None:

@@ -13,15 +13,14 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.config import ProfilingConfig, RoleConfig
-from verl_profiling.engines.artifacts import Spool, expected_artifacts, output_of
-from verl_profiling.engines.base import EngineAdapter, EngineTrace
+from verl_profiling.engines.base import EngineAdapter
+from verl_profiling.engines.harvest import Harvest, HarvestMaker
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.finisher import Finisher
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, worst_fate
 from verl_profiling.messages import CaptureRequest, StartReply, StartStatus, StopReply
-from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 __all__ = ["EngineRecorder", "Recorder", "skipped"]
 
@@ -51,16 +50,13 @@ class Recorder(ABC):
 class _Window:
     """One open capture: what was expected, and how far stopping is."""
 
-    def __init__(self, request: CaptureRequest, expected: dict[EngineTrace, Artifact], spool: Spool) -> None:
+    def __init__(self, request: CaptureRequest, harvest: Harvest) -> None:
         self.request = request
-        self.expected = expected
-        self.spool = spool
-        self.begin_ns = clock.now_ns()
+        self.harvest = harvest
         self.end_ns = 0
         self.start_s = 0.0
         self.stop_s = 0.0
         self.anchors = [clock.read_anchor()]
-        self.notes: list[str] = []
         self.timer: asyncio.TimerHandle | None = None
         self.halting: asyncio.Task[None] | None = None
         self.closing: asyncio.Task[CaptureResult] | None = None
@@ -74,7 +70,7 @@ class EngineRecorder(Recorder):
         identity: The replica.
         role: Its settings.
         config: All settings.
-        options: Options of the ``torch`` tool.
+        harvest: Makes what a window brings home.
         requests: Takes note of requests.
     """
 
@@ -84,13 +80,13 @@ class EngineRecorder(Recorder):
         identity: WorkerIdentity,
         role: RoleConfig,
         config: ProfilingConfig,
-        options: TorchOptions,
+        harvest: HarvestMaker,
         requests: RequestLog,
     ) -> None:
         self._engine = engine
         self._identity = identity
         self._role = role
-        self._options = options
+        self._harvest = harvest
         self._requests = requests
         self._rollout = config.rollout
         self._stop_s = min(config.rollout.stop_s, _SHARE_OF_TIMEOUT * config.timeouts.stop_s)
@@ -122,7 +118,7 @@ class EngineRecorder(Recorder):
                     f"capture ({self._identity}); {_RECORD_LESS}"
                 )
             window = await self._open(request)
-        return self._reply("recording", received_ns, expected=tuple(window.expected.values()))
+        return self._reply("recording", received_ns, expected=window.harvest.expected)
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         received_ns = clock.now_ns()
@@ -151,18 +147,19 @@ class EngineRecorder(Recorder):
         if request.keep:
             Path(request.folder).mkdir(parents=True, exist_ok=True)
         label = f"step{request.step}-{request.occurrence}-{clock.now_ns():x}"
-        expected = expected_artifacts(request, self._identity, self._engine, self._ranks)
-        window = _Window(request, expected, Spool(self._engine, label))
+        window = _Window(request, self._harvest(request, label, self._ranks))
         begin = time.perf_counter()
         try:
             await self._engine.start(label)
         except BaseException:
-            window.spool.clear()
+            window.harvest.drop()
             raise
         window.start_s = time.perf_counter() - begin
-        window.begin_ns = clock.now_ns()
-        for trace, artifact in expected.items():
-            expected[trace] = msgspec.structs.replace(artifact, begin_ns=window.begin_ns)
+        try:
+            window.harvest.opened()
+        except OSError:
+            await self._engine.stop()
+            raise
         self._window = window
         self._requests.begin(request.policy_version)
         if self._rollout.max_window_s is not None:
@@ -172,7 +169,7 @@ class EngineRecorder(Recorder):
 
     def _end_by_time(self, window: _Window) -> None:
         if window.halting is None:
-            window.notes.append(
+            window.harvest.notes.append(
                 f"{self._identity.name}: recording ended after {self._rollout.max_window_s:g} s "
                 "(rollout.max_window_s)"
             )
@@ -225,36 +222,16 @@ class EngineRecorder(Recorder):
         halting.add_done_callback(collect)
         return [
             msgspec.structs.replace(artifact, status="failed", reason=reason, end_ns=window.end_ns)
-            for artifact in window.expected.values()
+            for artifact in window.harvest.expected
         ]
 
     def _fates(self, window: _Window, problem: str) -> list[Artifact]:
-        """Bring what the engine wrote into the step folder; return what became of all expected."""
-        raws = window.spool.take() if window.request.keep else {}
-        artifacts = []
-        for trace, expected in window.expected.items():
-            artifact = msgspec.structs.replace(expected, end_ns=window.end_ns)
-            raw = raws.get(trace)
-            if raw is None:
-                artifacts.append(self._without_file(artifact, problem))
-                continue
-            output = output_of(raw, Path(window.request.folder), artifact, self._options.compression_level)
-            artifacts.append(output.artifact)
+        """Bring what was recorded into the step folder; return what became of all expected."""
+        outputs = window.harvest.gather(window.end_ns, problem)
+        for output in outputs:
             if output.finish is not None:
                 self._finisher.submit(window.request.capture_id, output.artifact, output.finish)
-        if window.request.keep:
-            window.notes.extend(window.spool.keep_extras(Path(window.request.folder), self._identity.name))
-        window.spool.clear()
-        return artifacts
-
-    def _without_file(self, artifact: Artifact, problem: str) -> Artifact:
-        if self._engine.window.bounded and not problem:
-            reason = f"the window was never reached ({self._engine.window})"
-            return msgspec.structs.replace(artifact, status="empty", reason=reason)
-        reason = (
-            problem or f"{self._engine.name} reported no error and wrote no trace; its own log may say why"
-        )
-        return msgspec.structs.replace(artifact, status="failed", reason=reason)
+        return [output.artifact for output in outputs]
 
     def _result(self, window: _Window, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
         status, reason = worst_fate(artifacts)
@@ -267,13 +244,13 @@ class EngineRecorder(Recorder):
             capture_id=window.request.capture_id,
             step=window.request.step,
             mode=self._role.mode,
-            tools=[TorchTool.name],
+            tools=[window.harvest.tool],
             status=status,
             reason=reason,
             artifacts=artifacts,
             anchors=window.anchors,
             cost=CaptureCost(start_s=window.start_s, stop_s=window.stop_s or waited_s),
-            notes=window.notes,
+            notes=window.harvest.notes,
             requests=self._requests.end(),
         )
 

@@ -18,7 +18,14 @@ from typing import Any, ClassVar
 from isal import igzip
 
 from verl_profiling.config import ProfilingConfig
-from verl_profiling.engines.base import EngineAdapter, EngineTrace, new_spool, refuse_option, torch_options
+from verl_profiling.engines.base import (
+    EngineAdapter,
+    EngineTrace,
+    new_spool,
+    records_with_nsys,
+    refuse_option,
+    torch_options,
+)
 from verl_profiling.engines.options import RolloutOptions
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.vllm_requests import watch_async_llm, watch_llm
@@ -28,6 +35,8 @@ from verl_profiling.tools.torch_profiler import TorchOptions
 
 __all__ = [
     "VLLMAdapter",
+    "cuda_settings",
+    "cuda_variables",
     "profiler_settings",
     "profiler_variables",
     "records_in_process",
@@ -37,6 +46,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _DIR_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
+_CUDA_VARIABLE = "VLLM_TORCH_CUDA_PROFILE"
 _ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
 _PLACE = re.compile(r"(?:^|_)dp(\d+)_pp(\d+)_tp(\d+)")
 _RANK = re.compile(r"rank[-_]?(\d+)")
@@ -54,11 +64,15 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
         ToolUnavailableError: vLLM is not installed.
     """
     settings = config.for_role(role)
-    if not settings.enable or (options := torch_options(settings, "vLLM")) is None:
+    nsys = settings.enable and records_with_nsys(settings)
+    options = None if nsys or not settings.enable else torch_options(settings, "vLLM")
+    if options is None and not nsys:
         return {}
     if find_spec("vllm") is None:
         raise ToolUnavailableError("engine_args: vLLM is not installed; pip install 'verl-profiling[vllm]'")
-    window = _window(config.rollout, options)
+    if options is None:
+        return _cuda_engine_args(_range_window(config.rollout), role)
+    window = _window(config.rollout, options.stack)
     spool = new_spool(config.save_path)
     if find_spec("vllm.config.profiler") is None:
         if options.activities is not None:
@@ -72,6 +86,37 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
     if options.activities is not None and "torch_profiler_activities" not in _fields(ProfilerConfig):
         refuse_option(role, "activities", "null", f"vLLM {_version()} records all that there is")
     return {"profiler_config": ProfilerConfig(**profiler_settings(options, window, spool))}
+
+
+def _cuda_engine_args(window: RolloutOptions, role: str) -> dict[str, Any]:
+    """Have the engine open ranges of Nsight Systems: ``cudaProfilerStart`` in each of its workers."""
+    if find_spec("vllm.config.profiler") is None:
+        known = _variables()
+        if _CUDA_VARIABLE not in known:
+            raise ConfigError(
+                f"roles.{role}.tool",
+                f"vLLM {_version()} has no mode for nsys; install vllm>=0.12, or set it to torch or spans",
+            )
+        variables = cuda_variables(window)
+        os.environ.update({name: value for name, value in variables.items() if name in known})
+        return {}
+    from vllm.config import ProfilerConfig
+
+    return {"profiler_config": ProfilerConfig(**cuda_settings(window))}
+
+
+def cuda_settings(window: RolloutOptions) -> dict[str, Any]:
+    """Return the fields of ``ProfilerConfig`` for Nsight Systems, from vLLM 0.13 on."""
+    return {"profiler": "cuda", "delay_iterations": 0, "max_iterations": window.count or 0}
+
+
+def cuda_variables(window: RolloutOptions) -> dict[str, str]:
+    """Return the environment variables for Nsight Systems, before vLLM 0.13."""
+    return {
+        _CUDA_VARIABLE: "1",
+        "VLLM_PROFILER_DELAY_ITERS": "0",
+        "VLLM_PROFILER_MAX_ITERS": str(window.count or 0),
+    }
 
 
 def profiler_settings(options: TorchOptions, window: RolloutOptions, spool: Path) -> dict[str, Any]:
@@ -147,11 +192,17 @@ class VLLMAdapter(EngineAdapter):
         self._takes_prefix = "profile_prefix" in parameters
         self._takes_window = "max_iterations" in parameters
         vllm_config = getattr(engine, "llm_engine", engine).vllm_config
-        options = torch_options(config.for_role(identity.role), self.name)
-        if options is not None:
-            self.window = _window(config.rollout, options)
+        settings = config.for_role(identity.role)
+        configured = getattr(vllm_config, "profiler_config", None)
+        if records_with_nsys(settings):
+            self.window, self._delay = _range_window(config.rollout), 0
+            self._check_configured(configured, "cuda", _CUDA_VARIABLE)
+        elif (options := torch_options(settings, self.name)) is not None:
+            self.window = _window(config.rollout, options.stack)
             self._delay = _delay(self.window, options.stack)
-            self.spool = self._configured_spool(getattr(vllm_config, "profiler_config", None))
+            self._check_configured(configured, "torch", _DIR_VARIABLE)
+            folder = os.environ[_DIR_VARIABLE] if configured is None else configured.torch_profiler_dir
+            self.spool = Path(folder).expanduser().absolute()
         parallel = vllm_config.parallel_config
         self._pp, self._tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
         self.ranks = self._pp * self._tp * parallel.data_parallel_size
@@ -194,16 +245,16 @@ class VLLMAdapter(EngineAdapter):
         else:
             watch_async_llm(self._engine, log)
 
-    def _configured_spool(self, profiler_config: Any) -> Path:
-        """Return the folder that the engine was started with."""
+    def _check_configured(self, profiler_config: Any, kind: str, variable: str) -> None:
+        """Check that the engine was started with the profiler that is asked for, and with its window."""
         remedy = f"{self._identity}: pass **engine_args(config) to its constructor"
         if profiler_config is None:
-            if folder := os.environ.get(_DIR_VARIABLE):
-                return Path(folder).expanduser().absolute()
-            raise CaptureStateError(f"init_capture: vLLM was started without a profiler; {remedy}")
-        if profiler_config.profiler != "torch":
-            kind = profiler_config.profiler or "no profiler"
-            raise CaptureStateError(f"init_capture: vLLM was started with {kind}, not with torch; {remedy}")
+            if not os.environ.get(variable):
+                raise CaptureStateError(f"init_capture: vLLM was started without a profiler; {remedy}")
+            return
+        if profiler_config.profiler != kind:
+            found = profiler_config.profiler or "no profiler"
+            raise CaptureStateError(f"init_capture: vLLM was started with {found}, not with {kind}; {remedy}")
         configured = (profiler_config.delay_iterations, profiler_config.max_iterations)
         wanted = (self._delay, self.window.count or 0)
         if not self._takes_window and configured != wanted:
@@ -211,7 +262,6 @@ class VLLMAdapter(EngineAdapter):
                 f"init_capture: vLLM {_version()} was started with (delay, iterations) = {configured}, and "
                 f"rollout.start and rollout.count mean {wanted}; {remedy}"
             )
-        return Path(profiler_config.torch_profiler_dir)
 
 
 async def _result(answer: Any) -> None:
@@ -225,7 +275,21 @@ def _delay(window: RolloutOptions, stack: bool) -> int:
     return window.start + 1 if window.start or stack else 0
 
 
-def _window(rollout: RolloutOptions, options: TorchOptions) -> RolloutOptions:
+def _range_window(rollout: RolloutOptions) -> RolloutOptions:
+    """Return how much of a rollout is a range of Nsight Systems.
+
+    Raises:
+        ConfigError: The installed vLLM cannot record that, or it might open no range.
+    """
+    if rollout.start:
+        raise ConfigError(
+            "rollout.start",
+            "nsys numbers the ranges that were opened, and a rollout may end before this one is; set it to 0",
+        )
+    return _window(rollout, stack=False)
+
+
+def _window(rollout: RolloutOptions, stack: bool) -> RolloutOptions:
     """Return how much is recorded.
 
     Raises:
@@ -234,13 +298,13 @@ def _window(rollout: RolloutOptions, options: TorchOptions) -> RolloutOptions:
     if rollout.by_stage:
         raise ConfigError("rollout.by_stage", "vLLM cannot record prefill and decode apart; set it to false")
     if find_spec("vllm.config.profiler") is not None or "VLLM_PROFILER_MAX_ITERS" in _variables():
-        return rollout.with_stacks() if options.stack else rollout
+        return rollout.with_stacks() if stack else rollout
     if rollout.start or rollout.count is not None:
         key = "rollout.start" if rollout.start else "rollout.count"
         raise ConfigError(
             key, f"vLLM {_version()} cannot count iterations; install vllm>=0.12, or use rollout.max_window_s"
         )
-    if options.stack:
+    if stack:
         logger.warning(
             "vLLM %s cannot count iterations, and its idle workers poll: a second of stacks can take a "
             "minute to write; set rollout.max_window_s, or install vllm>=0.12",

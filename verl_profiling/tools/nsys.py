@@ -7,8 +7,6 @@ it, this tool opens and closes ranges, and ``verl-profiling collect`` fetches th
 
 from __future__ import annotations
 
-import itertools
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -16,13 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
-import msgspec
-
-from verl_profiling import clock
 from verl_profiling.config import ProfilingConfig, RoleConfig
-from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import safe_name
-from verl_profiling.nsys_ranges import NSYS_FOLDER, NsysRange, note_range
+from verl_profiling.nsys_ranges import NSYS_FOLDER
+from verl_profiling.opened_ranges import nsys_variables, pending_report, process_ranges
 from verl_profiling.schedule import Schedule
 from verl_profiling.tools.base import Output, Recording, Target, Tool
 
@@ -31,9 +27,7 @@ __all__ = ["DOMAIN", "CudaProfiler", "NsysOptions", "NsysTool", "nsys_ranges", "
 DOMAIN = "verl_profiling"
 """Domain of our NVTX ranges."""
 
-_numbers = itertools.count(1)  # of the ranges in this process, as Nsight Systems counts them
-_OUTPUT_VARIABLE = "VERL_PROFILING_NSYS_OUTPUT"
-_RANGES_VARIABLE = "VERL_PROFILING_NSYS_RANGES"
+_ENGINES = "rollout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +102,11 @@ def nsys_runtime_env(
             "capture-range-end": f"repeat-shutdown:{ranges}",
             "kill": "none",
             "force-overwrite": "true",  # of an earlier run, whose process had the same id
+            # An engine computes in processes that its server forks.
+            **({"trace-fork-before-exec": "true"} if role == _ENGINES else {}),
             **options.arguments,
         },
-        "env_vars": {_OUTPUT_VARIABLE: str(output), _RANGES_VARIABLE: str(ranges)},
+        "env_vars": nsys_variables(output, ranges),
     }
 
 
@@ -123,6 +119,9 @@ def nsys_ranges(
     role: RoleConfig, schedule: Schedule, given: int | None = None, last_step: int | None = None
 ) -> int:
     """Return how many ranges a worker will open: after that many, Nsight Systems stops listening.
+
+    A rollout engine opens one per step; in discrete mode that is one per generation, of which a step
+    is expected to have one.
 
     Args:
         role: Settings of the worker's role.
@@ -141,7 +140,9 @@ def nsys_ranges(
             "has no end, so the number of ranges is unknown; pass last_step, or set repeat or steps",
         )
     windows = {step: window for step in range(last + 1) if (window := schedule.window(step)) is not None}
-    if role.mode == "e2e":
+    if role.role == _ENGINES:
+        count = len({window.first for window in windows.values()} if role.mode == "e2e" else windows)
+    elif role.mode == "e2e":
         count = len({window.first for window in windows.values()})
     elif role.stages is None:
         raise ConfigError(
@@ -194,11 +195,7 @@ class NsysTool(Tool):
 
     def prepare(self) -> None:
         """Check that this process runs under Nsight Systems, and has a GPU and NVTX."""
-        if _OUTPUT_VARIABLE not in os.environ:
-            raise ToolUnavailableError(
-                "tool 'nsys': this process was not started under Nsight Systems; create the worker with "
-                ".options(runtime_env=nsys_runtime_env(config, role=...))"
-            )
+        process_ranges().require()
         self.cuda_profiler()
         try:
             import nvtx  # noqa: F401
@@ -226,35 +223,24 @@ class NsysTool(Tool):
 
     def start(self, target: Target) -> Recording:
         self.prepare()
-        expected = int(os.environ[_RANGES_VARIABLE])
-        number = next(_numbers)
-        if number > expected:
-            raise CaptureStateError(
-                f"{target.lane}: range {number}: Nsight Systems was told to expect {expected} and listens no "
-                "more; set tools.nsys.ranges to what this process opens"
-            )
-        output = Path(f"{os.environ[_OUTPUT_VARIABLE]}.{os.getpid()}")
-        noted = NsysRange(
-            number=number,
-            folder=target.folder.name,
-            artifact=target.path(self.suffix).name,
-            begin_ns=clock.now_ns(),
-        )
-        note_range(output, noted)
-        return _NsysRecording(self.cuda_profiler(), target, output, noted)
+        process_ranges().check(target.lane)
+        return _NsysRecording(self.cuda_profiler(), target)
 
 
 class _NsysRecording(Recording):
-    def __init__(self, profiler: CudaProfiler, target: Target, output: Path, noted: NsysRange) -> None:
+    def __init__(self, profiler: CudaProfiler, target: Target) -> None:
         import nvtx
 
         self._profiler = profiler
         self._target = target
-        self._output = output
-        self._noted = noted
         self._domain = nvtx.get_domain(DOMAIN)
         self._attributes: dict[str, Any] = {}
         profiler.start()
+        try:
+            process_ranges().note_opened(target.folder, target.path(NsysTool.suffix).name)
+        except OSError:
+            profiler.stop()
+            raise
 
     def begin_mark(self, name: str) -> object:
         attributes = self._attributes.get(name)
@@ -267,18 +253,16 @@ class _NsysRecording(Recording):
         return None
 
     def stop(self) -> Sequence[Output]:
-        self._close(keep=True)
-        reason = f"range {self._noted.number} of this process; nsys writes its report until the process ends"
-        remedy = f"fetch it with: verl-profiling collect {self._target.folder.parent}"
+        number = self._close(keep=True)
         artifact = self._target.artifact(NsysTool)
-        return [Output(msgspec.structs.replace(artifact, status="pending", reason=f"{reason}; {remedy}"))]
+        return [Output(pending_report(artifact, number, self._target.folder.parent))]
 
     def discard(self) -> None:
         self._close(keep=False)
 
-    def _close(self, keep: bool) -> None:
+    def _close(self, keep: bool) -> int:
         try:
             self._profiler.stop()
         finally:
-            closed = msgspec.structs.replace(self._noted, end_ns=clock.now_ns(), keep=keep)
-            note_range(self._output, closed)
+            number = process_ranges().note_closed(keep)
+        return number

@@ -1,0 +1,168 @@
+"""Ranges of Nsight Systems around an engine's windows, whatever the engine does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verl_profiling import (
+    CaptureStateError,
+    ConfigError,
+    ProfilingConfig,
+    ToolUnavailableError,
+    opened_ranges,
+)
+from verl_profiling.engines.base import EngineAdapter, EngineTrace, records_with_nsys
+from verl_profiling.engines.harvest import RangeHarvest
+from verl_profiling.engines.options import RolloutOptions
+from verl_profiling.engines.recorder import EngineRecorder
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.messages import CaptureRequest
+from verl_profiling.nsys_ranges import read_ranges
+from verl_profiling.opened_ranges import OpenedRanges, nsys_variables
+
+IDENTITY = WorkerIdentity(role="rollout", rank=0, replica=1)
+
+
+class Engine(EngineAdapter):
+    """Notes what it is told to do, and fails where it is told to."""
+
+    name = "noting"
+    window = RolloutOptions()
+    ranks = 2
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails = ""
+
+    async def start(self, label: str) -> None:
+        self._note("start")
+
+    async def stop(self) -> None:
+        self._note("stop")
+
+    def identify(self, path: Path, label: str) -> EngineTrace | None:
+        return None
+
+    def watch(self, log: RequestLog) -> None:
+        pass
+
+    def _note(self, call: str) -> None:
+        if self.fails == call:
+            raise OSError("the engine is gone")
+        self.calls.append(call)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    """An engine that only notes its calls."""
+    return Engine()
+
+
+@pytest.fixture
+def recorder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineRecorder:
+    """A recorder in a process that was started for two ranges."""
+    monkeypatch.setattr(opened_ranges, "_ranges", OpenedRanges())
+    (tmp_path / "nsys").mkdir()
+    for name, value in nsys_variables(tmp_path / "nsys" / "rollout", 2).items():
+        monkeypatch.setenv(name, value)
+    config = ProfilingConfig.from_any({"enable": True, "tool": "nsys", "save_path": str(tmp_path)})
+
+    def harvest(request: CaptureRequest, label: str, ranks: object) -> RangeHarvest:
+        return RangeHarvest(IDENTITY, request, label, [0, 1])
+
+    return EngineRecorder(engine, IDENTITY, config.for_role("rollout"), config, harvest, RequestLog(1, True))
+
+
+def request(run: Path, step: int, keep: bool = True) -> CaptureRequest:
+    """Return a request to capture a step."""
+    folder = run / f"step_{step:06d}"
+    return CaptureRequest(
+        capture_id=f"c{step}", run_id="run", step=step, folder=str(folder), keep=keep, stage="rollout"
+    )
+
+
+async def test_a_window_is_one_range(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
+    """One report for all ranks of the replica, noted with the step folder it belongs to."""
+    reply = await recorder.start(request(tmp_path, 1))
+    assert [artifact.path for artifact in reply.expected] == ["rollout1.rollout.nsys-rep"]
+    result = (await recorder.stop("c1", 0)).result
+    assert engine.calls == ["start", "stop"]
+    [artifact] = result.artifacts
+    assert (artifact.status, artifact.lane, result.tools) == ("pending", "rollout1", ["nsys"])
+    assert "range 1 of this process" in artifact.reason
+    [[noted]] = read_ranges(tmp_path / "nsys").values()
+    assert (noted.number, noted.folder, noted.artifact) == (1, "step_000001", artifact.path)
+    assert noted.begin_ns < noted.end_ns
+
+
+async def test_an_engine_that_does_not_start_opened_no_range(
+    recorder: EngineRecorder, engine: Engine, tmp_path: Path
+) -> None:
+    """The next window is the first range: numbers are those that Nsight Systems counts."""
+    engine.fails = "start"
+    with pytest.raises(OSError, match="the engine is gone"):
+        await recorder.start(request(tmp_path, 1))
+    engine.fails = ""
+    await recorder.start(request(tmp_path, 2))
+    await recorder.stop("c2", 0)
+    [[noted]] = read_ranges(tmp_path / "nsys").values()
+    assert (noted.number, noted.folder) == (1, "step_000002")
+
+
+async def test_a_warm_up_is_a_range_too(recorder: EngineRecorder, tmp_path: Path) -> None:
+    """It is counted, and its report will be thrown away."""
+    await recorder.start(request(tmp_path, 1, keep=False))
+    assert (await recorder.stop("c1", 0)).result.status == "skipped"
+    [[noted]] = read_ranges(tmp_path / "nsys").values()
+    assert not noted.keep
+
+
+async def test_more_windows_than_announced(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
+    """The engine is not started for a range that Nsight Systems would not record."""
+    for step in (1, 2):
+        await recorder.start(request(tmp_path, step))
+        await recorder.stop(f"c{step}", 0)
+    with pytest.raises(CaptureStateError, match=r"rollout1: range 3: .* told to expect 2"):
+        await recorder.start(request(tmp_path, 3))
+    assert engine.calls == ["start", "stop"] * 2
+
+
+async def test_a_range_inside_of_a_range(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
+    """A trainer in the same process has one open: a second one would not be seen, and is refused."""
+    opened_ranges.process_ranges().note_opened(tmp_path / "step_000001", "actor_rank0.nsys-rep")
+    with pytest.raises(CaptureStateError, match=r"a range is open .*, for actor_rank0\.nsys-rep"):
+        await recorder.start(request(tmp_path, 1))
+    assert engine.calls == []
+
+
+async def test_notes_that_cannot_be_written(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
+    """The engine is stopped again, and the start says why."""
+    (tmp_path / "nsys").rmdir()
+    with pytest.raises(FileNotFoundError):
+        await recorder.start(request(tmp_path, 1))
+    assert engine.calls == ["start", "stop"]
+
+
+async def test_an_engine_that_does_not_stop(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
+    """The artifact is failed and says so."""
+    await recorder.start(request(tmp_path, 1))
+    engine.fails = "stop"
+    [artifact] = (await recorder.stop("c1", 0)).result.artifacts
+    assert (artifact.status, "the engine is gone" in artifact.reason) == ("failed", True)
+
+
+def test_nsys_records_an_engine_alone() -> None:
+    """Another tool in an engine's processes is refused by name."""
+    config = ProfilingConfig.from_any({"enable": True, "tool": ["nsys", "torch_memory"]})
+    with pytest.raises(ConfigError, match=r"roles\.rollout\.tool: .* does not record with 'torch_memory'"):
+        records_with_nsys(config.for_role("rollout"))
+
+
+def test_a_server_that_was_not_started_under_nsys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its set-up fails before training starts, and says how to start it."""
+    monkeypatch.delenv("VERL_PROFILING_NSYS_OUTPUT", raising=False)
+    with pytest.raises(ToolUnavailableError, match=r"runtime_env=nsys_runtime_env"):
+        OpenedRanges().require()

@@ -1,0 +1,181 @@
+"""What one window of an engine brings home: the engine's own traces, or a report of Nsight Systems."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.engines.artifacts import Spool, expected_artifacts, output_of
+from verl_profiling.engines.base import EngineAdapter
+from verl_profiling.identity import WorkerIdentity, artifact_name
+from verl_profiling.manifest import Artifact
+from verl_profiling.messages import CaptureRequest
+from verl_profiling.opened_ranges import pending_report, process_ranges
+from verl_profiling.tools.base import Output
+from verl_profiling.tools.nsys import NsysTool
+from verl_profiling.tools.torch_profiler import TorchTool
+
+__all__ = ["Harvest", "HarvestMaker", "RangeHarvest", "TraceHarvest"]
+
+
+class Harvest(ABC):
+    """What one window brings home.
+
+    Attributes:
+        tool: Name of the tool that records.
+        expected: The artifacts that the window will have when all goes well.
+        notes: What else there is to say about it.
+    """
+
+    tool: ClassVar[str]
+    expected: list[Artifact]
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    @abstractmethod
+    def opened(self) -> None:
+        """Be told that the engine records from now on.
+
+        Raises:
+            OSError: What that takes cannot be written.
+        """
+
+    @abstractmethod
+    def gather(self, end_ns: int, problem: str) -> list[Output]:
+        """Return what became of the expected artifacts, once the engine has stopped.
+
+        Args:
+            end_ns: When the window was closed.
+            problem: Why stopping failed; empty when it did not.
+        """
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Be told that the engine did not start."""
+
+    def _begin_now(self) -> None:
+        now_ns = clock.now_ns()
+        self.expected = [msgspec.structs.replace(artifact, begin_ns=now_ns) for artifact in self.expected]
+
+
+HarvestMaker = Callable[[CaptureRequest, str, Sequence[int]], Harvest]
+"""Makes the harvest of a window from its request, its label, and the selected ranks of the replica."""
+
+
+class TraceHarvest(Harvest):
+    """The traces that an engine's ranks write into its spool folder.
+
+    Args:
+        engine: The engine.
+        identity: The replica.
+        level: How much to compress.
+        request: The capture.
+        label: Its label.
+        ranks: The ranks inside the replica that are selected.
+    """
+
+    tool: ClassVar[str] = TorchTool.name
+
+    def __init__(
+        self,
+        engine: EngineAdapter,
+        identity: WorkerIdentity,
+        level: int,
+        request: CaptureRequest,
+        label: str,
+        ranks: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self._engine = engine
+        self._name = identity.name
+        self._level = level
+        self._request = request
+        by_trace = expected_artifacts(request, identity, engine, ranks)
+        self._traces = list(by_trace)
+        self.expected = list(by_trace.values())
+        self._spool = Spool(engine, label)
+
+    def opened(self) -> None:
+        self._begin_now()
+
+    def gather(self, end_ns: int, problem: str) -> list[Output]:
+        folder = Path(self._request.folder)
+        raws = self._spool.take() if self._request.keep else {}
+        outputs = []
+        for trace, expected in zip(self._traces, self.expected, strict=True):
+            artifact = msgspec.structs.replace(expected, end_ns=end_ns)
+            raw = raws.get(trace)
+            if raw is None:
+                outputs.append(Output(self._without_file(artifact, problem)))
+            else:
+                outputs.append(output_of(raw, folder, artifact, self._level))
+        if self._request.keep:
+            self.notes.extend(self._spool.keep_extras(folder, self._name))
+        self._spool.clear()
+        return outputs
+
+    def drop(self) -> None:
+        self._spool.clear()
+
+    def _without_file(self, artifact: Artifact, problem: str) -> Artifact:
+        if self._engine.window.bounded and not problem:
+            reason = f"the window was never reached ({self._engine.window})"
+            return msgspec.structs.replace(artifact, status="empty", reason=reason)
+        reason = (
+            problem or f"{self._engine.name} reported no error and wrote no trace; its own log may say why"
+        )
+        return msgspec.structs.replace(artifact, status="failed", reason=reason)
+
+
+class RangeHarvest(Harvest):
+    """One report of Nsight Systems, of all processes of the replica; it is collected after the run.
+
+    Args:
+        identity: The replica.
+        request: The capture.
+        label: Its label.
+        ranks: The ranks inside the replica that are selected.
+
+    Raises:
+        CaptureStateError: Nsight Systems would not record another range.
+    """
+
+    tool: ClassVar[str] = NsysTool.name
+
+    def __init__(
+        self, identity: WorkerIdentity, request: CaptureRequest, label: str, ranks: Sequence[int]
+    ) -> None:
+        super().__init__()
+        process_ranges().check(identity.name)
+        self._request = request
+        name = artifact_name(identity.name, NsysTool.suffix, request.stage, request.occurrence)
+        self.expected = [
+            Artifact(
+                path=name,
+                lane=identity.name,
+                tool=self.tool,
+                status="missing",
+                stage=request.stage,
+                occurrence=request.occurrence,
+            )
+        ]
+
+    def opened(self) -> None:
+        self._begin_now()
+        process_ranges().note_opened(Path(self._request.folder), self.expected[0].path)
+
+    def gather(self, end_ns: int, problem: str) -> list[Output]:
+        number = process_ranges().note_closed(self._request.keep)
+        artifact = msgspec.structs.replace(self.expected[0], end_ns=end_ns)
+        if problem:
+            return [Output(msgspec.structs.replace(artifact, status="failed", reason=problem))]
+        return [Output(pending_report(artifact, number, Path(self._request.folder).parent))]
+
+    def drop(self) -> None:
+        """Nothing was opened, so nothing was noted."""

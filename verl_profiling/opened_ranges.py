@@ -1,0 +1,124 @@
+"""The ranges that this process has Nsight Systems record, and the notes it keeps of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.errors import CaptureStateError, ToolUnavailableError
+from verl_profiling.manifest import Artifact
+from verl_profiling.nsys_ranges import NOTES_SUFFIX, NsysRange
+
+__all__ = ["OpenedRanges", "nsys_variables", "pending_report", "process_ranges"]
+
+_OUTPUT_VARIABLE = "VERL_PROFILING_NSYS_OUTPUT"
+_RANGES_VARIABLE = "VERL_PROFILING_NSYS_RANGES"
+
+
+def nsys_variables(output: Path, ranges: int) -> dict[str, str]:
+    """Return the environment variables that tell a process how Nsight Systems was started for it.
+
+    Args:
+        output: What its reports are named after, without the process id.
+        ranges: Number of ranges that Nsight Systems expects.
+    """
+    return {_OUTPUT_VARIABLE: str(output), _RANGES_VARIABLE: str(ranges)}
+
+
+class OpenedRanges:
+    """The ranges of this process and its children, one at a time, numbered as Nsight Systems does it."""
+
+    def __init__(self) -> None:
+        self._opened = 0
+        self._open: NsysRange | None = None
+
+    def require(self) -> None:
+        """Check that this process was started under Nsight Systems.
+
+        Raises:
+            ToolUnavailableError: It was not.
+        """
+        if _OUTPUT_VARIABLE not in os.environ:
+            raise ToolUnavailableError(
+                "tool 'nsys': this process was not started under Nsight Systems; create the worker with "
+                ".options(runtime_env=nsys_runtime_env(config, role=...))"
+            )
+
+    def check(self, who: str) -> None:
+        """Check that Nsight Systems will record another range.
+
+        Raises:
+            CaptureStateError: One is open, or it was not told to expect as many.
+        """
+        if self._open is not None:
+            raise CaptureStateError(
+                f"{who}: a range is open in this process, for {self._open.artifact}, and Nsight Systems "
+                "would not see another; stop that capture first"
+            )
+        expected = int(os.environ[_RANGES_VARIABLE])
+        if self._opened >= expected:
+            raise CaptureStateError(
+                f"{who}: range {self._opened + 1}: Nsight Systems was told to expect {expected} and listens "
+                "no more; set tools.nsys.ranges to what this process opens"
+            )
+
+    def note_opened(self, folder: Path, artifact: str) -> None:
+        """Note a range that was opened just now.
+
+        Args:
+            folder: The step folder that it belongs to.
+            artifact: Name of the artifact that its report becomes.
+
+        Raises:
+            OSError: It cannot be noted.
+        """
+        self._opened += 1
+        self._open = NsysRange(
+            number=self._opened, folder=folder.name, artifact=artifact, begin_ns=clock.now_ns()
+        )
+        try:
+            self._note(self._open)
+        except OSError:
+            self._open = None
+            raise
+
+    def note_closed(self, keep: bool) -> int:
+        """Note that the open range was closed just now, and return its number.
+
+        Args:
+            keep: ``False`` for a warm-up.
+
+        Raises:
+            OSError: It cannot be noted.
+        """
+        assert self._open is not None
+        closed = msgspec.structs.replace(self._open, end_ns=clock.now_ns(), keep=keep)
+        self._open = None
+        self._note(closed)
+        return closed.number
+
+    def _note(self, noted: NsysRange) -> None:
+        """Append to the notes; the first begins them anew: an earlier process may have had the same id."""
+        notes = Path(f"{os.environ[_OUTPUT_VARIABLE]}.{os.getpid()}{NOTES_SUFFIX}")
+        with notes.open("wb" if noted.number == 1 and not noted.end_ns else "ab") as file:
+            file.write(msgspec.json.encode(noted) + b"\n")
+
+
+_ranges = OpenedRanges()
+
+
+def process_ranges() -> OpenedRanges:
+    """Return the ranges of this process."""
+    return _ranges
+
+
+def pending_report(artifact: Artifact, number: int, run: Path) -> Artifact:
+    """Return the artifact of a range that was closed: Nsight Systems has not written its report yet."""
+    reason = (
+        f"range {number} of this process; nsys writes its report until the process ends; "
+        f"fetch it with: verl-profiling collect {run}"
+    )
+    return msgspec.structs.replace(artifact, status="pending", reason=reason)
