@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -241,6 +243,15 @@ def test_megatrons_own_schedule_shows_its_micro_batches(one_rank: None, tmp_path
     assert own.calls.count("start forward-compute") == own.calls.count("stop forward-compute") == 3
     assert own.calls[0] == "start forward-backward", "timers that were there before go on timing"
     assert model.config.timers.calls is own.calls
+
+
+def test_timers_are_copied_and_sent_with_their_config() -> None:
+    """Megatron makes deep copies of configs, and Ray sends them to other processes."""
+    own = UsersTimers()
+    for copied in (copy.deepcopy(CaptureTimers(own)), pickle.loads(pickle.dumps(CaptureTimers(own)))):
+        copied("forward-compute", log_level=2).start()
+        assert copied.calls == ["start forward-compute"]
+    assert own.calls == []
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])

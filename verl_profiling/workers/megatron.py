@@ -89,6 +89,8 @@ class CaptureTimers:
 
     def __getattr__(self, name: str) -> Any:
         """Offer whatever else the wrapped timers do (``log``, ``write``, ...)."""
+        if name == "_timers":  # asked for while a copy, which is still empty, is being made
+            raise AttributeError(name)
         return getattr(self._timers, name)
 
 
