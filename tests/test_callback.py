@@ -313,14 +313,15 @@ def test_rollout_windows_follow_the_hooks_in_discrete_mode(tmp_path: Path, sessi
 
 
 class ServingWorker(TrainWorker):
-    """A replica that serves one request in each of its windows."""
+    """A replica that serves one request in each of its windows, with newer weights each time."""
 
     def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-        """Hand over the window's request."""
+        """Hand over the window's request and policy version."""
         reply = super().stop_capture(capture_id, finish_s)
         end_ns = self.calls["stop_capture"]
         served = Request(replica=0, begin_ns=0, end_ns=end_ns, prompt_tokens=1, response_tokens=1)
-        return msgspec.structs.replace(reply, result=msgspec.structs.replace(reply.result, requests=[served]))
+        result = msgspec.structs.replace(reply.result, requests=[served], policy_versions=[end_ns])
+        return msgspec.structs.replace(reply, result=result)
 
 
 def test_the_requests_of_all_rollout_windows_reach_the_manifest(tmp_path: Path, session: Session) -> None:
@@ -337,6 +338,7 @@ def test_the_requests_of_all_rollout_windows_reach_the_manifest(tmp_path: Path, 
     callback.on_step_end()
     [result] = manifest(config).workers
     assert [request.end_ns for request in result.requests] == [1, 2, 3]
+    assert result.policy_versions == [1, 2, 3]
 
 
 # Ray

@@ -131,7 +131,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         end_ns: When its response was complete.
         prompt_tokens: Length of the prompt.
         response_tokens: Length of the response; summed over the samples of one request.
-        policy_version: Version of the weights, where the loop reports one.
+        policy_version: Version of the weights that it began with, where it is known.
         failed: It raised, or was given up.
     """
 
@@ -163,6 +163,8 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         cost: What the capture cost this worker.
         notes: Things a user should know, e.g. a selection that matched nothing.
         requests: Inference requests that a rollout engine served, in order of their end.
+        policy_versions: Versions of a rollout engine's weights during the capture, in order, where
+            they are known; several where the capture spans a weight update.
         metrics: Plain numbers recorded with the capture, e.g. ``{"stage/update_actor/peak_rss_bytes": ...}``.
     """
 
@@ -180,6 +182,7 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     cost: CaptureCost = CaptureCost()
     notes: list[str] = []
     requests: list[Request] = []
+    policy_versions: list[int] = []
     metrics: dict[str, float] = {}
 
     @property

@@ -233,6 +233,7 @@ def _merge(results: list[CaptureResult]) -> CaptureResult:
         anchors=[anchor for result in results for anchor in result.anchors],
         requests=[request for result in results for request in result.requests],
         notes=list(dict.fromkeys(note for result in results for note in result.notes)),
+        policy_versions=list(dict.fromkeys(v for result in results for v in result.policy_versions)),
         metrics={name: value for result in results for name, value in result.metrics.items()},
         cost=CaptureCost(
             start_s=sum(result.cost.start_s for result in results),

@@ -68,12 +68,23 @@ class SessionRecorder(Recorder):
             self._open = False
             if self._noted is None:
                 self._noted = self._requests.end()
-            result = msgspec.structs.replace(result, requests=self._noted)
+            result = msgspec.structs.replace(
+                result,
+                requests=self._noted,
+                policy_versions=self._requests.policy_versions,
+                notes=[
+                    *result.notes,
+                    *self._requests.weight_updates(self._identity.name, self._noted),
+                ],
+            )
         news = reply.finished
         if finish_s:  # on a thread, to leave the event loop free
             later = await asyncio.to_thread(process_session().stop, result.capture_id, finish_s)
             news = [*news, *later.finished]
         return msgspec.structs.replace(reply, result=result, finished=news)
+
+    def set_policy_version(self, version: int) -> None:
+        self._requests.set_policy_version(version)
 
 
 def watch_transformers(model: Any, log: RequestLog) -> None:

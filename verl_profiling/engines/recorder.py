@@ -46,6 +46,10 @@ class Recorder(ABC):
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         """Stop a capture; never raises for one that is not open."""
 
+    @abstractmethod
+    def set_policy_version(self, version: int) -> None:
+        """Note that the engine has other weights from now on."""
+
 
 class _Window:
     """One open capture: what was expected, and how far stopping is."""
@@ -143,6 +147,9 @@ class EngineRecorder(Recorder):
             replied_ns=clock.now_ns(),
         )
 
+    def set_policy_version(self, version: int) -> None:
+        self._requests.set_policy_version(version)
+
     async def _open(self, request: CaptureRequest) -> _Window:
         if request.keep:
             Path(request.folder).mkdir(parents=True, exist_ok=True)
@@ -238,6 +245,7 @@ class EngineRecorder(Recorder):
         if not window.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
         window.anchors.append(clock.read_anchor())
+        requests = self._requests.end()
         return CaptureResult(
             identity=self._identity,
             roles=[self._identity.role],
@@ -250,8 +258,9 @@ class EngineRecorder(Recorder):
             artifacts=artifacts,
             anchors=window.anchors,
             cost=CaptureCost(start_s=window.start_s, stop_s=window.stop_s or waited_s),
-            notes=window.harvest.notes,
-            requests=self._requests.end(),
+            notes=[*window.harvest.notes, *self._requests.weight_updates(self._identity.name, requests)],
+            requests=requests,
+            policy_versions=self._requests.policy_versions,
         )
 
     def _reply(

@@ -143,6 +143,15 @@ class RolloutCaptureMixin:
         reason = self._capture_idle_reason or "stop_capture: not set up; call init_capture(...) first"
         return StopReply(result=skipped(identity, reason, capture_id), received_ns=now_ns, replied_ns=now_ns)
 
+    def set_policy_version(self, version: int) -> None:
+        """Note that the engine has other weights from now on; for servers that are told.
+
+        Args:
+            version: Number of the policy version, as the training loop counts it.
+        """
+        if self._capture_recorder is not None:
+            self._capture_recorder.set_policy_version(version)
+
     def _capture_engine(self) -> Any:
         return getattr(self, "engine", None)
 
