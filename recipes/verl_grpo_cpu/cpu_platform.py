@@ -131,6 +131,27 @@ def _do_not_pin(module: ModuleType) -> None:
     module.CPUOffloadPolicy = lambda pin_memory: policy(pin_memory=False)
 
 
+def _plain_attention(module: ModuleType) -> None:
+    """Have critics load with torch's attention; verl asks for flash attention, which has no CPU version."""
+
+    def load_valuehead_model(
+        local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
+    ) -> torch.nn.Module:
+        from transformers import AutoModelForTokenClassification
+
+        model: torch.nn.Module = AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            dtype=torch_dtype,
+            config=model_config,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
+        return model
+
+    module.load_valuehead_model = load_valuehead_model
+
+
+when_imported("verl.utils.model", _plain_attention)
 when_imported("vllm.model_executor.layers.utils", _keep_weights)
 when_imported("verl.utils.fsdp_utils", _do_not_pin)
 

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR, REF = "actor_rollout_ref.actor.profiler", "actor_rollout_ref.ref.profiler"
+ROLES = ("actor", "ref", "critic", "rollout")
 
 
 def run_script(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -83,9 +84,14 @@ def test_dry_runs_refuse_what_would_fail(override: str, says: str, tmp_path: Pat
 def test_the_torch_example_is_bridged() -> None:
     """The values of verl's examples/profile/run_qwen2_5_7b_torch_profile.sh keep their meaning."""
     settings = verl_settings(
+        "actor_rollout_ref.rollout.name=vllm",
         f"{ACTOR}.enable=True",
         f"{ACTOR}.ranks=[0]",
-        f"{ACTOR}.tool_config.torch.contents=[cpu,cuda]",
+        f"{ACTOR}.all_ranks=False",
+        f"{ACTOR}.tool_config.torch.discrete=False",
+        f"{ACTOR}.tool_config.torch.contents=['cpu','cuda']",
+        f"{ACTOR}.tool_config.torch.schedule.skip_first=0",
+        f"{ACTOR}.tool_config.torch.schedule.wait=0",
         f"{ACTOR}.tool_config.torch.schedule.warmup=1",
         f"{ACTOR}.tool_config.torch.schedule.active=2",
         f"{ACTOR}.tool_config.torch.schedule.repeat=1",
@@ -93,48 +99,59 @@ def test_the_torch_example_is_bridged() -> None:
         "global_profiler.steps=[1,2]",
         "global_profiler.save_path=here",
     )
-    (tool,) = settings.for_role("actor").tools
+    actor = settings.for_role("actor")
+    (tool,) = actor.tools
     options: Any = tool.options
     assert settings.schedule.steps == (1, 2)
     assert settings.save_path == "here"
-    assert settings.for_role("actor").ranks == frozenset({0})
-    assert (options.mini_batches.warmup, options.mini_batches.active) == (1, 2)
-    assert not options.stack
-    assert not settings.for_role("critic").enable
+    assert (actor.mode, actor.ranks) == ("e2e", frozenset({0}))
+    assert (options.mini_batches.wait, options.mini_batches.warmup, options.mini_batches.active) == (0, 1, 2)
+    assert (options.stack, options.shapes, options.memory) == (False, False, False)
+    # In verl, the rollout is profiled where the actor is.
+    assert [role for role in ROLES if settings.for_role(role).enable] == ["actor", "rollout"]
 
 
 @pytest.mark.parametrize("discrete", [True, False])
 def test_the_npu_examples_are_bridged(discrete: bool) -> None:
-    """The values of verl's examples/profile/run_qwen3_8b_npu_profile_*.sh keep their meaning."""
-    overrides = ["global_profiler.tool=npu", "global_profiler.steps=[2,4]"]
+    """The values of verl's examples/profile/run_qwen3_8b_npu_profile_{discrete,e2e}.sh keep their meaning."""
+    overrides = ["actor_rollout_ref.rollout.name=vllm", "trainer.device=npu"]
+    overrides += ["global_profiler.tool=npu", "global_profiler.steps=[2,4]", "global_profiler.save_path=here"]
     for role in (ACTOR, REF):
         overrides += [
             f"{role}.enable=True",
-            f"{role}.ranks=[1,2]",
+            *([f"{role}.ranks=[1,2]", f"{role}.all_ranks=False"] if discrete else [f"{role}.all_ranks=True"]),
             f"{role}.tool_config.npu.discrete={discrete}",
-            f"{role}.tool_config.npu.contents=[npu,cpu]",
+            f"{role}.tool_config.npu.contents=['npu','cpu']",
             f"{role}.tool_config.npu.level=level0",
             f"{role}.tool_config.npu.analysis=True",
         ]
     settings = verl_settings(*overrides)
+    assert settings.schedule.steps == (2, 4)
+    assert [role for role in ROLES if settings.for_role(role).enable] == ["actor", "ref"]
     for name in ("actor", "ref"):
         role_settings = settings.for_role(name)
         (tool,) = role_settings.tools
         options: Any = tool.options
         assert role_settings.mode == ("discrete" if discrete else "e2e")
-        assert role_settings.ranks == frozenset({1, 2})
-        assert (tool.name, options.level, options.analysis, options.memory) == ("npu", "level0", True, False)
+        assert role_settings.ranks == (frozenset({1, 2}) if discrete else None)
+        assert (tool.name, options.level, options.analysis) == ("npu", "level0", True)
+        assert (options.stack, options.shapes, options.memory, options.modules) == (False,) * 4
 
 
 def test_the_memory_example_profiles_nothing() -> None:
     """The values of verl's run_qwen2_5_vl_7b_torch_memory.sh name no steps, so nothing is profiled."""
-    settings = verl_settings("global_profiler.tool=torch_memory", "global_profiler.save_path=./mem")
-    assert not settings.enable
-    with_steps = verl_settings(
-        "global_profiler.tool=torch_memory", "global_profiler.steps=[3]", f"{ACTOR}.enable=True"
-    )
+    given = [
+        "actor_rollout_ref.rollout.name=sglang",
+        "global_profiler.tool=torch_memory",
+        "global_profiler.save_path=./mem_snapshots",
+        "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries=50000",
+        "global_profiler.global_tool_config.torch_memory.stack_depth=32",
+    ]
+    assert not verl_settings(*given).enable
+    with_steps = verl_settings(*given, "global_profiler.steps=[3]", f"{ACTOR}.enable=True")
     (tool,) = with_steps.for_role("actor").tools
-    assert tool.name == "torch_memory"
+    options: Any = tool.options
+    assert (tool.name, options.max_entries) == ("torch_memory", 50000)
 
 
 def test_a_worker_of_ones_own_is_profiled(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from example_loops import read_trace
 
-from integrations.verl_runs import REFERENCE, Run, run_verl
+from integrations.verl_runs import PLUGINS, REFERENCE, Run, run_verl
 from verl_profiling.cli import main
 from verl_profiling.manifest import StageSpan
 
@@ -156,12 +156,7 @@ def test_one_timeline_shows_all(run: Run) -> None:
 
 def test_a_worker_that_is_killed_leaves_the_rest(tmp_path: Path) -> None:
     """The run fails as verl fails, and what the engine recorded of the open step can be read."""
-    modules = "recipes.verl_grpo_cpu.cpu_platform,verl_profiling.integrations.verl"
-    run = run_verl(
-        tmp_path,
-        "profiling=e2e",
-        PLUGINS=f"{modules},integrations.killed_worker",
-    )
+    run = run_verl(tmp_path, "profiling=e2e", PLUGINS=f"{PLUGINS},integrations.killed_worker")
     assert run.code != 0
     assert "ActorDiedError" in run.output or "RayActorError" in run.output
     manifest = run.manifest(2)

@@ -17,6 +17,9 @@ from verl_profiling.manifest import CaptureResult, Manifest, read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes/verl_grpo_cpu/run.sh"
+ASSETS = ROOT / "outputs/verl_grpo_cpu/assets"
+PLATFORM = "recipes.verl_grpo_cpu.cpu_platform"
+PLUGINS = f"{PLATFORM},verl_profiling.integrations.verl"
 LIMIT_S = 900
 REFERENCE = (
     "actor_rollout_ref.actor.use_kl_loss=true",
@@ -62,7 +65,7 @@ def run_verl(folder: Path, *overrides: str, **environment: str) -> Run:
     variables = {
         **os.environ,
         "PYTHON": sys.executable,
-        "ASSETS": str(ROOT / "outputs/verl_grpo_cpu/assets"),
+        "ASSETS": str(ASSETS),
         "RAY_TMPDIR": temporary,
         "PYTHONPATH": str(ROOT / "tests"),  # for plugins that a test brings
         **environment,

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
+from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.integrations.post_import import when_imported
 
-__all__ = ["hook_problems"]
+__all__ = ["check_support"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,23 @@ _HOOKS = {
     "verl.workers.rollout.vllm_rollout.vllm_async_server": "verl_servers:hook_vllm_server",
     "verl.workers.rollout.sglang_rollout.async_sglang_server": "verl_servers:hook_sglang_server",
 }
+_SUPPORTED = "0.9."
 _problems: list[str] = []
 
 
-def hook_problems() -> list[str]:
-    """Return the hooks of this process that did not fit verl; not empty for a verl that is not supported."""
-    return list(_problems)
+def check_support() -> None:
+    """Refuse a verl that this package does not know.
+
+    Raises:
+        ToolUnavailableError: It is of another version, or a hook of this process did not fit it.
+    """
+    from verl import __version__ as version
+
+    if _problems or not version.startswith(_SUPPORTED):
+        raise ToolUnavailableError(
+            f"profiling: verl {version} is not supported{': ' if _problems else ''}{'; '.join(_problems)}; "
+            "install verl>=0.9,<0.10"
+        )
 
 
 def _hook(place: str) -> Callable[[ModuleType], None]:

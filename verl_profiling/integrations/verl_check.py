@@ -14,14 +14,18 @@ import hydra
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 
-from verl_profiling.errors import ConfigError
+from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.integrations.verl_config import settings_of
+
+_PLUGIN = "verl_profiling.integrations.verl"
 
 
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
 def main(config: Any) -> None:
     """Print the command and what it would profile; exit with an error that names the key."""
     print(shlex.join(["python", "-m", "verl.trainer.main_ppo", *sys.argv[1:]]))
+    if config.get("profiling") is not None:
+        _check_plugin()
     validate_config(
         config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
     )
@@ -40,6 +44,22 @@ def main(config: Any) -> None:
     }
     roles = [role for role, exists in there.items() if exists and settings.for_role(role).enable]
     print(f"config ok; {settings.mode} profile of {', '.join(roles)} in {settings.save_path}")
+
+
+def _check_plugin() -> None:
+    """Exit where verl does not load the plugin, or is not one that it fits: the run would not be profiled."""
+    loaded = _PLUGIN in sys.modules
+    from verl_profiling.integrations.verl import check_support
+
+    try:
+        check_support()
+    except ToolUnavailableError as error:
+        sys.exit(str(error))
+    if not loaded:
+        sys.exit(
+            "profiling: verl does not load verl_profiling, and would not profile; install the package into "
+            f"verl's environment, or set VERL_USE_EXTERNAL_MODULES={_PLUGIN}"
+        )
 
 
 if __name__ == "__main__":

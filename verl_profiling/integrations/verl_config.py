@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,10 @@ class _Bridge:
         from omegaconf import OmegaConf
 
         self.notes: list[str] = []
-        self._engine = config.actor_rollout_ref.rollout.name
+        rollout = config.actor_rollout_ref.rollout
+        self._engine = rollout.name
+        sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+        self._replica_ranks = math.prod(rollout.get(size) or 1 for size in sizes)
         self._global = OmegaConf.to_container(config.global_profiler, resolve=True)
         self._roles = {}
         for role, path in _ROLES.items():
@@ -139,7 +143,8 @@ class _Bridge:
         options = (block.get("tool_config") or {}).get(tool) or {}
         found: dict[str, Any] = {"tool": tool, "mode": "discrete" if options.get("discrete") else "e2e"}
         if not block.get("all_ranks"):
-            found["ranks"] = list(block.get("ranks") or [0])
+            first = range(self._replica_ranks) if role == "rollout" else (0,)
+            found["ranks"] = list(block.get("ranks") or first)
         if own := dict(self._options(role, tool, options, f"{where}.tool_config.{tool}")):
             found["tools"] = {tool: own}
         return found
@@ -149,6 +154,9 @@ class _Bridge:
     ) -> Iterator[tuple[str, Any]]:
         """Yield the options of a tool."""
         contents = set(options.get("contents") or ())
+        for name in ("profile_token_start", "profile_token_end"):
+            if role != "rollout" and options.get(name) is not None:
+                self.notes.append(f"{where}.{name}: a window of engine iterations is for the rollout only")
         if tool == "torch":
             everything = not contents
             for name in ("stack", "shapes", "memory"):
@@ -161,18 +169,20 @@ class _Bridge:
                     self.notes.append(f"{where}.contents: engines record all activities that there are")
                 else:
                     yield "activities", ["cpu"]
-            if (schedule := options.get("schedule") or {}).get("active"):
+            schedule = options.get("schedule") or {}
+            if schedule.get("active") and role == "rollout":
+                self.notes.append(f"{where}.schedule: engines have no mini-batches")
+            elif schedule.get("active"):
                 if schedule.get("repeat", 0) > 1:
                     self.notes.append(f"{where}.schedule.repeat: one window of mini-batches is recorded")
-                if role != "rollout":
-                    yield (
-                        "mini_batches",
-                        {
-                            "wait": schedule.get("skip_first", 0) + schedule.get("wait", 0),
-                            "warmup": schedule.get("warmup", 0),
-                            "active": schedule["active"],
-                        },
-                    )
+                yield (
+                    "mini_batches",
+                    {
+                        "wait": schedule.get("skip_first", 0) + schedule.get("wait", 0),
+                        "warmup": schedule.get("warmup", 0),
+                        "active": schedule["active"],
+                    },
+                )
         elif tool == "npu":
             for name, content in (
                 ("stack", "stack"),

@@ -89,3 +89,12 @@ async def _stop_capture(self: Any, capture_id: str | None = None, finish_s: floa
 def _add_methods(server_class: type[Any]) -> None:
     server_class.start_capture = _start_capture
     server_class.stop_capture = _stop_capture
+    set_global_steps = server_class.set_global_steps
+
+    @functools.wraps(set_global_steps)
+    async def noted_set_global_steps(self: Any, global_steps: int) -> None:
+        # verl tells every server when it has new weights, and calls them by the step that made them.
+        await set_global_steps(self, global_steps)
+        self._verl_profiling.set_policy_version(global_steps)
+
+    server_class.set_global_steps = noted_set_global_steps

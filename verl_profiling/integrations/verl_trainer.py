@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from verl_profiling.callback import ProfilingCallback
 from verl_profiling.config import ProfilingConfig
 from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.integrations.verl import hook_problems
+from verl_profiling.integrations.verl import check_support
 from verl_profiling.integrations.verl_config import settings_of
 from verl_profiling.integrations.verl_servers import SETTINGS_KEY
 
@@ -50,12 +49,7 @@ class TrainerProfiler:
     """
 
     def __init__(self, trainer: Any, settings: ProfilingConfig) -> None:
-        version, problems = metadata.version("verl"), hook_problems()
-        if problems or not version.startswith("0.9."):
-            raise ToolUnavailableError(
-                f"profiling: verl {version} is not supported{': ' if problems else ''}{'; '.join(problems)}; "
-                "install verl>=0.9,<0.10"
-            )
+        check_support()
         self._trainer = trainer
         self._settings = settings
         self._callback = ProfilingCallback(settings)
@@ -150,8 +144,9 @@ class TrainerProfiler:
         trainer = self._trainer
         if hasattr(trainer, "_rollout_server_managers"):
             managers = trainer._rollout_server_managers()
-        else:
-            managers = [trainer.llm_server_manager]
+        else:  # the V0 trainer, and verl 0.9.0
+            named = ("llm_server_manager", "standalone_server_manager")
+            managers = [getattr(trainer, name) for name in named if hasattr(trainer, name)]
         return [replica.servers[0] for manager in managers for replica in manager.get_replicas()]
 
 
@@ -195,16 +190,16 @@ def hook_tracking(module: Any) -> None:
 def hook_v1_trainer(module: Any) -> None:
     """Profile the trainers of ``trainer.use_v1=True``, in all of their modes."""
     _hook_trainer(module.PPOTrainer)
-    original = module.PPOTrainer.prepare_step
+    original = module.PPOTrainer._add_batch_to_generate
 
     @functools.wraps(original)
-    def prepare_step(self: Any) -> Any:
+    def add_batch_to_generate(self: Any) -> Any:
         # The prompts are handed to the engines here, ahead of the timer that waits for the responses.
         if _active is not None:
             _active.rollout_begin()
         return original(self)
 
-    module.PPOTrainer.prepare_step = prepare_step
+    module.PPOTrainer._add_batch_to_generate = add_batch_to_generate
 
 
 def hook_v0_trainer(module: Any) -> None:

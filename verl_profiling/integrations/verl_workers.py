@@ -13,7 +13,7 @@ from typing import Any
 from verl_profiling.config import ProfilingConfig
 from verl_profiling.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.session import process_session, stage
-from verl_profiling.workers import CaptureMixin, FSDPCaptureMixin, MegatronCaptureMixin
+from verl_profiling.workers import CaptureMixin, CaptureTimers, FSDPCaptureMixin, MegatronCaptureMixin
 
 __all__ = ["hook_fsdp_engine", "hook_workers"]
 
@@ -107,12 +107,23 @@ def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> None:
     if engine.engine_config.strategy == "megatron":
         megatron = MegatronCaptureMixin()
         megatron.init_capture(settings, role=role)
+        _show_schedule(engine)
         self._verl_profiling = megatron
         return
     capture = FSDPCaptureMixin()
     mesh = getattr(engine, "device_mesh", None)
     capture.init_capture(settings, role=role, rank=self.rank, world_size=self.world_size, mesh=mesh)
     self._verl_profiling = capture
+
+
+def _show_schedule(engine: Any) -> None:
+    """Have Megatron's schedule, which goes through the micro-batches itself, mark them."""
+    from megatron.core.utils import get_model_config
+
+    for chunk in engine.module:
+        config = get_model_config(chunk)
+        if not isinstance(config.timers, CaptureTimers):
+            config.timers = CaptureTimers(config.timers)
 
 
 def _start_capture(self: Any, request: CaptureRequest) -> StartReply:

@@ -1,0 +1,31 @@
+"""A plugin for verl: a trainer class of one's own, whose loop this package has not hooked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_profiling.integrations.post_import import when_imported
+
+
+def hook(module: Any) -> None:
+    """Put a subclass with a ``fit`` of its own in the place of verl's trainer."""
+    from verl_profiling.integrations.verl_trainer import ProfilingTrainerMixin
+
+    name = "colocate_async"
+    base = module.TRAINER_REGISTRY[name]
+    unhooked_fit = base.fit.__wrapped__
+
+    class OwnTrainer(ProfilingTrainerMixin, base):  # type: ignore[misc, valid-type]
+        def fit(self, agent_loop_manager: Any) -> Any:
+            print("the own trainer's loop runs")
+            return unhooked_fit(self, agent_loop_manager)
+
+    module.TRAINER_REGISTRY[name] = OwnTrainer
+
+
+def wait(module: Any) -> None:
+    """Register the hook behind this package's own, which is registered for the same module."""
+    when_imported("verl.trainer.ppo.v1.trainer_colocate_async", lambda _: hook(module))
+
+
+when_imported("verl.trainer.ppo.v1.trainer_base", wait)

@@ -1,0 +1,84 @@
+"""What cannot run on CPU inside verl: its real classes, driven as far as they go without an accelerator."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integrations.verl_runs import ASSETS
+from integrations.wheels import ROOT, run_python, sources
+
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
+
+HERE = Path(__file__).parent
+
+
+def answer_of(run: Any) -> dict[str, Any]:
+    """Return what a program printed last."""
+    assert run.returncode == 0, run.stderr[-4000:]
+    answer: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.parametrize("name", ["ActorRolloutRefWorker", "TrainingWorker"])
+def test_worker_groups_bind_the_capture_methods(name: str) -> None:
+    """Verl's dispatch sends each call to every rank; only setting up is waited for there."""
+    import verl_profiling.integrations.verl  # noqa: F401
+
+    workers = pytest.importorskip("verl.workers.engine_workers")
+    from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
+
+    worker_class = getattr(workers, name)
+    for method, waits in (("init_capture", True), ("start_capture", False), ("stop_capture", False)):
+        registered = getattr(getattr(worker_class, method), MAGIC_ATTR)
+        assert registered["dispatch_mode"] is Dispatch.ONE_TO_ALL
+        assert registered["blocking"] is waits
+
+
+@pytest.mark.parametrize(
+    "name", ["compute_log_prob", "compute_ref_log_prob", "update_actor", "update_weights"]
+)
+def test_stages_leave_verls_methods_as_they_are(name: str) -> None:
+    """A marked method keeps verl's registration, its signature, and whether it is a coroutine."""
+    import verl_profiling.integrations.verl  # noqa: F401
+
+    workers = pytest.importorskip("verl.workers.engine_workers")
+    from verl.single_controller.base.decorator import MAGIC_ATTR
+
+    method = getattr(workers.ActorRolloutRefWorker, name)
+    original = method.__wrapped__
+    assert getattr(method, MAGIC_ATTR) == getattr(original, MAGIC_ATTR)
+    assert inspect.signature(method) == inspect.signature(original)
+    assert inspect.iscoroutinefunction(method) == inspect.iscoroutinefunction(original)
+
+
+def test_the_megatron_worker_is_captured(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    """Verl's worker with a Megatron engine knows its coordinates, and shows every micro-batch."""
+    megatron = sources("megatron-core==0.16.1", pytestconfig.cache)
+    run = run_python(str(HERE / "megatron_worker.py"), str(tmp_path), cwd=ROOT, paths=(megatron,))
+    answer = answer_of(run)
+    assert answer["identity"]["topology"] == {"tp": 0, "pp": 0, "cp": 0, "ep": 0, "dp": 0}
+    result = answer["result"]
+    assert result["status"] == "ok"
+    stages = [(span["name"], span["depth"]) for span in result["stages"]]
+    assert stages[:2] == [("update_actor", 0), ("forward-backward", 1)]
+    assert stages[2:] == [("forward-compute", 2), ("backward-compute", 2)] * 3
+
+
+def test_the_sglang_server_is_captured(tmp_path: Path) -> None:
+    """Verl's server launches with the capture methods, tells its policy versions, notes its requests."""
+    if not (ASSETS / "model").exists():
+        run_python("-m", "recipes.verl_grpo_cpu.make_assets", str(ASSETS), cwd=ROOT)
+    run = run_python(str(HERE / "sglang_server.py"), str(tmp_path), str(ASSETS), cwd=tmp_path)
+    answer = answer_of(run)
+    assert answer["tokens"] == [1, 2]
+    assert answer["started"]["status"] == "recording"
+    result = answer["result"]
+    assert (result["status"], result["policy_versions"]) == ("ok", [6, 7])
+    assert [(r["replica"], r["policy_version"]) for r in result["requests"]] == [(3, 6)]
+    assert [a["path"] for a in result["artifacts"]] == ["rollout3_rank0.torch.json.gz"]
+    assert (tmp_path / "step_000007" / "rollout3_rank0.torch.json.gz").exists()

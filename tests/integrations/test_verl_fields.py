@@ -1,0 +1,173 @@
+"""Every field of the profiler blocks in verl's real dataclasses and YAML is mapped, or reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+
+from verl_profiling import ConfigError, ProfilingConfig
+
+pytestmark = pytest.mark.verl
+
+WORD = re.compile(r"\w+")
+DOCS = Path(__file__).resolve().parents[2] / "docs/verl.md"
+BLOCKS = {
+    "global_profiler",
+    "actor_rollout_ref.actor.profiler",
+    "actor_rollout_ref.ref.profiler",
+    "actor_rollout_ref.rollout.profiler",
+    "critic.profiler",
+}
+# Another value than the one that the base below has; by the last part of the key.
+OTHER = {
+    "tool": "torch_memory",
+    "enable": False,
+    "all_ranks": True,
+    "ranks": [3],
+    "save_path": "elsewhere",
+    "steps": [5],
+    "profile_continuous_steps": True,
+    "relocate_results": True,
+    "finish_hook_cmd": "upload",
+    "finish_hook_all_ranks": True,
+    "finish_hook_ranks": [0],
+    "contents": ["cpu", "stack"],
+    "discrete": True,
+    "level": "level1",
+    "analysis": False,
+    "profile_token_start": 4,
+    "profile_token_end": 9,
+    "skip_first": 1,
+    "wait": 1,
+    "warmup": 1,
+    "active": 2,
+    "repeat": 2,
+    "trace_alloc_max_entries": 7,
+    "stack_depth": 7,
+    "memory_snapshot_num_steps": 2,
+}
+# A tool that a role does not use (``nsys``, ``precision_debugger`` are not of this bridge) and what
+# is none of a profiler's settings.
+LEFT_OUT = {"_target_", "name", "global_tool_config", "tool_config", "schedule"}
+
+
+def composed() -> DictConfig:
+    """Return verl's real configuration with every role profiled in one step."""
+    roles = [f"{block}.enable=true" for block in BLOCKS if block != "global_profiler"]
+    fixed = ["actor_rollout_ref.rollout.name=vllm", "global_profiler.steps=[1]", "global_profiler.tool=torch"]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*fixed, *roles])
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+def blocks_of(config: DictConfig, path: str = "") -> Iterator[str]:
+    """Yield the paths of all profiler blocks."""
+    if str(OmegaConf.to_container(config).get("_target_")).endswith(".ProfilerConfig"):
+        yield path
+        return
+    for key in config:
+        child = config._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none():
+            yield from blocks_of(child, f"{path}.{key}" if path else str(key))
+
+
+def dataclass_fields() -> dict[str, set[str]]:
+    """Return the fields of verl's dataclasses, by the place in a role's block where they are."""
+    from verl.utils.profiler import config
+
+    places = {
+        "": config.ProfilerConfig,
+        "tool_config.torch": config.TorchProfilerToolConfig,
+        "tool_config.torch.schedule": config.TorchProfilerScheduleConfig,
+        "tool_config.torch_memory": config.TorchMemoryToolConfig,
+        "tool_config.npu": config.NPUToolConfig,
+    }
+    return {place: {field.name for field in dataclasses.fields(kind)} for place, kind in places.items()}
+
+
+def outcome(
+    config: DictConfig, caplog: pytest.LogCaptureFixture, key: str, value: object
+) -> tuple[bool, str]:
+    """Change one field; return whether that changes the settings, and what the bridge says."""
+    changed = config.copy()
+    block, _, rest = key.partition(".tool_config.")
+    if rest:
+        OmegaConf.update(changed, f"{block}.tool", rest.partition(".")[0])
+    if ".schedule." in key:
+        OmegaConf.update(changed, key.rpartition(".")[0] + ".active", 1)
+    before = ProfilingConfig.from_verl(changed).to_dict()
+    OmegaConf.update(changed, key, value)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        try:
+            return ProfilingConfig.from_verl(changed).to_dict() != before, caplog.text
+        except ConfigError as error:
+            return False, str(error)
+
+
+def is_named(key: str, text: str) -> bool:
+    """Return whether a text names a field, the part of the block that it is in, or the tool left out."""
+    block, _, rest = key.partition(".tool_config.")
+    left_out = bool(rest) and f"{block}.tool=" in text
+    return key in text or f"{key.rpartition('.')[0]}:" in text or left_out
+
+
+def test_verl_has_no_other_profiler_blocks() -> None:
+    """The blocks that the bridge reads are all that there are."""
+    assert set(blocks_of(composed())) == BLOCKS
+
+
+def test_every_field_is_mapped_or_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Changing any field of a role's block changes the settings, or is answered with its key."""
+    config = composed()
+    silent, unknown = [], []
+    for role in sorted(BLOCKS - {"global_profiler"}):
+        for place, names in dataclass_fields().items():
+            in_yaml = OmegaConf.select(config, f"{role}.{place}" if place else role)
+            for name in sorted((names | set(in_yaml or ())) - LEFT_OUT):
+                key = ".".join(part for part in (role, place, name) if part)
+                if name not in OTHER:
+                    unknown.append(key)
+                    continue
+                changed, said = outcome(config, caplog, key, OTHER[name])
+                if not changed and not is_named(key, said):
+                    silent.append(key)
+    assert unknown == []
+    assert silent == []
+
+
+def test_every_global_field_is_mapped_or_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """The same of the global block, whose own fields differ."""
+    config = composed()
+    names = set(config.global_profiler) - LEFT_OUT
+    assert names <= OTHER.keys()
+    silent = []
+    for name in sorted(names):
+        changed, said = outcome(config, caplog, f"global_profiler.{name}", OTHER[name])
+        if not changed and not is_named(f"global_profiler.{name}", said):
+            silent.append(name)
+    assert silent == []
+
+
+@pytest.mark.parametrize("tool", ["precision_debugger", "tensorboard"])
+def test_other_tools_are_refused_by_name(tool: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A role's tool that has no counterpart is an error with its key."""
+    key = "actor_rollout_ref.actor.profiler.tool"
+    _, said = outcome(composed(), caplog, key, tool)
+    assert key in said
+    assert tool in said
+
+
+def test_the_table_in_the_documentation_names_every_field() -> None:
+    """docs/verl.md says of each field what becomes of it."""
+    table = {word for line in DOCS.read_text().splitlines() if line[:1] == "|" for word in WORD.findall(line)}
+    fields = set().union(*dataclass_fields().values()) | set(composed().global_profiler)
+    assert [name for name in sorted(fields - {"_target_", "name", "tool_config"}) if name not in table] == []

@@ -1,0 +1,76 @@
+"""Other releases of verl: their real sources fit the hooks, or are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from integrations.wheels import PLUGIN, run_python, sources
+
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
+
+HOOKED = (
+    "verl.trainer.ppo.v1",
+    "verl.trainer.ppo.ray_trainer",
+    "verl.workers.engine_workers",
+    "verl.workers.engine.fsdp.transformer_impl",
+    "verl.utils.tracking",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server",
+)
+
+
+def program(*modules: str) -> str:
+    """Return a program that imports what is hooked, and has the support checked."""
+    lines = [*(f"import {module}" for module in modules), f"import {PLUGIN} as plugin"]
+    return "\n".join([*lines, "plugin.check_support()", "print('supported')"])
+
+
+def test_the_hooks_fit_0_9_0(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    """The first release of 0.9 has everything that is hooked, V1 trainers included."""
+    folder = sources("verl==0.9.0", pytestconfig.cache)
+    run = run_python("-c", program(*HOOKED), cwd=tmp_path, paths=(folder,))
+    assert run.returncode == 0, run.stderr
+    assert "supported" in run.stdout
+
+
+def test_0_8_is_refused_by_name(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    """A trainer of 0.8, which loads no plugins by itself, is refused when the plugin was named."""
+    folder = sources("verl==0.8.0", pytestconfig.cache)
+    run = run_python("-c", program("verl.trainer.ppo.ray_trainer"), cwd=tmp_path, paths=(folder,))
+    assert run.returncode != 0
+    assert "verl 0.8.0 is not supported; install verl>=0.9,<0.10" in run.stderr
+
+
+def test_0_8_is_refused_before_it_is_queued(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    """The check of a command says so too; the run itself would ignore ``profiling`` in silence."""
+    folder = sources("verl==0.8.0", pytestconfig.cache)
+    run = run_python(
+        *("-m", "verl_profiling.integrations.verl_check"),
+        *("hydra.searchpath=[pkg://verl_profiling.conf]", "+profiling=e2e", f"hydra.run.dir={tmp_path}"),
+        cwd=tmp_path,
+        paths=(folder,),
+    )
+    assert run.returncode != 0
+    assert "verl 0.8.0 is not supported" in run.stderr
+
+
+def test_0_10_is_refused_by_name(tmp_path: Path) -> None:
+    """A verl that is newer than what is known is refused, whatever its hooks look like."""
+    text = f"import verl; verl.__version__ = '0.10.0.dev0'\n{program()}"
+    run = run_python("-c", text, cwd=tmp_path)
+    assert run.returncode != 0
+    assert "verl 0.10.0.dev0 is not supported" in run.stderr
+
+
+def test_a_hook_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    """Where a class has another name, verl is imported all the same, and profiling is refused with it."""
+    text = (
+        f"import {PLUGIN} as plugin, types\n"
+        "plugin._hook('verl_servers:hook_vllm_server')(types.ModuleType('verl.renamed'))\n"
+        "plugin.check_support()"
+    )
+    run = run_python("-c", text, cwd=tmp_path)
+    assert run.returncode != 0
+    assert "is not supported: verl.renamed:" in run.stderr
+    assert "vLLMHttpServer" in run.stderr

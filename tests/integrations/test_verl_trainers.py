@@ -1,0 +1,142 @@
+"""verl's other trainers in real runs on CPU: both asynchronous ones, and V0 with a critic."""
+
+from __future__ import annotations
+
+import pytest
+
+from integrations.verl_runs import ASSETS, PLUGINS, Run, run_verl
+
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
+
+PROMPTS, SAMPLES = 8, 2
+
+
+@pytest.fixture(scope="module")
+def colocate(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Generation goes on while the trainer trains; a capture of two steps, by a trainer of one's own."""
+    return run_verl(
+        tmp_path_factory.mktemp("colocate"),
+        "profiling=e2e",
+        "profiling.schedule.continuous=true",
+        "trainer.v1.trainer_mode=colocate_async",
+        "data.max_response_length=96",  # long enough to be interrupted by a weight update
+        "actor_rollout_ref.rollout.max_model_len=160",
+        PLUGINS=f"{PLUGINS},integrations.own_trainer",
+    )
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An engine with a process of its own, and two updates of the weights' copy in the trainer per step."""
+    return run_verl(
+        tmp_path_factory.mktemp("separate"),
+        "profiling=discrete",
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=2",
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
+        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=recipes.verl_grpo_cpu.file_weights",
+        "ray_kwargs.ray_init.num_gpus=2",
+        # Without hybrid engines, a log call of verl 0.9.1 at level INFO raises (it passes `flush`).
+        VERL_LOGGING_LEVEL="WARN",
+    )
+
+
+@pytest.fixture(scope="module")
+def v0(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """PPO with a critic in the trainer that verl had first."""
+    return run_verl(
+        tmp_path_factory.mktemp("v0"),
+        "profiling=discrete",
+        "trainer.use_v1=false",
+        "algorithm.adv_estimator=gae",
+        f"critic.model.path={ASSETS / 'model'}",
+        "critic.strategy=fsdp2",
+        "critic.ppo_mini_batch_size=4",
+        "critic.ppo_micro_batch_size_per_gpu=4",
+    )
+
+
+def test_an_own_trainer_is_profiled_by_the_mixin(colocate: Run) -> None:
+    """A ``fit`` that no hook knows fires the callback all the same, once."""
+    assert colocate.code == 0, colocate.output[-4000:]
+    assert "the own trainer's loop runs" in colocate.output
+    assert sorted(path.name for path in colocate.save_path.glob("step_*")) == ["step_000002"]
+    assert colocate.manifest(2).complete
+
+
+def test_a_capture_across_weight_updates_says_so(colocate: Run) -> None:
+    """The rollout of two steps names every policy version it ran with, and how much ran with each."""
+    manifest = colocate.manifest(2)
+    assert manifest.steps == [2, 3]
+    assert (manifest.policy_version, manifest.metrics["policy_version/end"]) == (1, 3)
+    rollout = colocate.worker(2, "rollout")
+    assert rollout.policy_versions == [1, 2, 3]
+    assert rollout.requests
+    assert {request.policy_version for request in rollout.requests} <= {1, 2, 3}
+    (note,) = rollout.notes
+    assert "rollout0: the capture spans a weight update: policy version 1" in note
+    names = [span.name for span in manifest.stages]
+    assert names.count("rollout") == names.count("update_weights") == 2
+
+
+def test_requests_of_the_asynchronous_trainer_lie_between_its_updates(colocate: Run) -> None:
+    """A request carries the version of the weights that were in the engine when it began."""
+    updates = [span for span in colocate.manifest(2).stages if span.name == "update_weights"]
+    for request in colocate.worker(2, "rollout").requests:
+        before = sum(update.end_ns <= request.begin_ns for update in updates)
+        during = sum(update.begin_ns <= request.begin_ns <= update.end_ns for update in updates)
+        assert request.policy_version is not None
+        assert before <= request.policy_version - 1 <= before + during
+
+
+def test_step_and_policy_version_are_on_every_rollout_artifact(separate: Run) -> None:
+    """Each window of generation is an artifact of its own, of a known step with known weights."""
+    assert separate.code == 0, separate.output[-4000:]
+    for step in (2, 3):
+        manifest = separate.manifest(step)
+        rollout = separate.worker(step, "rollout")
+        assert (manifest.step, rollout.step, rollout.policy_versions) == (step, step, [step - 1])
+        assert manifest.policy_version == step - 1
+        assert manifest.metrics["policy_version/end"] == step
+        assert [(a.stage, a.occurrence, a.status) for a in rollout.artifacts] == [
+            ("rollout", 1, "ok"),
+            ("rollout", 2, "ok"),
+        ]
+        assert {request.policy_version for request in rollout.requests} <= {step - 1}
+
+
+def test_every_update_between_two_weight_updates_is_shown(separate: Run) -> None:
+    """The trainer goes through the stages twice before it hands over its weights."""
+    names = [span.name for span in separate.manifest(3).stages]
+    assert names.count("update_actor") == names.count("rollout") == 2
+    assert names[-1] == "update_weights"
+    stages = [a.stage for a in separate.worker(3, "actor").artifacts]
+    assert stages.count("update_actor") == 2
+
+
+def test_the_first_trainer_with_a_critic(v0: Run) -> None:
+    """V0 is captured like V1; the critic's stages are with the process that it shares."""
+    assert v0.code == 0, v0.output[-4000:]
+    manifest = v0.manifest(3)
+    assert manifest.complete
+    assert {w.status for w in manifest.workers} == {"ok"}
+    of_the_controller = {span.name for span in manifest.stages}
+    assert of_the_controller >= {"rollout", "values", "advantage", "update_critic", "update_actor"}
+    shared = v0.worker(3, "actor")
+    assert shared.roles == ["actor", "critic"]
+    assert {a.stage for a in shared.artifacts} == {
+        "old_log_prob",
+        "values",
+        "update_critic",
+        "update_actor",
+        "update_weights",
+    }
+    assert {request.policy_version for request in v0.worker(3, "rollout").requests} == {2}
+
+
+def test_the_critic_shares_its_process_and_is_driven_once(v0: Run) -> None:
+    """Two worker groups on the same processes get one start and one stop per step."""
+    rpcs = [(rpc.worker, rpc.method) for rpc in v0.manifest(3).rpcs]
+    assert len(rpcs) == len(set(rpcs)) == 4

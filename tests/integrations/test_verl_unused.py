@@ -1,0 +1,117 @@
+"""The plugin where nothing is profiled, and where two profilers are asked for: in real runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from integrations.counted_calls import PREFIX
+from integrations.verl_runs import PLATFORM, PLUGINS, Run, run_verl
+
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
+
+# Greedy, one request at a time, without ties between tokens: two runs then generate the same. What is
+# left is the order of the samples in a batch, which makes sums differ in their last digits.
+REPEATABLE = (
+    "actor_rollout_ref.rollout.top_k=1",
+    "actor_rollout_ref.rollout.dtype=float32",
+    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "actor_rollout_ref.rollout.max_num_seqs=1",
+    "actor_rollout_ref.rollout.enable_prefix_caching=false",
+    "actor_rollout_ref.actor.entropy_coeff=0.01",
+)
+MEASURED = re.compile(r"timing|perf/|.*memory|profiling/")
+COUNTER = "integrations.counted_calls"
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same run with no plugin of this package in it."""
+    return run_verl(
+        tmp_path_factory.mktemp("without"),
+        "profiling.enable=false",
+        *REPEATABLE,
+        PLUGINS=f"{PLATFORM},{COUNTER}",
+        VERL_USE_EXTERNAL_PLUGINS="none",
+    )
+
+
+@pytest.fixture(scope="module")
+def unused(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The plugin is loaded, and profiling is off."""
+    return run_verl(
+        tmp_path_factory.mktemp("unused"),
+        "profiling.enable=false",
+        *REPEATABLE,
+        PLUGINS=f"{PLUGINS},{COUNTER}",
+    )
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Step 3 of 4 is profiled."""
+    return run_verl(
+        tmp_path_factory.mktemp("profiled"),
+        "profiling=e2e",
+        "profiling.schedule.steps=[3]",
+        "trainer.total_training_steps=4",
+        *REPEATABLE,
+        PLUGINS=f"{PLUGINS},{COUNTER}",
+    )
+
+
+def counted(run: Run) -> dict[int, dict[str, Any]]:
+    """Return what the counting plugin printed, by step."""
+    assert run.code == 0, run.output[-4000:]
+    lines = [line.partition(PREFIX)[2] for line in run.output.splitlines() if PREFIX in line]
+    found: dict[int, dict[str, Any]] = {}
+    for step in map(json.loads, lines):
+        found.setdefault(step["step"], step)  # reports are logged under their steps when training has ended
+    return found
+
+
+def results(step: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics that are no measurements of time or memory."""
+    return {name: value for name, value in step["metrics"].items() if not MEASURED.match(name)}
+
+
+def test_unused_it_changes_nothing(without: Run, unused: Run) -> None:
+    """Same metrics with the same values, and not one remote call more: the plugin is not noticed."""
+    plain, loaded = counted(without), counted(unused)
+    assert plain.keys() == loaded.keys() == {1, 2, 3}
+    for step in (1, 2, 3):
+        assert loaded[step]["calls"] == plain[step]["calls"]
+        assert loaded[step]["metrics"].keys() == plain[step]["metrics"].keys()
+        assert results(loaded[step]) == pytest.approx(results(plain[step]), rel=1e-3, abs=1e-4, nan_ok=True)
+    assert not unused.save_path.exists()
+
+
+def test_steps_that_are_not_profiled_make_no_call(without: Run, profiled: Run) -> None:
+    """Next to a profiled step, the trainer makes the calls of a run without the plugin, and no other."""
+    plain, others = counted(without), counted(profiled)
+    assert others[2]["calls"] == plain[2]["calls"]
+    assert others[4]["calls"] == plain[2]["calls"]
+    added = {
+        name: count for name, count in others[3]["calls"].items() if count != plain[2]["calls"].get(name, 0)
+    }
+    assert added == {
+        "actor_rollout_start_capture": 1,
+        "actor_rollout_stop_capture": 1,
+        "start_capture": 1,
+        "stop_capture": 1,
+    }
+
+
+def test_two_profilers_are_refused_when_the_trainer_is_built(tmp_path: Any) -> None:
+    """A run with verl's own profiler on too fails before it trains, and says what to change."""
+    run = run_verl(
+        tmp_path, "profiling=e2e", "global_profiler.steps=[2]", "actor_rollout_ref.actor.profiler.enable=true"
+    )
+    assert run.code != 0
+    assert "verl's own profiler is switched on too (global_profiler.steps=[2])" in run.output
+    assert "set global_profiler.steps=null, or +profiling=verl" in run.output
+    assert "Training Progress" not in run.output
+    assert not run.save_path.exists()
