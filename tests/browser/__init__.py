@@ -1,19 +1,41 @@
-"""What the tests that drive a browser need, and why they are skipped without it."""
+"""What the tests that drive a browser need, and why they are skipped without it.
+
+``make browser`` gets all of it. A Chromium on the PATH is used when that one is not there.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 BROWSER = Path(__file__).parent
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_MODULES = BROWSER / "node_modules"
+_UNPACKED = _MODULES / ".chromium" / "start"
+_SYSTEM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+_CHROMIUM = str(_UNPACKED) if _UNPACKED.is_file() else _SYSTEM
+_NODE = shutil.which("node") or shutil.which("node", path=str(Path(sys.executable).parent))
+_GET = "`make browser` gets it"
 
 needs_browser = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH"),
-    pytest.mark.skipif(shutil.which("node") is None, reason="needs node"),
-    pytest.mark.skipif(
-        not (BROWSER / "node_modules").is_dir(), reason="needs `npm install` in tests/browser"
-    ),
+    pytest.mark.skipif(_NODE is None, reason=f"needs node; {_GET}"),
+    pytest.mark.skipif(not _MODULES.is_dir(), reason=f"needs playwright-core in tests/browser; {_GET}"),
+    pytest.mark.skipif(_CHROMIUM is None, reason=f"needs a Chromium; {_GET}"),
 ]
+
+
+def run_script(name: str, *arguments: str) -> Any:
+    """Run one of the scripts beside this file, and return what it printed."""
+    command = [str(_NODE), name, str(_CHROMIUM), *arguments]
+    environment = {**os.environ, "NO_COLOR": "1"}
+    done = subprocess.run(
+        command, cwd=BROWSER, env=environment, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

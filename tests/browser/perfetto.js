@@ -1,9 +1,9 @@
 // Loads a served trace in the real Perfetto UI, runs SQL in its trace processor, prints JSON.
-// usage: node perfetto.js CHROMIUM URL QUERIES_JSON [SCREENSHOT]
+// usage: node perfetto.js CHROMIUM URL QUERIES_JSON
 const { chromium } = require("playwright-core");
 
 (async () => {
-  const [executablePath, url, queries, screenshot] = process.argv.slice(2);
+  const [executablePath, url, queries] = process.argv.slice(2);
   const browser = await chromium.launch({
     executablePath,
     args: ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run"],
@@ -25,10 +25,6 @@ const { chromium } = require("playwright-core");
     }
     return all;
   }, JSON.parse(queries));
-  if (screenshot) {
-    await page.waitForTimeout(2500);
-    await page.screenshot({ path: screenshot });
-  }
   console.log(JSON.stringify(results));
   await browser.close();
 })().catch((error) => {

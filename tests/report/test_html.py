@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 from html.parser import HTMLParser
 
 import msgspec
 import pytest
-from browser import BROWSER, CHROMIUM, needs_browser
+from browser import needs_browser, run_script
 from step_folders import WORKERS, build_step
 
 from verl_profiling.report.build import build_report
@@ -83,11 +80,7 @@ def seen(report: Report, tmp_path_factory: pytest.TempPathFactory) -> dict:
             pytest.skip(mark.kwargs["reason"])
     page = tmp_path_factory.mktemp("html") / "report.html"
     page.write_text(render_html(report), encoding="utf-8")
-    folder = os.environ.get("VERL_PROFILING_SCREENSHOTS")
-    command = ["node", "report.js", str(CHROMIUM), str(page), *([folder] if folder else [])]
-    done = subprocess.run(command, cwd=BROWSER, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_script("report.js", str(page))
 
 
 def test_the_browser_has_nothing_to_complain_about(seen: dict) -> None:

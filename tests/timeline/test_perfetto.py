@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from browser import BROWSER, CHROMIUM, needs_browser
+from browser import needs_browser, run_script
 from step_folders import WORKERS, build_step, read_events
 
 from verl_profiling.timeline.inputs import find_steps
@@ -53,31 +51,17 @@ QUERIES = {
 }
 
 
-def perfetto(timeline: Path, screenshot: Path | None = None) -> dict[str, list[list]]:
+def perfetto(timeline: Path) -> dict[str, list[list]]:
     """Open a timeline in the bundled Perfetto UI and return what the queries give."""
     server = TimelineServer({"timeline.json.gz": timeline}, bundled_ui(), port=0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         queries = {name: {"sql": sql, "columns": columns} for name, (sql, columns) in QUERIES.items()}
-        command = [
-            "node",
-            "perfetto.js",
-            str(CHROMIUM),
-            server.timeline_address("timeline.json.gz"),
-            json.dumps(queries),
-        ]
-        done = subprocess.run(
-            command + ([str(screenshot)] if screenshot else []),
-            cwd=BROWSER,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
+        address = server.timeline_address("timeline.json.gz")
+        return run_script("perfetto.js", address, json.dumps(queries))
     finally:
         server.shutdown()
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+        server.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +69,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     """Merge a step, with one host's clock ahead, and open it in Perfetto once."""
     folder = build_step(tmp_path_factory.mktemp("run"), rank1_clock_ns=1_234_567_891)
     (inputs,) = find_steps(folder)
-    screenshot = os.environ.get("VERL_PROFILING_SCREENSHOTS")
-    picture = Path(screenshot) / "timeline-test.png" if screenshot else None
-    return folder, perfetto(merge(inputs).path, picture)
+    return folder, perfetto(merge(inputs).path)
 
 
 def test_perfetto_counts_the_same_slices(opened: tuple[Path, dict[str, list[list]]]) -> None:

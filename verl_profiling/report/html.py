@@ -222,16 +222,18 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[Cell]], keys: Sequen
     body = []
     for index, row in enumerate(rows):
         cells = "".join(
-            _cell(value, keys[index] if keys and not column else "") for column, value in enumerate(row)
+            _cell(value, headings[column], keys[index] if keys and not column else "")
+            for column, value in enumerate(row)
         )
         body.append(f"<tr>{cells}</tr>")
     return _scroll(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>")
 
 
-def _cell(value: Cell, key: str) -> str:
+def _cell(value: Cell, heading: str, key: str) -> str:
     if value is None:
         return '<td class="n" data-v="-1">&ndash;</td>'
     if isinstance(value, str):
         return f'<td title="{escape(value)}">{key}{escape(value)}</td>'
-    text = f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+    digits = 0 if isinstance(value, int) else 1 if "%" in heading else 3
+    text = f"{value:,.{digits}f}"
     return f'<td class="n" data-v="{value:g}">{text}</td>'

@@ -1,14 +1,12 @@
-// Photographs a timeline in the Perfetto UI: the controller's stages and each worker's busiest thread.
-// usage: node timeline.js ADDRESS PICTURE [CHROMIUM]
-// ADDRESS is what `verl-profiling view STEP_DIR --no-browser` prints; CONTRIBUTING.md has the whole recipe.
+// Photographs a served timeline in the Perfetto UI: the controller's stages and each worker's busiest thread.
+// usage: node timeline.js CHROMIUM ADDRESS PICTURE
 const { chromium } = require("playwright-core");
 
-const BUSY = 1000; // spans; leaves communication threads and single requests out
 const MARGIN = 0.02; // of the step, on either side
 const WIDTH = 1150; // little more than a README shows, so that names stay readable
 const AXIS = 58; // pixels above the tracks
 
-async function arrange({ busy, margin }) {
+async function arrange({ margin }) {
   const { app } = window;
   const { trace } = app;
   async function rows(sql, shape) {
@@ -22,13 +20,18 @@ async function arrange({ busy, margin }) {
   const slices = `slice join thread_track on track_id = thread_track.id
     join thread using (utid) join process using (upid)`;
   const tracks = await rows(
-    `select track_id as id, thread.name as thread, process.name as process from ${slices}
-     group by track_id having process.name like 'controller%' and thread.name = 'stages' or count(*) >= ${busy}
-     order by process.pid`,
-    { id: 1, thread: "str", process: "str" },
+    `select track_id as id, thread.name as thread, process.name as process, count(*) as slices from ${slices}
+     group by track_id order by process.pid, thread.name != 'stages', slices desc`,
+    { id: 1, thread: "str", process: "str", slices: 1 },
   );
+  const seen = new Set();
+  const busiest = tracks.filter(({ thread, process }) => {
+    const wanted = process.startsWith("controller") === (thread === "stages") && !seen.has(process);
+    if (wanted) seen.add(process);
+    return wanted;
+  });
   const nodes = trace.workspace.flatTracks;
-  const chosen = tracks.map(({ id, thread, process }) => {
+  const chosen = busiest.map(({ id, thread, process }) => {
     const node = nodes.find((each) => trace.tracks.getTrack(each.uri)?.tags?.trackIds?.includes(id));
     const lane = process.split(" ")[0];
     node.name = node.title = thread === "stages" ? `${lane} stages` : lane;
@@ -49,13 +52,13 @@ async function arrange({ busy, margin }) {
 }
 
 (async () => {
-  const [address, picture, executablePath = "/usr/bin/chromium"] = process.argv.slice(2);
-  const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
+  const [executablePath, address, picture] = process.argv.slice(2);
+  const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu", "--no-first-run"] });
   const page = await browser.newPage({ viewport: { width: WIDTH, height: 1400 }, deviceScaleFactor: 2 });
   await page.goto(address);
   await page.waitForFunction(() => window.app?.trace?.engine, null, { timeout: 120000 });
   await page.waitForTimeout(2000);
-  await page.evaluate(arrange, { busy: BUSY, margin: MARGIN });
+  await page.evaluate(arrange, { margin: MARGIN });
   await page.waitForTimeout(2000);
   const [top, bottom] = await page.evaluate(() => {
     const boxes = [...document.querySelectorAll(".pf-track")].map((each) => each.getBoundingClientRect());
@@ -63,6 +66,8 @@ async function arrange({ busy, margin }) {
   });
   const y = top - AXIS;
   await page.screenshot({ path: picture, clip: { x: 0, y, width: WIDTH, height: bottom - y } });
+  const lanes = await page.evaluate(() => window.app.trace.workspace.children.map((node) => node.name));
+  console.log(JSON.stringify({ lanes }));
   await browser.close();
 })().catch((error) => {
   console.error(error);
