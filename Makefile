@@ -18,7 +18,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser pictures test-hta env-verl test test-verl demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu verification demo demo-e2e demo-discrete lint docs bench clean
+.PHONY: help env browser pictures test-hta env-verl test test-verl demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu verification demo demo-e2e demo-discrete lint docs bench bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,7 @@ test-hta: .venv-hta/.ready ## Run the tests that hold the report's figures again
 
 # Environments without what the other tests import.
 megatron_TESTS := tests/workers/test_megatron.py
+verl_TESTS := tests/integrations
 npu_TESTS := tests/tools/test_npu.py tests/tools/test_precision.py
 
 test-gpu: ## Run the tests that need a CUDA device, with PYTHON and its torch
@@ -114,7 +115,7 @@ demo-e2e demo-discrete: demo-%: $(DEMO_ENV)/.ready
 env-verl: .venv-verl/.ready ## Build an environment with real verl and vLLM, for CPU (.venv-verl)
 
 test-verl: .venv-verl/.ready ## Run the tests that need real verl (whole runs: half an hour)
-	.venv-verl/bin/python -m pytest -m verl $(PYTEST_ARGS)
+	.venv-verl/bin/python -m pytest -m verl $(verl_TESTS) $(PYTEST_ARGS)
 
 demo-verl: demo-verl-e2e demo-verl-discrete ## Profile a real verl run on CPU in both modes, merge, report, check
 	@ls $(DEMO)/verl-*/step_*/timeline.json.gz $(DEMO)/verl-*/step_*/report.html
@@ -135,7 +136,10 @@ docs: .venv/.ready ## Build the documentation (docs/_build/html)
 	.venv/bin/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 bench: .venv-bench/.ready .venv-hta/.ready ## Print the benchmarks, against named peers
-	@for bench in benchmarks/bench_*.py; do echo "== $$bench" && .venv-bench/bin/python $$bench || exit; done
+	@for bench in $(filter-out benchmarks/bench_verl.py,$(wildcard benchmarks/bench_*.py)); do echo "== $$bench" && .venv-bench/bin/python $$bench || exit; done
+
+bench-verl: .venv-verl/.ready ## Print what profiling costs a real verl run (half an hour)
+	.venv-verl/bin/python benchmarks/bench_verl.py
 
 pictures: browser .venv-vllm/.ready ## Run the recipe with vLLM and take the documentation's pictures of it
 	rm -rf outputs/pictures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from example_loops import read_trace
@@ -141,17 +142,38 @@ def test_reports_are_in_verls_trackers(e2e: Run) -> None:
     assert {point.step for point in events.Scalars("timing_s/step")} == {1, 2, 3}
 
 
+def lanes_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the spans of a merged timeline by lane."""
+    events = read_trace(folder / "timeline.json.gz")["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    lanes: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            lanes.setdefault(names[event["pid"]].partition(" ")[0], []).append(event)
+    return lanes
+
+
+def assert_covered(spans: list[dict[str, Any]], name: str, outer: list[dict[str, Any]], around: str) -> None:
+    """Each span of a name that starts so lies inside one of the other lane's; there are some."""
+    found = [span for span in spans if span["name"].startswith(name)]
+    windows = [(span["ts"], span["ts"] + span["dur"]) for span in outer if span["name"] == around]
+    assert found
+    for span in found:
+        assert any(begin <= span["ts"] and span["ts"] + span["dur"] <= end for begin, end in windows), span
+
+
 def test_one_timeline_shows_all(run: Run) -> None:
-    """The merged timeline holds the controller's stages, the mini-batches and the engine's steps in time."""
+    """One file, one clock: what worker and engine did lies inside of the controller's stages for it."""
     folder = run.save_path
     for command in (["merge", str(folder)], ["report", str(folder), "--save"], ["check", str(folder)]):
         assert main(command) == 0
-    events = read_trace(folder / "step_000003" / "timeline.json.gz")["traceEvents"]
-    begins = {}
-    for event in events:
-        if event.get("ph") == "X":
-            begins.setdefault(event["name"].partition("_context")[0], event["ts"])
-    assert begins["rollout"] < begins["execute"] < begins["update_actor"] < begins["mini_batch"]
+    for step in (2, 3):
+        lanes = lanes_of(folder / f"step_{step:06d}")
+        controller = lanes["controller"]
+        assert_covered(lanes["rollout0_rank0"], "execute_", controller, "rollout")
+        for name in WORKER_STAGES:
+            assert_covered(lanes["actor_rank0"], name, controller, name)
+        assert_covered(lanes["actor_rank0"], "mini_batch", controller, "update_actor")
 
 
 def test_a_worker_that_is_killed_leaves_the_rest(tmp_path: Path) -> None:
