@@ -14,7 +14,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-from verl_profiling import ProfilingCallback, stage
+from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.workers import CaptureMixin
 
 
@@ -40,13 +40,17 @@ class ScoringWorker(CaptureMixin, Worker):
 @hydra.main(config_path=".", config_name="score", version_base=None)
 def main(config: Any) -> None:
     """Score in a loop, and profile some of its steps."""
+    settings = ProfilingConfig.from_any(config.profiling)
+    if config.dry_run:
+        print(f"config ok; {settings.mode} profile of reward in {settings.save_path}")
+        return
     ray.init(num_cpus=config.workers, include_dashboard=False, log_to_driver=False)
     group = RayWorkerGroup(
         RayResourcePool([config.workers], use_gpu=False, max_colocate_count=1),
         RayClassWithInitArgs(ray.remote(ScoringWorker), config.profiling),
         device_name="cpu",
     )
-    callback = ProfilingCallback(config.profiling)
+    callback = ProfilingCallback(settings)
     callback.add_workers("reward", group)
     callback.on_train_begin()
     for step in range(1, config.steps + 1):
@@ -56,7 +60,7 @@ def main(config: Any) -> None:
         callback.on_step_end({"score": sum(scores) / len(scores)})
     callback.on_train_end()
     ray.shutdown()
-    print(f"step folders in {config.profiling.save_path}")
+    print(f"step folders in {settings.save_path}")
 
 
 if __name__ == "__main__":

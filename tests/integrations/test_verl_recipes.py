@@ -65,6 +65,18 @@ def test_the_other_engine_is_checked_too(tmp_path: Path) -> None:
     assert "rollout.name=sglang" in run.stdout
 
 
+def test_the_custom_worker_can_be_checked(tmp_path: Path) -> None:
+    """Its dry run prints the command, checks the settings, and starts nothing."""
+    script = str(ROOT / "recipes/custom_worker/run.sh")
+    run = run_script(script, f"hydra.run.dir={tmp_path}", "profiling=discrete", DRY_RUN="1")
+    assert run.returncode == 0, run.stderr
+    assert "-m recipes.custom_worker.score" in run.stdout
+    assert "config ok; discrete profile of reward" in run.stdout
+    wrong = run_script(script, f"hydra.run.dir={tmp_path}", "profiling.mode=both", DRY_RUN="1")
+    assert wrong.returncode != 0
+    assert "ConfigError: mode: Invalid enum value" in wrong.stderr
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [

@@ -53,6 +53,16 @@ def test_the_page_is_well_formed_and_self_contained(report: Report) -> None:
     assert not re.search(r"@import|url\((?!data:)", page)
 
 
+def test_what_the_loop_reported_is_on_the_page(report: Report) -> None:
+    """Every number that the loop logged for the step is next to what was measured."""
+    metrics = {"critic/score/mean": 0.25, "timing_s/<step>": 12.5}
+    page = render_html(msgspec.structs.replace(report, metrics=metrics))
+    section = page.partition('id="reported-by-the-loop"')[2].partition("</section>")[0]
+    assert "critic/score/mean" in section
+    assert "0.250" in section
+    assert "timing_s/&lt;step&gt;" in section
+
+
 def test_names_cannot_break_out_of_the_page(report: Report) -> None:
     """A stage or kernel is shown as it is called, whatever characters that has."""
     nasty = '</script><img src=x onerror=alert(1)>"&'

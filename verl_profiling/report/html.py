@@ -48,6 +48,7 @@ def _sections(report: Report) -> Iterable[str]:
     yield _stragglers(report)
     yield _collectives(report)
     yield _ops(report)
+    yield _reported(report)
     yield _about(report)
 
 
@@ -192,6 +193,12 @@ def _ops(report: Report) -> str:
     return _section(
         "Kernels by self time", _table(("stage", "kernel", "calls", "self s", "% of all"), rows), note
     )
+
+
+def _reported(report: Report) -> str:
+    rows = [(name, float(value)) for name, value in report.metrics.items()]
+    note = "What the training loop logged for the step."
+    return _section("Reported by the loop", _table(("metric", "value"), rows), note)
 
 
 def _about(report: Report) -> str:

@@ -17,6 +17,7 @@ __all__ = ["print_report"]
 _WIDTH = 100
 _BAR_CELLS = 24
 _ROWS = 8
+_METRICS = 6
 _NAME = 48
 
 
@@ -76,6 +77,12 @@ def _closing_lines(report: Report) -> Iterator[str]:
             f"clock of {escape(clock.host)}: corrected by {clock.offset_us:,.1f} us, "
             f"true within {clock.error_us:,.1f} us, drift {clock.drift_us:,.1f} us"
         )
+    if report.metrics:
+        some = ", ".join(
+            f"{escape(name)} {value:g}" for name, value in list(report.metrics.items())[:_METRICS]
+        )
+        more = ", ... (all: --save, report.html)" if len(report.metrics) > _METRICS else ""
+        yield f"reported by the loop: {some}{more}"
     coverage = report.coverage
     yield f"{coverage.read} of {coverage.expected} traces read, {coverage.events:,} events"
     yield from (f"[red]missing:[/red] {escape(sentence)}" for sentence in coverage.missing)
