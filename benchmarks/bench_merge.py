@@ -1,24 +1,27 @@
 """Merging: CPU seconds and peak memory of each merger, side by side, on real torch traces.
 
-Run: ``python benchmarks/bench_merge.py [--runs 5] [--sglang profile_merger.py] [--only NAME ...]``
+Run: ``python benchmarks/bench_merge.py [--runs 5] [--sglang profile_merger.py] [--parts NAME ...]``
 
 It records 8 traces of about 100k events and one of about 1M with torch.profiler, compresses
 them as a capture does, and merges them in fresh processes. CPU seconds are those of the
 process and its children, without imports; memory is the largest resident set of any one of
 them (``getrusage``, ``ru_maxrss``). viztracer reads no gzip, so it gets the raw files.
-SGLang's merger is ``sglang/srt/utils/profile_merger.py`` of its wheel, which runs alone.
+SGLang's merger is ``sglang/srt/utils/profile_merger.py`` of its wheel, which runs alone; that of
+an installed sglang is found.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import importlib.util
 import json
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 OURS = "verl-profiling"
@@ -39,6 +42,8 @@ if __name__ == "__main__":
     print(json.dumps([used() - before, peak]))
 """
 SETS = (("8 x 100k", 8, 100_000), ("1 x 1M", 1, 1_000_000))
+GROWTH = "growth"
+PARTS = (*(title for title, _, _ in SETS), GROWTH)
 _MERGE = (
     "from pathlib import Path\nfrom verl_profiling.timeline.inputs import find_steps\n"
     "from verl_profiling.timeline.merge import merge",
@@ -117,20 +122,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=MERGERS, help="mergers to run")
-    parser.add_argument("--sglang", type=Path, metavar="FILE", help="SGLang's profile_merger.py")
-    parser.add_argument("--small", action="store_true", help="only the first set of traces")
+    parser.add_argument(
+        "--sglang", type=Path, metavar="FILE", default=installed_merger(), help="SGLang's profile_merger.py"
+    )
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="what to measure")
     parser.add_argument("--keep", type=Path, help="folder of recorded traces, to reuse them")
     arguments = parser.parse_args()
     names = arguments.only or [name for name in MERGERS if name != "SGLang" or arguments.sglang]
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
         root = arguments.keep or scratch / "traces"
-        for title, count, events in SETS[: 1 if arguments.small else None]:
-            folder = root / title.replace(" ", "")
-            record_all(folder, count, events)
-            print(f"\n{title} events, {megabytes(folder / 'raw'):.0f} MB, median of {arguments.runs} runs")
-            compare(folder, names, arguments.runs, scratch, arguments.sglang)
-        linearity(root / "8x100k", scratch, arguments.runs)
+        for title, count, events in SETS:
+            if title in arguments.parts:
+                folder = root / title.replace(" ", "")
+                record_all(folder, count, events)
+                print(f"\n{title} events, {megabytes(folder / 'raw'):.0f} MB, {arguments.runs} runs")
+                compare(folder, names, arguments.runs, scratch, arguments.sglang)
+        if GROWTH in arguments.parts:
+            folder = root / SETS[0][0].replace(" ", "")
+            record_all(folder, *SETS[0][1:])
+            linearity(folder, scratch, arguments.runs)
+
+
+def installed_merger() -> Path | None:
+    """Return SGLang's merger, if sglang is installed."""
+    found = importlib.util.find_spec("sglang")
+    folders = found.submodule_search_locations if found else None
+    return Path(folders[0]) / "srt" / "utils" / "profile_merger.py" if folders else None
 
 
 def megabytes(folder: Path) -> float:
@@ -159,18 +177,25 @@ def compare(folder: Path, names: list[str], runs: int, scratch: Path, merger: Pa
         for name in names:
             found[name].append(measure(name, folder, scratch, merger))
     cpus = {name: statistics.median(cpu for cpu, _ in results) for name, results in found.items()}
-    print(f"{'merger':<22}{'CPU s':>10}{'peak MB':>10}{'CPU / ours':>12}")
+    print(f"{'merger':<22}{'CPU s':>8}{'  min - max':<16}{'peak MB':>10}{'CPU / ours':>12}")
     for name, results in found.items():
         ours = cpus.get(OURS if MERGERS[name][0] == "gz" else OURS_RAW)
         ratio = f"{cpus[name] / ours:>12.2f}" if ours else ""
-        print(f"{name:<22}{cpus[name]:>10.2f}{max(peak for _, peak in results):>10.0f}{ratio}")
+        peak = max(peak for _, peak in results)
+        print(f"{name:<22}{cpus[name]:>8.2f}{spread(cpu for cpu, _ in results)}{peak:>10.0f}{ratio}")
     if "archive" in cpus and "copy" in cpus:
         print(f"archive over copy: {cpus['archive'] / cpus['copy']:.2f}")
 
 
+def spread(sample: Iterable[float]) -> str:
+    """Return the smallest and the largest value, to print."""
+    values = sorted(sample)
+    return f"{f'  {values[0]:.2f} - {values[-1]:.2f}':<16}"
+
+
 def linearity(folder: Path, scratch: Path, runs: int) -> None:
     """Print the cost of 1x, 2x and 4x the bytes, and project 64 ranks of 200 MB on 2 cores."""
-    print(f"\n{'files':>5}{'MB':>10}{'CPU s':>10}{'peak MB':>10}")
+    print(f"\n{'files':>5}{'MB':>8}{'CPU s':>8}{'  min - max':<16}{'peak MB':>10}{'CPU s / 100 MB':>16}")
     points = []
     for count in (2, 4, 8):
         part = scratch / f"part{count}"
@@ -184,11 +209,15 @@ def linearity(folder: Path, scratch: Path, runs: int) -> None:
         )
         results = [measure(OURS, part, scratch, None) for _ in range(runs)]
         points.append((size_mb, statistics.median(cpu for cpu, _ in results)))
-        print(f"{count:>5}{size_mb:>10.0f}{points[-1][1]:>10.2f}{max(peak for _, peak in results):>10.0f}")
+        cpu, peak = points[-1][1], max(peak for _, peak in results)
+        print(
+            f"{count:>5}{size_mb:>8.0f}{cpu:>8.2f}{spread(cpu for cpu, _ in results)}{peak:>10.0f}"
+            f"{100 * cpu / size_mb:>16.2f}"
+        )
     (small, cheap), _, (large, dear) = points
     slope = (dear - cheap) / (large - small)
     print(
-        f"64 ranks x 200 MB of JSON: {slope * 6400:.0f} s on 2 cores, assuming {slope * 100:.2f} CPU s "
+        f"64 ranks x 200 MB of JSON: {slope * 6_400:.0f} s on 2 cores, assuming {slope * 100:.2f} CPU s "
         "per 100 MB as above,\nboth cores busy (members are independent) and memory flat (it is per process)"
     )
 

@@ -6,7 +6,7 @@ The traces are the public GPU trace in ``tests/data``, its three steps repeated 
 until each of 8 ranks has about the wanted number of events (names, nesting and overlap stay
 real; only times and ids move). HTA is loaded and asked for its temporal breakdown and its
 communication/computation overlap; our report computes everything it has. ``--hta`` names a
-Python that has ``HolisticTraceAnalysis==0.5.0``.
+Python that has ``HolisticTraceAnalysis==0.5.0``; by default it is that of ``make test-hta``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "tests" / "data" / "nccl_data.json.gz"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "tests" / "data" / "nccl_data.json.gz"
+HTA_PYTHON = ROOT / ".venv-hta" / "bin" / "python"
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 RANKS = 8
 OURS = f"""
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from verl_profiling.report.build import build_report
 from verl_profiling.timeline.inputs import find_steps
@@ -89,7 +91,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--events", type=int, default=216_000, help="events in each trace")
-    parser.add_argument("--hta", default=sys.executable, metavar="PYTHON", help="a Python that has HTA 0.5.0")
+    parser.add_argument(
+        "--hta", default=str(HTA_PYTHON), metavar="PYTHON", help="a Python that has HTA 0.5.0"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "traces"
@@ -102,10 +106,15 @@ def main() -> None:
             found["verl-profiling"].append(measure(sys.executable, OURS, folder))
             found["HTA 0.5"].append(measure(arguments.hta, HTA, folder))
     ours = statistics.median(cpu for cpu, _, _ in found["verl-profiling"])
-    print(f"\nmedian of {arguments.runs} runs\n{'':<16}{'CPU s':>10}{'peak MB':>10}{'CPU / ours':>12}")
+    print(
+        f"\n{arguments.runs} runs\n{'':<16}{'CPU s':>8}{'  min - max':<16}{'peak MB':>10}{'CPU / ours':>12}"
+    )
     for name, results in found.items():
-        cpu = statistics.median(result[0] for result in results)
-        print(f"{name:<16}{cpu:>10.2f}{max(result[1] for result in results):>10.0f}{cpu / ours:>12.1f}")
+        cpus = sorted(result[0] for result in results)
+        cpu = statistics.median(cpus)
+        spread = f"  {cpus[0]:.2f} - {cpus[-1]:.2f}"
+        peak = max(result[1] for result in results)
+        print(f"{name:<16}{cpu:>8.2f}{spread:<16}{peak:>10.0f}{cpu / ours:>12.1f}")
     pairs = zip(found["verl-profiling"][0][2], found["HTA 0.5"][0][2], strict=True)
     apart = max(abs(a - b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
     print(f"largest difference of idle and compute: {apart:.3f} percentage points")

@@ -19,12 +19,14 @@ from verl_profiling.manifest import (
     CaptureResult,
     Manifest,
     Request,
+    Rpc,
     StageSpan,
     read_manifest,
     write_json_atomically,
 )
 from verl_profiling.report.build import build_report
 from verl_profiling.report.lost import CAUSES
+from verl_profiling.report.metrics import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.model import Report
 from verl_profiling.report.svg import gantt_chart
 from verl_profiling.timeline.inputs import find_steps
@@ -196,6 +198,22 @@ def test_an_engine_waits_for_requests_and_for_the_other_replica(drawn: Report) -
     }
 
 
+def test_what_follows_the_last_replica_is_not_its_tail(tmp_path: Path) -> None:
+    """A rollout that goes on for 2 s after its only replica was done waits for no replica."""
+    iterations = [("execute_context_0(0)_generation_2(2)", 0, 2)]
+    report = report_of(
+        tmp_path,
+        [("rollout", 0, 4), ("update_actor", 4, 10)],
+        [
+            Worker("actor", stages=[("update_actor", 4, 10)], kernels=[("gemm", 4, 10)]),
+            Worker("rollout", replica=0, kernels=[("attention", 0, 2)], iterations=iterations),
+        ],
+    )
+    assert seconds(report, "actor_rank0") == {"waiting_for_rollout": 2.0, "after_generation": 2.0}
+    assert seconds(report, "rollout0_rank0") == {"after_generation": 2.0, "other_stages": 6.0}
+    assert "after_generation" in [finding.rule for finding in report.findings]
+
+
 def test_engine_rows_tell_prefill_from_decode(drawn: Report) -> None:
     """Tokens and seconds come from the names of the iterations."""
     first, second = drawn.engines
@@ -230,6 +248,21 @@ def test_starting_and_stopping_the_tool_is_the_capture(tmp_path: Path) -> None:
     """What lies in the step and outside of the recording was spent on the capture itself."""
     report = report_of(tmp_path, [], [Worker("actor", kernels=[("k", 1, 8)], recorded=(1, 8))])
     assert seconds(report, "actor_rank0") == {"capture": 3.0}
+
+
+def test_time_spent_on_starting_and_stopping_is_found(tmp_path: Path) -> None:
+    """Between stages the loop waits for an engine to stop: the report says how long."""
+    report_of(tmp_path, [("rollout", 0, 4), ("update_actor", 6, 10)], [Worker("rollout", replica=0)])
+    stop = Rpc("rollout0", "stop_capture", ns(3.5), ns(5))
+    write_json_atomically(
+        tmp_path / MANIFEST_NAME, msgspec.structs.replace(read_manifest(tmp_path), rpcs=[stop])
+    )
+    (inputs,) = find_steps(tmp_path)
+    report = build_report(inputs)
+    rows = {row.name: row.duration_us for row in report.stages}
+    assert (rows[CAPTURE_CALLS], rows[OUTSIDE_STAGES]) == (1e6, 1e6)
+    (finding,) = (finding for finding in report.findings if finding.rule == "capture")
+    assert "1.00 s of the step (10%)" in finding.text
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])

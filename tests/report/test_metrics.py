@@ -10,7 +10,7 @@ import pytest
 from step_folders import WORKERS, build_step, recordings
 
 from verl_profiling.report.build import build_report
-from verl_profiling.report.metrics import OUTSIDE_STAGES
+from verl_profiling.report.metrics import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.model import Report
 from verl_profiling.timeline.inputs import find_steps
 
@@ -28,7 +28,8 @@ def test_the_anatomy_adds_up_to_the_step(tmp_path: Path) -> None:
     rollout = taken["rollout0_rank0"]
     update_ns = taken["actor_rank1"].end_ns - taken["actor_rank0"].begin_ns
     rows = {row.name: row for row in report.stages}
-    assert list(rows) == ["rollout", "update_actor", OUTSIDE_STAGES]
+    assert list(rows) == ["rollout", "update_actor", CAPTURE_CALLS, OUTSIDE_STAGES]
+    assert rows[CAPTURE_CALLS].duration_us == 500
     assert rows["rollout"].duration_us == (rollout.end_ns - rollout.begin_ns) / 1000
     assert rows["update_actor"].duration_us == update_ns / 1000
     assert sum(row.duration_us for row in report.stages) == pytest.approx(report.span_us)

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.build import build_report
+from verl_profiling.report.metrics import CAPTURE_CALLS
 from verl_profiling.report.model import Report
 from verl_profiling.timeline.inputs import find_steps
 
@@ -70,13 +71,14 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     def slower_than(self, share: float) -> list[Change]:
         """Return the step and the stages that got slower by more than a share, and than the noise.
 
-        A stage below 1 % of the step is too small to fail on.
+        A stage below 1 % of the step is too small to fail on, and the capture's own cost is no stage.
         """
         step_s = next((c.before_s for c in self.changes if c.kind == "step"), None) or 0.0
         return [
             change
             for change in self.changes
             if change.kind in ("step", "stage")
+            and change.name != CAPTURE_CALLS
             and change.stands_out
             and (change.after_s or 0.0) >= _SMALLEST_SHARE * step_s
             and (change.change_s > 0 if change.change is None else change.change > share)

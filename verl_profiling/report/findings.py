@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from verl_profiling.report.metrics import CAPTURE_CALLS
 from verl_profiling.report.model import Finding, Report
 
 __all__ = ["LIMIT", "THRESHOLDS", "find"]
@@ -18,6 +19,7 @@ LIMIT = 5
 THRESHOLDS = {
     "waiting_for_rollout": 0.30,  # of the observed time of all lanes
     "long_tail": 0.05,
+    "after_generation": 0.05,
     "straggler_wait": 0.03,
     "weight_sync": 0.05,
     "host_bound": 0.15,
@@ -32,16 +34,19 @@ _ADVICE = {
     "waiting_for_rollout": "overlap generation with training (asynchronous trainer), or add rollout replicas",
     "long_tail": "balance prompts by expected length, cap the response length, or carry the tail over to the "
     "next step (partial rollout)",
+    "after_generation": "overlap what the loop does there (scoring, moving the responses, polling) with "
+    "generation or training",
     "straggler_wait": "balance the micro-batches by tokens, and compare the hosts of slow and fast ranks",
     "weight_sync": "transfer in larger buckets or over a faster path, or synchronise less often",
     "host_bound": "larger micro-batches, CUDA graphs, torch.compile, fewer synchronising calls (.item())",
     "other_stages": "run the stages side by side, or colocate the roles on the same accelerators",
-    "capture": "record less: fewer ranks, no stacks or shapes, discrete mode, or the spans tool",
+    "capture": "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool",
     "unexplained": "mark more of the loop with stage(), so that this time gets a name",
 }
 _CAUSE_TEXT = {
     "waiting_for_rollout": "waited for the rollout",
     "long_tail": "waited for the last replicas of the rollout",
+    "after_generation": "were idle in the rollout after the last replica was done",
     "straggler_wait": "waited for slower ranks of their role to end a stage",
     "weight_sync": "were idle while weights went to the engines",
     "host_bound": "were idle inside their own stages: the host did not launch work in time",
@@ -53,7 +58,8 @@ _CAUSE_TEXT = {
 
 def find(report: Report) -> Report:
     """Return the report with its findings, the heaviest first."""
-    found = sorted([*_lost(report), *_communication(report), *_late_ranks(report)], key=lambda f: -f.weight)
+    found = [*_lost(report), *_calls(report), *_communication(report), *_late_ranks(report)]
+    found.sort(key=lambda finding: -finding.weight)
     return msgspec.structs.replace(report, findings=[*_coverage(report), *found][:LIMIT])
 
 
@@ -76,6 +82,18 @@ def _lost(report: Report) -> Iterator[Finding]:
                 text=f"Lanes {_CAUSE_TEXT[row.cause]}: {row.seconds:.2f} lane-seconds ({row.share:.0%}).",
                 advice=_ADVICE[row.cause],
                 weight=row.seconds,
+            )
+
+
+def _calls(report: Report) -> Iterator[Finding]:
+    for row in report.stages:
+        if row.name == CAPTURE_CALLS and row.share >= THRESHOLDS["capture"]:
+            yield Finding(
+                rule="capture",
+                text=f"Starting and stopping the capture took {row.duration_us / 1e6:.2f} s of the step "
+                f"({row.share:.0%}), which a step that is not profiled does not spend.",
+                advice=_ADVICE["capture"],
+                weight=row.duration_us / 1e6 * len(report.workers),
             )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from verl_profiling.report.model import Report, WorkerRow
 from verl_profiling.report.svg import gantt_chart, lost_bar, stage_colours, tail_chart
+from verl_profiling.report.terminal import rollout_sentence
 
 __all__ = ["render_html"]
 
@@ -154,10 +155,8 @@ def _tail(report: Report) -> str:
     tail = report.tail
     if tail is None:
         return ""
-    note = (
-        f"The last of {tail.replicas} replicas was done after {tail.last_finish_us / 1e6:.3f} s, "
-        f"{tail.ratio:.2f} times the median (dashed); {tail.tail_share:.1%} of the step."
-    )
+    sentence = rollout_sentence(tail).removeprefix("rollout: ")
+    note = f"{sentence[0].upper()}{sentence[1:]} (dashed: the median)."
     rows = [
         (name, sample.p50, sample.p90, sample.p99, sample.max)
         for name, sample in (("latency s", tail.latency_s), ("response tokens", tail.response_tokens))

@@ -121,6 +121,12 @@ class Step:
         """The controller's stages, in order of begin."""
         return sorted(self.manifest.stages if self.manifest else [], key=lambda span: span.begin_ns)
 
+    @property
+    def calls(self) -> Spans:
+        """When the controller called workers to start or to stop recording."""
+        rpcs = self.manifest.rpcs if self.manifest else []
+        return spans_of((rpc.begin_ns, rpc.end_ns) for rpc in rpcs)
+
     def during(self, *names: str) -> Spans:
         """Return when the controller was in a stage of one of these names, or in any if none is given."""
         return spans_of((s.begin_ns, s.end_ns) for s in self.stages if not names or s.name in names)

@@ -17,6 +17,7 @@ CAUSES = (
     "capture",
     "weight_sync",
     "long_tail",
+    "after_generation",
     "waiting_for_rollout",
     "straggler_wait",
     "host_bound",
@@ -32,8 +33,9 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
 
     * ``capture``: outside of what the tool recorded (starting and stopping it), e2e only;
     * ``weight_sync``: during ``update_weights``, the controller's or the lane's own;
-    * ``long_tail``: during the rollout, for a training rank after half of the replicas were
-      done, for an engine after its own last iteration;
+    * ``long_tail``: during the rollout and until the last replica was done, for a training rank
+      after half of them were, for an engine after its own last iteration;
+    * ``after_generation``: during the rollout, after the last replica was done;
     * ``waiting_for_rollout``: the rest of the rollout, for a training rank; for an engine, the
       time before its first iteration;
     * ``straggler_wait``: after the end of an own stage, until its role's last worker ends it;
@@ -51,18 +53,18 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     if len(lane.recorded):
         claims["capture"] = subtract(whole, lane.recorded)
     claims["weight_sync"] = union(step.during(WEIGHT_SYNC), own.get(WEIGHT_SYNC, EMPTY))
+    half_done, all_done = _done(step, tail)
     if lane.is_engine:
         work = working_span(lane, step)
         if len(work):
-            claims["long_tail"] = intersection(rollout, spans_of([(int(work[0, 1]), step.end_ns)]))
-            claims["waiting_for_rollout"] = intersection(
-                rollout, spans_of([(step.begin_ns, int(work[0, 0]))])
-            )
+            first, last = int(work[0, 0]), int(work[0, 1])
+            claims["long_tail"] = intersection(rollout, spans_of([(last, all_done)]))
+            claims["after_generation"] = intersection(rollout, spans_of([(last, step.end_ns)]))
+            claims["waiting_for_rollout"] = intersection(rollout, spans_of([(step.begin_ns, first)]))
         claims["host_bound"] = union(work, own_time)
     else:
-        if tail and tail.replicas > 1 and len(rollout):
-            half_done = int(rollout[0, 0]) + round(tail.median_finish_us * 1000)
-            claims["long_tail"] = intersection(rollout, spans_of([(half_done, step.end_ns)]))
+        claims["long_tail"] = intersection(rollout, spans_of([(half_done, all_done)]))
+        claims["after_generation"] = intersection(rollout, spans_of([(all_done, step.end_ns)]))
         claims["waiting_for_rollout"] = rollout
         claims["straggler_wait"] = union(*(_after_stage(lane, name, step) for name in own))
         claims["host_bound"] = union(own_time, lane.activity.host)
@@ -75,6 +77,16 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
         result[cause] = intersection(left, claims[cause])
         left = subtract(left, claims[cause])
     return result
+
+
+def _done(step: Step, tail: Tail | None) -> tuple[int, int]:
+    """Return when half of the replicas were done, and when all were (unix ns)."""
+    rollout = step.during(ROLLOUT)
+    if tail is None or not len(rollout):
+        return step.end_ns, step.end_ns
+    begin = int(rollout[0, 0])
+    half, last = (begin + round(us * 1000) for us in (tail.median_finish_us, tail.last_finish_us))
+    return half, last
 
 
 def _own(lane: Lane, name: str) -> Spans:

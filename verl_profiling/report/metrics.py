@@ -30,7 +30,7 @@ from statistics import median
 import numpy as np
 
 from verl_profiling.manifest import Request
-from verl_profiling.report.intervals import intersection, length, spans_of, subtract, union
+from verl_profiling.report.intervals import Spans, intersection, length, spans_of, subtract, union
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import ROLLOUT, lost_by_cause, working_span
 from verl_profiling.report.model import (
@@ -45,6 +45,7 @@ from verl_profiling.report.model import (
 )
 
 __all__ = [
+    "CAPTURE_CALLS",
     "OUTSIDE_STAGES",
     "anatomy",
     "collectives",
@@ -55,6 +56,7 @@ __all__ = [
     "worker_row",
 ]
 
+CAPTURE_CALLS = "(starting and stopping the capture)"
 OUTSIDE_STAGES = "(outside stages)"
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
 _TOP_OPS = 40
@@ -63,6 +65,8 @@ _TOP_COLLECTIVES = 20
 
 def anatomy(step: Step) -> list[StageRow]:
     """Return the controller's stages in order of their first begin, and the rest of the step.
+
+    Of the rest, the time in which the controller started and stopped recordings is told apart.
 
     A stage's duration is the length of the union of its runs; its share is of the step.
     """
@@ -82,17 +86,21 @@ def anatomy(step: Step) -> list[StageRow]:
         )
     if rows:
         rest = subtract(spans_of([(step.begin_ns, step.end_ns)]), step.during())
-        begin = int(rest[0, 0]) - step.begin_ns if len(rest) else 0
-        rows.append(
-            StageRow(
-                name=OUTSIDE_STAGES,
-                runs=len(rest),
-                begin_us=begin / 1000,
-                duration_us=length(rest) / 1000,
-                share=step.share(rest),
-            )
-        )
+        calls = intersection(rest, step.calls)
+        if len(calls):
+            rows.append(_rest_row(CAPTURE_CALLS, calls, step))
+        rows.append(_rest_row(OUTSIDE_STAGES, subtract(rest, calls), step))
     return rows
+
+
+def _rest_row(name: str, spans: Spans, step: Step) -> StageRow:
+    return StageRow(
+        name=name,
+        runs=len(spans),
+        begin_us=(int(spans[0, 0]) - step.begin_ns) / 1000 if len(spans) else 0.0,
+        duration_us=length(spans) / 1000,
+        share=step.share(spans),
+    )
 
 
 def worker_row(lane: Lane, step: Step, tail: Tail | None) -> WorkerRow:

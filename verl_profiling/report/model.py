@@ -33,7 +33,8 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
     """One stage of the step, as the controller saw it (all its runs together).
 
     Attributes:
-        name: The stage; ``(outside stages)`` for the rest of the step.
+        name: The stage; ``(starting and stopping the capture)`` for the time outside stages in
+            which the loop did that, ``(outside stages)`` for the rest of the step.
         runs: How often it ran.
         begin_us: Begin of its first run, after the begin of the step.
         duration_us: Time in it.

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl_profiling.report.model import Report, StageRow, WorkerRow
+from verl_profiling.report.model import Report, StageRow, Tail, WorkerRow
 
-__all__ = ["print_report"]
+__all__ = ["print_report", "rollout_sentence"]
 
 _WIDTH = 100
 _BAR_CELLS = 24
@@ -30,10 +30,13 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"[bold]{escape(title)}[/bold]{policy}: {_seconds(report.span_us)} s")
     if not report.complete:
         console.print("[yellow]The step was left early: this is what was recorded until then.[/yellow]")
+    findings = Table.grid(padding=(0, 1))
     for finding in report.findings:
-        console.print(
-            f"[bold yellow]•[/bold yellow] {escape(finding.text)} [dim]Try: {escape(finding.advice)}.[/dim]"
+        findings.add_row(
+            "[bold yellow]•[/bold yellow]",
+            f"{escape(finding.text)} [dim]Try: {escape(finding.advice)}.[/dim]",
         )
+    console.print(findings)
     engines = [row for row in report.workers if row.replica is not None]
     others = [row for row in report.workers if row.replica is None]
     for table in (
@@ -55,10 +58,7 @@ def print_report(report: Report, console: Console) -> None:
 
 def _closing_lines(report: Report) -> Iterator[str]:
     if tail := report.tail:
-        yield (
-            f"rollout tail: last of {tail.replicas} replicas done after {_seconds(tail.last_finish_us)} s, "
-            f"{tail.ratio:.2f}x the median; {tail.tail_share:.1%} of the step"
-        )
+        yield rollout_sentence(tail)
         if tail.latency_s and tail.response_tokens:
             latency, tokens = tail.latency_s, tail.response_tokens
             yield (
@@ -87,6 +87,17 @@ def _closing_lines(report: Report) -> Iterator[str]:
     yield f"{coverage.read} of {coverage.expected} traces read, {coverage.events:,} events"
     yield from (f"[red]missing:[/red] {escape(sentence)}" for sentence in coverage.missing)
     yield from (f"[yellow]note:[/yellow] {escape(note)}" for note in report.notes)
+
+
+def rollout_sentence(tail: Tail) -> str:
+    """Say when the replicas were done."""
+    last = _seconds(tail.last_finish_us)
+    if tail.replicas == 1:
+        return f"rollout: the only replica was done after {last} s"
+    return (
+        f"rollout: the last of {tail.replicas} replicas was done after {last} s, {tail.ratio:.2f} times the "
+        f"median; {tail.tail_share:.1%} of the step lies between"
+    )
 
 
 def _stages(rows: list[StageRow]) -> Table:
@@ -121,7 +132,7 @@ def _engines(report: Report) -> Table:
         "prefill s",
         "decode s",
         "prompt tok",
-        "generated tok",
+        "new tok",
         "queueing s",
         "finish s",
     )
