@@ -45,6 +45,10 @@ def verl_settings(*overrides: str) -> ProfilingConfig:
         ("verl_grpo_gpu/run_e2e.sh", "e2e profile of actor, ref, rollout"),
         ("verl_grpo_gpu/run_discrete.sh", "discrete profile of actor, ref, rollout"),
         ("verl_grpo_gpu/run_megatron.sh", "e2e profile of actor, ref, rollout"),
+        (
+            "verl_grpo_gpu/run_nsys.sh",
+            "started under Nsight Systems: actor (2 ranges), ref (2 ranges), rollout (2 ranges)",
+        ),
         ("verl_grpo_npu/run_e2e.sh", "e2e profile of actor, ref in"),
         ("verl_grpo_npu/run_discrete.sh", "discrete profile of actor, ref in"),
     ],
@@ -82,13 +86,34 @@ def test_the_custom_worker_can_be_checked(tmp_path: Path) -> None:
     [
         ("global_profiler.steps=[2]", "verl's own profiler is switched on too"),
         ("profiling.mode=both", "profiling: mode"),
-        ("profiling.tool=nsys", "nsys has to start the workers"),
+        ("profiling.tool=nsys", "roles.actor.tool: nsys records CUDA devices, and trainer.device is 'cpu'"),
     ],
 )
 def test_dry_runs_refuse_what_would_fail(override: str, says: str, tmp_path: Path) -> None:
     """A command that the trainer would refuse is refused before it is queued, with the key named."""
     script = ROOT / "recipes/verl_grpo_cpu/run.sh"
     run = run_script(str(script), f"hydra.run.dir={tmp_path}", override, DRY_RUN="1")
+    assert run.returncode != 0
+    assert says in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["profiling=discrete"], "select.stages: must list the stages"),
+        (["profiling.schedule.repeat=0"], "schedule: has no end"),
+        (
+            ["actor_rollout_ref.rollout.name=sglang"],
+            "roles.rollout.tool: nsys records vLLM engines, not sglang",
+        ),
+    ],
+)
+def test_nsys_is_refused_where_it_would_record_nothing(
+    overrides: list[str], says: str, tmp_path: Path
+) -> None:
+    """Ranges that cannot be counted, and engines that open none, are errors before the job is queued."""
+    script = str(ROOT / "recipes/verl_grpo_gpu/run_nsys.sh")
+    run = run_script(script, f"hydra.run.dir={tmp_path}", *overrides, DRY_RUN="1")
     assert run.returncode != 0
     assert says in run.stderr
 

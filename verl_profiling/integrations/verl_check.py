@@ -16,6 +16,7 @@ from verl.utils.config import validate_config
 
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.integrations.verl_config import settings_of
+from verl_profiling.integrations.verl_nsys import expected_ranges
 
 _PLUGIN = "verl_profiling.integrations.verl"
 
@@ -44,6 +45,9 @@ def main(config: Any) -> None:
     }
     roles = [role for role, exists in there.items() if exists and settings.for_role(role).enable]
     print(f"config ok; {settings.mode} profile of {', '.join(roles)} in {settings.save_path}")
+    ranges = expected_ranges(config, settings)
+    if under_nsys := [f"{role} ({ranges[role]} ranges)" for role in roles if role in ranges]:
+        print(f"started under Nsight Systems: {', '.join(under_nsys)}")
 
 
 def _check_plugin() -> None:

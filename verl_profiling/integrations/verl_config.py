@@ -16,6 +16,7 @@ from typing import Any
 
 from verl_profiling.config import ProfilingConfig
 from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.integrations.verl_nsys import expected_ranges
 
 __all__ = ["settings_from_verl", "settings_of"]
 
@@ -67,8 +68,8 @@ def settings_of(config: Any) -> ProfilingConfig | None:
             )
     if not settings.enable:
         return None
-    _check_tools(settings)
     _check_rollout(config, settings)
+    expected_ranges(config, settings)
     return dataclasses.replace(settings, save_path=str(Path(settings.save_path).absolute()))
 
 
@@ -218,22 +219,6 @@ class _Bridge:
         for name, why in _UNSUPPORTED.items():
             if block.get(name):
                 self.notes.append(f"{where}.{name}: {why}")
-
-
-def _check_tools(settings: ProfilingConfig) -> None:
-    """Refuse the tool that has to start a worker, which is verl's to do.
-
-    Raises:
-        ConfigError: A role that is profiled uses it.
-    """
-    for role in _ROLES:
-        chosen = settings.for_role(role)
-        if chosen.enable and any(tool.name == "nsys" for tool in chosen.tools):
-            raise ConfigError(
-                f"roles.{role}.tool",
-                "nsys has to start the workers, which verl does itself; use verl's own profiler for it "
-                "(global_profiler.tool=nsys, without profiling)",
-            )
 
 
 def _check_rollout(config: Any, settings: ProfilingConfig) -> None:

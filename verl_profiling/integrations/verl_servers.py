@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from verl_profiling.integrations.verl_nsys import hook_vllm_replica
 from verl_profiling.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.workers import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
@@ -40,6 +41,7 @@ def hook_vllm_server(module: Any) -> None:
     server_class.run_server = captured_run_server
     server_class.run_headless = captured_run_headless
     _add_methods(server_class)
+    hook_vllm_replica(module, SETTINGS_KEY)
 
 
 def hook_sglang_server(module: Any) -> None:

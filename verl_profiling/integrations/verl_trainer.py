@@ -18,6 +18,7 @@ from verl_profiling.config import ProfilingConfig
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.integrations.verl import check_support
 from verl_profiling.integrations.verl_config import settings_of
+from verl_profiling.integrations.verl_nsys import start_workers_under_nsys
 from verl_profiling.integrations.verl_servers import SETTINGS_KEY
 
 __all__ = [
@@ -217,6 +218,7 @@ def _hook_trainer(trainer_class: type[Any]) -> None:
         if settings is not None:
             setattr(self, _ATTRIBUTE, TrainerProfiler(self, settings))
             _hand_to_servers(self.config, settings)
+            start_workers_under_nsys(settings)
 
     trainer_class.__init__ = init
     trainer_class.fit = _profiled_fit(trainer_class.fit)

@@ -1,0 +1,114 @@
+"""Nsight Systems under verl: workers and servers are started under it, by what verl has for that.
+
+verl starts the workers of a group under Nsight Systems when the group is given ``profile_steps``
+and ``worker_nsight_options``. Its trainer does so for its own profiler; here both are added to the
+groups that a profiled trainer makes, with the number of ranges that our tool will open. Servers are
+plain Ray actors, and get the same in their runtime environment.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from verl_profiling.config import ProfilingConfig
+from verl_profiling.errors import ConfigError
+from verl_profiling.tools.nsys import NsysTool, nsys_ranges, nsys_runtime_env
+
+__all__ = ["expected_ranges", "hook_vllm_replica", "hook_worker_groups", "start_workers_under_nsys"]
+
+_TRAINING = ("actor", "ref", "critic")
+_ROLLOUT = "rollout"
+
+_environment: dict[str, Any] = {}
+
+
+def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
+    """Return how many ranges a process of each role opens that records with Nsight Systems.
+
+    Raises:
+        ConfigError: The number is not known, or verl cannot start that role under it.
+    """
+    found = {}
+    for role in (*_TRAINING, _ROLLOUT):
+        chosen = settings.for_role(role)
+        tool = next((tool for tool in chosen.tools if isinstance(tool, NsysTool)), None)
+        if not chosen.enable or tool is None:
+            continue
+        key, device = f"roles.{role}.tool", config.trainer.device
+        if device != "cuda":
+            raise ConfigError(key, f"nsys records CUDA devices, and trainer.device is {device!r}")
+        engine = config.actor_rollout_ref.rollout.name
+        if role == _ROLLOUT and engine != "vllm":
+            raise ConfigError(
+                key, f"nsys records vLLM engines, not {engine}; set profiling.roles.rollout.tool=torch"
+            )
+        found[role] = nsys_ranges(chosen, settings.schedule, tool.options.ranges)
+    return found
+
+
+def start_workers_under_nsys(settings: ProfilingConfig) -> None:
+    """Have the worker groups that this process makes from now on started as the settings say.
+
+    Workers that several roles share are started as the first of them that is profiled.
+
+    Raises:
+        ConfigError: The settings do not say how many ranges there will be.
+        ToolUnavailableError: There is no ``nsys`` on this machine.
+    """
+    global _environment
+    environments = (nsys_runtime_env(settings, role=role) for role in _TRAINING)
+    _environment = next(filter(None, environments), {})
+
+
+def hook_worker_groups(module: Any) -> None:
+    """Give the groups of a trainer verl's own options for Nsight Systems."""
+    group_class = module.RayWorkerGroup
+    original = group_class.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        # Groups of rollout and reward replicas have a name; those that are looked up have no pool.
+        if _environment and kwargs.get("resource_pool") is not None and "name_prefix" not in kwargs:
+            kwargs["profile_steps"] = kwargs.get("profile_steps") or [0]
+            kwargs["worker_nsight_options"] = dict(_environment["nsight"])
+            kwargs["worker_env"] = {**(kwargs.get("worker_env") or {}), **_environment["env_vars"]}
+        original(self, *args, **kwargs)
+
+    group_class.__init__ = init
+
+
+def hook_vllm_replica(module: Any, settings_key: str) -> None:
+    """Start the servers of a replica under Nsight Systems, where the settings in its configuration say so."""
+    replica_class = module.vLLMReplica
+    original = replica_class.launch_servers
+
+    @functools.wraps(original)
+    async def launch_servers(self: Any) -> None:
+        settings = (self.config.engine_kwargs or {}).get(settings_key)
+        environment = nsys_runtime_env(settings, role=_ROLLOUT) if settings is not None else {}
+        if environment:
+            self.server_class = StartedUnderNsys(self.server_class, environment)
+        await original(self)
+
+    replica_class.launch_servers = launch_servers
+
+
+class StartedUnderNsys:
+    """A Ray actor class whose actors are started under Nsight Systems, whatever their other options.
+
+    Args:
+        actor_class: What ``ray.remote`` made of a class.
+        environment: What :func:`nsys_runtime_env` returned.
+    """
+
+    def __init__(self, actor_class: Any, environment: Mapping[str, Any]) -> None:
+        self._actor_class = actor_class
+        self._environment = environment
+
+    def options(self, *, runtime_env: Mapping[str, Any], **options: Any) -> Any:
+        """Return the class with options, as Ray does."""
+        env_vars = {**runtime_env.get("env_vars", {}), **self._environment["env_vars"]}
+        merged = {**runtime_env, **self._environment, "env_vars": env_vars}
+        return self._actor_class.options(runtime_env=merged, **options)
