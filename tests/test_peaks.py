@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from verl_profiling import stage
 from verl_profiling.messages import CaptureRequest
-from verl_profiling.peaks import StagePeaks, take_host_peak
+from verl_profiling.peaks import StagePeaks, process_peak_bytes, take_host_peak
+from verl_profiling.testing import record_step
 from verl_profiling.workers import CaptureMixin
 
 MIB = 1 << 20
@@ -72,8 +74,33 @@ def test_the_manifest_gets_the_peak_resident_size_of_each_stage(tmp_path: Path, 
     with stage("small_again"):
         pass
     metrics = worker.stop_capture().result.metrics
-    assert set(metrics) == {
-        f"stage/{name}/peak_rss_bytes" for name in ("small", "large", "inner", "small_again")
-    }
+    peaks = {name for name in metrics if name.endswith("/peak_rss_bytes")}
+    assert peaks == {f"stage/{name}/peak_rss_bytes" for name in ("small", "large", "inner", "small_again")}
     assert metrics["stage/large/peak_rss_bytes"] > metrics["stage/small/peak_rss_bytes"] + 100 * MIB
     assert metrics["stage/large/peak_rss_bytes"] > metrics["stage/small_again/peak_rss_bytes"] + 100 * MIB
+
+
+@pytest.mark.parametrize("tool", ["torch", "spans"])
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_every_tool_says_how_high_the_process_was_after_each_stage(
+    tmp_path: Path, tool: str, mode: str
+) -> None:
+    """The kernel's mark is only read, so it rises with a stage that sets it and stays there after it."""
+    with record_step({"enable": True, "tool": tool, "mode": mode}, tmp_path / "step") as recorded:
+        with stage("large"), stage("inner"):
+            before = process_peak_bytes()
+            held = bytearray(before + 64 * MIB - resident_bytes())
+            assert held[-1] == 0
+        del held
+        with pytest.raises(KeyError), stage("raises"):
+            raise KeyError
+    assert recorded.result is not None
+    peaks = recorded.result.metrics
+    assert set(peaks) == {f"stage/{name}/process_peak_rss_bytes" for name in ("large", "raises")}
+    assert peaks["stage/large/process_peak_rss_bytes"] > before + 32 * MIB
+    assert peaks["stage/raises/process_peak_rss_bytes"] >= peaks["stage/large/process_peak_rss_bytes"]
+
+
+def resident_bytes() -> int:
+    """Return the resident size of this process now."""
+    return psutil.Process().memory_info().rss

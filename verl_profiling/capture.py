@@ -20,6 +20,7 @@ from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
 from verl_profiling.messages import CaptureRequest
 from verl_profiling.owner_thread import OwnerAbsentError, OwnerThread
+from verl_profiling.peaks import process_peak_bytes
 from verl_profiling.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.states import TRANSITIONS, Event, State
 from verl_profiling.tools import Output, Recording, Target, Tool
@@ -62,6 +63,7 @@ class Capture:
         self._handover_s = handover_s
         self._whole = role.mode == "e2e" or request.stage is not None
         self._spans = SpanLog()
+        self._spans.outermost_ended = self._note_process_peak
         self._metrics: dict[str, float] = {}
         self._lock = threading.RLock()
         self._recordings: list[tuple[Tool, Recording, Target]] = []
@@ -207,6 +209,9 @@ class Capture:
                         recording.discard()
                 except Exception as error:
                     self._report(tool, target, "stop", error)
+
+    def _note_process_peak(self, stage: str) -> None:
+        self._metrics[f"stage/{stage}/process_peak_rss_bytes"] = float(process_peak_bytes())
 
     def _mark_spans(self) -> None:
         """Show stages in the artifacts of the tools that can."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-__all__ = ["StagePeaks", "take_host_peak"]
+__all__ = ["StagePeaks", "process_peak_bytes", "take_host_peak"]
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _SET_BACK = b"5"  # proc_pid_clear_refs(5): the peak becomes the present resident size
@@ -62,13 +62,18 @@ class _Open:
         self.peaks: dict[str, int] = {}
 
 
+def process_peak_bytes() -> int:
+    """Return the highest resident size of this process since it started, as the kernel keeps it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT_BYTES
+
+
 def take_host_peak() -> Mapping[str, int]:
     """Return the peak resident size of this process since the last call, and set it back.
 
     It is the kernel's own mark, so what ``getrusage`` tells the rest of the process is set
     back as well.
     """
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT_BYTES
+    peak = process_peak_bytes()
     try:
         _CLEAR_REFS.write_bytes(_SET_BACK)
     except OSError:

@@ -126,12 +126,14 @@ class SpanLog:
     Attributes:
         begin_mark: Called with the name when a span begins, to show it in an artifact.
         end_mark: Called with what ``begin_mark`` returned when the span ends.
+        outermost_ended: Called with the name when a span ends that is in no other.
     """
 
     def __init__(self) -> None:
         self._left_out = 0
         self.begin_mark: Callable[[str], object] | None = None
         self.end_mark: Callable[[Any], object] | None = None
+        self.outermost_ended: Callable[[str], object] | None = None
         self._spans: list[OpenSpan] = []
 
     def innermost(self) -> OpenSpan | None:
@@ -194,6 +196,8 @@ class SpanLog:
             span.mark = None
         span.end_ns = clock.now_ns()
         span.failed = failed
+        if not span.depth and self.outermost_ended is not None:
+            self.outermost_ended(span.name)
 
     def stop_marking(self) -> None:
         """Leave the marks that this thread has open; those of other threads are left open."""

@@ -227,4 +227,5 @@ class TestRealTorchNpu:
             "memory/reserved_bytes",
             "stage/update_actor/peak_allocated_bytes",
             "stage/update_actor/peak_reserved_bytes",
+            "stage/update_actor/process_peak_rss_bytes",
         }
