@@ -48,7 +48,7 @@ def test_the_table_follows_from_the_suites_that_ran(tmp_path: Path) -> None:
     found = outcomes([report])
     assert found == {f"tests.test_session::{name}": True}
     printed = table(found)
-    [spans] = [line for line in printed.splitlines() if line.startswith("| `spans`")]
+    [spans] = [line for line in printed.splitlines() if line.startswith("| `spans` | e2e")]
     assert "real library, CPU" in spans
     assert printed.count("real library, CPU") == 1
     assert printed.count(NOT_RUN) == len(CELLS) - 1

@@ -85,6 +85,7 @@ CELLS = (
     Cell("torch", "transformers", "e2e", REAL, (f"{_GRPO}[e2e]",)),
     Cell("torch", "transformers", "discrete", REAL, (f"{_GRPO}[discrete]",)),
     Cell("torch_memory", _MIXIN, "e2e", CONTRACT, (f"{_NPU}test_the_memory_tool_beside_it",)),
+    Cell("torch_memory", _MIXIN, "discrete", CONTRACT, (f"{_NPU}test_the_memory_tool_by_stage",)),
     Cell("nsys", _MIXIN, "e2e", CONTRACT, (f"{_NSYS}test_e2e",)),
     Cell("nsys", _MIXIN, "discrete", CONTRACT, (f"{_NSYS}test_discrete_with_a_stage_that_raises",)),
     Cell("nsys", "vLLM", "e2e", CONTRACT, (f"{_VLLM_NSYS}[e2e]",)),
@@ -106,6 +107,14 @@ CELLS = (
     ),
     Cell("precision", _MIXIN, "discrete", REAL, (f"{_MSPROBE}test_a_stage_that_raises",)),
     Cell("spans", _MIXIN, "e2e", REAL, ("tests.test_session::test_a_capture_goes_from_start_to_stop",)),
+    Cell(
+        "spans",
+        _MIXIN,
+        "discrete",
+        REAL,
+        ("tests.tools.test_spans::test_it_writes_no_artifact_and_switches_nothing_on[discrete]",),
+    ),
+    Cell("spans", "vLLM", "e2e", REAL, ("tests.engines.test_vllm::test_engine_without_a_profiler",)),
 )
 
 

@@ -63,21 +63,28 @@ def test_kernels_of_a_cuda_graph_are_in_the_trace(tmp_path: Path) -> None:
     assert kernels(recorded.path)
 
 
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="NCCL launches no kernel for one rank; this needs two CUDA devices"
+)
 def test_nccl_kernels_are_in_the_trace(tmp_path: Path) -> None:
-    """A collective of NCCL is a kernel of its own."""
+    """A collective of NCCL is a kernel of its own, on both of its ranks."""
+    torch.multiprocessing.spawn(all_reduce, args=(tmp_path,), nprocs=2)
+    for rank in (0, 1):
+        assert any("nccl" in name.lower() for name in kernels(tmp_path / f"actor_rank{rank}.torch.json.gz"))
+
+
+def all_reduce(rank: int, folder: Path) -> None:
+    """Record a collective on one of two ranks."""
     import torch.distributed as dist
 
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        tensor = torch.ones(1024, device="cuda")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    tensor = torch.ones(1024, device="cuda")
+    dist.all_reduce(tensor)
+    with record_step(settings(), folder, rank=rank):
         dist.all_reduce(tensor)
-        with record_step(settings(), tmp_path) as recorded:
-            dist.all_reduce(tensor)
-            torch.cuda.synchronize()
-    finally:
-        dist.destroy_process_group()
-    assert recorded.path is not None
-    assert any("nccl" in event["name"].lower() for event in read_trace(recorded.path)["traceEvents"])
+        torch.cuda.synchronize()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])

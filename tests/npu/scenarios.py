@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ from verl_profiling import ProfilingCallback, stage
 from verl_profiling.manifest import CaptureResult, read_manifest
 from verl_profiling.messages import CaptureRequest
 from verl_profiling.session import process_session
+from verl_profiling.tools.npu import Metrics, NpuOptions, NpuTool
 from verl_profiling.workers import CaptureMixin
 
 HOST_ONLY = {"activities": ["cpu"]}
@@ -42,6 +43,8 @@ def main(root: Path) -> None:
         stop_on_another_thread,
         analysis_too_slow,
         memory,
+        memory_by_stage,
+        levels_and_metrics,
     ]
     results = {scenario.__name__: scenario(root / scenario.__name__) for scenario in scenarios}
     print(msgspec.json.encode(results).decode())
@@ -267,6 +270,34 @@ def memory(root: Path) -> Any:
         "keys": keys,
         "result": result,
     }
+
+
+def memory_by_stage(root: Path) -> Any:
+    """A snapshot for each stage."""
+    mixin = CaptureMixin()
+    mixin.init_capture({"enable": True, "tool": "torch_memory", "mode": "discrete"}, role="actor")
+    mixin.start_capture(request(root))
+    for name in ("old_log_prob", "update_actor"):
+        with stage(name):
+            work()
+    return stop(mixin)
+
+
+def levels_and_metrics(root: Path) -> Any:
+    """What torch_npu keeps of every level and metric that the tool takes; it resets what does not fit."""
+    api = torch_npu.profiler
+    changed, taken = [], 0
+    for level in ("none", "level0", "level1", "level2"):
+        for metrics in get_args(Metrics) if level in ("level1", "level2") else ("AiCoreNone",):
+            options = NpuOptions(level=level, aic_metrics=metrics)
+            profiler = NpuTool(options)._profiler(root / f"{level}_{metrics}", "lane")
+            kept = profiler.prof_if.experimental_config
+            name = "Level_none" if level == "none" else level.capitalize()
+            expected = (getattr(api.ProfilerLevel, name), getattr(api.AiCMetrics, metrics), True)
+            taken += 1
+            if (kept._profiler_level, kept._aic_metrics, kept._mstx) != expected:
+                changed.append([level, metrics])
+    return {"taken": taken, "changed": changed}
 
 
 if __name__ == "__main__":

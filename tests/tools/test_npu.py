@@ -229,3 +229,14 @@ class TestRealTorchNpu:
             "stage/update_actor/peak_reserved_bytes",
             "stage/update_actor/process_peak_rss_bytes",
         }
+
+    def test_the_memory_tool_by_stage(self, outcomes: Outcome) -> None:
+        """In discrete mode each stage has a snapshot of its own."""
+        assert artifacts(outcomes["memory_by_stage"]) == [
+            ("actor_rank0.old_log_prob.memory.pickle", "ok"),
+            ("actor_rank0.update_actor.memory.pickle", "ok"),
+        ]
+
+    def test_every_level_and_metric_is_taken(self, outcomes: Outcome) -> None:
+        """What our options allow torch_npu keeps as it is, where it would reset it with a printed warning."""
+        assert outcomes["levels_and_metrics"] == {"taken": 20, "changed": []}

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Output, Recording, Target, Tool
 from verl_profiling.tools.folder import folder_bytes, remove_folder
+from verl_profiling.tools.npu_analysis import analysed
 from verl_profiling.tools.torch_profiler import MiniBatchWindow
 
 __all__ = ["DOMAIN", "NpuOptions", "NpuTool", "import_torch_npu"]
@@ -39,13 +35,6 @@ Metrics = Literal[
     "MemoryAccess",
     "AiCoreNone",
 ]
-
-_ANALYSE = """\
-import sys
-from torch_npu.profiler.profiler import analyse
-analyse(sys.argv[1], export_type=sys.argv[2].split(","))
-"""
-_RESULTS = "ASCEND_PROFILER_OUTPUT"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,71 +235,16 @@ class _NpuRecording(Recording):
             )
             return [Output(done, None, stop_s)]
         pending = msgspec.structs.replace(artifact, status="pending")
-        options = self._options
-        return [Output(pending, lambda: _analysed(recorded[-1], pending, options), stop_s)]
+        analyse = partial(
+            analysed,
+            recorded[-1],
+            pending,
+            export=self._options.export,
+            deadline_s=self._options.analysis_s,
+            device="npu" in self._options.activities,
+        )
+        return [Output(pending, analyse, stop_s)]
 
     def discard(self) -> None:
         self._profiler.stop()
         remove_folder(self._folder)
-
-
-def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifact:
-    """Run torch_npu's analysis on a recording, and say what came of it."""
-    _correct_clock(recorded)
-    printed, problem = _run_analysis(recorded, options)
-    results = recorded / _RESULTS
-    trace = results / "trace_view.json"
-    size = folder_bytes(recorded.parent)
-    if problem or not trace.is_file():
-        reason = (
-            f"the analysis {problem or 'wrote no trace_view.json'}{_last_error(printed)}; raw data is kept"
-        )
-        return msgspec.structs.replace(artifact, status="failed", reason=reason, bytes=size)
-    device_data = any(file.is_file() for prof in recorded.glob("PROF_*") for file in prof.rglob("*"))
-    if "npu" in options.activities and not device_data:
-        reason = f"the host was recorded, but no device data{_last_error(printed)}"
-        return msgspec.structs.replace(artifact, status="empty", reason=reason, bytes=size)
-    return msgspec.structs.replace(artifact, status="ok", bytes=size)
-
-
-def _correct_clock(recorded: Path) -> None:
-    """Give the analysis the reading that turns the host's times into wall-clock times.
-
-    They are taken from ``CLOCK_MONOTONIC_RAW``. Where CANN recorded nothing, torch_npu converts
-    them with a reading of ``CLOCK_MONOTONIC``, which NTP disciplines: off by as much as it was
-    slewed since boot, tenths of a second on a machine that is up for hours.
-    """
-    for path in recorded.glob("profiler_info*.json"):
-        info = json.loads(path.read_text())
-        end = info.get("end_info", {})
-        if "collectionTimeEnd" in end and "MonotonicTimeEnd" in end:
-            since_ns = time.time_ns() - int(end["collectionTimeEnd"])
-            end["MonotonicTimeEnd"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW) - since_ns
-            path.write_text(json.dumps(info, indent=4))
-
-
-def _run_analysis(recorded: Path, options: NpuOptions) -> tuple[str, str]:
-    """Return what the analysis printed, and why it did not come to its end, if so."""
-    command = [sys.executable, "-c", _ANALYSE, str(recorded), ",".join(options.export)]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            printed, _ = process.communicate(timeout=options.analysis_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            printed, _ = process.communicate()
-            return printed, f"took longer than tools.npu.analysis_s={options.analysis_s:g}"
-    if not (recorded / _RESULTS / "analyse.done").exists():
-        return printed, f"did not finish (exit code {process.returncode})"
-    return printed, ""
-
-
-def _last_error(printed: str) -> str:
-    errors = [line for line in printed.splitlines() if "[ERROR]" in line]
-    return f" ({errors[-1].partition('.py: ')[2] or errors[-1]})" if errors else ""
