@@ -21,7 +21,7 @@ async function arrange({ margin }) {
     join thread using (utid) join process using (upid)`;
   const tracks = await rows(
     `select track_id as id, thread.name as thread, process.name as process, count(*) as slices from ${slices}
-     group by track_id order by process.pid, thread.name != 'stages', slices desc`,
+     where process.name not like '% requests' group by track_id order by process.pid, thread.name != 'stages', slices desc`,
     { id: 1, thread: "str", process: "str", slices: 1 },
   );
   const seen = new Set();

@@ -1,4 +1,4 @@
-"""The rollout's requests become slices beside the engine's own."""
+"""The rollout's requests become slices of a process beside the engine's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl_profiling.timeline.merge import merge
 
 
 def test_overlapping_requests_lie_side_by_side(tmp_path: Path) -> None:
-    """Three requests, of which two overlap, need two rows of the engine's process."""
+    """Three requests, of which two overlap, need two rows."""
     folder = build_step(tmp_path)
     manifest = read_manifest(folder)
     begin = manifest.begin_ns
@@ -36,11 +36,14 @@ def test_overlapping_requests_lie_side_by_side(tmp_path: Path) -> None:
     (inputs,) = find_steps(folder)
     events = read_events(merge(inputs).path)
     slices = [event for event in events if event.get("cat") == "request" and event["name"] != "first token"]
-    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    engine = {
-        e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "rollout0_rank0"
+    rows = {
+        e["tid"]: e["args"]["name"]
+        for e in events
+        if e["name"] == "thread_name" and e["pid"] == slices[0]["pid"]
     }
-    assert {event["pid"] for event in slices} == engine
+    names = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert {event["pid"] for event in slices} == {names["rollout0 requests"]}
+    assert names["rollout0_rank0"] < names["rollout0 requests"], "they sort below the engine"
     assert [rows[event["tid"]] for event in slices] == ["requests 0", "requests 1", "requests 0"]
     assert [event["dur"] for event in slices] == [1.0, 1.5, 0.8]
     assert sum(event["name"] == "first token" for event in events) == 2

@@ -1,4 +1,7 @@
-"""The lanes of the rollout's requests: one slice per request, side by side where they overlap."""
+"""The lanes of the rollout's requests: one slice per request, side by side where they overlap.
+
+There may be hundreds side by side, so they are a process of their own, below the engine's.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ from collections.abc import Mapping
 import msgspec
 
 from verl_profiling.manifest import Manifest, Request
-from verl_profiling.timeline.member import STAGES_TID, name_thread
+from verl_profiling.timeline.member import LANE_PIDS, name_process, name_thread
 from verl_profiling.timeline.reader import Event
 
 __all__ = ["request_events"]
 
-_FIRST_TID = STAGES_TID + 1_000
+_LAST_PID = LANE_PIDS - 1
 
 
 def request_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) -> list[Event]:
-    """Return the requests of every engine as slices of its process.
+    """Return the requests of every engine as slices of a process beside it.
 
     Args:
         manifest: The capture.
@@ -27,6 +30,7 @@ def request_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) ->
     events: list[Event] = []
     for worker in manifest.workers:
         shift_ns = base_ns + manifest.offset_ns(worker.identity)
+        pid = pids[worker.name] + _LAST_PID if worker.requests else 0
         free: list[tuple[int, int]] = []  # when a row is free again, and which
         rows = 0
         for request in sorted(worker.requests, key=lambda r: r.begin_ns):
@@ -35,13 +39,13 @@ def request_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) ->
             else:
                 row, rows = rows, rows + 1
             heapq.heappush(free, (request.end_ns, row))
-            events += _slices(request, pids[worker.name], _FIRST_TID + row, shift_ns)
+            events += _slices(request, pid, row + 1, shift_ns)
         for row in range(rows):
-            events.append(name_thread(pids[worker.name], _FIRST_TID + row, f"requests {row}"))
+            events.append(name_thread(pid, row + 1, f"requests {row}"))
             order = msgspec.Raw(b'{"sort_index":%d}' % row)
-            events.append(
-                Event("M", name="thread_sort_index", pid=pids[worker.name], tid=_FIRST_TID + row, args=order)
-            )
+            events.append(Event("M", name="thread_sort_index", pid=pid, tid=row + 1, args=order))
+        if rows:
+            events += name_process(pid, f"{worker.name} requests")
     return events
 
 
