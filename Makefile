@@ -10,6 +10,8 @@ APART := vllm or sglang or npu or megatron or gpu or verl
 BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
 DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
+# SGLang imports packages that have no CPU wheel: see recipes/sglang_cpu.
+DEMO_PYTHON := $(if $(filter sglang,$(ENGINE)),PYTHONPATH=$(CURDIR)/recipes/sglang_cpu) $(DEMO_ENV)/bin/python
 REPORT = $(DEMO_ENV)/bin/verl-profiling
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -95,7 +97,7 @@ test-engines: .venv/.ready .venv-vllm/.ready .venv-sglang/.ready ## Test every e
 	  || failed=1; \
 	exit $$failed
 
-demo: demo-e2e demo-discrete ## Profile the recipe in both modes, merge, report, check [ENGINE=vllm]
+demo: demo-e2e demo-discrete ## Profile the recipe in both modes, merge, report, check [ENGINE=vllm|sglang]
 	@echo
 	@echo "Timelines, for https://ui.perfetto.dev (it reads the file in your browser and sends it nowhere):"
 	@ls $(DEMO)/*/profiling/*/timeline.json.gz
@@ -106,7 +108,7 @@ demo: demo-e2e demo-discrete ## Profile the recipe in both modes, merge, report,
 
 demo-e2e demo-discrete: demo-%: $(DEMO_ENV)/.ready
 	rm -rf $(DEMO)/$*
-	$(DEMO_ENV)/bin/python -m recipes.grpo_tiny.train profiling=$* profiling.schedule.steps=[2,3] \
+	$(DEMO_PYTHON) -m recipes.grpo_tiny.train profiling=$* profiling.schedule.steps=[2,3] \
 	  rollout.engine=$(ENGINE) output_dir=$(DEMO)/$*
 	$(REPORT) merge $(DEMO)/$*/profiling
 	$(REPORT) report $(DEMO)/$*/profiling --save

@@ -5,7 +5,7 @@ import sys
 
 import sglang
 
-from verl_profiling import AsyncProfilingCallback
+from recipes.rollout_only.batch import capture_batch
 from verl_profiling.workers import SGLangCaptureMixin
 
 PROFILING = {
@@ -23,23 +23,15 @@ class Server(SGLangCaptureMixin):
         self.engine = sglang.Engine(model_path=model, log_level="warning", **options)
         self.init_capture(PROFILING)
 
-    async def generate(self, prompt: str, number: int) -> None:
-        """Serve one request; lengths differ, to show a tail."""
-        sampling = {"max_new_tokens": 8 * (number + 1), "ignore_eos": True}
-        await self.engine.async_generate(prompt, sampling)
+    async def generate(self, prompt: str, tokens: int) -> None:
+        """Serve one request."""
+        await self.engine.async_generate(prompt, {"max_new_tokens": tokens, "ignore_eos": True})
 
 
 async def main(model: str, *arguments: str) -> None:
-    """Capture eight requests as step 1."""
+    """Start an engine, capture, and end it."""
     server = Server(model, list(arguments))
-    callback = AsyncProfilingCallback(PROFILING)
-    callback.add_rollout(server)
-    await callback.on_train_begin()
-    await callback.on_step_begin(1)
-    await asyncio.gather(*[server.generate("Count down from ten:", number) for number in range(8)])
-    await callback.on_step_end()
-    await callback.on_train_end()
-    print(f"verl-profiling report {callback.last_folder}")
+    await capture_batch(server, PROFILING)
     server.engine.shutdown()
 
 

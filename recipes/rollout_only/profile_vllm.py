@@ -7,7 +7,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from verl_profiling import AsyncProfilingCallback
+from recipes.rollout_only.batch import capture_batch
 from verl_profiling.workers import VLLMCaptureMixin
 
 PROFILING = {"enable": True, "save_path": "outputs/rollout_only", "rollout": {"count": 20}}
@@ -21,24 +21,17 @@ class Server(VLLMCaptureMixin):
         self.engine = AsyncLLM.from_engine_args(arguments)
         self.init_capture(PROFILING)
 
-    async def generate(self, prompt: str, number: int) -> None:
-        """Serve one request; lengths differ, to show a tail."""
-        sampling = SamplingParams(max_tokens=8 * (number + 1), ignore_eos=True)
-        async for _ in self.engine.generate(prompt, sampling, request_id=str(number)):
+    async def generate(self, prompt: str, tokens: int) -> None:
+        """Serve one request."""
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        async for _ in self.engine.generate(prompt, sampling, request_id=str(tokens)):
             pass
 
 
 async def main(model: str) -> None:
-    """Capture eight requests as step 1."""
+    """Start an engine, capture, and end it."""
     server = Server(model)
-    callback = AsyncProfilingCallback(PROFILING)
-    callback.add_rollout(server)
-    await callback.on_train_begin()
-    await callback.on_step_begin(1)
-    await asyncio.gather(*[server.generate("Count down from ten:", number) for number in range(8)])
-    await callback.on_step_end()
-    await callback.on_train_end()
-    print(f"verl-profiling report {callback.last_folder}")
+    await capture_batch(server, PROFILING)
     server.engine.shutdown()
 
 

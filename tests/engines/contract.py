@@ -10,14 +10,16 @@ import asyncio
 import gzip
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
+from verl_profiling import AsyncProfilingCallback
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.manifest import Artifact, CaptureResult
+from verl_profiling.manifest import Artifact, CaptureResult, read_manifest
 from verl_profiling.messages import CaptureRequest
 
 
@@ -77,6 +79,31 @@ async def assert_idling_with_stacks_is_cheap(server: Any, order: CaptureRequest)
     assert server.iterations(trace) == 10, "the default of rollout.count with stacks"
     assert any(event.get("cat") == "python_function" for event in spans(trace))
     assert any("Input Dims" in event.get("args", {}) for event in spans(trace))
+
+
+async def assert_replicas_stop_at_the_same_time(servers: Sequence[Any], settings: dict[str, Any]) -> None:
+    """Capture one step of several replicas, driven by the callback."""
+    for server in servers:
+        server.reconfigure()
+    callback = AsyncProfilingCallback(settings)
+    callback.add_rollout(servers)
+    await callback.on_train_begin()
+    await callback.on_step_begin(1)
+    tokens = await asyncio.gather(*[server.generate(1, 40) for server in servers])
+    await callback.on_step_end()
+    await callback.on_train_end()
+    assert callback.last_folder is not None
+    workers = read_manifest(callback.last_folder).workers
+    stops = []
+    for replica, worker in enumerate(workers):
+        [artifact] = worker.artifacts
+        assert (artifact.path, artifact.status) == (f"rollout{replica}_rank0.torch.json.gz", "ok")
+        assert servers[replica].iterations(callback.last_folder / artifact.path) >= 40
+        requests = [(noted.replica, noted.response_tokens) for noted in worker.requests]
+        assert requests == ([(replica, tokens[replica])] if servers[replica].sees_requests else [])
+        stops.append((artifact.end_ns, artifact.end_ns + worker.cost.stop_s * 1e9))
+    assert len(stops) == len(servers)
+    assert max(begin for begin, _ in stops) < min(end for _, end in stops), "one waited for the other"
 
 
 class EngineContract:

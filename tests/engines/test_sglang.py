@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
+import random
 import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ import pytest_asyncio
 from tests.engines.contract import (
     WindowContract,
     assert_idling_with_stacks_is_cheap,
+    assert_replicas_stop_at_the_same_time,
     finished,
     request,
     spans,
     stop,
 )
+from tests.engines.server import PROMPT, SGLANG_ON_CPU, EngineServer, settings
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.workers import SGLangCaptureMixin
 
@@ -36,48 +39,16 @@ pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pyte
 NEVER = {"sglang": {"start_step": 1_000_000}, "count": 2}
 
 
-class Server(SGLangCaptureMixin):
+class Server(EngineServer, SGLangCaptureMixin):
     """What a user writes, plus the helpers of the contract."""
 
     too_long_message = "longer"
 
-    def __init__(self, model: Path, save_path: Path, **engine: Any) -> None:
+    def __init__(self, model: Path, save_path: Path, replica: int = 0, **engine: Any) -> None:
         from sglang.srt.entrypoints.engine import Engine
 
-        self.news: list[Any] = []
-        self.save_path = save_path
-        self._others = set(multiprocessing.active_children())
-        self.engine = Engine(
-            model_path=str(model),
-            skip_tokenizer_init=True,
-            device="cpu",
-            attention_backend="torch_native",
-            disable_cuda_graph=True,
-            sampling_backend="pytorch",
-            dtype="bfloat16",
-            max_total_tokens=4096,
-            mem_fraction_static=0.3,
-            log_level="warning",
-            skip_server_warmup=True,
-            disable_radix_cache=True,
-            **engine,
-        )
-
-    def close(self) -> None:
-        """End the engine's processes, and collect what is left of them."""
-        self.engine.shutdown()
-        for process in set(multiprocessing.active_children()) - self._others:
-            process.join(30)
-
-    def reconfigure(self, **changes: Any) -> None:
-        self.news.clear()
-        self.init_capture({"enable": True, "save_path": str(self.save_path), **changes})
-
-    async def generate(self, requests: int, tokens: int) -> int:
-        return sum(await asyncio.gather(*[self._one([5, 6, 7, 8], tokens) for _ in range(requests)]))
-
-    async def generate_too_long(self) -> int:
-        return await self._one([5] * 5000, 1)
+        super().__init__(save_path, replica)
+        self.engine = Engine(model_path=str(model), skip_tokenizer_init=True, **{**SGLANG_ON_CPU, **engine})
 
     async def _one(self, prompt: list[int], tokens: int) -> int:
         stream = await self.engine.async_generate(
@@ -268,61 +239,72 @@ async def test_an_unreached_window_does_not_fire_later(tiny_model: Path, tmp_pat
 
 async def test_a_server_behind_a_url(tiny_model: Path, tmp_path: Path) -> None:
     """An HTTP server is driven over its own routes: two captures, an exact window, and stop twice."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = {
-        "model-path": tiny_model,
-        "port": port,
-        "device": "cpu",
-        "attention-backend": "torch_native",
-        "sampling-backend": "pytorch",
-        "dtype": "bfloat16",
-        "max-total-tokens": 4096,
-        "mem-fraction-static": 0.3,
-        "log-level": "warning",
-    }
-    flags = ["--skip-tokenizer-init", "--disable-cuda-graph", "--skip-server-warmup", "--disable-radix-cache"]
-    command = [sys.executable, "-m", "sglang.launch_server", *flags]
-    for name, value in arguments.items():
-        command += [f"--{name}", str(value)]
-    with (tmp_path / "log").open("w") as log:
-        process = psutil.Popen(command, stdout=log, stderr=log)
-    try:
-        await _until_it_answers(f"http://127.0.0.1:{port}/health", process)
-        server = URLServer(f"http://127.0.0.1:{port}", tmp_path / "save")
+    async with http_servers(tiny_model, tmp_path) as [server]:
         for step, window in enumerate(({}, {"count": 3})):
             server.reconfigure(rollout=window)
             paths = await TestEngine().capture(server, request(tmp_path, step), tokens=8)
-            assert Server.iterations(paths[0]) >= 8 if not window else Server.iterations(paths[0]) == 3
+            assert server.iterations(paths[0]) >= 8 if not window else server.iterations(paths[0]) == 3
         assert (await stop(server, "never")).status == "skipped"
-    finally:
-        family = [*process.children(recursive=True), process]
-        for member in family:
-            member.kill()
-        psutil.wait_procs(family)
 
 
-class URLServer(SGLangCaptureMixin):
+async def test_replicas_stop_at_the_same_time(tiny_model: Path, tmp_path: Path) -> None:
+    """Two servers of one step are stopped at once, and each has its own trace."""
+    async with http_servers(tiny_model, tmp_path, 2) as servers:
+        await assert_replicas_stop_at_the_same_time(servers, settings(tmp_path / "save"))
+
+
+class URLServer(EngineServer, SGLangCaptureMixin):
     """What a user writes around the address of a server."""
 
-    def __init__(self, url: str, save_path: Path) -> None:
-        self.news: list[Any] = []
-        self.save_path = save_path
+    sees_requests = False
+
+    def __init__(self, url: str, save_path: Path, replica: int) -> None:
+        super().__init__(save_path, replica)
         self.engine = url
 
-    def reconfigure(self, **changes: Any) -> None:
-        self.news.clear()
-        self.init_capture({"enable": True, "save_path": str(self.save_path), **changes})
-
-    async def generate(self, requests: int, tokens: int) -> None:
+    async def generate(self, requests: int, tokens: int) -> int:
         body = {
-            "input_ids": [[5, 6, 7, 8]] * requests,
+            "input_ids": [PROMPT] * requests,
             "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True},
         }
         await asyncio.to_thread(_post, f"{self.engine}/generate", body)
+        return requests * tokens
 
     iterations = staticmethod(Server.iterations)
+
+
+@asynccontextmanager
+async def http_servers(model: Path, folder: Path, count: int = 1) -> AsyncIterator[list[URLServer]]:
+    """Start HTTP servers, wait until they answer, and end them with all their processes."""
+    servers, processes = [], []
+    try:
+        for replica in range(count):
+            port = _free_port()
+            command = [sys.executable, "-m", "sglang.launch_server", "--skip-tokenizer-init"]
+            for name, value in {"model_path": model, "port": port, **SGLANG_ON_CPU}.items():
+                option = f"--{name.replace('_', '-')}"
+                command += [option] if value is True else [option, str(value)]
+            with (folder / f"log{replica}").open("w") as log:
+                processes.append(psutil.Popen(command, stdout=log, stderr=log))
+            servers.append(URLServer(f"http://127.0.0.1:{port}", folder / "save", replica))
+        for server, process in zip(servers, processes, strict=True):
+            await _until_it_answers(f"{server.engine}/health", process)
+        yield servers
+    finally:
+        for process in processes:
+            family = [*process.children(recursive=True), process] if process.is_running() else []
+            for member in family:
+                member.kill()
+            psutil.wait_procs(family)
+
+
+def _free_port() -> int:
+    """Return a port so low that those that SGLang derives from it exist, and are given to nobody."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
 
 
 def _post(url: str, body: dict[str, Any]) -> None:

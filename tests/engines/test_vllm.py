@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import multiprocessing
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.engines.contract import WindowContract, assert_idling_with_stacks_is_cheap, request, spans, stop
+from tests.engines.contract import (
+    WindowContract,
+    assert_idling_with_stacks_is_cheap,
+    assert_replicas_stop_at_the_same_time,
+    request,
+    spans,
+    stop,
+)
+from tests.engines.server import EngineServer, settings
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.session import Session
 from verl_profiling.workers import VLLMCaptureMixin
@@ -22,24 +28,18 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
-def settings(save_path: Path, **changes: Any) -> dict[str, Any]:
-    """Return a configuration that is on."""
-    return {"enable": True, "save_path": str(save_path), **changes}
-
-
-class Server(VLLMCaptureMixin):
+class Server(EngineServer, VLLMCaptureMixin):
     """What a user writes, plus the helpers of the contract."""
 
     too_long_message = "maximum"
 
-    def __init__(self, model: Path, save_path: Path, **engine: Any) -> None:
+    def __init__(
+        self, model: Path, save_path: Path, replica: int = 0, changes: Any = None, **engine: Any
+    ) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.news: list[Any] = []
-        self.save_path = save_path
-        self._others = set(multiprocessing.active_children())
-        changes = engine.pop("changes", {})
+        super().__init__(save_path, replica)
         self.engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=str(model),
@@ -48,32 +48,19 @@ class Server(VLLMCaptureMixin):
                 max_model_len=256,
                 max_num_seqs=8,
                 dtype="bfloat16",
-                **self.engine_args(settings(save_path, **changes)),
+                **self.engine_args(settings(save_path, **(changes or {}))),
                 **engine,
             )
         )
         self._ids = itertools.count()
 
-    def close(self) -> None:
-        """End the engine's processes, and collect what is left of them."""
-        self.engine.shutdown()
-        for process in set(multiprocessing.active_children()) - self._others:
-            process.join(30)
-
     def reconfigure(self, **changes: Any) -> None:
-        self.news.clear()
         try:
-            self.init_capture(settings(self.save_path, **changes))
+            super().reconfigure(**changes)
         except CaptureStateError as error:
             if "was started with (delay, iterations)" not in str(error):
                 raise
             pytest.skip("this vLLM fixes the window when it starts; test_window_of_engine_args has one")
-
-    async def generate(self, requests: int, tokens: int) -> int:
-        return sum(await asyncio.gather(*[self._one([5, 6, 7, 8], tokens) for _ in range(requests)]))
-
-    async def generate_too_long(self) -> int:
-        return await self._one([5] * 1000, 1)
 
     async def _one(self, prompt: list[int], tokens: int) -> int:
         from vllm import SamplingParams
@@ -144,6 +131,16 @@ async def test_idling_with_stacks_is_cheap(tiny_model: Path, tmp_path: Path) -> 
         await assert_idling_with_stacks_is_cheap(server, request(tmp_path))
     finally:
         server.close()
+
+
+async def test_replicas_stop_at_the_same_time(tiny_model: Path, tmp_path: Path) -> None:
+    """Two engines of one step are stopped at once, and each has its own trace and requests."""
+    servers = [Server(tiny_model, tmp_path, replica) for replica in (0, 1)]
+    try:
+        await assert_replicas_stop_at_the_same_time(servers, settings(tmp_path))
+    finally:
+        for server in servers:
+            server.close()
 
 
 async def test_window_of_engine_args(tiny_model: Path, tmp_path: Path) -> None:

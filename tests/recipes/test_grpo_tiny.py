@@ -53,7 +53,8 @@ class Run:
 def train(folder: Path, *overrides: str) -> None:
     """Run the recipe from the command line."""
     command = [sys.executable, "-m", "recipes.grpo_tiny.train", f"output_dir={folder}", *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT / "recipes" / "sglang_cpu"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -73,6 +74,8 @@ def train(folder: Path, *overrides: str) -> None:
         pytest.param(("discrete", "transformers"), id="discrete"),
         pytest.param(("e2e", "vllm"), id="e2e-vllm", marks=pytest.mark.vllm),
         pytest.param(("discrete", "vllm"), id="discrete-vllm", marks=pytest.mark.vllm),
+        pytest.param(("e2e", "sglang"), id="e2e-sglang", marks=pytest.mark.sglang),
+        pytest.param(("discrete", "sglang"), id="discrete-sglang", marks=pytest.mark.sglang),
     ],
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:

@@ -1,0 +1,72 @@
+"""recipes/rollout_only, run as its README says."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_profiling.cli import main
+from verl_profiling.manifest import read_manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_CPU = ["device=cpu", "attention_backend=torch_native", "sampling_backend=pytorch", "dtype=bfloat16"]
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """The tiny model, with a tokenizer of a few words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {
+        word: number for number, word in enumerate(("[PAD]", "[END]", "Count", "down", "from", "ten", ":"))
+    }
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="[END]", pad_token="[PAD]").save_pretrained(
+        folder
+    )
+    return folder
+
+
+@pytest.mark.timeout(580)
+@pytest.mark.parametrize(
+    ("engine", "arguments", "artifacts"),
+    [
+        pytest.param("vllm", [], [""], id="vllm", marks=pytest.mark.vllm),
+        pytest.param("sglang", ON_CPU, [".prefill", ".decode"], id="sglang", marks=pytest.mark.sglang),
+    ],
+)
+def test_the_script_captures_a_batch(
+    engine: str, arguments: list[str], artifacts: list[str], model: Path, tmp_path: Path, record_property: Any
+) -> None:
+    """One step folder without a fault, in which eight requests have their lengths."""
+    version = importlib.import_module(engine).__version__
+    record_property("engine", f"{ {'vllm': 'vLLM', 'sglang': 'SGLang'}[engine] } {version}")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "recipes" / "sglang_cpu")])
+    run = subprocess.run(
+        [sys.executable, "-m", f"recipes.rollout_only.profile_{engine}", model, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    folder = tmp_path / "outputs" / "rollout_only" / "step_000001"
+    assert f"verl-profiling report {folder}" in run.stdout
+    assert main(["check", str(folder)]) == 0
+    [worker] = read_manifest(folder).workers
+    assert [artifact.path for artifact in worker.artifacts] == [
+        f"rollout0_rank0{part}.torch.json.gz" for part in artifacts
+    ]
+    assert sorted(noted.response_tokens for noted in worker.requests) == list(range(8, 65, 8))
