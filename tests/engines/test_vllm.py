@@ -19,7 +19,7 @@ from tests.engines.contract import (
     stop,
 )
 from tests.engines.server import EngineServer, settings
-from verl_profiling.errors import CaptureStateError, ConfigError
+from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.session import Session
 from verl_profiling.workers import VLLMCaptureMixin
 
@@ -174,6 +174,13 @@ async def test_engine_without_a_profiler(tiny_model: Path, tmp_path: Path, sessi
         assert (result.status, result.artifacts, len(result.requests)) == ("ok", [], 1), result
     finally:
         server.close()
+
+
+async def test_an_engine_that_is_too_old_is_refused() -> None:
+    """The error says what to install; nothing of the engine is called."""
+    engine = type("AsyncLLM", (), {"__module__": "vllm.v1.engine.async_llm"})()
+    with pytest.raises(ToolUnavailableError, match=r"no start_profile; install vllm>=0\.8\.5"):
+        VLLMCaptureMixin().init_capture({"enable": True}, engine=engine)
 
 
 async def test_options_that_vllm_does_not_have_are_refused(tmp_path: Path) -> None:

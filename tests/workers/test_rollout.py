@@ -59,6 +59,16 @@ def test_an_unknown_engine_is_refused() -> None:
         RolloutCaptureMixin().init_capture({"enable": True}, engine=object(), replica=3)
 
 
+def test_an_engine_that_is_too_old_is_refused() -> None:
+    """The error says what to install; nothing of the engine is called."""
+
+    class Engine:
+        tokenizer_manager = object()
+
+    with pytest.raises(ToolUnavailableError, match=r"no start_profile; install sglang>=0\.5\.3"):
+        SGLangCaptureMixin().init_capture({"enable": True}, engine=Engine())
+
+
 @pytest.mark.parametrize(
     ("rollout", "key"),
     [
