@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from step_folders import build_step, read_events, recordings
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import read_manifest
+from verl_profiling.manifest import MANIFEST_NAME, read_manifest, write_json_atomically
 from verl_profiling.report.build import build_report
 from verl_profiling.report.check import check
 from verl_profiling.timeline.inputs import find_steps
@@ -59,3 +60,22 @@ def test_a_discrete_capture_cannot_be_split(tmp_path: Path) -> None:
     with pytest.raises(TraceFormatError, match="no e2e trace"):
         split_step(inputs)
     assert not (inputs.directory / "split").exists()
+
+
+def test_an_engine_without_stages_is_cut_at_the_controllers_rollout(tmp_path: Path) -> None:
+    """An engine driven by requests marks nothing itself; its window is that of discrete mode."""
+    folder = build_step(tmp_path)
+    manifest = read_manifest(folder)
+    workers = [msgspec.structs.replace(w, stages=[]) if w.name == "rollout0" else w for w in manifest.workers]
+    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    (inputs,) = find_steps(folder)
+    names = [path.name for path in split_step(inputs)]
+    assert "rollout0_rank0.rollout.torch.json.gz" in names
+    whole, part = (
+        [event for event in read_events(path) if event.get("cat") == "cpu_op"]
+        for path in (
+            folder / "rollout0_rank0.torch.json.gz",
+            folder / "split" / "rollout0_rank0.rollout.torch.json.gz",
+        )
+    )
+    assert len(part) == len(whole) > 0

@@ -21,6 +21,7 @@ from verl_profiling.manifest import (
     MANIFEST_NAME,
     Artifact,
     CaptureResult,
+    Manifest,
     StageSpan,
     write_json_atomically,
 )
@@ -32,6 +33,7 @@ from verl_profiling.timeline.sources import StepInputs
 __all__ = ["SPLIT_NAME", "split_step"]
 
 SPLIT_NAME = "split"
+_ROLLOUT = "rollout"
 
 
 def split_step(
@@ -57,7 +59,7 @@ def split_step(
     written: list[Path] = []
     workers: list[CaptureResult] = []
     for worker in inputs.manifest.workers:
-        stages = [span for span in worker.stages if span.depth == 0]
+        stages = _stages(inputs.manifest, worker)
         pieces: list[Artifact] = []
         for artifact in worker.artifacts if worker.mode == "e2e" else ():
             path = resolve_artifact(inputs.directory, artifact)
@@ -80,6 +82,23 @@ def split_step(
         (output / CONTROLLER_TRACE_NAME).write_bytes(inputs.controller.read_bytes())
     write_json_atomically(output / MANIFEST_NAME, msgspec.structs.replace(inputs.manifest, workers=workers))
     return written
+
+
+def _stages(manifest: Manifest, worker: CaptureResult) -> list[StageSpan]:
+    """Return a worker's outermost stages, on its own clock.
+
+    An engine that marks no rollout of its own is cut at the controller's, as discrete mode does.
+    """
+    own = [span for span in worker.stages if span.depth == 0]
+    if worker.identity.replica is None or any(span.name == _ROLLOUT for span in own):
+        return own
+    shift_ns = manifest.offset_ns(worker.identity)
+    windows = [
+        msgspec.structs.replace(span, begin_ns=span.begin_ns + shift_ns, end_ns=span.end_ns + shift_ns)
+        for span in manifest.stages
+        if span.name == _ROLLOUT
+    ]
+    return sorted(own + windows, key=lambda span: span.begin_ns)
 
 
 def _cut(path: Path, artifact: Artifact, stages: list[StageSpan], output: Path) -> list[Artifact]:
