@@ -2,20 +2,23 @@
 
 The archive is a tar whose first file is a trace manifest; it says which lane each trace is
 and how its clock relates to the others. The format is documented at
-https://perfetto.dev/docs/reference/perfetto-manifest and read by Perfetto v58 and later.
+https://perfetto.dev/docs/reference/perfetto-manifest and read by Perfetto v58 and later. It
+allows nothing to be said of a file that is compressed, so compressed traces are unpacked.
 Arrows cannot cross the files of an archive; use the merged timeline to see them.
 """
 
 from __future__ import annotations
 
-import io
+import os
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.timeline.blocks import Blocks
 from verl_profiling.timeline.controller import CONTROLLER
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import Source, StepInputs
@@ -23,7 +26,6 @@ from verl_profiling.timeline.sources import Source, StepInputs
 __all__ = ["ARCHIVE_NAME", "write_archive"]
 
 ARCHIVE_NAME = "timeline.tar"
-_COPY_BYTES = 1 << 20
 _MANIFEST_NAME = "perfetto_manifest.json"
 
 
@@ -57,19 +59,35 @@ def write_archive(
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to archive")
     partial = output.with_name(f".{output.name}.part")
     try:
-        with tarfile.TarFile(partial, "w", format=tarfile.USTAR_FORMAT, copybufsize=_COPY_BYTES) as tar:
+        with partial.open("wb") as file:
             manifest = msgspec.json.format(msgspec.json.encode(_manifest(entries)))
-            head = tarfile.TarInfo(_MANIFEST_NAME)
-            head.size = len(manifest)
-            tar.addfile(head, io.BytesIO(manifest))
+            _write_file(file, _MANIFEST_NAME, [manifest])
             for entry in entries:
-                tar.add(entry.path, entry.name)
+                blocks = Blocks(entry.path)
+                _write_file(file, entry.name, blocks)
+                if blocks.damage:
+                    problems.append(f"{entry.path.name}: {blocks.damage}")
                 if on_progress:
                     on_progress(entry.path)
+            file.write(bytes(2 * tarfile.BLOCKSIZE))  # the end of a tar
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)
     return output, problems
+
+
+def _write_file(archive: BinaryIO, name: str, content: Iterable[bytes]) -> None:
+    """Append a file to a tar; its header is written last, when its size is known."""
+    start = archive.tell()
+    archive.write(bytes(tarfile.BLOCKSIZE))
+    head = tarfile.TarInfo(name)
+    for block in content:
+        archive.write(block)
+        head.size += len(block)
+    archive.write(bytes(-head.size % tarfile.BLOCKSIZE))
+    archive.seek(start)
+    archive.write(head.tobuf(tarfile.GNU_FORMAT))
+    archive.seek(0, os.SEEK_END)
 
 
 def _entries(inputs: StepInputs) -> tuple[list[_Entry], list[str]]:
@@ -84,20 +102,21 @@ def _entries(inputs: StepInputs) -> tuple[list[_Entry], list[str]]:
         except TraceFormatError as error:
             problems.append(str(error))
             continue
-        name = f"{source.lane}/{source.path.name}"
+        name = f"{source.lane}/{source.path.name.removesuffix('.gz')}"
         entries.append(_Entry(name, source.path, source.lane, base - source.offset_ns))
     return entries, problems
 
 
 def _manifest(entries: list[_Entry]) -> dict[str, object]:
-    """Return the trace manifest: a reading of 0 in a file is ``offset_ns`` on the timeline."""
-    first_ns = min(entry.base_ns for entry in entries)
-    files = [
-        {
-            "path": entry.name,
-            "machine": {"name": entry.machine},
-            "clocks": {"offset_ns": entry.base_ns - first_ns},
-        }
-        for entry in entries
-    ]
+    """Return the trace manifest: the clocks of all files relate to that of the one with the earliest base.
+
+    At one instant a file reads ``T`` and that one ``T + offset_ns``.
+    """
+    first = min(entries, key=lambda entry: entry.base_ns)
+    files: list[dict[str, object]] = []
+    for entry in entries:
+        files.append({"path": entry.name, "machine": {"name": entry.machine}})
+        if entry is not first:
+            offset_ns = entry.base_ns - first.base_ns
+            files[-1]["clocks"] = {"sync_to": {"file": first.name}, "offset_ns": offset_ns}
     return {"perfetto_manifest": {"version": 1, "files": files}}
