@@ -11,6 +11,8 @@ import pytest
 
 from integrations.verl_runs import ASSETS
 from integrations.wheels import ROOT, run_python, sources
+from verl_profiling import CaptureStateError
+from verl_profiling.messages import CaptureRequest
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 
@@ -54,6 +56,20 @@ def test_stages_leave_verls_methods_as_they_are(name: str) -> None:
     assert getattr(method, MAGIC_ATTR) == getattr(original, MAGIC_ATTR)
     assert inspect.signature(method) == inspect.signature(original)
     assert inspect.iscoroutinefunction(method) == inspect.iscoroutinefunction(original)
+
+
+async def test_a_server_that_launches_in_its_own_way_runs_unprofiled(tmp_path: Path) -> None:
+    """A subclass may launch without verl's method: it gets its weights, and says why it records nothing."""
+    import verl_profiling.integrations.verl  # noqa: F401
+
+    module = pytest.importorskip("verl.workers.rollout.vllm_rollout.vllm_async_server")
+    server = object.__new__(type("OwnServer", (module.vLLMHttpServer,), {}))
+    await server.set_global_steps(3)
+    assert server.global_steps == 3
+    assert "not set up" in (await server.stop_capture()).result.reason
+    order = CaptureRequest(capture_id="1", run_id="run", step=3, folder=str(tmp_path))
+    with pytest.raises(CaptureStateError, match="not set up"):
+        await server.start_capture(order)
 
 
 def test_the_megatron_worker_is_captured(pytestconfig: pytest.Config, tmp_path: Path) -> None:

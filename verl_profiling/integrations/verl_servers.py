@@ -91,6 +91,7 @@ async def _stop_capture(self: Any, capture_id: str | None = None, finish_s: floa
 def _add_methods(server_class: type[Any]) -> None:
     server_class.start_capture = _start_capture
     server_class.stop_capture = _stop_capture
+    server_class._verl_profiling = RolloutCaptureMixin()  # until it is set up, if a subclass ever does
     set_global_steps = server_class.set_global_steps
 
     @functools.wraps(set_global_steps)
