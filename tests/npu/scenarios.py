@@ -1,6 +1,6 @@
 """Captures with the real torch_npu, run by ``test_npu.py`` in a process that sees the stand-in CANN.
 
-``python -m tests.npu.scenarios FOLDER`` prints one JSON object: scenario -> what came out.
+``python -m tests.npu.scenarios FOLDER`` writes ``FOLDER/outcomes.json``: scenario -> what came out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from verl_profiling.session import process_session
 from verl_profiling.tools.npu import Metrics, NpuOptions, NpuTool
 from verl_profiling.workers import CaptureMixin
 
+OUTCOMES = "outcomes.json"
 HOST_ONLY = {"activities": ["cpu"]}
 
 
@@ -47,7 +48,7 @@ def main(root: Path) -> None:
         levels_and_metrics,
     ]
     results = {scenario.__name__: scenario(root / scenario.__name__) for scenario in scenarios}
-    print(msgspec.json.encode(results).decode())
+    (root / OUTCOMES).write_bytes(msgspec.json.encode(results))
 
 
 def work(rounds: int = 4) -> None:
