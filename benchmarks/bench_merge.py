@@ -49,6 +49,11 @@ _MERGE = (
     "from verl_profiling.timeline.merge import merge",
     "(step,) = find_steps(Path(folder))\nmerge(step, Path(output), jobs=2)",
 )
+_ARCHIVE = (
+    "from pathlib import Path\nfrom verl_profiling.timeline.inputs import find_steps\n"
+    "from verl_profiling.timeline.archive import write_archive",
+    "(step,) = find_steps(Path(folder))\nwrite_archive(step, Path(output))",
+)
 MERGERS = {
     OURS: ("gz", *_MERGE),
     "SGLang": (
@@ -64,12 +69,8 @@ MERGERS = {
         "from viztracer.report_builder import ReportBuilder",
         "with open(output, 'w') as file:\n    ReportBuilder(files, verbose=0).save(file)",
     ),
-    "archive": (
-        "raw",
-        "from pathlib import Path\nfrom verl_profiling.timeline.inputs import find_steps\n"
-        "from verl_profiling.timeline.archive import write_archive",
-        "(step,) = find_steps(Path(folder))\nwrite_archive(step, Path(output))",
-    ),
+    "archive": ("raw", *_ARCHIVE),
+    "archive, unpacking": ("gz", *_ARCHIVE),
     "copy": (
         "raw",
         "import shutil",

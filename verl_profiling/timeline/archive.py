@@ -10,15 +10,17 @@ Arrows cannot cross the files of an archive; use the merged timeline to see them
 from __future__ import annotations
 
 import os
+import shutil
 import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.blocks import Blocks
+from verl_profiling.timeline.blocks import Blocks, is_gzip
 from verl_profiling.timeline.controller import CONTROLLER
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import Source, StepInputs
@@ -26,6 +28,7 @@ from verl_profiling.timeline.sources import Source, StepInputs
 __all__ = ["ARCHIVE_NAME", "write_archive"]
 
 ARCHIVE_NAME = "timeline.tar"
+_COPY_BYTES = 1 << 20
 _MANIFEST_NAME = "perfetto_manifest.json"
 
 
@@ -51,7 +54,7 @@ def write_archive(
 
     Raises:
         TraceFormatError: There is no trace in the step.
-        OSError: The archive cannot be written.
+        OSError: A trace cannot be read, or the archive cannot be written.
     """
     output = output or inputs.directory / ARCHIVE_NAME
     entries, problems = _entries(inputs)
@@ -61,12 +64,13 @@ def write_archive(
     try:
         with partial.open("wb") as file:
             manifest = msgspec.json.format(msgspec.json.encode(_manifest(entries)))
-            _write_file(file, _MANIFEST_NAME, [manifest])
+            with _member(file, _MANIFEST_NAME):
+                file.write(manifest)
             for entry in entries:
-                blocks = Blocks(entry.path)
-                _write_file(file, entry.name, blocks)
-                if blocks.damage:
-                    problems.append(f"{entry.path.name}: {blocks.damage}")
+                with _member(file, entry.name):
+                    damage = _copy(entry.path, file)
+                if damage:
+                    problems.append(f"{entry.path.name}: {damage}")
                 if on_progress:
                     on_progress(entry.path)
             file.write(bytes(2 * tarfile.BLOCKSIZE))  # the end of a tar
@@ -76,18 +80,30 @@ def write_archive(
     return output, problems
 
 
-def _write_file(archive: BinaryIO, name: str, content: Iterable[bytes]) -> None:
-    """Append a file to a tar; its header is written last, when its size is known."""
+@contextmanager
+def _member(archive: BinaryIO, name: str) -> Iterator[None]:
+    """Make what is written a file of a tar; its header is written last, when its size is known."""
     start = archive.tell()
     archive.write(bytes(tarfile.BLOCKSIZE))
+    yield
     head = tarfile.TarInfo(name)
-    for block in content:
-        archive.write(block)
-        head.size += len(block)
+    head.size = archive.tell() - start - tarfile.BLOCKSIZE
     archive.write(bytes(-head.size % tarfile.BLOCKSIZE))
     archive.seek(start)
     archive.write(head.tobuf(tarfile.GNU_FORMAT))
     archive.seek(0, os.SEEK_END)
+
+
+def _copy(path: Path, archive: BinaryIO) -> str:
+    """Append the content of a trace, and return what damage ended it early, or ``""``."""
+    with path.open("rb") as file:
+        if not is_gzip(file):
+            shutil.copyfileobj(file, archive, _COPY_BYTES)
+            return ""
+    blocks = Blocks(path)
+    for block in blocks:
+        archive.write(block)
+    return blocks.damage
 
 
 def _entries(inputs: StepInputs) -> tuple[list[_Entry], list[str]]:

@@ -11,12 +11,19 @@ from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
 
-__all__ = ["BLOCK_BYTES", "Blocks"]
+__all__ = ["BLOCK_BYTES", "Blocks", "is_gzip"]
 
 BLOCK_BYTES = 4 << 20
 _READ_BYTES = 1 << 18
 _FIRST_BYTES = 1 << 16
 _GZIP_MAGIC = b"\x1f\x8b"
+
+
+def is_gzip(file: BinaryIO) -> bool:
+    """Return whether a file is compressed; it must be at its begin, and is left there."""
+    head = file.read(2)
+    file.seek(0)
+    return head == _GZIP_MAGIC
 
 
 class Blocks:
@@ -51,9 +58,7 @@ class Blocks:
         """
         try:
             with self.path.open("rb") as file:
-                head = file.read(2)
-                file.seek(0)
-                for block in self._gzip(file) if head == _GZIP_MAGIC else self._plain(file):
+                for block in self._gzip(file) if is_gzip(file) else self._plain(file):
                     self.position += len(block)
                     yield block
         except OSError as error:
