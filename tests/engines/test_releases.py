@@ -19,8 +19,8 @@ import pytest
 from verl_profiling.config import ProfilingConfig
 from verl_profiling.engines.options import RolloutOptions
 from verl_profiling.engines.sglang import _TRACE
-from verl_profiling.engines.vllm import (
-    _RANK,
+from verl_profiling.engines.vllm import _RANK
+from verl_profiling.engines.vllm_start import (
     cuda_settings,
     cuda_variables,
     profiler_settings,

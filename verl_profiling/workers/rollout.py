@@ -59,7 +59,7 @@ class RolloutCaptureMixin:
             raise ConfigError("engine", f"engine_args: unknown {package!r}; {choices_hint(package, ENGINES)}")
         if package != "vllm":
             return {}
-        from verl_profiling.engines.vllm import vllm_engine_args
+        from verl_profiling.engines.vllm_start import vllm_engine_args
 
         return vllm_engine_args(settings, role)
 
