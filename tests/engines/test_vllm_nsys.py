@@ -33,6 +33,7 @@ model, folder, mode = sys.argv[1:]
 settings = {
     "enable": True, "tool": "nsys", "mode": mode, "save_path": folder,
     "schedule": {"steps": [1, 3]}, "rollout": {"count": 2}, "select": {"stages": ["rollout"]},
+    "timeouts": {"start_s": 200, "stop_s": 200},
 }
 
 @ray.remote(num_cpus=1)
@@ -76,7 +77,8 @@ def run():
         callback.on_step_end()
     callback.on_train_end()
     server.leave.remote()
-    while len(list(Path(folder, "nsys").glob("*.nsys-rep"))) < 2:  # written when the actor has ended
+    deadline = time.monotonic() + 120  # reports are written when the actor has ended
+    while len(list(Path(folder, "nsys").glob("*.nsys-rep"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     ray.shutdown()
 
