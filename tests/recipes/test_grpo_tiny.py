@@ -24,6 +24,7 @@ STEPS = (2, 3)
 CONTROLLER_STAGES = {"rollout", "reward", "old_log_prob", "advantage", "update_actor", "update_weights"}
 ACTORS = ("actor_rank0", "actor_rank1")
 REPLICAS = ("rollout0_rank0", "rollout1_rank0")
+REQUESTS = ("rollout0", "rollout1")
 ACTOR_STAGES = {"old_log_prob", "update_actor", "update_weights"}
 SLACK_US = 100.0  # two processes read the clock on either side of a call
 
@@ -168,9 +169,10 @@ def test_the_controller_ran_every_stage(run: Run) -> None:
 
 
 def test_the_timeline_has_every_worker(run: Run) -> None:
-    """The controller, both ranks and both replicas have spans in the merged timeline."""
+    """The controller, both ranks, both replicas and their requests have spans in the merged timeline."""
+    expected = {"controller", *ACTORS, *REPLICAS, *REQUESTS}
     for folder in run.steps:
-        assert set(spans_by_lane(folder / "timeline.json.gz")) == {"controller", *ACTORS, *REPLICAS}
+        assert set(spans_by_lane(folder / "timeline.json.gz")) == expected
 
 
 def test_effects_lie_inside_their_causes(run: Run) -> None:
