@@ -73,6 +73,7 @@ test-hta: .venv-hta/.ready ## Run the tests that hold the report's figures again
 	.venv-hta/bin/python -m pytest tests/report/test_hta.py $(PYTEST_ARGS)
 
 # Environments without what the other tests import.
+sglang_TESTS := tests/engines tests/recipes tests/test_readme.py
 megatron_TESTS := tests/workers/test_megatron.py
 verl_TESTS := tests/integrations
 npu_TESTS := tests/tools/test_npu.py tests/tools/test_precision.py
