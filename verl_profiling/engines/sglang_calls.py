@@ -39,6 +39,9 @@ class SGLangCalls(ABC):
         """Stop and write; return whether something was recording."""
 
 
+_SERVER_ARGS = ("tp_size", "pp_size", "dp_size", "enable_dp_attention", "device")
+
+
 class ManagerCalls(SGLangCalls):
     """Calls a tokenizer manager, on the event loop to which it belongs.
 
@@ -60,7 +63,8 @@ class ManagerCalls(SGLangCalls):
             self._request_class = ProfileReq
             parameters = inspect.signature(ProfileReq).parameters
         self.offers = frozenset(parameters)
-        self.server_args = vars(manager.server_args)
+        # Asked for one by one: from 0.5.23 on they are not in vars().
+        self.server_args = {name: getattr(manager.server_args, name, None) for name in _SERVER_ARGS}
 
     async def start(self, options: dict[str, Any]) -> None:
         if self._request_class is None:
