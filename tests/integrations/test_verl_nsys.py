@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tools.nsys_stand_in import install
+from tools.nsys_stand_in import stand_in_cluster
 
 from verl_profiling import ProfilingConfig
 from verl_profiling.integrations import verl_nsys
@@ -24,22 +23,11 @@ SETTINGS = {"enable": True, "tool": "nsys", "schedule": {"steps": [2, 5]}}
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A Ray cluster whose nodes find the stand-in ``nsys``; yields the file that it logs to."""
-    import ray
-
-    folder = tmp_path_factory.mktemp("nsys")
-    install(folder, folder / "log")
-    path = os.environ["PATH"]
-    os.environ["PATH"] = os.pathsep.join([str(folder), str(Path(sys.executable).parent), path])
-    ray.init(
-        num_cpus=16,  # a group keeps its share until the cluster ends
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path.cwd())}},
-    )
-    yield folder / "log"
-    ray.shutdown()
-    os.environ["PATH"] = path
+    """The log of a stand-in ``nsys`` that a real Ray cluster starts workers with."""
+    with stand_in_cluster(
+        tmp_path_factory.mktemp("nsys"), num_cpus=16
+    ) as log:  # a group keeps its share until the cluster ends
+        yield log
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,27 @@ def install(folder: Path, log: Path) -> None:
     script = folder / "nsys"
     script.write_text(_SCRIPT.format(python=sys.executable, log=str(log)))
     script.chmod(script.stat().st_mode | stat.S_IEXEC)
+
+
+@contextmanager
+def stand_in_cluster(folder: Path, num_cpus: int) -> Iterator[Path]:
+    """Run a real Ray cluster whose nodes find the stand-in ``nsys``; yield the file that it logs to."""
+    import ray
+
+    install(folder, folder / "log")
+    path = os.environ["PATH"]
+    os.environ["PATH"] = os.pathsep.join([str(folder), str(Path(sys.executable).parent), path])
+    try:
+        ray.init(
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": str(Path.cwd())}},
+        )
+        yield folder / "log"
+    finally:
+        ray.shutdown()
+        os.environ["PATH"] = path
 
 
 class _NotedCudaProfiler:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.nsys_stand_in import TOOL, Worker, install
+from tests.tools.nsys_stand_in import TOOL, Worker, stand_in_cluster
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig, ToolUnavailableError
 from verl_profiling.cli import main
 from verl_profiling.manifest import Artifact, read_manifest
@@ -124,22 +122,9 @@ def test_other_roles_are_not_started_under_nsys() -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A real Ray cluster whose nodes find the stand-in ``nsys``; yields the file that it logs to."""
-    import ray
-
-    folder = tmp_path_factory.mktemp("nsys")
-    install(folder, folder / "log")
-    path = os.environ["PATH"]
-    os.environ["PATH"] = os.pathsep.join([str(folder), str(Path(sys.executable).parent), path])
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path.cwd())}},
-    )
-    yield folder / "log"
-    ray.shutdown()
-    os.environ["PATH"] = path
+    """The log of a stand-in ``nsys`` that a real Ray cluster starts workers with."""
+    with stand_in_cluster(tmp_path_factory.mktemp("nsys"), num_cpus=2) as log:
+        yield log
 
 
 def config_of(run: Path, **given: Any) -> dict[str, Any]:
