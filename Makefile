@@ -13,6 +13,8 @@ DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
 # SGLang imports packages that have no CPU wheel: see recipes/sglang_cpu.
 DEMO_PYTHON := $(if $(filter sglang,$(ENGINE)),PYTHONPATH=$(CURDIR)/recipes/sglang_cpu) $(DEMO_ENV)/bin/python
 REPORT = $(DEMO_ENV)/bin/verl-profiling
+VERL_ENGINE := $(if $(filter sglang,$(ENGINE)),sglang,vllm)
+VERL_ENV := $(if $(filter sglang,$(ENGINE)),.venv-sglang,.venv-verl)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -40,6 +42,8 @@ env: .venv/.ready ## Build the environment for development (.venv)
 	.venv-$*/bin/pip install -c requirements/torch-cpu.txt -r requirements/$*.txt -e '.[train,test]'
 	.venv-$*/bin/pip install --no-deps -r requirements/$*-no-deps.txt
 	touch $@
+
+.venv-verl/.ready .venv-sglang/.ready: requirements/verl-common.txt
 
 # Without torch: HTA needs none, and neither does the report. It imports nothing of its jupyterlab.
 .venv-hta/.ready: setup.cfg requirements/hta.txt requirements/hta-no-deps.txt
@@ -73,7 +77,7 @@ test-hta: .venv-hta/.ready ## Run the tests that hold the report's figures again
 	.venv-hta/bin/python -m pytest tests/report/test_hta.py $(PYTEST_ARGS)
 
 # Environments without what the other tests import.
-sglang_TESTS := tests/engines tests/recipes tests/test_readme.py
+sglang_TESTS := tests/engines tests/recipes tests/integrations/test_verl_sglang.py tests/test_readme.py
 megatron_TESTS := tests/workers/test_megatron.py
 verl_TESTS := tests/integrations
 npu_TESTS := tests/tools/test_npu.py tests/tools/test_precision.py
@@ -115,20 +119,20 @@ demo-e2e demo-discrete: demo-%: $(DEMO_ENV)/.ready
 	$(REPORT) report $(DEMO)/$*/profiling --save
 	$(REPORT) check $(DEMO)/$*/profiling
 
-env-verl: .venv-verl/.ready ## Build an environment with real verl and vLLM, for CPU (.venv-verl)
+env-verl: $(VERL_ENV)/.ready ## Build an environment with real verl and vLLM or SGLang, for CPU [ENGINE=sglang]
 
 test-verl: .venv-verl/.ready ## Run the tests that need real verl (whole runs: half an hour)
 	.venv-verl/bin/python -m pytest -m verl $(verl_TESTS) $(PYTEST_ARGS)
 
-demo-verl: demo-verl-e2e demo-verl-discrete ## Profile a real verl run on CPU in both modes, merge, report, check
+demo-verl: demo-verl-e2e demo-verl-discrete ## Profile a real verl run on CPU in both modes, merge, report, check [ENGINE=sglang]
 	@ls $(DEMO)/verl-*/step_*/timeline.json.gz $(DEMO)/verl-*/step_*/report.html
 
-demo-verl-e2e demo-verl-discrete: demo-verl-%: .venv-verl/.ready
+demo-verl-e2e demo-verl-discrete: demo-verl-%: $(VERL_ENV)/.ready
 	rm -rf $(DEMO)/verl-$*
-	recipes/verl_grpo_cpu/run.sh profiling=$* profiling.save_path=$(DEMO)/verl-$*
-	.venv-verl/bin/verl-profiling merge $(DEMO)/verl-$*
-	.venv-verl/bin/verl-profiling report $(DEMO)/verl-$* --save
-	.venv-verl/bin/verl-profiling check $(DEMO)/verl-$*
+	ROLLOUT=$(VERL_ENGINE) recipes/verl_grpo_cpu/run.sh profiling=$* profiling.save_path=$(DEMO)/verl-$*
+	$(VERL_ENV)/bin/verl-profiling merge $(DEMO)/verl-$*
+	$(VERL_ENV)/bin/verl-profiling report $(DEMO)/verl-$* --save
+	$(VERL_ENV)/bin/verl-profiling check $(DEMO)/verl-$*
 
 lint: .venv/.ready ## Check style and types
 	.venv/bin/ruff check .

@@ -326,7 +326,7 @@ class ServingWorker(TrainWorker):
 
 def test_the_requests_of_all_rollout_windows_reach_the_manifest(tmp_path: Path, session: Session) -> None:
     """A step may generate several times, as DAPO does until its batch is full."""
-    config = configured(tmp_path, mode="discrete")
+    config = configured(tmp_path, mode="discrete", tool="torch")
     worker = ServingWorker()
     worker.set_up(config, "rollout")
     callback = ProfilingCallback(config)
@@ -339,6 +339,25 @@ def test_the_requests_of_all_rollout_windows_reach_the_manifest(tmp_path: Path, 
     [result] = manifest(config).workers
     assert [request.end_ns for request in result.requests] == [1, 2, 3]
     assert result.policy_versions == [1, 2, 3]
+    assert [(a.step, a.policy_versions) for a in result.artifacts] == [(2, [1]), (2, [2]), (2, [3])]
+
+
+def test_artifacts_of_a_capture_of_several_steps_know_their_own(tmp_path: Path, session: Session) -> None:
+    """Each window of a continuous capture is of the step, and of the weights, that it was recorded with."""
+    schedule = {"steps": [2, 3], "continuous": True}
+    config = configured(tmp_path, mode="discrete", tool="torch", schedule=schedule)
+    worker = ServingWorker()
+    worker.set_up(config, "rollout")
+    callback = ProfilingCallback(config)
+    callback.add_rollout([worker])
+    for step in (2, 3):
+        callback.on_step_begin(step)
+        callback.on_rollout_begin()
+        callback.on_rollout_end()
+        callback.on_step_end()
+    [result] = manifest(config).workers
+    assert result.step == 2
+    assert [(a.step, a.policy_versions) for a in result.artifacts] == [(2, [1]), (3, [2])]
 
 
 # Ray
@@ -515,7 +534,7 @@ def test_pending_artifacts_are_finished_in_the_manifest_at_the_end(tmp_path: Pat
     for result in manifest(config, 3).workers:
         [artifact] = result.artifacts
         path = Path(config.save_path) / "step_000003" / artifact.path
-        assert (artifact.status, artifact.bytes) == ("ok", path.stat().st_size)
+        assert (artifact.status, artifact.bytes, artifact.step) == ("ok", path.stat().st_size, 3)
         assert artifact.events is not None
         assert artifact.events > 20
 

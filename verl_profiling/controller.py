@@ -156,7 +156,7 @@ class Controller:
             target for target in self._targets if self._is_driven(target) and self._has_windows(target)
         ]
         if targets:
-            live.rollout_request = next(live.rollout_requests)
+            live.rollout_request = msgspec.structs.replace(next(live.rollout_requests), step=live.steps[-1])
             yield from self._start(live, targets, live.rollout_request)
         live.begin_rollout()
 

@@ -86,6 +86,9 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         end_ns: When recording ended.
         bytes: Size on disk, if known.
         events: Number of trace events, if known.
+        step: Step in which its recording began.
+        policy_versions: Versions of a rollout engine's weights while it was recorded, in order, where
+            they are known; several where a weight update fell into it.
         reason: Why the status is not ``ok``.
     """
 
@@ -99,6 +102,8 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: int = 0
     bytes: int | None = None
     events: int | None = None
+    step: int | None = None
+    policy_versions: list[int] = []
     reason: str = ""
 
     def is_run_of(self, other: Artifact) -> bool:

@@ -79,8 +79,7 @@ class Participants:
             if reply is not None:
                 self._shake(self._closing, call, entry.identity, reply)
                 if entry.started.status != "skipped":
-                    roles = list(dict.fromkeys([*reply.result.roles, *call.target.roles]))
-                    entry.results.append(msgspec.structs.replace(reply.result, roles=roles))
+                    entry.results.append(_labelled(reply.result, request, call.target))
             else:
                 entry.results.append(self._failed(entry, request, call.problem(round.timeout_s), call.target))
             entry.started = None
@@ -165,7 +164,8 @@ class Participants:
             status="failed",
             reason=reason,
             artifacts=[
-                msgspec.structs.replace(artifact, status="missing", reason=reason) for artifact in expected
+                msgspec.structs.replace(artifact, status="missing", step=request.step, reason=reason)
+                for artifact in expected
             ],
         )
 
@@ -222,11 +222,24 @@ class Participants:
         )
 
 
+def _labelled(result: CaptureResult, request: CaptureRequest, target: Target) -> CaptureResult:
+    """Return a result with what the worker does not know, or says of all its artifacts together."""
+    return msgspec.structs.replace(
+        result,
+        roles=list(dict.fromkeys([*result.roles, *target.roles])),
+        artifacts=[
+            msgspec.structs.replace(artifact, step=request.step, policy_versions=result.policy_versions)
+            for artifact in result.artifacts
+        ],
+    )
+
+
 def _merge(results: list[CaptureResult]) -> CaptureResult:
     """Return one result for several windows (or several names) of one worker."""
     first = min(results, key=lambda result: _WORST_FIRST.index(result.status))
     return msgspec.structs.replace(
         first,
+        step=min(result.step for result in results),
         roles=list(dict.fromkeys(role for result in results for role in result.roles)),
         artifacts=[artifact for result in results for artifact in result.artifacts],
         stages=[span for result in results for span in result.stages],

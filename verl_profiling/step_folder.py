@@ -151,6 +151,8 @@ def _pending(manifest: Manifest) -> bool:
 
 def _with_artifact(worker: CaptureResult, news: Artifact) -> CaptureResult:
     def updated(artifact: Artifact) -> Artifact:
-        return news if artifact.status == "pending" and artifact.is_run_of(news) else artifact
+        if artifact.status != "pending" or not artifact.is_run_of(news):
+            return artifact
+        return msgspec.structs.replace(news, step=artifact.step, policy_versions=artifact.policy_versions)
 
     return msgspec.structs.replace(worker, artifacts=[updated(artifact) for artifact in worker.artifacts])

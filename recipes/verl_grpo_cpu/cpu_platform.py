@@ -151,8 +151,19 @@ def _plain_attention(module: ModuleType) -> None:
     module.load_valuehead_model = load_valuehead_model
 
 
+def _share_by_name(module: ModuleType) -> None:
+    """Have SGLang get new weights through shared memory, in place of handles of an accelerator's memory.
+
+    The memory has a name, as engine and trainer are no relatives that could pass file descriptors on.
+    """
+    module.monkey_patch_torch_reductions = functools.partial(
+        torch.multiprocessing.set_sharing_strategy, "file_system"
+    )
+
+
 when_imported("verl.utils.model", _plain_attention)
 when_imported("vllm.model_executor.layers.utils", _keep_weights)
+when_imported("sglang.srt.utils.patch_torch", _share_by_name)
 when_imported("verl.utils.fsdp_utils", _do_not_pin)
 
 # verl registers its FSDP engine for "cuda" and "npu" only; it runs on any torch device.

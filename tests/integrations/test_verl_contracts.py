@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from integrations.verl_runs import ASSETS
 from integrations.wheels import ROOT, run_python, sources
 from verl_profiling import CaptureStateError
 from verl_profiling.messages import CaptureRequest
@@ -83,18 +82,3 @@ def test_the_megatron_worker_is_captured(pytestconfig: pytest.Config, tmp_path: 
     stages = [(span["name"], span["depth"]) for span in result["stages"]]
     assert stages[:2] == [("update_actor", 0), ("forward-backward", 1)]
     assert stages[2:] == [("forward-compute", 2), ("backward-compute", 2)] * 3
-
-
-def test_the_sglang_server_is_captured(tmp_path: Path) -> None:
-    """Verl's server launches with the capture methods, tells its policy versions, notes its requests."""
-    if not (ASSETS / "model").exists():
-        run_python("-m", "recipes.verl_grpo_cpu.make_assets", str(ASSETS), cwd=ROOT)
-    run = run_python(str(HERE / "sglang_server.py"), str(tmp_path), str(ASSETS), cwd=tmp_path)
-    answer = answer_of(run)
-    assert answer["tokens"] == [1, 2]
-    assert answer["started"]["status"] == "recording"
-    result = answer["result"]
-    assert (result["status"], result["policy_versions"]) == ("ok", [6, 7])
-    assert [(r["replica"], r["policy_version"]) for r in result["requests"]] == [(3, 6)]
-    assert [a["path"] for a in result["artifacts"]] == ["rollout3_rank0.torch.json.gz"]
-    assert (tmp_path / "step_000007" / "rollout3_rank0.torch.json.gz").exists()

@@ -61,10 +61,11 @@ def test_dry_runs_check_the_configuration(script: str, says: str, tmp_path: Path
     assert says in run.stdout
 
 
-def test_the_other_engine_is_checked_too(tmp_path: Path) -> None:
-    """The GPU recipe takes SGLang for its engine."""
-    script = ROOT / "recipes/verl_grpo_gpu/run_e2e.sh"
-    run = run_script(str(script), f"hydra.run.dir={tmp_path}", DRY_RUN="1", ROLLOUT="sglang")
+@pytest.mark.parametrize("script", ["verl_grpo_cpu/run.sh", "verl_grpo_gpu/run_e2e.sh"])
+def test_the_other_engine_is_checked_too(script: str, tmp_path: Path) -> None:
+    """The CPU and GPU recipes take SGLang for their engine."""
+    path = ROOT / "recipes" / script
+    run = run_script(str(path), f"hydra.run.dir={tmp_path}", DRY_RUN="1", ROLLOUT="sglang")
     assert run.returncode == 0, run.stderr
     assert "rollout.name=sglang" in run.stdout
 

@@ -2,178 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from example_loops import read_trace
 
-from integrations.verl_runs import PLUGINS, REFERENCE, Run, run_verl
-from verl_profiling.cli import main
-from verl_profiling.manifest import StageSpan
+from integrations.run_contract import RunContract
+from integrations.verl_runs import PLUGINS, run_verl
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 
-PROMPTS, SAMPLES = 8, 2
-WORKER_STAGES = {"old_log_prob", "ref_log_prob", "update_actor", "update_weights"}
 
+class TestVLLM(RunContract):
+    """The contract with vLLM."""
 
-@pytest.fixture(scope="module")
-def e2e(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """GRPO with a reference model, which shares the actor's process."""
-    folder = tmp_path_factory.mktemp("e2e")
-    trackers = "trainer.logger=[console,tensorboard]"
-    return run_verl(
-        folder, "profiling=e2e", trackers, *REFERENCE, TENSORBOARD_DIR=str(folder / "tensorboard")
-    )
-
-
-@pytest.fixture(scope="module")
-def discrete(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """GRPO with a reference model, every stage recorded by itself."""
-    return run_verl(tmp_path_factory.mktemp("discrete"), "profiling=discrete", *REFERENCE)
-
-
-@pytest.fixture(params=["e2e", "discrete"])
-def run(request: pytest.FixtureRequest) -> Run:
-    """Each of the two runs."""
-    found: Run = request.getfixturevalue(request.param)
-    return found
-
-
-def inside(spans: list[StageSpan], name: str, parent: str) -> int:
-    """Return how many spans of a name lie inside one of another name, one level up."""
-    parents = [span for span in spans if span.name == parent]
-    return sum(
-        any(
-            p.begin_ns <= span.begin_ns and span.end_ns <= p.end_ns and span.depth == p.depth + 1
-            for p in parents
-        )
-        for span in spans
-        if span.name == name
-    )
-
-
-def test_only_the_profiled_steps_have_folders(run: Run) -> None:
-    """The run ends well, and leaves a complete folder for each profiled step and for no other."""
-    assert run.code == 0, run.output[-4000:]
-    assert sorted(path.name for path in run.save_path.glob("step_*")) == ["step_000002", "step_000003"]
-    assert [run.manifest(step).complete for step in (2, 3)] == [True, True]
-    assert {w.status for step in (2, 3) for w in run.manifest(step).workers} == {"ok"}
-
-
-def test_e2e_has_one_artifact_per_worker(e2e: Run) -> None:
-    """The training process and the engine each have one trace of the whole step."""
-    for step in (2, 3):
-        paths = [a.path for w in e2e.manifest(step).workers for a in w.artifacts]
-        assert paths == ["actor_rank0.torch.json.gz", "rollout0_rank0.torch.json.gz"]
-
-
-def test_discrete_has_one_artifact_per_stage(discrete: Run) -> None:
-    """The training process has a trace of each stage, and the engine one of the rollout."""
-    for step in (2, 3):
-        stages = {a.stage for a in discrete.worker(step, "actor").artifacts}
-        assert stages == WORKER_STAGES
-        assert [a.stage for a in discrete.worker(step, "rollout").artifacts] == ["rollout"]
-
-
-def test_roles_of_one_process_are_driven_once(e2e: Run) -> None:
-    """Actor and reference share a process: it is started once and stopped once per step."""
-    manifest = e2e.manifest(2)
-    assert e2e.worker(2, "actor").roles == ["actor", "ref"]
-    calls = Counter((rpc.worker, rpc.method) for rpc in manifest.rpcs)
-    assert set(calls.values()) == {1}
-    assert len(calls) == 4
-
-
-def test_stages_of_the_controller_and_the_worker(e2e: Run) -> None:
-    """Every part of GRPO is a stage on both sides, and the worker's lies inside the controller's."""
-    controller = {span.name: span for span in e2e.manifest(3).stages}
-    assert controller.keys() == WORKER_STAGES | {"rollout", "advantage"}
-    spans = e2e.worker(3, "actor").stages
-    assert {span.name for span in spans if span.depth == 0} == WORKER_STAGES
-    for span in spans:
-        if span.depth == 0:
-            outer = controller[span.name]
-            assert outer.begin_ns <= span.begin_ns <= span.end_ns <= outer.end_ns
-
-
-def test_mini_and_micro_batches_are_nested(e2e: Run) -> None:
-    """An update shows its mini-batches, these their micro-batches, and so does a forward pass."""
-    spans = e2e.worker(3, "actor").stages
-    batches, mini, micro = PROMPTS * SAMPLES, 4 * SAMPLES, 4
-    assert inside(spans, "mini_batch", "update_actor") == batches // mini
-    assert inside(spans, "micro_batch", "mini_batch") >= batches // micro
-    assert inside(spans, "micro_batch", "old_log_prob") == batches // micro
-
-
-def test_requests_have_the_policy_version(run: Run) -> None:
-    """Every sample is a request of the step, made with the weights of the step before."""
-    for step in (2, 3):
-        manifest = run.manifest(step)
-        requests = run.worker(step, "rollout").requests
-        assert len(requests) == PROMPTS * SAMPLES
-        assert {request.policy_version for request in requests} == {step - 1}
-        assert manifest.policy_version == step - 1
-        assert manifest.metrics["policy_version/end"] == step
-        rollout = next(span for span in manifest.stages if span.name == "rollout")
-        assert all(rollout.begin_ns <= r.begin_ns <= r.end_ns <= rollout.end_ns for r in requests)
-
-
-def test_verls_metrics_are_with_the_step(e2e: Run) -> None:
-    """What verl logs after a step, timings included, is in the step's manifest."""
-    metrics = e2e.manifest(2).metrics
-    assert metrics["training/global_step"] == 2
-    assert metrics["timing_s/step"] > metrics["timing_s/update_actor"] > 0
-    assert "critic/rewards/mean" in metrics
-
-
-def test_reports_are_in_verls_trackers(e2e: Run) -> None:
-    """The numbers of each profiled step's report are in TensorBoard under that step, next to verl's own."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(e2e.save_path.parent / "tensorboard"))
-    events.Reload()
-    steps = {point.step: point.value for point in events.Scalars("profiling/step_s")}
-    assert steps.keys() == {2, 3}
-    manifest = e2e.manifest(3)
-    assert steps[3] == pytest.approx((manifest.end_ns - manifest.begin_ns) / 1e9, rel=0.01)
-    assert {point.step for point in events.Scalars("timing_s/step")} == {1, 2, 3}
-
-
-def lanes_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the spans of a merged timeline by lane."""
-    events = read_trace(folder / "timeline.json.gz")["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
-    lanes: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            lanes.setdefault(names[event["pid"]].partition(" ")[0], []).append(event)
-    return lanes
-
-
-def assert_covered(spans: list[dict[str, Any]], name: str, outer: list[dict[str, Any]], around: str) -> None:
-    """Each span of a name that starts so lies inside one of the other lane's; there are some."""
-    found = [span for span in spans if span["name"].startswith(name)]
-    windows = [(span["ts"], span["ts"] + span["dur"]) for span in outer if span["name"] == around]
-    assert found
-    for span in found:
-        assert any(begin <= span["ts"] and span["ts"] + span["dur"] <= end for begin, end in windows), span
-
-
-def test_one_timeline_shows_all(run: Run) -> None:
-    """One file, one clock: what worker and engine did lies inside of the controller's stages for it."""
-    folder = run.save_path
-    for command in (["merge", str(folder)], ["report", str(folder), "--save"], ["check", str(folder)]):
-        assert main(command) == 0
-    for step in (2, 3):
-        lanes = lanes_of(folder / f"step_{step:06d}")
-        controller = lanes["controller"]
-        assert_covered(lanes["rollout0_rank0"], "execute_", controller, "rollout")
-        for name in WORKER_STAGES:
-            assert_covered(lanes["actor_rank0"], name, controller, name)
-        assert_covered(lanes["actor_rank0"], "mini_batch", controller, "update_actor")
+    engine = "vllm"
+    iteration = "execute_"
 
 
 def test_a_worker_that_is_killed_leaves_the_rest(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def test_a_capture_across_weight_updates_says_so(colocate: Run) -> None:
     assert (manifest.policy_version, manifest.metrics["policy_version/end"]) == (1, 3)
     rollout = colocate.worker(2, "rollout")
     assert rollout.policy_versions == [1, 2, 3]
+    assert [(a.step, a.policy_versions) for a in rollout.artifacts] == [(2, [1, 2, 3])]
     assert rollout.requests
     assert {request.policy_version for request in rollout.requests} <= {1, 2, 3}
     (note,) = rollout.notes
@@ -104,6 +105,7 @@ def test_step_and_policy_version_are_on_every_rollout_artifact(separate: Run) ->
             ("rollout", 1, "ok"),
             ("rollout", 2, "ok"),
         ]
+        assert {(a.step, *a.policy_versions) for a in rollout.artifacts} == {(step, step - 1)}
         assert {request.policy_version for request in rollout.requests} <= {step - 1}
 
 
