@@ -62,7 +62,8 @@ class RunContract:
     iteration: str
 
     @pytest.fixture(scope="class")
-    def e2e(self, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    @classmethod
+    def e2e(cls, tmp_path_factory: pytest.TempPathFactory) -> Run:
         """GRPO with a reference model, which shares the actor's process."""
         folder = tmp_path_factory.mktemp("e2e")
         trackers = "trainer.logger=[console,tensorboard]"
@@ -71,15 +72,16 @@ class RunContract:
             "profiling=e2e",
             trackers,
             *REFERENCE,
-            ROLLOUT=self.engine,
+            ROLLOUT=cls.engine,
             TENSORBOARD_DIR=str(folder / "tensorboard"),
         )
 
     @pytest.fixture(scope="class")
-    def discrete(self, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    @classmethod
+    def discrete(cls, tmp_path_factory: pytest.TempPathFactory) -> Run:
         """GRPO with a reference model, every stage recorded by itself."""
         return run_verl(
-            tmp_path_factory.mktemp("discrete"), "profiling=discrete", *REFERENCE, ROLLOUT=self.engine
+            tmp_path_factory.mktemp("discrete"), "profiling=discrete", *REFERENCE, ROLLOUT=cls.engine
         )
 
     @pytest.fixture(params=["e2e", "discrete"])
