@@ -14,7 +14,7 @@ DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
 DEMO_PYTHON := $(if $(filter sglang,$(ENGINE)),PYTHONPATH=$(CURDIR)/recipes/sglang_cpu) $(DEMO_ENV)/bin/python
 REPORT = $(DEMO_ENV)/bin/verl-profiling
 VERL_ENGINE := $(if $(filter sglang,$(ENGINE)),sglang,vllm)
-VERL_ENV := $(if $(filter sglang,$(ENGINE)),.venv-sglang,.venv-verl)
+VERL_ENV := .venv-verl$(if $(filter sglang,$(ENGINE)),-sglang)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser pictures test-hta env-verl test test-verl demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu verification demo demo-e2e demo-discrete lint docs bench bench-verl clean
+.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu verification demo demo-e2e demo-discrete lint docs bench bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,7 +43,8 @@ env: .venv/.ready ## Build the environment for development (.venv)
 	.venv-$*/bin/pip install --no-deps -r requirements/$*-no-deps.txt
 	touch $@
 
-.venv-verl/.ready .venv-sglang/.ready: requirements/verl-common.txt
+.venv-verl/.ready .venv-verl-sglang/.ready: requirements/verl-common.txt
+.venv-verl-sglang/.ready: requirements/sglang.txt requirements/sglang-no-deps.txt
 
 # Without torch: HTA needs none, and neither does the report. It imports nothing of its jupyterlab.
 .venv-hta/.ready: setup.cfg requirements/hta.txt requirements/hta-no-deps.txt
@@ -77,7 +78,7 @@ test-hta: .venv-hta/.ready ## Run the tests that hold the report's figures again
 	.venv-hta/bin/python -m pytest tests/report/test_hta.py $(PYTEST_ARGS)
 
 # Environments without what the other tests import.
-sglang_TESTS := tests/engines tests/recipes tests/integrations/test_verl_sglang.py tests/test_readme.py
+sglang_TESTS := tests/engines tests/recipes tests/test_readme.py
 megatron_TESTS := tests/workers/test_megatron.py
 verl_TESTS := tests/integrations
 npu_TESTS := tests/tools/test_npu.py tests/tools/test_precision.py
@@ -123,6 +124,9 @@ env-verl: $(VERL_ENV)/.ready ## Build an environment with real verl and vLLM or 
 
 test-verl: .venv-verl/.ready ## Run the tests that need real verl (whole runs: half an hour)
 	.venv-verl/bin/python -m pytest -m verl $(verl_TESTS) $(PYTEST_ARGS)
+
+test-verl-sglang: .venv-verl-sglang/.ready ## Run whole runs of real verl with SGLang (five minutes)
+	.venv-verl-sglang/bin/python -m pytest -m sglang tests/integrations/test_verl_sglang.py $(PYTEST_ARGS)
 
 demo-verl: demo-verl-e2e demo-verl-discrete ## Profile a real verl run on CPU in both modes, merge, report, check [ENGINE=sglang]
 	@ls $(DEMO)/verl-*/step_*/timeline.json.gz $(DEMO)/verl-*/step_*/report.html

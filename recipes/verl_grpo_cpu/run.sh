@@ -10,7 +10,7 @@ cd "$(dirname "$0")/../.."
 
 ROLLOUT=${ROLLOUT:-vllm}
 if [[ $ROLLOUT == sglang ]]; then
-    PYTHON=${PYTHON:-.venv-sglang/bin/python}
+    PYTHON=${PYTHON:-.venv-verl-sglang/bin/python}
     PYTHONPATH=$PWD/recipes/sglang_cpu${PYTHONPATH:+:$PYTHONPATH}
 fi
 PYTHON=${PYTHON:-.venv-verl/bin/python}
