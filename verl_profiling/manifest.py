@@ -87,8 +87,8 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         bytes: Size on disk, if known.
         events: Number of trace events, if known.
         step: Step in which its recording began.
-        policy_versions: Versions of a rollout engine's weights while it was recorded, in order, where
-            they are known; several where a weight update fell into it.
+        policy_versions: Versions of a rollout engine's weights from the begin of its window to the end,
+            in order, where they are known; several where a weight update fell into the window.
         reason: Why the status is not ``ok``.
     """
 

@@ -24,9 +24,8 @@ SETTINGS = {"enable": True, "tool": "nsys", "schedule": {"steps": [2, 5]}}
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The log of a stand-in ``nsys`` that a real Ray cluster starts workers with."""
-    with stand_in_cluster(
-        tmp_path_factory.mktemp("nsys"), num_cpus=16
-    ) as log:  # a group keeps its share until the cluster ends
+    # A group of workers keeps its share of the CPUs until the cluster ends.
+    with stand_in_cluster(tmp_path_factory.mktemp("nsys"), num_cpus=16) as log:
         yield log
 
 

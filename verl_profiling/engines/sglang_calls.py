@@ -17,6 +17,7 @@ __all__ = ["HTTPCalls", "ManagerCalls", "SGLangCalls"]
 
 _TIMEOUT_S = 30.0
 _INSTALL = "install sglang>=0.5.3"
+_SERVER_ARGS = ("tp_size", "pp_size", "dp_size", "enable_dp_attention", "device")
 
 
 class SGLangCalls(ABC):
@@ -37,9 +38,6 @@ class SGLangCalls(ABC):
     @abstractmethod
     async def stop(self) -> bool:
         """Stop and write; return whether something was recording."""
-
-
-_SERVER_ARGS = ("tp_size", "pp_size", "dp_size", "enable_dp_attention", "device")
 
 
 class ManagerCalls(SGLangCalls):
