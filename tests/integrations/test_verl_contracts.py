@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,21 @@ def answer_of(run: Any) -> dict[str, Any]:
     assert run.returncode == 0, run.stderr[-4000:]
     answer: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return answer
+
+
+def test_verl_finds_the_installed_plugin(tmp_path: Path) -> None:
+    """Where this package is installed nothing has to be named: verl loads its entry point."""
+    program = "import sys, verl; print('verl_profiling.integrations.verl' in sys.modules)"
+    environment = {key: text for key, text in os.environ.items() if not key.startswith("VERL_USE_EXTERNAL")}
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.splitlines()[-1:] == ["True"], run.stderr
 
 
 @pytest.mark.parametrize("name", ["ActorRolloutRefWorker", "TrainingWorker"])
