@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from verl_profiling import ProfilingCallback, stage
-from verl_profiling.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.workers import CaptureMixin
 
 ROUNDS = 9

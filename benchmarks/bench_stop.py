@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 
-from verl_profiling.messages import CaptureRequest
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.workers import CaptureMixin
 
 ROUNDS = 7
 
 FIRST_START = """
 import tempfile, time
-from verl_profiling.messages import CaptureRequest
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.workers import CaptureMixin
 import torch
 worker = CaptureMixin()

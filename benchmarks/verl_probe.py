@@ -177,7 +177,7 @@ def probe_pauses() -> None:
         paused(module.PPOTrainer, "_stop_profiling", "stop")
 
     when_imported("verl.trainer.ppo.v1.trainer_base", hook)
-    callback = import_module("verl_profiling.callback").ProfilingCallback
+    callback = import_module("verl_profiling.controller.callback").ProfilingCallback
     paused(callback, "on_step_begin", "start")
     paused(callback, "on_step_end", "stop")
 

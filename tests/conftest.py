@@ -20,7 +20,7 @@ import hypothesis
 import psutil
 import pytest
 
-from verl_profiling.session import Session, process_session
+from verl_profiling.capture.session import Session, process_session
 from verl_profiling.testing import leaks
 
 hypothesis.settings.register_profile("default", deadline=None)

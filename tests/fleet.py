@@ -14,8 +14,8 @@ from typing import Any
 from example_loops import train
 
 from verl_profiling import ProfilingConfig, stage
-from verl_profiling.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.session import process_session
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.session import process_session
 from verl_profiling.testing import shifted_clock
 from verl_profiling.workers import CaptureMixin
 

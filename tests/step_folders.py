@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from verl_profiling.controller_trace import write_controller_trace
+from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import WorkerIdentity, artifact_name, step_folder_name
 from verl_profiling.manifest import (
     MANIFEST_NAME,

@@ -10,7 +10,7 @@ import torch
 from example_loops import settings, train
 
 from verl_profiling import stage
-from verl_profiling.session import Session
+from verl_profiling.capture.session import Session
 from verl_profiling.testing import leaks, record_step
 
 

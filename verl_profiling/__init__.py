@@ -1,7 +1,7 @@
 """One timeline and one report for every profiled step of RL post-training."""
 
-from verl_profiling.callback import AsyncProfilingCallback, ProfilingCallback
-from verl_profiling.config import ProfilingConfig
+from verl_profiling.capture.session import stage
+from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.errors import (
     CaptureStateError,
     ConfigError,
@@ -9,7 +9,7 @@ from verl_profiling.errors import (
     ToolUnavailableError,
     TraceFormatError,
 )
-from verl_profiling.session import stage
+from verl_profiling.settings.config import ProfilingConfig
 
 __version__ = "0.1.0"
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.config import ProfilingConfig
 from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import TOOLS, Tool, load_tool
 from verl_profiling.tools.nsys import NsysTool
 

@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock, identity
-from verl_profiling.config import ProfilingConfig
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.session import process_session
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
-from verl_profiling.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.session import process_session
+from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["RecordedStep", "leaks", "record_step", "shifted_clock"]
 

@@ -18,9 +18,9 @@ from uuid import uuid4
 import pytest
 
 from verl_profiling import AsyncProfilingCallback
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.manifest import Artifact, CaptureResult, read_manifest
-from verl_profiling.messages import CaptureRequest
 
 
 def request(folder: Path, step: int = 1, **fields: Any) -> CaptureRequest:

@@ -13,15 +13,15 @@ from verl_profiling import (
     ToolUnavailableError,
     opened_ranges,
 )
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.base import EngineAdapter, EngineTrace, records_with_nsys
 from verl_profiling.engines.harvest import RangeHarvest
-from verl_profiling.engines.options import RolloutOptions
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.messages import CaptureRequest
 from verl_profiling.nsys_ranges import read_ranges
-from verl_profiling.opened_ranges import OpenedRanges, nsys_variables
+from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.tools.opened_ranges import OpenedRanges, nsys_variables
 
 IDENTITY = WorkerIdentity(role="rollout", rank=0, replica=1)
 

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from verl_profiling.config import ProfilingConfig
-from verl_profiling.engines.options import RolloutOptions
 from verl_profiling.engines.sglang import _TRACE
 from verl_profiling.engines.vllm import _RANK
 from verl_profiling.engines.vllm_start import (
@@ -26,6 +24,8 @@ from verl_profiling.engines.vllm_start import (
     profiler_settings,
     profiler_variables,
 )
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.torch_profiler import TorchOptions
 
 VLLM = [

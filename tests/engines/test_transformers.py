@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.engines.contract import EngineContract, finished, request, spans, stop
+from verl_profiling.capture.session import process_session, stage
 from verl_profiling.errors import ConfigError
-from verl_profiling.session import process_session, stage
 from verl_profiling.workers import CaptureMixin, RolloutCaptureMixin
 
 torch = pytest.importorskip("torch")

@@ -19,8 +19,8 @@ from tests.engines.contract import (
     stop,
 )
 from tests.engines.server import EngineServer, settings
+from verl_profiling.capture.session import Session
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.session import Session
 from verl_profiling.workers import VLLMCaptureMixin
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")

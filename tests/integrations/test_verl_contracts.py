@@ -14,7 +14,7 @@ import pytest
 
 from integrations.wheels import ROOT, run_python, sources
 from verl_profiling import CaptureStateError
-from verl_profiling.messages import CaptureRequest
+from verl_profiling.capture.messages import CaptureRequest
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 

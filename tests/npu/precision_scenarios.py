@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from verl_profiling import ProfilingCallback, stage
-from verl_profiling.session import process_session
+from verl_profiling.capture.session import process_session
 from verl_profiling.testing import record_step
 from verl_profiling.tools.precision import watch_model
 from verl_profiling.workers import CaptureMixin

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from step_folders import build_step
 
-from verl_profiling.controller_trace import write_controller_trace
+from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (
     MANIFEST_NAME,

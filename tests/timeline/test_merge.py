@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from step_folders import WORKERS, build_step, read_events, recordings, unix_ns
 
-from verl_profiling.controller_trace import write_controller_trace
+from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import StageSpan, read_manifest
 from verl_profiling.timeline.inputs import find_steps

@@ -9,8 +9,8 @@ import pytest
 from example_loops import settings
 
 from verl_profiling import CaptureStateError, ConfigError, ToolUnavailableError, stage
-from verl_profiling.messages import CaptureRequest
-from verl_profiling.session import Session
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.session import Session
 from verl_profiling.workers import CaptureMixin
 
 
@@ -82,7 +82,7 @@ def test_slow_imports_are_paid_at_set_up(run_python: Any) -> None:
         import time
         from pathlib import Path
         from example_loops import settings
-        from verl_profiling.messages import CaptureRequest
+        from verl_profiling.capture.messages import CaptureRequest
         from verl_profiling.workers import CaptureMixin
 
         worker = CaptureMixin()

@@ -9,9 +9,9 @@ import pytest
 from example_loops import settings, spans
 
 from verl_profiling import CaptureStateError, stage
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.session import Session, process_session
 from verl_profiling.manifest import CaptureResult
-from verl_profiling.messages import CaptureRequest
-from verl_profiling.session import Session, process_session
 from verl_profiling.workers import FSDPCaptureMixin
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from verl_profiling import CaptureStateError, ToolUnavailableError, stage
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.manifest import CaptureResult, Manifest, StageSpan, read_manifest
-from verl_profiling.messages import CaptureRequest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.reader import Trace

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.messages import CaptureRequest
 from verl_profiling.workers import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
 MIXINS = [RolloutCaptureMixin, VLLMCaptureMixin, SGLangCaptureMixin]

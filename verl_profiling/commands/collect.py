@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_profiling.collect import collect
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.timeline.collect import collect
 
 __all__ = ["configure", "run"]
 

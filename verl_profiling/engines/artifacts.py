@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 from isal import igzip
 
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.base import SPOOL_PARENT, EngineAdapter, EngineTrace
 from verl_profiling.identity import WorkerIdentity, artifact_name
 from verl_profiling.manifest import Artifact
-from verl_profiling.messages import CaptureRequest
 from verl_profiling.tools.base import Output
 from verl_profiling.tools.torch_profiler import TorchTool
 from verl_profiling.tools.trace_file import output_of_raw_trace

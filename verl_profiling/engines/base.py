@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import ClassVar, NoReturn
 from uuid import uuid4
 
-from verl_profiling.config import RoleConfig
-from verl_profiling.engines.options import EngineStage, RolloutOptions
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError
+from verl_profiling.settings.config import RoleConfig
+from verl_profiling.settings.rollout import EngineStage, RolloutOptions
 from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from verl_profiling.config import ProfilingConfig, RoleConfig
 from verl_profiling.engines.base import EngineAdapter, records_with_nsys, torch_options
 from verl_profiling.engines.harvest import HarvestMaker, RangeHarvest, TraceHarvest
 from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
@@ -16,7 +15,8 @@ from verl_profiling.engines.vllm import VLLMAdapter, records_in_process
 from verl_profiling.engines.vllm_requests import watch_llm
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.opened_ranges import process_ranges
+from verl_profiling.settings.config import ProfilingConfig, RoleConfig
+from verl_profiling.tools.opened_ranges import process_ranges
 
 __all__ = ["ENGINES", "make_recorder", "node_rank_of"]
 

@@ -10,14 +10,14 @@ from typing import ClassVar
 import msgspec
 
 from verl_profiling import clock
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.artifacts import Spool, expected_artifacts, output_of
 from verl_profiling.engines.base import EngineAdapter
 from verl_profiling.identity import WorkerIdentity, artifact_name
 from verl_profiling.manifest import Artifact
-from verl_profiling.messages import CaptureRequest
-from verl_profiling.opened_ranges import pending_report, process_ranges
 from verl_profiling.tools.base import Output
 from verl_profiling.tools.nsys import NsysTool
+from verl_profiling.tools.opened_ranges import pending_report, process_ranges
 from verl_profiling.tools.torch_profiler import TorchTool
 
 __all__ = ["Harvest", "HarvestMaker", "RangeHarvest", "TraceHarvest"]

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.config import ProfilingConfig
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.session import process_session
 from verl_profiling.engines.recorder import Recorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Request
-from verl_profiling.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.session import process_session
+from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["SessionRecorder", "watch_transformers"]
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.config import ProfilingConfig, RoleConfig
+from verl_profiling.capture.finisher import Finisher
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.engines.base import EngineAdapter
 from verl_profiling.engines.harvest import Harvest, HarvestMaker
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.finisher import Finisher
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, worst_fate
-from verl_profiling.messages import CaptureRequest, StartReply, StartStatus, StopReply
+from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 
 __all__ = ["EngineRecorder", "Recorder", "skipped"]
 

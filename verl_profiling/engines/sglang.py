@@ -10,14 +10,14 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_profiling.config import ProfilingConfig
 from verl_profiling.engines.base import EngineAdapter, EngineTrace, new_spool, refuse_option, torch_options
-from verl_profiling.engines.options import EngineStage
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.sglang_calls import HTTPCalls, ManagerCalls, SGLangCalls
 from verl_profiling.engines.sglang_requests import watch_manager
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.rollout import EngineStage
 from verl_profiling.tools.torch_profiler import TorchOptions
 
 __all__ = ["SGLangAdapter"]

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from isal import igzip
 
-from verl_profiling.config import ProfilingConfig
 from verl_profiling.engines.base import EngineAdapter, EngineTrace, records_with_nsys, torch_options
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.vllm_requests import watch_async_llm, watch_llm
@@ -27,6 +26,7 @@ from verl_profiling.engines.vllm_start import (
 )
 from verl_profiling.errors import CaptureStateError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
+from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["VLLMAdapter", "records_in_process"]
 

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.config import ProfilingConfig
 from verl_profiling.engines.base import new_spool, records_with_nsys, refuse_option, torch_options
-from verl_profiling.engines.options import RolloutOptions
 from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.torch_profiler import TorchOptions
 
 __all__ = [

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.config import ProfilingConfig
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.integrations.verl_nsys import expected_ranges
+from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["settings_from_verl", "settings_of"]
 

@@ -12,8 +12,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from verl_profiling.config import ProfilingConfig
 from verl_profiling.errors import ConfigError
+from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools.nsys import NsysTool, nsys_ranges, nsys_runtime_env
 
 __all__ = ["expected_ranges", "hook_vllm_replica", "hook_worker_groups", "start_workers_under_nsys"]

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.integrations.verl_nsys import hook_vllm_replica
-from verl_profiling.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.workers import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
 __all__ = ["SETTINGS_KEY", "hook_sglang_server", "hook_vllm_server"]

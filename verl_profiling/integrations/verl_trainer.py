@@ -13,13 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from verl_profiling.callback import ProfilingCallback
-from verl_profiling.config import ProfilingConfig
+from verl_profiling.controller.callback import ProfilingCallback
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.integrations.verl import check_support
 from verl_profiling.integrations.verl_config import settings_of
 from verl_profiling.integrations.verl_nsys import start_workers_under_nsys
 from verl_profiling.integrations.verl_servers import SETTINGS_KEY
+from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = [
     "ProfilingTrainerMixin",

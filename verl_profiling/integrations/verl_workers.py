@@ -10,9 +10,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl_profiling.config import ProfilingConfig
-from verl_profiling.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.session import process_session, stage
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.session import process_session, stage
+from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import CaptureMixin, CaptureTimers, FSDPCaptureMixin, MegatronCaptureMixin
 
 __all__ = ["hook_fsdp_engine", "hook_workers"]

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
-from verl_profiling.config import ProfilingConfig, RoleConfig
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import safe_name
 from verl_profiling.nsys_ranges import NSYS_FOLDER
-from verl_profiling.opened_ranges import nsys_variables, pending_report, process_ranges
-from verl_profiling.schedule import Schedule
+from verl_profiling.settings.config import ProfilingConfig, RoleConfig
+from verl_profiling.settings.schedule import Schedule
 from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.opened_ranges import nsys_variables, pending_report, process_ranges
 
 __all__ = ["DOMAIN", "CudaProfiler", "NsysOptions", "NsysTool", "nsys_ranges", "nsys_runtime_env"]
 

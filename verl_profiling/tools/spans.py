@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl_profiling.peaks import StagePeaks, take_host_peak
 from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.peaks import StagePeaks, take_host_peak
 
 __all__ = ["SpansOptions", "SpansTool"]
 

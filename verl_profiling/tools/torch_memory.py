@@ -15,9 +15,9 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
-from verl_profiling.peaks import StagePeaks
 from verl_profiling.tools.base import Output, Recording, Target, Tool
 from verl_profiling.tools.npu import import_torch_npu
+from verl_profiling.tools.peaks import StagePeaks
 
 __all__ = ["TorchMemoryOptions", "TorchMemoryTool"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl_profiling.config import ProfilingConfig
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.session import Session, process_session
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.session import Session, process_session
+from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["CaptureMixin"]
 

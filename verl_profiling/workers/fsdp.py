@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl_profiling.config import ProfilingConfig
 from verl_profiling.errors import CaptureStateError
+from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers.base import CaptureMixin
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl_profiling.config import ProfilingConfig
+from verl_profiling.capture.session import stage
+from verl_profiling.capture.stage import Stage
 from verl_profiling.errors import CaptureStateError, ToolUnavailableError
-from verl_profiling.session import stage
-from verl_profiling.stage import Stage
+from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers.base import CaptureMixin
 
 __all__ = ["CaptureTimers", "MegatronCaptureMixin"]

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from verl_profiling import clock
-from verl_profiling.config import ProfilingConfig
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.engines.factory import ENGINES, make_recorder, node_rank_of
 from verl_profiling.engines.recorder import Recorder, skipped
 from verl_profiling.errors import CaptureStateError, ConfigError, choices_hint
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["RolloutCaptureMixin", "SGLangCaptureMixin", "VLLMCaptureMixin"]
 

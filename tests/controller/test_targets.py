@@ -14,7 +14,7 @@ from example_loops import settings
 from fleet import WorkerGroup
 
 from verl_profiling import ConfigError
-from verl_profiling.targets import Call, Round, make_targets
+from verl_profiling.controller.targets import Call, Round, make_targets
 
 
 class Local:

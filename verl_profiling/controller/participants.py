@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import msgspec
 
+from verl_profiling.capture.messages import CaptureRequest, Finished, StartReply, StopReply
 from verl_profiling.clock import Handshake, best_handshake
-from verl_profiling.config import ProfilingConfig
+from verl_profiling.controller.targets import Call, Round, Target, Worker
 from verl_profiling.identity import WorkerIdentity, clock_domain
 from verl_profiling.manifest import CaptureCost, CaptureResult, CaptureStatus, HostClock, Rpc
-from verl_profiling.messages import CaptureRequest, Finished, StartReply, StopReply
-from verl_profiling.targets import Call, Round, Target, Worker
+from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["Participants"]
 

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 
 import verl_profiling
 from verl_profiling import ConfigError, ProfilingConfig, ProfilingError
-from verl_profiling.config import RoleOverride, Selection, Timeouts
 from verl_profiling.ranks import parse_ranks
-from verl_profiling.schedule import Schedule
+from verl_profiling.settings.config import RoleOverride, Selection, Timeouts
+from verl_profiling.settings.schedule import Schedule
 from verl_profiling.tools import Recording, Target, Tool
 
 GROUP = Path(verl_profiling.__file__).parent / "conf" / "profiling"

@@ -17,7 +17,7 @@ from fleet import CoroutineWorker, TrainWorker
 from test_callback import configured, local_worker, manifest, set_up
 
 from verl_profiling import AsyncProfilingCallback, ProfilingError
-from verl_profiling.session import Session
+from verl_profiling.capture.session import Session
 
 
 async def run(

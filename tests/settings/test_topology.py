@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from verl_profiling import ConfigError, ProfilingConfig
-from verl_profiling.config import RoleConfig
 from verl_profiling.identity import WorkerIdentity
+from verl_profiling.settings.config import RoleConfig
 
 SIZES = {"tp": 2, "pp": 4, "dp": 2}
 

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_profiling import clock
-from verl_profiling.capture import HANDOVER_S, Capture
-from verl_profiling.config import ProfilingConfig, RoleConfig
+from verl_profiling.capture.capture import HANDOVER_S, Capture
+from verl_profiling.capture.finisher import Finisher
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
+from verl_profiling.capture.stage import Stage, StageSink
+from verl_profiling.capture.states import State
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.finisher import Finisher
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
-from verl_profiling.messages import CaptureRequest, StartReply, StartStatus, StopReply
-from verl_profiling.stage import Stage, StageSink
-from verl_profiling.states import State
+from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 
 __all__ = ["Session", "process_session", "stage"]
 

@@ -9,7 +9,7 @@ from example_loops import read_trace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_profiling.controller_trace import write_controller_trace
+from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, Manifest, Rpc, StageSpan
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from verl_profiling.capture.messages import Finished
 from verl_profiling.manifest import Artifact
-from verl_profiling.messages import Finished
 
 __all__ = ["Finisher"]
 

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from verl_profiling.engines.options import RolloutOptions
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.ranks import Ranks, coordinates_in, parse_ranks
-from verl_profiling.schedule import Schedule
+from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.settings.schedule import Schedule
+from verl_profiling.settings.typed_values import build, field_types, value_of
 from verl_profiling.tools import TOOLS, Tool, load_tool
-from verl_profiling.typed_values import build, field_types, value_of
 
 __all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts"]
 

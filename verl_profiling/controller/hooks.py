@@ -1,6 +1,6 @@
 """What the callbacks do, without waiting: each hook yields the rounds of calls that it needs.
 
-The two callbacks of ``callback.py`` differ only in how they wait for a round, so a hook is a
+The two callbacks of :mod:`~verl_profiling.controller.callback` differ only in how they wait for a round, so a hook is a
 generator here, and they drive it.
 """
 
@@ -19,16 +19,16 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.config import ProfilingConfig
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.stage import OpenSpan, SpanLog
+from verl_profiling.controller.participants import Participants
+from verl_profiling.controller.step_folder import StepFolders
+from verl_profiling.controller.targets import Call, Round, Target, Worker, make_targets
 from verl_profiling.errors import ConfigError, ProfilingError, choices_hint
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest
-from verl_profiling.messages import CaptureRequest
-from verl_profiling.participants import Participants
-from verl_profiling.schedule import Action, Window
-from verl_profiling.stage import OpenSpan, SpanLog
-from verl_profiling.step_folder import StepFolders
-from verl_profiling.targets import Call, Round, Target, Worker, make_targets
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.schedule import Action, Window
 
 __all__ = ["Controller"]
 

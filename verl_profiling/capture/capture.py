@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.config import RoleConfig
+from verl_profiling.capture.finisher import Finisher
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.owner_thread import OwnerAbsentError, OwnerThread
+from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
+from verl_profiling.capture.states import TRANSITIONS, Event, State
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.finisher import Finisher
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
-from verl_profiling.messages import CaptureRequest
-from verl_profiling.owner_thread import OwnerAbsentError, OwnerThread
-from verl_profiling.peaks import process_peak_bytes
-from verl_profiling.stage import OpenSpan, SpanLog, StageSink
-from verl_profiling.states import TRANSITIONS, Event, State
+from verl_profiling.settings.config import RoleConfig
 from verl_profiling.tools import Output, Recording, Target, Tool
+from verl_profiling.tools.peaks import process_peak_bytes
 
 __all__ = ["Capture"]
 

@@ -13,11 +13,11 @@ import pytest
 from example_loops import read_trace, settings, spans, train
 
 from verl_profiling import CaptureStateError, ProfilingConfig, stage
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.session import Session, process_session
+from verl_profiling.capture.states import TRANSITIONS, Event, State
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
-from verl_profiling.messages import CaptureRequest
-from verl_profiling.session import Session, process_session
-from verl_profiling.states import TRANSITIONS, Event, State
 from verl_profiling.testing import record_step
 from verl_profiling.workers import CaptureMixin
 
@@ -386,8 +386,8 @@ def test_a_recording_whose_thread_has_ended_is_failed_and_does_not_crash(
         from pathlib import Path
         from example_loops import settings, spans, train
         from verl_profiling.identity import WorkerIdentity
-        from verl_profiling.messages import CaptureRequest
-        from verl_profiling.session import process_session
+        from verl_profiling.capture.messages import CaptureRequest
+        from verl_profiling.capture.session import process_session
         from verl_profiling.testing import record_step
 
         session, actor = process_session(), WorkerIdentity(role="actor")

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.config import ProfilingConfig
-from verl_profiling.controller_trace import write_controller_trace
+from verl_profiling.capture.messages import Finished
+from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import (
     MANIFEST_NAME,
@@ -21,7 +21,7 @@ from verl_profiling.manifest import (
     RunInfo,
     write_json_atomically,
 )
-from verl_profiling.messages import Finished
+from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["StepFolders"]
 

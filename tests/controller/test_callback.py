@@ -16,9 +16,9 @@ from example_loops import settings, spans, train
 from fleet import CoroutineWorker, TrainWorker, WorkerGroup
 
 from verl_profiling import CaptureStateError, ConfigError, ProfilingCallback, ProfilingConfig, stage
+from verl_profiling.capture.messages import StopReply
+from verl_profiling.capture.session import Session
 from verl_profiling.manifest import Manifest, Request, read_manifest
-from verl_profiling.messages import StopReply
-from verl_profiling.session import Session
 
 Work = Callable[[int], object]
 

@@ -16,8 +16,8 @@ from fleet import AsyncWorker, TrainWorker
 from test_callback import configured, local_worker, manifest, run, set_up
 
 from verl_profiling import ProfilingCallback, ProfilingError
+from verl_profiling.capture.session import Session
 from verl_profiling.manifest import Artifact, read_manifest
-from verl_profiling.session import Session
 from verl_profiling.tools.trace_file import output_of_raw_trace
 
 FLAWED = "tools.test_third_party"

@@ -21,11 +21,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.config import ProfilingConfig
-from verl_profiling.controller import Controller
+from verl_profiling.capture.stage import Stage, StageSink
+from verl_profiling.controller.hooks import Controller
+from verl_profiling.controller.targets import Round
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.stage import Stage, StageSink
-from verl_profiling.targets import Round
+from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["AsyncProfilingCallback", "ProfilingCallback"]
 

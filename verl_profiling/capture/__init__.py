@@ -1,0 +1,1 @@
+"""One recorded process: its session, its capture, its stages, and the messages that it answers."""
