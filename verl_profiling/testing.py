@@ -102,7 +102,10 @@ def record_step(
 
 def _finished_result(reply: StopReply) -> CaptureResult:
     artifacts = [
-        next((news.artifact for news in reply.finished if news.artifact.is_run_of(artifact)), artifact)
+        next(
+            (finished.artifact for finished in reply.finished if finished.artifact.is_run_of(artifact)),
+            artifact,
+        )
         for artifact in reply.result.artifacts
     ]
     return msgspec.structs.replace(reply.result, artifacts=artifacts)

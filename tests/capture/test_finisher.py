@@ -30,9 +30,9 @@ def test_work_is_done_in_order_and_told_once() -> None:
     for number in range(5):
         finisher.submit(f"c{number}", PENDING, lambda number=number: done(str(number)))
     assert finisher.drain(10)
-    news = finisher.take_news()
+    news = finisher.take_finished()
     assert [(n.capture_id, n.artifact.path) for n in news] == [(f"c{n}", str(n)) for n in range(5)]
-    assert finisher.take_news() == []
+    assert finisher.take_finished() == []
 
 
 def test_draining_waits_no_longer_than_told() -> None:
@@ -42,10 +42,10 @@ def test_draining_waits_no_longer_than_told() -> None:
     begin = time.monotonic()
     assert not finisher.drain(0.1)
     assert 0.1 <= time.monotonic() - begin < 2
-    assert finisher.take_news() == []
+    assert finisher.take_finished() == []
     go.set()
     assert finisher.drain(10)
-    assert len(finisher.take_news()) == 1
+    assert len(finisher.take_finished()) == 1
     assert finisher.drain(0)
 
 
@@ -59,7 +59,7 @@ def test_work_that_raises_is_a_failed_artifact_and_the_next_goes_on(caplog: pyte
     finisher.submit("c", PENDING, fail)
     finisher.submit("c", PENDING, done)
     assert finisher.drain(10)
-    first, second = (news.artifact for news in finisher.take_news())
+    first, second = (news.artifact for news in finisher.take_finished())
     assert (first.status, first.reason) == ("failed", "finishing it raised ValueError: broken")
     assert second.status == "ok"
     assert "finishing a failed" in caplog.text
@@ -88,4 +88,4 @@ def test_the_thread_ends_when_idle_and_comes_back(session: object) -> None:
     assert threads() == []
     finisher.submit("c", PENDING, done)
     assert finisher.drain(10)
-    assert len(finisher.take_news()) == 2
+    assert len(finisher.take_finished()) == 2

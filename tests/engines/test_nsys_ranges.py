@@ -11,16 +11,16 @@ from verl_profiling import (
     ConfigError,
     ProfilingConfig,
     ToolUnavailableError,
-    opened_ranges,
 )
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.base import EngineAdapter, EngineTrace, records_with_nsys
-from verl_profiling.engines.harvest import RangeHarvest
 from verl_profiling.engines.recorder import EngineRecorder
+from verl_profiling.engines.recording import RangeRecording
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.nsys_ranges import read_ranges
 from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.tools import opened_ranges
 from verl_profiling.tools.opened_ranges import OpenedRanges, nsys_variables
 
 IDENTITY = WorkerIdentity(role="rollout", rank=0, replica=1)
@@ -70,10 +70,12 @@ def recorder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, value)
     config = ProfilingConfig.from_any({"enable": True, "tool": "nsys", "save_path": str(tmp_path)})
 
-    def harvest(request: CaptureRequest, label: str, ranks: object) -> RangeHarvest:
-        return RangeHarvest(IDENTITY, request, label, [0, 1])
+    def recording(request: CaptureRequest, label: str, ranks: object) -> RangeRecording:
+        return RangeRecording(IDENTITY, request, label, [0, 1])
 
-    return EngineRecorder(engine, IDENTITY, config.for_role("rollout"), config, harvest, RequestLog(1, True))
+    return EngineRecorder(
+        engine, IDENTITY, config.for_role("rollout"), config, recording, RequestLog(1, True)
+    )
 
 
 def request(run: Path, step: int, keep: bool = True) -> CaptureRequest:

@@ -11,7 +11,7 @@ from example_loops import read_trace, settings
 
 from verl_profiling import stage
 from verl_profiling.testing import record_step
-from verl_profiling.tools import Target
+from verl_profiling.tools import Destination
 from verl_profiling.tools.nsys import NsysOptions, NsysTool
 from verl_profiling.tools.torch_memory import OOM_SUFFIX
 
@@ -124,7 +124,7 @@ def test_ranges_of_nsight_systems_open_and_close(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("VERL_PROFILING_NSYS_OUTPUT", str(tmp_path / "actor"))
     monkeypatch.setenv("VERL_PROFILING_NSYS_RANGES", "1000")
     tool = NsysTool(NsysOptions())
-    recording = tool.start(Target(folder=tmp_path, lane="actor_rank0", metadata={}))
+    recording = tool.start(Destination(folder=tmp_path, lane="actor_rank0", metadata={}))
     mark = recording.begin_mark("update_actor")
     product()
     recording.end_mark(mark)

@@ -16,7 +16,7 @@ from verl_profiling import ConfigError, ProfilingConfig, ProfilingError
 from verl_profiling.ranks import parse_ranks
 from verl_profiling.settings.config import RoleOverride, Selection, Timeouts
 from verl_profiling.settings.schedule import Schedule
-from verl_profiling.tools import Recording, Target, Tool
+from verl_profiling.tools import Destination, Recording, Tool
 
 GROUP = Path(verl_profiling.__file__).parent / "conf" / "profiling"
 
@@ -232,7 +232,7 @@ class LonelyTool(Tool):
     suffix = ".lonely"
     conflicts = frozenset({"spans"})
 
-    def start(self, target: Target) -> Recording:
+    def start(self, destination: Destination) -> Recording:
         """Never called."""
         raise NotImplementedError
 

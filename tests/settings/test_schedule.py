@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_profiling import ConfigError
-from verl_profiling.settings.schedule import Action, Schedule, Window
+from verl_profiling.settings.schedule import Action, Schedule, StepRange
 
 LETTERS = {Action.OFF: ".", Action.WARMUP: "w", Action.RECORD: "R"}
 
@@ -83,30 +83,30 @@ def test_without_continuous_every_step_is_a_capture_of_its_own() -> None:
     """The window of a captured step is that step."""
     schedule = Schedule(wait=1, warmup=1, active=2)
     assert schedule.window(1) is None
-    assert schedule.window(2) == Window(2, 2, Action.WARMUP)
-    assert schedule.window(3) == Window(3, 3)
-    assert schedule.window(4) == Window(4, 4)
+    assert schedule.window(2) == StepRange(2, 2, Action.WARMUP)
+    assert schedule.window(3) == StepRange(3, 3)
+    assert schedule.window(4) == StepRange(4, 4)
 
 
 @pytest.mark.parametrize("schedule", [Schedule(steps=(3, 4, 6), continuous=True)])
 def test_continuous_steps_share_a_capture(schedule: Schedule) -> None:
     """Consecutive steps are one window, whichever of them is asked for."""
-    assert schedule.window(3) == schedule.window(4) == Window(3, 4)
+    assert schedule.window(3) == schedule.window(4) == StepRange(3, 4)
     assert schedule.window(5) is None
-    assert schedule.window(6) == Window(6, 6)
+    assert schedule.window(6) == StepRange(6, 6)
 
 
 def test_a_warmup_is_a_capture_apart() -> None:
     """A continuous capture starts after its warm-up, which is one capture as well."""
     schedule = Schedule(wait=1, warmup=2, active=2, continuous=True)
-    assert schedule.window(2) == schedule.window(3) == Window(2, 3, Action.WARMUP)
-    assert schedule.window(4) == schedule.window(5) == Window(4, 5)
+    assert schedule.window(2) == schedule.window(3) == StepRange(2, 3, Action.WARMUP)
+    assert schedule.window(4) == schedule.window(5) == StepRange(4, 5)
     assert schedule.window(6) is None
 
 
 def test_cycles_that_touch_are_one_continuous_capture() -> None:
     """Without waiting between them, the active steps of all cycles follow each other."""
-    assert Schedule(active=2, repeat=2, continuous=True).window(1) == Window(1, 4)
+    assert Schedule(active=2, repeat=2, continuous=True).window(1) == StepRange(1, 4)
 
 
 @given(
@@ -150,7 +150,7 @@ def test_a_continuous_capture_needs_an_end(endless: dict[str, int]) -> None:
 
 def test_a_bounded_continuous_capture_is_accepted() -> None:
     """``repeat`` bounds it."""
-    assert Schedule(active=5, repeat=1, continuous=True).window(1) == Window(1, 5)
+    assert Schedule(active=5, repeat=1, continuous=True).window(1) == StepRange(1, 5)
 
 
 def test_repeated_and_unordered_steps_mean_the_set() -> None:

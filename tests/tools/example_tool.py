@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from verl_profiling.tools import Output, Recording, Target, Tool
+from verl_profiling.tools import Destination, Output, Recording, Tool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,28 +33,28 @@ class CProfileTool(Tool):
     options_class: ClassVar[type] = CProfileOptions
     any_thread = False  # it records the thread that switches it on, and only that one can switch it off
 
-    def start(self, target: Target) -> Recording:
+    def start(self, destination: Destination) -> Recording:
         """Start the profiler."""
-        return _CProfileRecording(target, self.options)
+        return _CProfileRecording(destination, self.options)
 
 
 class _CProfileRecording(Recording):
-    def __init__(self, target: Target, options: CProfileOptions) -> None:
-        self._target = target
+    def __init__(self, destination: Destination, options: CProfileOptions) -> None:
+        self._destination = destination
         self._options = options
         self._profile = cProfile.Profile()
         self._profile.enable()
 
     def stop(self) -> list[Output]:
         self._profile.disable()
-        path = self._target.path(CProfileTool.suffix)
+        path = self._destination.path(CProfileTool.suffix)
         part = path.with_name(f".{path.name}.part")
         with part.open("w") as file:
             stats = pstats.Stats(self._profile, stream=file)
             stats.sort_stats(self._options.sort).print_stats(self._options.rows)
         part.replace(path)
         written = msgspec.structs.replace(
-            self._target.artifact(CProfileTool), status="ok", bytes=path.stat().st_size
+            self._destination.artifact(CProfileTool), status="ok", bytes=path.stat().st_size
         )
         return [Output(written)]
 

@@ -13,7 +13,7 @@ from example_loops import settings
 from verl_profiling import ConfigError, ToolUnavailableError, stage
 from verl_profiling.manifest import Artifact
 from verl_profiling.testing import record_step
-from verl_profiling.tools import TOOLS, Output, Recording, Target, Tool, load_tool
+from verl_profiling.tools import TOOLS, Destination, Output, Recording, Tool, load_tool
 
 EXAMPLE = "tests.tools.example_tool:CProfileTool"
 
@@ -84,11 +84,11 @@ class Flawed(Tool):
         if self.fails == "prepare":
             raise ToolUnavailableError("flawed: install something")
 
-    def start(self, target: Target) -> Recording:
+    def start(self, destination: Destination) -> Recording:
         """Fail, maybe."""
         if self.fails == "start":
             raise OSError("no device")
-        return FlawedRecording(target, self.fails)
+        return FlawedRecording(destination, self.fails)
 
 
 class FlawedRecording(Recording):
@@ -96,8 +96,8 @@ class FlawedRecording(Recording):
 
     discarded: list[str] = []
 
-    def __init__(self, target: Target, fails: str) -> None:
-        self.target = target
+    def __init__(self, destination: Destination, fails: str) -> None:
+        self.destination = destination
         self.fails = fails
 
     def step(self) -> None:
@@ -109,7 +109,7 @@ class FlawedRecording(Recording):
         """Fail, now or later."""
         if self.fails == "stop":
             raise OSError("device lost")
-        pending = self.target.artifact(Flawed)
+        pending = self.destination.artifact(Flawed)
         return [Output(pending, self._finish)]
 
     def _finish(self) -> Artifact:
@@ -117,7 +117,7 @@ class FlawedRecording(Recording):
 
     def discard(self) -> None:
         """Note it."""
-        self.discarded.append(self.target.lane)
+        self.discarded.append(self.destination.lane)
 
 
 class FailsAtPrepare(Flawed):
@@ -238,7 +238,7 @@ class ThreadBound(Flawed):
     any_thread = False
     threads: list[int] = []
 
-    def start(self, target: Target) -> Recording:
+    def start(self, destination: Destination) -> Recording:
         """Note the thread."""
         self.threads.append(threading.get_ident())
         return ThreadBoundRecording()

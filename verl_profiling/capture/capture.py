@@ -22,7 +22,7 @@ from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
 from verl_profiling.settings.config import RoleConfig
-from verl_profiling.tools import Output, Recording, Target, Tool
+from verl_profiling.tools import Destination, Output, Recording, Tool
 from verl_profiling.tools.peaks import process_peak_bytes
 
 __all__ = ["Capture"]
@@ -66,7 +66,7 @@ class Capture:
         self._spans.outermost_ended = self._note_process_peak
         self._metrics: dict[str, float] = {}
         self._lock = threading.RLock()
-        self._recordings: list[tuple[Tool, Recording, Target]] = []
+        self._recordings: list[tuple[Tool, Recording, Destination]] = []
         self._recorded: OpenSpan | None = None
         self._owner = OwnerThread()
         self._artifacts: dict[str, Artifact] = {}
@@ -159,7 +159,7 @@ class Capture:
     def _start_tools(self, stage: str | None, occurrence: int) -> None:
         """Start all tools; when one fails, stop those already started, note why, and raise."""
         begin = time.perf_counter()
-        target = Target(
+        destination = Destination(
             folder=Path(self.request.folder),
             lane=self.identity.lane(),
             stage=stage,
@@ -170,12 +170,12 @@ class Capture:
             self._owner.claim()
             for tool in self._role.tools:
                 if tool.suffix:
-                    expected = target.artifact(type(tool))
+                    expected = destination.artifact(type(tool))
                     self._artifacts[expected.path] = expected
                 try:
-                    self._recordings.append((tool, tool.start(target), target))
+                    self._recordings.append((tool, tool.start(destination), destination))
                 except Exception as error:
-                    self._report(tool, target, "start", error)
+                    self._report(tool, destination, "start", error)
                     for _, recording, _ in reversed(self._recordings):
                         recording.discard()
                     self._recordings = []
@@ -198,7 +198,7 @@ class Capture:
             self._spans.stop_marking()
             if self._whole:
                 self._stages = self._spans.close()
-            for tool, recording, target in recordings:
+            for tool, recording, destination in recordings:
                 end_ns = clock.now_ns()
                 try:
                     if self.request.keep:
@@ -208,7 +208,7 @@ class Capture:
                     else:
                         recording.discard()
                 except Exception as error:
-                    self._report(tool, target, "stop", error)
+                    self._report(tool, destination, "stop", error)
 
     def _note_process_peak(self, stage: str) -> None:
         self._metrics[f"stage/{stage}/process_peak_rss_bytes"] = float(process_peak_bytes())
@@ -249,7 +249,7 @@ class Capture:
                     _keeping_times(output.finish, expected.begin_ns, end_ns),
                 )
 
-    def _report(self, tool: Tool, target: Target, doing: str, error: Exception) -> None:
+    def _report(self, tool: Tool, destination: Destination, doing: str, error: Exception) -> None:
         """The one failure boundary around tools: log once, note it in the artifact."""
         logger.error(
             "%s: tool %s failed to %s in step %d: %s",
@@ -259,7 +259,7 @@ class Capture:
             self.request.step,
             error,
         )
-        self._fail(target.artifact(type(tool)), f"{doing} raised {type(error).__name__}: {error}")
+        self._fail(destination.artifact(type(tool)), f"{doing} raised {type(error).__name__}: {error}")
 
     def _fail(self, artifact: Artifact, reason: str) -> None:
         self._artifacts[artifact.path] = msgspec.structs.replace(artifact, status="failed", reason=reason)
@@ -269,8 +269,8 @@ class Capture:
         logger.error("%s: %s", self.identity, reason)
         with self._lock:
             recordings, self._recordings = self._recordings, []
-            for tool, recording, target in recordings:
-                self._fail(target.artifact(type(tool)), reason)
+            for tool, recording, destination in recordings:
+                self._fail(destination.artifact(type(tool)), reason)
                 try:
                     recording.discard()
                 except Exception:

@@ -29,7 +29,7 @@ class Finisher:
         self._work: queue.SimpleQueue[tuple[str, Artifact, Callable[[], Artifact]]] = queue.SimpleQueue()
         self._unfinished = 0
         self._running = False
-        self._news: list[Finished] = []
+        self._finished: list[Finished] = []
 
     def submit(self, capture_id: str, pending: Artifact, finish: Callable[[], Artifact]) -> None:
         """Queue the rest of the work on an artifact."""
@@ -46,11 +46,11 @@ class Finisher:
         with self._changed:
             return self._changed.wait_for(lambda: not self._unfinished, max(0.0, deadline - time.monotonic()))
 
-    def take_news(self) -> list[Finished]:
+    def take_finished(self) -> list[Finished]:
         """Return what was finished since the last call."""
         with self._lock:
-            news, self._news = self._news, []
-        return news
+            finished, self._finished = self._finished, []
+        return finished
 
     def _run(self) -> None:
         while True:
@@ -70,6 +70,6 @@ class Finisher:
                     pending, status="failed", reason=f"finishing it raised {type(error).__name__}: {error}"
                 )
             with self._changed:
-                self._news.append(Finished(capture_id, artifact))
+                self._finished.append(Finished(capture_id, artifact))
                 self._unfinished -= 1
                 self._changed.notify_all()

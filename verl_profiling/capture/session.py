@@ -126,7 +126,7 @@ class Session:
             self._finisher.drain(finish_s)
         return StopReply(
             result=result,
-            finished=self._finisher.take_news(),
+            finished=self._finisher.take_finished(),
             received_ns=received_ns,
             replied_ns=clock.now_ns(),
         )
@@ -186,7 +186,7 @@ class Session:
             status=status,
             reason=reason,
             expected=list(expected),
-            finished=self._finisher.take_news(),
+            finished=self._finisher.take_finished(),
             received_ns=received_ns,
             replied_ns=clock.now_ns(),
         )

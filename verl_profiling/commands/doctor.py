@@ -29,15 +29,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine, and the configuration if there is one."""
     config = load_config(arguments.config) if arguments.config else None
-    findings = examine_machine()
+    diagnoses = examine_machine()
     needs = examine_config(config) if config is not None else []
-    runs = not any(finding.problem for finding in needs)
+    runs = not any(diagnosis.problem for diagnosis in needs)
     if arguments.json:
-        print(msgspec.json.encode({"machine": findings, "config": needs}).decode())
+        print(msgspec.json.encode({"machine": diagnoses, "config": needs}).decode())
     else:
-        for finding in (*findings, *needs):
-            mark = "!" if finding.problem else " "
-            print(f"{mark} {finding.subject:<18}  {finding.state}")
+        for diagnosis in (*diagnoses, *needs):
+            mark = "!" if diagnosis.problem else " "
+            print(f"{mark} {diagnosis.subject:<18}  {diagnosis.state}")
         if needs:
             print(f"{arguments.config}: {'can' if runs else 'cannot'} run here")
     return EXIT_OK if runs else EXIT_FINDING

@@ -114,7 +114,7 @@ class _Callback:
 
     def _live(self) -> Controller | None:
         controller = self._controller
-        return controller if controller is not None and controller.sink is not None else None
+        return controller if controller is not None and controller.live is not None else None
 
     def _failed(self, hook: str, error: Exception) -> None:
         """The one failure boundary of the hooks: training goes on unless the settings are strict."""

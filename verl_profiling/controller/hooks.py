@@ -1,7 +1,7 @@
 """What the callbacks do, without waiting: each hook yields the rounds of calls that it needs.
 
-The two callbacks of :mod:`~verl_profiling.controller.callback` differ only in how they wait for a round, so a hook is a
-generator here, and they drive it.
+The two callbacks of :mod:`~verl_profiling.controller.callback` differ only in how they wait for a
+round, so a hook is a generator here, and they drive it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl_profiling.errors import ConfigError, ProfilingError, choices_hint
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import Action, Window
+from verl_profiling.settings.schedule import Action, StepRange
 
 __all__ = ["Controller"]
 
@@ -42,7 +42,7 @@ ROLLOUT = "rollout"
 class _Live:
     """The capture that is open."""
 
-    window: Window
+    window: StepRange
     request: CaptureRequest
     folder: Path
     participants: Participants
@@ -53,12 +53,6 @@ class _Live:
     metrics: dict[str, float] = field(default_factory=dict)
     rollout_request: CaptureRequest | None = None
     rollout_span: OpenSpan | None = None
-
-    def begin(self, name: str) -> None:
-        self.spans.begin(name)
-
-    def end(self, name: str, failed: bool) -> None:
-        self.spans.end(name, failed)
 
     def begin_rollout(self) -> None:
         self.spans.begin(ROLLOUT)
@@ -75,13 +69,15 @@ class Controller:
     """Decides, drives the workers, and writes step folders.
 
     Attributes:
+        live: The capture that is open; ``None`` whenever nothing records.
         sink: Where the controller's stages go; ``None`` whenever nothing records.
         last_folder: Step folder of the last capture, once written.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
         self.config = config
-        self.sink: _Live | None = None
+        self.sink: SpanLog | None = None
+        self.live: _Live | None = None
         self.last_folder: Path | None = None
         self._run_id = uuid.uuid4().hex[:12]
         self._folders = StepFolders(config, self._run_id)
@@ -110,7 +106,7 @@ class Controller:
 
     def wants(self, step: int) -> bool:
         """Return whether a step needs any work at all."""
-        return self.sink is not None or self.config.schedule.action(step) is not Action.OFF
+        return self.live is not None or self.config.schedule.action(step) is not Action.OFF
 
     def check_selection(self) -> None:
         """Warn of roles in the settings that no worker has."""
@@ -127,7 +123,7 @@ class Controller:
 
     def step_begin(self, step: int, policy_version: int | None) -> Iterator[Round]:
         """Open a capture, or go on with one that covers several steps."""
-        live = self.sink
+        live = self.live
         if live is not None:
             if live.steps[-1] < step <= live.window.last:
                 live.steps.append(step)
@@ -138,7 +134,7 @@ class Controller:
         if window is None:
             return
         live = self._open(window, step, policy_version)
-        self.sink = live
+        self.live, self.sink = live, live.spans
         targets = [
             target for target in self._targets if self._is_driven(target) and not self._has_windows(target)
         ]
@@ -147,7 +143,7 @@ class Controller:
 
     def rollout_begin(self) -> Iterator[Round]:
         """Open a window on the rollout engines that are captured by stage."""
-        live = self.sink
+        live = self.live
         if live is None:
             return
         live.end_rollout()
@@ -162,7 +158,7 @@ class Controller:
 
     def rollout_end(self, metrics: Mapping[str, Any] | None) -> Iterator[Round]:
         """Close that window."""
-        live = self.sink
+        live = self.live
         if live is None:
             return
         live.end_rollout()
@@ -171,7 +167,7 @@ class Controller:
 
     def step_end(self, metrics: Mapping[str, Any] | None) -> Iterator[Round]:
         """Close the capture, unless it goes on in the next step."""
-        live = self.sink
+        live = self.live
         if live is None:
             return
         live.metrics.update(_numbers(metrics))
@@ -194,7 +190,7 @@ class Controller:
             ProfilingError: Something failed, and the settings are strict.
             OSError: The step folder cannot be written.
         """
-        live = self.sink
+        live = self.live
         if live is None:
             return
         end_ns = clock.now_ns()
@@ -202,8 +198,8 @@ class Controller:
         yield from self._close_rollout_window(live)
         targets = [target for target in self._targets if not self._has_windows(target)]
         yield from self._stop(live, targets, live.request)
-        self.sink = None
-        people = live.participants
+        self.live = self.sink = None
+        participants = live.participants
         manifest = Manifest(
             run_id=self._run_id,
             capture_id=live.request.capture_id,
@@ -215,17 +211,17 @@ class Controller:
             complete=complete,
             controller=self._identity,
             stages=stages,
-            rpcs=people.rpcs,
-            workers=people.results(),
-            clocks=people.clocks(),
+            rpcs=participants.rpcs,
+            workers=participants.results(),
+            clocks=participants.clocks(),
             metrics=live.metrics,
-            notes=[*self._notes, *people.notes, *live.spans.notes()],
+            notes=[*self._notes, *participants.notes, *live.spans.notes()],
         )
         if live.request.keep:
             self._folders.write(live.folder, manifest)
             self.last_folder = live.folder
-        for news in people.news:
-            self._folders.note(news)
+        for finished in participants.finished:
+            self._folders.note(finished)
         failed = [worker for worker in manifest.workers if worker.status not in ("ok", "skipped")]
         if failed and self.config.strict:
             raise ProfilingError(
@@ -243,11 +239,11 @@ class Controller:
         yield (round_ := Round(calls, finish_s + self.config.timeouts.start_s))
         self._remember_unanswered(round_)
         for call in calls:
-            for news in getattr(call.reply(), "finished", ()):
-                self._folders.note(news)
+            for finished in getattr(call.reply(), "finished", ()):
+                self._folders.note(finished)
         self._folders.flush()
 
-    def _open(self, window: Window, step: int, policy_version: int | None) -> _Live:
+    def _open(self, window: StepRange, step: int, policy_version: int | None) -> _Live:
         keep = window.action is Action.RECORD
         folder = self._folders.make(step) if keep else self._folders.path(step)
         request = CaptureRequest(
@@ -264,8 +260,8 @@ class Controller:
             )
             for number in count(1)
         )
-        people = Participants(self.config, self._known)
-        return _Live(window, request, folder, people, clock.now_ns(), [step], windows)
+        participants = Participants(self.config, self._known)
+        return _Live(window, request, folder, participants, clock.now_ns(), [step], windows)
 
     def _start(self, live: _Live, targets: Iterable[Target], request: CaptureRequest) -> Iterator[Round]:
         round_ = Round(self._send(targets, "start_capture", request), self.config.timeouts.start_s)
@@ -275,15 +271,15 @@ class Controller:
         yield from self._shake_hands(live, "start_capture", request)
 
     def _stop(self, live: _Live, targets: Iterable[Target], request: CaptureRequest) -> Iterator[Round]:
-        people = live.participants
-        remote = people.remote_clocks()
+        participants = live.participants
+        remote = participants.remote_clocks()
         round_ = Round(
-            self._send(people.called(targets), "stop_capture", request.capture_id),
+            self._send(participants.called(targets), "stop_capture", request.capture_id),
             self.config.timeouts.stop_s,
         )
         yield round_
         self._remember_unanswered(round_)
-        people.take_stops(round_, request)
+        participants.take_stops(round_, request)
         yield from self._shake_hands(live, "stop_capture", request.capture_id, remote)
 
     def _shake_hands(

@@ -40,13 +40,13 @@ class Participants:
 
     Attributes:
         rpcs: All calls made.
-        news: Artifacts of earlier captures that were finished since.
+        finished: Artifacts of earlier captures that were finished since.
         notes: Things a user should know.
     """
 
     def __init__(self, config: ProfilingConfig, known: dict[Worker, WorkerIdentity]) -> None:
         self.rpcs: list[Rpc] = []
-        self.news: list[Finished] = []
+        self.finished: list[Finished] = []
         self.notes: list[str] = []
         self._config = config
         self._known = known
@@ -89,7 +89,7 @@ class Participants:
         for call in round.calls:
             reply = call.reply()
             if isinstance(reply, StartReply | StopReply):
-                self.news += reply.finished
+                self.finished += reply.finished
                 side = self._closing if closing else self._opening
                 self._shake(side, call, self._identity(call.worker), reply)
 
@@ -132,7 +132,7 @@ class Participants:
         reply = call.reply()
         usable = reply if isinstance(reply, kind) else None
         if usable is not None:
-            self.news += usable.finished
+            self.finished += usable.finished
         worker = self._known.get(call.worker) or self._identity(call.worker)
         end_ns = call.returned_ns or call.sent_ns
         self.rpcs.append(Rpc(worker.name, call.method, call.sent_ns, end_ns, usable is not None))

@@ -98,12 +98,12 @@ class StepFolders:
         written.manifest = msgspec.structs.replace(written.manifest, metrics=merged)
         write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
 
-    def note(self, news: Finished) -> None:
+    def note(self, finished: Finished) -> None:
         """Take in what became of an artifact; the manifest is rewritten when it was the last."""
         for unfinished in self._unfinished:
             manifest = unfinished.manifest
-            if news.capture_id.partition("/")[0] == manifest.capture_id:
-                workers = [_with_artifact(worker, news.artifact) for worker in manifest.workers]
+            if finished.capture_id.partition("/")[0] == manifest.capture_id:
+                workers = [_with_artifact(worker, finished.artifact) for worker in manifest.workers]
                 unfinished.manifest = msgspec.structs.replace(manifest, workers=workers)
                 if not _pending(unfinished.manifest):
                     self._rewrite(unfinished)
@@ -149,10 +149,10 @@ def _pending(manifest: Manifest) -> bool:
     return any(artifact.status == "pending" for worker in manifest.workers for artifact in worker.artifacts)
 
 
-def _with_artifact(worker: CaptureResult, news: Artifact) -> CaptureResult:
+def _with_artifact(worker: CaptureResult, finished: Artifact) -> CaptureResult:
     def updated(artifact: Artifact) -> Artifact:
-        if artifact.status != "pending" or not artifact.is_run_of(news):
+        if artifact.status != "pending" or not artifact.is_run_of(finished):
             return artifact
-        return msgspec.structs.replace(news, step=artifact.step, policy_versions=artifact.policy_versions)
+        return msgspec.structs.replace(finished, step=artifact.step, policy_versions=artifact.policy_versions)
 
     return msgspec.structs.replace(worker, artifacts=[updated(artifact) for artifact in worker.artifacts])

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 from verl_profiling.engines.base import EngineAdapter, records_with_nsys, torch_options
-from verl_profiling.engines.harvest import HarvestMaker, RangeHarvest, TraceHarvest
 from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
 from verl_profiling.engines.recorder import EngineRecorder, Recorder
+from verl_profiling.engines.recording import RangeRecording, RecordingMaker, TraceRecording
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.sglang import SGLangAdapter
 from verl_profiling.engines.vllm import VLLMAdapter, records_in_process
@@ -74,13 +74,13 @@ def make_recorder(
         world_size=adapter.ranks,
         replica=replica,
     )
-    harvest: HarvestMaker
+    recording: RecordingMaker
     if options is None:
         process_ranges().require()
-        harvest = partial(RangeHarvest, identity)
+        recording = partial(RangeRecording, identity)
     else:
-        harvest = partial(TraceHarvest, adapter, identity, options.compression_level)
-    return EngineRecorder(adapter, identity, settings, config, harvest, requests), identity
+        recording = partial(TraceRecording, adapter, identity, options.compression_level)
+    return EngineRecorder(adapter, identity, settings, config, recording, requests), identity
 
 
 def _refuse_window(config: ProfilingConfig, settings: RoleConfig, identity: WorkerIdentity) -> None:

@@ -77,11 +77,11 @@ class SessionRecorder(Recorder):
                     *self._requests.weight_updates(self._identity.name, self._noted),
                 ],
             )
-        news = reply.finished
+        finished = reply.finished
         if finish_s:  # on a thread, to leave the event loop free
             later = await asyncio.to_thread(process_session().stop, result.capture_id, finish_s)
-            news = [*news, *later.finished]
-        return msgspec.structs.replace(reply, result=result, finished=news)
+            finished = [*finished, *later.finished]
+        return msgspec.structs.replace(reply, result=result, finished=finished)
 
     def set_policy_version(self, version: int) -> None:
         self._requests.set_policy_version(version)

@@ -15,7 +15,7 @@ from verl_profiling import clock
 from verl_profiling.capture.finisher import Finisher
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.engines.base import EngineAdapter
-from verl_profiling.engines.harvest import Harvest, HarvestMaker
+from verl_profiling.engines.recording import EngineRecording, RecordingMaker
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
@@ -51,12 +51,12 @@ class Recorder(ABC):
         """Note that the engine has other weights from now on."""
 
 
-class _Window:
+class _OpenCapture:
     """One open capture: what was expected, and how far stopping is."""
 
-    def __init__(self, request: CaptureRequest, harvest: Harvest) -> None:
+    def __init__(self, request: CaptureRequest, recording: EngineRecording) -> None:
         self.request = request
-        self.harvest = harvest
+        self.recording = recording
         self.end_ns = 0
         self.start_s = 0.0
         self.stop_s = 0.0
@@ -74,7 +74,7 @@ class EngineRecorder(Recorder):
         identity: The replica.
         role: Its settings.
         config: All settings.
-        harvest: Makes what a window brings home.
+        recording: Makes what a window brings home.
         requests: Takes note of requests.
     """
 
@@ -84,20 +84,20 @@ class EngineRecorder(Recorder):
         identity: WorkerIdentity,
         role: RoleConfig,
         config: ProfilingConfig,
-        harvest: HarvestMaker,
+        recording: RecordingMaker,
         requests: RequestLog,
     ) -> None:
         self._engine = engine
         self._identity = identity
         self._role = role
-        self._harvest = harvest
+        self._recording = recording
         self._requests = requests
         self._rollout = config.rollout
         self._stop_s = min(config.rollout.stop_s, _SHARE_OF_TIMEOUT * config.timeouts.stop_s)
         self._ranks = [
             rank for rank in range(engine.ranks) if role.selects(identity.rank + rank, identity.replica)
         ]
-        self._window: _Window | None = None
+        self._window: _OpenCapture | None = None
         self._last: CaptureResult | None = None
         self._overdue: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -122,7 +122,7 @@ class EngineRecorder(Recorder):
                     f"capture ({self._identity}); {_RECORD_LESS}"
                 )
             window = await self._open(request)
-        return self._reply("recording", received_ns, expected=window.harvest.expected)
+        return self._reply("recording", received_ns, expected=window.recording.expected)
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         received_ns = clock.now_ns()
@@ -142,7 +142,7 @@ class EngineRecorder(Recorder):
             await asyncio.to_thread(self._finisher.drain, finish_s)
         return StopReply(
             result=result,
-            finished=self._finisher.take_news(),
+            finished=self._finisher.take_finished(),
             received_ns=received_ns,
             replied_ns=clock.now_ns(),
         )
@@ -150,20 +150,20 @@ class EngineRecorder(Recorder):
     def set_policy_version(self, version: int) -> None:
         self._requests.set_policy_version(version)
 
-    async def _open(self, request: CaptureRequest) -> _Window:
+    async def _open(self, request: CaptureRequest) -> _OpenCapture:
         if request.keep:
             Path(request.folder).mkdir(parents=True, exist_ok=True)
         label = f"step{request.step}-{request.occurrence}-{clock.now_ns():x}"
-        window = _Window(request, self._harvest(request, label, self._ranks))
+        window = _OpenCapture(request, self._recording(request, label, self._ranks))
         begin = time.perf_counter()
         try:
             await self._engine.start(label)
         except BaseException:
-            window.harvest.drop()
+            window.recording.drop()
             raise
         window.start_s = time.perf_counter() - begin
         try:
-            window.harvest.opened()
+            window.recording.opened()
         except OSError:
             await self._engine.stop()
             raise
@@ -174,29 +174,29 @@ class EngineRecorder(Recorder):
             window.timer = loop.call_later(self._rollout.max_window_s, self._end_by_time, window)
         return window
 
-    def _end_by_time(self, window: _Window) -> None:
+    def _end_by_time(self, window: _OpenCapture) -> None:
         if window.halting is None:
-            window.harvest.notes.append(
+            window.recording.notes.append(
                 f"{self._identity.name}: recording ended after {self._rollout.max_window_s:g} s "
                 "(rollout.max_window_s)"
             )
             self._halt(window)
 
-    def _halt(self, window: _Window) -> asyncio.Task[None]:
+    def _halt(self, window: _OpenCapture) -> asyncio.Task[None]:
         """Begin to stop the engine's profiler, once; return the task that does it."""
         if window.halting is None:
             window.end_ns = clock.now_ns()
             window.halting = asyncio.create_task(self._stop_engine(window))
         return window.halting
 
-    async def _stop_engine(self, window: _Window) -> None:
+    async def _stop_engine(self, window: _OpenCapture) -> None:
         begin = time.perf_counter()
         try:
             await self._engine.stop()
         finally:
             window.stop_s = time.perf_counter() - begin
 
-    async def _close(self, window: _Window) -> CaptureResult:
+    async def _close(self, window: _OpenCapture) -> CaptureResult:
         if window.timer is not None:
             window.timer.cancel()
         halting = self._halt(window)
@@ -214,7 +214,7 @@ class EngineRecorder(Recorder):
         self._window = None
         return self._last
 
-    def _leave_overdue(self, window: _Window, halting: asyncio.Task[None]) -> list[Artifact]:
+    def _leave_overdue(self, window: _OpenCapture, halting: asyncio.Task[None]) -> list[Artifact]:
         """Give up waiting, and have the traces collected when the engine is done after all."""
         reason = f"{self._engine.name} had not written it {self._stop_s:g} s after the stop; {_RECORD_LESS}"
         logger.error("%s: step %d: %s", self._identity, window.request.step, reason)
@@ -229,18 +229,18 @@ class EngineRecorder(Recorder):
         halting.add_done_callback(collect)
         return [
             msgspec.structs.replace(artifact, status="failed", reason=reason, end_ns=window.end_ns)
-            for artifact in window.harvest.expected
+            for artifact in window.recording.expected
         ]
 
-    def _fates(self, window: _Window, problem: str) -> list[Artifact]:
+    def _fates(self, window: _OpenCapture, problem: str) -> list[Artifact]:
         """Bring what was recorded into the step folder; return what became of all expected."""
-        outputs = window.harvest.gather(window.end_ns, problem)
+        outputs = window.recording.gather(window.end_ns, problem)
         for output in outputs:
             if output.finish is not None:
                 self._finisher.submit(window.request.capture_id, output.artifact, output.finish)
         return [output.artifact for output in outputs]
 
-    def _result(self, window: _Window, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
+    def _result(self, window: _OpenCapture, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
         status, reason = worst_fate(artifacts)
         if not window.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
@@ -252,13 +252,13 @@ class EngineRecorder(Recorder):
             capture_id=window.request.capture_id,
             step=window.request.step,
             mode=self._role.mode,
-            tools=[window.harvest.tool],
+            tools=[window.recording.tool],
             status=status,
             reason=reason,
             artifacts=artifacts,
             anchors=window.anchors,
             cost=CaptureCost(start_s=window.start_s, stop_s=window.stop_s or waited_s),
-            notes=[*window.harvest.notes, *self._requests.weight_updates(self._identity.name, requests)],
+            notes=[*window.recording.notes, *self._requests.weight_updates(self._identity.name, requests)],
             requests=requests,
             policy_versions=self._requests.policy_versions,
         )
@@ -275,7 +275,7 @@ class EngineRecorder(Recorder):
             status=status,
             reason=reason,
             expected=list(expected),
-            finished=self._finisher.take_news(),
+            finished=self._finisher.take_finished(),
             received_ns=received_ns,
             replied_ns=clock.now_ns(),
         )

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from verl_profiling.errors import ConfigError
 
-__all__ = ["Action", "Schedule", "Window"]
+__all__ = ["Action", "Schedule", "StepRange"]
 
 
 class Action(Enum):
@@ -20,7 +20,7 @@ class Action(Enum):
 
 
 @dataclass(frozen=True)
-class Window:
+class StepRange:
     """The run of steps that one capture covers, both ends included.
 
     Attributes:
@@ -123,13 +123,13 @@ class Schedule:
             ends.append(self.first_step + self.skip_first + self.repeat * cycle - 1)
         return min(ends, default=None)
 
-    def window(self, step: int) -> Window | None:
+    def window(self, step: int) -> StepRange | None:
         """Return the capture that ``step`` belongs to, or ``None``."""
         action = self.action(step)
         if action is Action.OFF:
             return None
         first, last = self._run(step, action) if self.continuous else (step, step)
-        return Window(first, last, action)
+        return StepRange(first, last, action)
 
     def _run(self, step: int, action: Action) -> tuple[int, int]:
         """Return the first and the last of the consecutive steps with the action of ``step``."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.tools.base import NoOptions, Output, Recording, Target, Tool
+from verl_profiling.tools.base import Destination, NoOptions, Output, Recording, Tool
 
-__all__ = ["TOOLS", "NoOptions", "Output", "Recording", "Target", "Tool", "load_tool"]
+__all__ = ["TOOLS", "Destination", "NoOptions", "Output", "Recording", "Tool", "load_tool"]
 
 TOOLS = {
     "torch": "verl_profiling.tools.torch_profiler:TorchTool",

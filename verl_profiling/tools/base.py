@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from verl_profiling.identity import artifact_name
 from verl_profiling.manifest import Artifact
 
-__all__ = ["NoOptions", "Output", "Recording", "Target", "Tool"]
+__all__ = ["Destination", "NoOptions", "Output", "Recording", "Tool"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class NoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class Destination:
     """Where a recording goes and what it is called.
 
     Attributes:
@@ -143,7 +143,7 @@ class Tool(ABC):
         """
 
     @abstractmethod
-    def start(self, target: Target) -> Recording:
+    def start(self, destination: Destination) -> Recording:
         """Start recording.
 
         Raises:

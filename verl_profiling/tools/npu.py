@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.base import Destination, Output, Recording, Tool
 from verl_profiling.tools.folder import folder_bytes, remove_folder
 from verl_profiling.tools.npu_analysis import analysed
 from verl_profiling.tools.torch_profiler import MiniBatchWindow
@@ -131,26 +131,27 @@ class NpuTool(Tool):
                 "tool 'npu': torch_npu sees no NPU; check `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES"
             )
 
-    def start(self, target: Target) -> Recording:
-        """Start recording; the folder is the target's own, whatever was recorded before."""
+    def start(self, destination: Destination) -> Recording:
+        """Start recording; the folder is the destination's own, whatever was recorded before."""
         self.prepare()
         import torch
 
         if torch._C._autograd._profiler_enabled():
             raise CaptureStateError(
-                f"{target.lane}: another profiler (torch's or torch_npu's) already records this thread, and "
-                "two destroy each other's data; stop that one, or switch one of the two off"
+                f"{destination.lane}: another profiler (torch's or torch_npu's) already records this thread, "
+                "and two destroy each other's data; stop that one, or switch one of the two off"
             )
-        folder = target.path(self.suffix)
+        folder = destination.path(self.suffix)
         folder.mkdir(parents=True)
-        profiler = self._profiler(folder, target.lane)
+        profiler = self._profiler(folder, destination.lane)
         profiler.start()
         if self.options.mini_batches is None and not torch._C._autograd._profiler_enabled():
             profiler.stop()
             raise CaptureStateError(
-                f"{target.lane}: torch_npu did not start recording into {folder}; it printed why, as [ERROR]"
+                f"{destination.lane}: torch_npu did not start recording into {folder}; it printed why, "
+                "as [ERROR]"
             )
-        return _NpuRecording(profiler, target, self.options, folder)
+        return _NpuRecording(profiler, destination, self.options, folder)
 
     def _profiler(self, folder: Path, lane: str) -> Any:
         torch_npu = import_torch_npu()
@@ -180,18 +181,18 @@ class NpuTool(Tool):
 
 
 class _NpuRecording(Recording):
-    def __init__(self, profiler: Any, target: Target, options: NpuOptions, folder: Path) -> None:
+    def __init__(self, profiler: Any, destination: Destination, options: NpuOptions, folder: Path) -> None:
         import torch
         from torch_npu.npu import mstx
 
         self._profiler = profiler
-        self._target = target
+        self._destination = destination
         self._options = options
         self._folder = folder
         self._mstx = mstx if options.mstx else None
         self._enter = torch.autograd._record_function_with_args_enter
         self._exit = torch.autograd._record_function_with_args_exit
-        profiler.add_metadata_json("verl_profiling", msgspec.json.encode(target.metadata).decode())
+        profiler.add_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
 
     def begin_mark(self, name: str) -> object:
         range_id = self._mstx.range_start(name, domain=DOMAIN) if self._mstx is not None else 0
@@ -212,7 +213,7 @@ class _NpuRecording(Recording):
         begin = time.perf_counter()
         self._profiler.stop()
         stop_s = time.perf_counter() - begin
-        artifact = self._target.artifact(NpuTool)
+        artifact = self._destination.artifact(NpuTool)
         recorded = sorted(self._folder.glob("*_ascend_pt"))
         raw = [
             file

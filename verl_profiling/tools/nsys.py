@@ -19,7 +19,7 @@ from verl_profiling.identity import safe_name
 from verl_profiling.nsys_ranges import NSYS_FOLDER
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.schedule import Schedule
-from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.base import Destination, Output, Recording, Tool
 from verl_profiling.tools.opened_ranges import nsys_variables, pending_report, process_ranges
 
 __all__ = ["DOMAIN", "CudaProfiler", "NsysOptions", "NsysTool", "nsys_ranges", "nsys_runtime_env"]
@@ -221,23 +221,23 @@ class NsysTool(Tool):
             )
         return _TorchCudaProfiler()
 
-    def start(self, target: Target) -> Recording:
+    def start(self, destination: Destination) -> Recording:
         self.prepare()
-        process_ranges().check(target.lane)
-        return _NsysRecording(self.cuda_profiler(), target)
+        process_ranges().check(destination.lane)
+        return _NsysRecording(self.cuda_profiler(), destination)
 
 
 class _NsysRecording(Recording):
-    def __init__(self, profiler: CudaProfiler, target: Target) -> None:
+    def __init__(self, profiler: CudaProfiler, destination: Destination) -> None:
         import nvtx
 
         self._profiler = profiler
-        self._target = target
+        self._destination = destination
         self._domain = nvtx.get_domain(DOMAIN)
         self._attributes: dict[str, Any] = {}
         profiler.start()
         try:
-            process_ranges().note_opened(target.folder, target.path(NsysTool.suffix).name)
+            process_ranges().note_opened(destination.folder, destination.path(NsysTool.suffix).name)
         except OSError:
             profiler.stop()
             raise
@@ -254,8 +254,8 @@ class _NsysRecording(Recording):
 
     def stop(self) -> Sequence[Output]:
         number = self._close(keep=True)
-        artifact = self._target.artifact(NsysTool)
-        return [Output(pending_report(artifact, number, self._target.folder.parent))]
+        artifact = self._destination.artifact(NsysTool)
+        return [Output(pending_report(artifact, number, self._destination.folder.parent))]
 
     def discard(self) -> None:
         self._close(keep=False)

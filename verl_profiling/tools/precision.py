@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.base import Destination, Output, Recording, Tool
 from verl_profiling.tools.folder import folder_bytes, remove_folder
 
 __all__ = ["PrecisionOptions", "PrecisionTool", "watch_model"]
@@ -97,21 +97,21 @@ class PrecisionTool(Tool):
                 f"tool 'precision': msprobe cannot be loaded: {error}; install what it lacks"
             ) from error
 
-    def start(self, target: Target) -> Recording:
-        """Start recording into the target's own folder, whatever was recorded before."""
+    def start(self, destination: Destination) -> Recording:
+        """Start recording into the destination's own folder, whatever was recorded before."""
         self.prepare()
-        model = None if self.options.level == "L1" else _watched(target.lane)
-        debugger = _own.get(self.options, target.lane)
-        recording = _PrecisionRecording(debugger, target)
+        model = None if self.options.level == "L1" else _watched(destination.lane)
+        debugger = _own.get(self.options, destination.lane)
+        recording = _PrecisionRecording(debugger, destination)
         recording.start(model)
         return recording
 
 
 class _PrecisionRecording(Recording):
-    def __init__(self, debugger: Any, target: Target) -> None:
+    def __init__(self, debugger: Any, destination: Destination) -> None:
         self._debugger = debugger
-        self._target = target
-        self._folder = target.path(PrecisionTool.suffix)
+        self._destination = destination
+        self._folder = destination.path(PrecisionTool.suffix)
         self._file = "construct.json" if debugger.service.config.task == "structure" else "dump.json"
 
     def start(self, model: Any) -> None:
@@ -121,7 +121,7 @@ class _PrecisionRecording(Recording):
             CaptureStateError: It did not start.
         """
         self._folder.mkdir(parents=True)
-        service, metadata = self._debugger.service, self._target.metadata
+        service, metadata = self._debugger.service, self._destination.metadata
         service.config.dump_path = str(self._folder)
         self._debugger.set_init_step(metadata.get("step", 0))
         service.api_register.register_all_api()
@@ -130,15 +130,15 @@ class _PrecisionRecording(Recording):
         except Exception as error:
             self.discard()
             raise CaptureStateError(
-                f"{self._target.lane}: msprobe did not start: {error}; it only writes to paths of letters, "
-                f"digits and any of _.:/- (here {self._folder})"
+                f"{self._destination.lane}: msprobe did not start: {error}; it only writes to paths of "
+                f"letters, digits and any of _.:/- (here {self._folder})"
             ) from error
 
     def stop(self) -> Sequence[Output]:
         begin = time.perf_counter()
         self._switch_off()
         stop_s = time.perf_counter() - begin
-        artifact = self._target.artifact(PrecisionTool)
+        artifact = self._destination.artifact(PrecisionTool)
         if not any(map(_holds_data, self._folder.glob(f"step*/*/{self._file}"))):
             reason = "nothing that msprobe records ran, or nothing that tools.precision.only names"
             return [Output(msgspec.structs.replace(artifact, status="empty", reason=reason), None, stop_s)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.base import Destination, Output, Recording, Tool
 from verl_profiling.tools.peaks import StagePeaks, take_host_peak
 
 __all__ = ["SpansOptions", "SpansTool"]
@@ -33,7 +33,7 @@ class SpansTool(Tool):
     options_class: ClassVar[type] = SpansOptions
     options: SpansOptions
 
-    def start(self, target: Target) -> Recording:
+    def start(self, destination: Destination) -> Recording:
         """Start nothing, or the peaks."""
         return _PeakRecording() if self.options.peak_rss else _SpansRecording()
 

@@ -15,7 +15,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
-from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.base import Destination, Output, Recording, Tool
 from verl_profiling.tools.npu import import_torch_npu
 from verl_profiling.tools.peaks import StagePeaks
 
@@ -81,20 +81,22 @@ class TorchMemoryTool(Tool):
         """Look for an accelerator."""
         _accelerator()
 
-    def start(self, target: Target) -> Recording:
+    def start(self, destination: Destination) -> Recording:
         accelerator = _accelerator()
         if accelerator.history_enabled():
             raise CaptureStateError(
-                f"{target.lane}: a memory history is being recorded already, and a second one would end it; "
-                "call _record_memory_history(enabled=None) first, or leave torch_memory out of tool"
+                f"{destination.lane}: a memory history is being recorded already, and a second one would end "
+                "it; call _record_memory_history(enabled=None) first, or leave torch_memory out of tool"
             )
-        return _MemoryRecording(accelerator, target, self.options)
+        return _MemoryRecording(accelerator, destination, self.options)
 
 
 class _MemoryRecording(Recording):
-    def __init__(self, accelerator: _Accelerator, target: Target, options: TorchMemoryOptions) -> None:
+    def __init__(
+        self, accelerator: _Accelerator, destination: Destination, options: TorchMemoryOptions
+    ) -> None:
         self._memory = accelerator.memory
-        self._target = target
+        self._destination = destination
         self._peaks = StagePeaks(self._take_peaks) if options.peaks else None
         self._oom: Artifact | None = None
         self._metrics: dict[str, float] = {}
@@ -146,8 +148,8 @@ class _MemoryRecording(Recording):
             self._oom = msgspec.structs.replace(oom, begin_ns=clock.now_ns(), reason=reason)
 
     def _write(self, suffix: str) -> Artifact:
-        final = self._target.path(suffix)
-        artifact = msgspec.structs.replace(self._target.artifact(TorchMemoryTool), path=final.name)
+        final = self._destination.path(suffix)
+        artifact = msgspec.structs.replace(self._destination.artifact(TorchMemoryTool), path=final.name)
         part: Path = final.with_name(f".{final.name}.part")
         try:
             self._memory._dump_snapshot(str(part))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.tools.base import Output, Recording, Target, Tool
+from verl_profiling.tools.base import Destination, Output, Recording, Tool
 from verl_profiling.tools.trace_file import output_of_raw_trace
 
 __all__ = ["MiniBatchWindow", "TorchOptions", "TorchTool"]
@@ -101,14 +101,14 @@ class TorchTool(Tool):
             raise ToolUnavailableError(f"tool 'torch' needs torch; {_INSTALL}") from error
         self._activities()
 
-    def start(self, target: Target) -> Recording:
+    def start(self, destination: Destination) -> Recording:
         self.prepare()
         import torch
 
         profiler_state = torch.autograd.profiler
         if getattr(profiler_state, "_is_profiler_enabled", False) or torch._C._autograd._profiler_enabled():
             raise CaptureStateError(
-                f"{target.lane}: another torch profiler already records this process, and two at once "
+                f"{destination.lane}: another torch profiler already records this process, and two at once "
                 "crash it; stop that one, or switch one of the two off"
             )
         window = self.options.mini_batches
@@ -125,7 +125,7 @@ class TorchTool(Tool):
             with_flops=self.options.flops,
             experimental_config=self._experimental_config(),
         )
-        return _TorchRecording(profiler, target, self.options, activities)
+        return _TorchRecording(profiler, destination, self.options, activities)
 
     def _experimental_config(self) -> Any:
         from torch._C._profiler import _ExperimentalConfig
@@ -171,11 +171,13 @@ class _TorchRecording(Recording):
     does (about 0.6 us); it is written as an operator and becomes an annotation in the artifact.
     """
 
-    def __init__(self, profiler: Any, target: Target, options: TorchOptions, activities: list[Any]) -> None:
+    def __init__(
+        self, profiler: Any, destination: Destination, options: TorchOptions, activities: list[Any]
+    ) -> None:
         import torch
 
         self._profiler = profiler
-        self._target = target
+        self._destination = destination
         self._options = options
         self._mini_batches = 0
         self._shown: dict[str, str] = {}
@@ -184,7 +186,7 @@ class _TorchRecording(Recording):
             enter = torch.autograd._record_function_with_args_enter
             self.begin_mark = lambda name: enter(self._shown_as(name))  # type: ignore[method-assign]
             self.end_mark = torch.autograd._record_function_with_args_exit  # type: ignore[method-assign]
-        profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(target.metadata).decode())
+        profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
         profiler.start()
 
     def _shown_as(self, name: str) -> str:
@@ -211,7 +213,7 @@ class _TorchRecording(Recording):
 
     def stop(self) -> list[Output]:
         self._profiler.stop()
-        expected = self._target.artifact(TorchTool)
+        expected = self._destination.artifact(TorchTool)
         window = self._options.mini_batches
         if window is not None and self._mini_batches < window.wait + window.warmup:
             reason = (
@@ -219,7 +221,7 @@ class _TorchRecording(Recording):
                 f"and there were {self._mini_batches}"
             )
             return [Output(msgspec.structs.replace(expected, status="empty", reason=reason))]
-        final = self._target.path(TorchTool.suffix)
+        final = self._destination.path(TorchTool.suffix)
         part: Path = final.with_name(f".{final.stem}.part")
         begin = time.perf_counter()
         self._profiler.export_chrome_trace(str(part))

@@ -20,10 +20,10 @@ from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.tools.opened_ranges import pending_report, process_ranges
 from verl_profiling.tools.torch_profiler import TorchTool
 
-__all__ = ["Harvest", "HarvestMaker", "RangeHarvest", "TraceHarvest"]
+__all__ = ["EngineRecording", "RangeRecording", "RecordingMaker", "TraceRecording"]
 
 
-class Harvest(ABC):
+class EngineRecording(ABC):
     """What one window brings home.
 
     Attributes:
@@ -64,11 +64,11 @@ class Harvest(ABC):
         self.expected = [msgspec.structs.replace(artifact, begin_ns=now_ns) for artifact in self.expected]
 
 
-HarvestMaker = Callable[[CaptureRequest, str, Sequence[int]], Harvest]
-"""Makes the harvest of a window from its request, its label, and the selected ranks of the replica."""
+RecordingMaker = Callable[[CaptureRequest, str, Sequence[int]], EngineRecording]
+"""Makes the recording of a window from its request, its label, and the selected ranks of the replica."""
 
 
-class TraceHarvest(Harvest):
+class TraceRecording(EngineRecording):
     """The traces that an engine's ranks write into its spool folder.
 
     Args:
@@ -133,7 +133,7 @@ class TraceHarvest(Harvest):
         return msgspec.structs.replace(artifact, status="failed", reason=reason)
 
 
-class RangeHarvest(Harvest):
+class RangeRecording(EngineRecording):
     """One report of Nsight Systems, of all processes of the replica; it is collected after the run.
 
     Args:
