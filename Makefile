@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu verification demo demo-e2e demo-discrete lint docs bench bench-verl clean
+.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu verification demo demo-e2e demo-discrete lint docs tables bench bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -145,6 +145,9 @@ lint: .venv/.ready ## Check style and types
 
 docs: .venv/.ready ## Build the documentation (docs/_build/html)
 	.venv/bin/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+tables: .venv/.ready ## Write the tables of settings and options into the pages, from the dataclasses
+	.venv/bin/python docs/make_tables.py
 
 bench: .venv-bench/.ready .venv-hta/.ready ## Print the benchmarks, against named peers
 	@for bench in $(filter-out benchmarks/bench_verl.py,$(wildcard benchmarks/bench_*.py)); do echo "== $$bench" && .venv-bench/bin/python $$bench || exit; done

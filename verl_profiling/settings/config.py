@@ -73,9 +73,9 @@ class RoleOverride(Coordinates):
         enable: ``False`` leaves the role out.
         tool: Name or names of the tools.
         mode: ``e2e`` or ``discrete``.
-        ranks: As in :class:`Selection`.
-        replicas: As in :class:`Selection`.
-        stages: As in :class:`Selection`.
+        ranks: As ``select.ranks``.
+        replicas: As ``select.replicas``.
+        stages: As ``select.stages``.
         tools: Options by tool name; they replace the common options key by key.
     """
 

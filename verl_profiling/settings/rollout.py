@@ -19,11 +19,11 @@ class SGLangOptions:
     """What only SGLang has.
 
     Attributes:
-        start_step: Number of the forward pass, counted from the engine's start, with which recording
-            begins; a number that has passed means the next one. SGLang tells nobody how far it is.
-        stages: With ``rollout.by_stage``: the stages to record. ``None`` for both.
-        merge: Let SGLang merge the ranks' traces into one more file of the step folder. Slow, and
-            ``verl-profiling merge`` does it for the whole step.
+        start_step: Number of the first forward pass that is recorded, counted from the engine's start;
+            a number that has passed means the next one. SGLang does not publish the current number.
+        stages: The stages to record with ``rollout.by_stage``; ``None`` for both.
+        merge: Keep the file in which SGLang itself merges the ranks' traces, as
+            ``rollout0.sglang-merged.json.gz``. Slow; ``verl-profiling merge`` merges the whole step.
     """
 
     start_step: int | None = None
@@ -41,14 +41,14 @@ class SGLangOptions:
 class RolloutOptions:
     """How much of a rollout its engine records.
 
-    An engine iteration is one forward pass of a whole batch; it makes one token for each
-    request that is decoding, so iterations are not tokens of anything.
+    An engine iteration is one forward pass of a whole batch. It makes one token for each request
+    that is decoding, so the number of iterations is not a number of tokens.
 
     Attributes:
-        start: Engine iterations that pass before recording begins.
+        start: Engine iterations that pass before recording begins (vLLM).
         count: Engine iterations that are recorded; ``None`` for no limit, or for 10 with stacks.
         max_window_s: Seconds after which recording ends, whatever else is set; ``None`` for no limit.
-        by_stage: Record prefill and decode apart, ``count`` iterations of each.
+        by_stage: Record prefill and decode in separate traces, ``count`` iterations of each (SGLang).
         stop_s: Seconds given to the engine to stop and write its traces; at most nine tenths of
             ``timeouts.stop_s`` are used, so that the result still reaches the callback.
         requests: Note when each request began, got its first token and ended, and its lengths.
@@ -83,10 +83,10 @@ class RolloutOptions:
             raise ConfigError("sglang.stages", "needs rollout.by_stage=true")
 
     def with_stacks(self) -> RolloutOptions:
-        """Return these options for a recording with stacks, which is counted.
+        """Return these options for a recording with stacks, which needs a limit on its iterations.
 
-        Between iterations an engine polls, a million Python calls a second, and writing these takes
-        far longer than they took.
+        An idle engine polls: a million Python calls a second, and writing them takes far longer than
+        they took.
         """
         return self if self.count is not None else replace(self, count=_COUNT_WITH_STACKS)
 

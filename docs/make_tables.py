@@ -1,0 +1,153 @@
+"""Writes the tables of settings, and quoted files, into the pages: ``python docs/make_tables.py``.
+
+A page says what belongs between two comments, and this script puts it there as plain Markdown, which
+every reader renders::
+
+    <!-- table: verl_profiling.settings.schedule:Schedule schedule. -->
+    <!-- file: ../tests/tools/example_tool.py python -->
+    <!-- end -->
+
+A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning that its
+docstring gives. With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+BLOCK = re.compile(r"(<!-- (table|file): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
+ATTRIBUTE = re.compile(r"^    (\w+): (.*)$")
+TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "`null`"}
+RANKS = frozenset({int, str, tuple[int, ...], type(None)})
+
+
+def load(location: str) -> type:
+    """Return the class at ``package.module:Class``."""
+    module, _, name = location.partition(":")
+    found: type = getattr(import_module(module), name)
+    return found
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """Return what the docstrings of a dataclass and its bases say of each field."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        _, _, section = (inspect.cleandoc(base.__doc__ or "")).partition("Attributes:\n")
+        name = ""
+        for line in section.splitlines():
+            if match := ATTRIBUTE.match(line):
+                name, found[match[1]] = match[1], match[2]
+            elif name and line.startswith("        "):
+                found[name] += f" {line.strip()}"
+    return {name: as_markdown(text) for name, text in found.items()}
+
+
+def as_markdown(text: str) -> str:
+    """Return reStructuredText of a docstring as Markdown that stays inside a table's cell."""
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text)
+    for python, yaml in (("``", "`"), ("`None`", "`null`"), ("`True`", "`true`"), ("`False`", "`false`")):
+        text = text.replace(python, yaml)
+    return text.replace("|", r"\|")
+
+
+def type_name(kind: Any) -> str:
+    """Return a type in the words of somebody who writes YAML."""
+    if kind in TYPE_NAMES:
+        return TYPE_NAMES[kind]
+    if dataclasses.is_dataclass(kind):
+        return "group"
+    options = typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    if origin is typing.Literal:
+        return ", ".join(f"`{option}`" for option in options)
+    if origin is tuple:
+        return f"list of {type_name(options[0])}"
+    if origin is dict:
+        return "mapping"
+    if origin in (typing.Union, types.UnionType):
+        if frozenset(options) == RANKS:
+            return "ranks"
+        return " or ".join(type_name(option) for option in options if option is not type(None))
+    raise TypeError(f"no name for {kind}")
+
+
+def default_of(field: dataclasses.Field[Any]) -> str:
+    """Return a field's default as YAML has it; empty for a group, whose fields have their own."""
+    factory = field.default_factory
+    if factory is not dataclasses.MISSING:
+        return "" if dataclasses.is_dataclass(factory) else f"`{json.dumps(factory())}`"
+    if isinstance(field.default, tuple):
+        return f"`[{', '.join(map(str, field.default))}]`"
+    return f"`{field.default if isinstance(field.default, str) else json.dumps(field.default)}`"
+
+
+def table(location: str, prefix: str) -> str:
+    """Return the table of a dataclass.
+
+    Raises:
+        KeyError: Its docstring does not explain a field.
+    """
+    cls = load(location)
+    explained, kinds = meanings(cls), typing.get_type_hints(cls)
+    inherited = {
+        field.name for base in cls.__bases__ if base is not object for field in dataclasses.fields(base)
+    }
+    rows = [
+        f"| `{prefix}{field.name}` | {type_name(kinds[field.name])} | {default_of(field)} "
+        f"| {explained[field.name]} |"
+        for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited)
+    ]
+    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def quoted(page: Path, path: str, language: str) -> str:
+    """Return a file as a code block."""
+    return f"```{language}\n{(page.parent / path).read_text().rstrip()}\n```"
+
+
+def tables_in(page: Path) -> Iterator[str]:
+    """Yield the locations of the dataclasses that a page has tables of."""
+    for _, kind, what, _, _ in BLOCK.findall(page.read_text()):
+        if kind == "table":
+            yield what
+
+
+def filled(page: Path) -> str:
+    """Return a page with what belongs between its comments."""
+
+    def fill(match: re.Match[str]) -> str:
+        begin, kind, what, extra, end = match.groups()
+        content = table(what, extra) if kind == "table" else quoted(page, what, extra)
+        return f"{begin}\n{content}\n\n{end}"
+
+    return BLOCK.sub(fill, page.read_text())
+
+
+def main() -> int:
+    """Write the pages, or only say which are out of date."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    check = parser.parse_args().check
+    stale = [page for page in sorted(DOCS.glob("*.md")) if filled(page) != page.read_text()]
+    for page in stale:
+        if check:
+            print(f"docs/{page.name} is out of date; run: make tables")
+        else:
+            page.write_text(filled(page))
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
