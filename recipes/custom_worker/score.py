@@ -50,15 +50,13 @@ def main(config: Any) -> None:
         RayClassWithInitArgs(ray.remote(ScoringWorker), config.profiling),
         device_name="cpu",
     )
-    callback = ProfilingCallback(settings)
-    callback.add_workers("reward", group)
-    callback.on_train_begin()
-    for step in range(1, config.steps + 1):
-        callback.on_step_begin(step)
-        with callback.stage("reward"):
-            scores = group.score(config.samples)
-        callback.on_step_end({"score": sum(scores) / len(scores)})
-    callback.on_train_end()
+    with ProfilingCallback(settings) as callback:
+        callback.add_workers("reward", group)
+        for step in range(1, config.steps + 1):
+            callback.on_step_begin(step)
+            with callback.stage("reward"):
+                scores = group.score(config.samples)
+            callback.on_step_end({"score": sum(scores) / len(scores)})
     ray.shutdown()
     print(f"step folders in {settings.save_path}")
 

@@ -113,22 +113,15 @@ def train(config: DictConfig) -> None:
     profiling.add_rollout(servers)
 
     rng = random.Random(config.seed)
-    profiling.on_train_begin()
-    try:
-        with Path(config.output_dir, "metrics.jsonl").open("w") as log:
-            for step in range(1, config.steps + 1):
-                begin = time.perf_counter()
-                profiling.on_step_begin(step)
-                metrics = grpo_step(config, actors, servers, profiling, rng)
-                profiling.on_step_end(metrics)
-                metrics["seconds"] = time.perf_counter() - begin
-                log.write(json.dumps({"step": step, **metrics}) + "\n")
-                print(f"step {step:3d}", *(f"{name} {value:.3f}" for name, value in metrics.items()))
-    except BaseException as error:
-        profiling.on_exception(error)
-        raise
-    finally:
-        profiling.on_train_end()
+    with profiling, Path(config.output_dir, "metrics.jsonl").open("w") as log:
+        for step in range(1, config.steps + 1):
+            begin = time.perf_counter()
+            profiling.on_step_begin(step)
+            metrics = grpo_step(config, actors, servers, profiling, rng)
+            profiling.on_step_end(metrics)
+            metrics["seconds"] = time.perf_counter() - begin
+            log.write(json.dumps({"step": step, **metrics}) + "\n")
+            print(f"step {step:3d}", *(f"{name} {value:.3f}" for name, value in metrics.items()))
 
 
 @hydra.main(version_base=None, config_path=".", config_name="config")

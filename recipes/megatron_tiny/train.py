@@ -34,8 +34,7 @@ def train(config: DictConfig) -> list[float]:
     profiling.add_workers("actor", workers)
     generator = torch.Generator().manual_seed(config.seed)
     losses = []
-    profiling.on_train_begin()
-    try:
+    with profiling:
         for step in range(1, config.steps + 1):
             tokens = sample(config, generator)
             profiling.on_step_begin(step)
@@ -45,11 +44,6 @@ def train(config: DictConfig) -> list[float]:
             losses.append(max(results))
             profiling.on_step_end({"loss": losses[-1]})
             print(f"step {step}  loss {losses[-1]:.3f}")
-    except BaseException as error:
-        profiling.on_exception(error)
-        raise
-    finally:
-        profiling.on_train_end()
     return losses
 
 

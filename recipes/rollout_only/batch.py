@@ -16,11 +16,9 @@ class Server(Protocol):
 
 async def capture_batch(server: Server, profiling: Mapping[str, Any]) -> None:
     """Capture eight requests as step 1; their lengths differ, to show a tail."""
-    callback = AsyncProfilingCallback(profiling)
-    callback.add_rollout(server)
-    await callback.on_train_begin()
-    await callback.on_step_begin(1)
-    await asyncio.gather(*[server.generate("Count down from ten:", 8 * n) for n in range(1, 9)])
-    await callback.on_step_end()
-    await callback.on_train_end()
+    async with AsyncProfilingCallback(profiling) as callback:
+        callback.add_rollout(server)
+        await callback.on_step_begin(1)
+        await asyncio.gather(*[server.generate("Count down from ten:", 8 * n) for n in range(1, 9)])
+        await callback.on_step_end()
     print(f"verl-profiling report {callback.last_folder}")

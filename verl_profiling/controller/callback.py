@@ -2,13 +2,13 @@
 
 ::
 
-    on_train_begin
-    for step in ...:
-        on_step_begin(step)
-        on_rollout_begin ... generation ... on_rollout_end(metrics)
-        with stage("update_actor"): ...
-        on_step_end(metrics)
-    on_train_end
+    with profiling:                         # on_train_begin
+        for step in ...:
+            on_step_begin(step)
+            on_rollout_begin ... generation ... on_rollout_end(metrics)
+            with stage("update_actor"): ...
+            on_step_end(metrics)
+                                            # on_exception, if the loop raised; on_train_end
 
 A step that is not profiled costs no call to any worker, and about a microsecond a hook.
 """
@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from verl_profiling.capture.stage import Stage, StageSink
@@ -51,6 +52,7 @@ class _Callback:
         self.config = ProfilingConfig.from_any(config)
         self._controller = Controller(self.config) if self.config.enable else None
         self._stages: dict[str, Stage] = {}
+        self._entered = False
 
     def add_workers(self, role: str, workers: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Add the workers of a role.
@@ -116,19 +118,60 @@ class _Callback:
         controller = self._controller
         return controller if controller is not None and controller.live is not None else None
 
-    def _failed(self, hook: str, error: Exception) -> None:
-        """The one failure boundary of the hooks: training goes on unless the settings are strict."""
-        if self.config.strict:
+    def _enter(self) -> None:
+        if self._entered:
+            raise CaptureStateError(
+                f"with profiling: this {type(self).__name__} is in use by another `with`, whose end is the "
+                "end of training; enter it once, around the whole loop"
+            )
+        self._entered = True
+
+    def _failed(self, hook: str, error: Exception, loop_raised: bool = False) -> None:
+        """The one failure boundary of the hooks: training goes on unless the settings are strict.
+
+        An error of the loop's own is under way when ``loop_raised``; no other one takes its place.
+        """
+        if self.config.strict and not loop_raised:
             raise error
         logger.error("%s: profiling failed, training goes on: %s: %s", hook, type(error).__name__, error)
         logger.debug("%s", hook, exc_info=error)
 
 
 class ProfilingCallback(_Callback):
-    """Profiles a training loop that runs outside of an event loop."""
+    """Profiles a training loop that runs outside of an event loop.
+
+    ``with ProfilingCallback(config) as profiling:`` around the loop calls :meth:`on_train_begin` and
+    :meth:`on_train_end`, and :meth:`on_exception` when the loop raises. The loop's exception goes on as
+    it is. The same callback may be entered again after it was left, but not inside of itself.
+    """
+
+    def __enter__(self) -> ProfilingCallback:
+        """Begin training.
+
+        Raises:
+            CaptureStateError: It has been entered already, or an event loop runs on this thread.
+        """
+        self._enter()
+        try:
+            self.on_train_begin()
+        except BaseException:
+            self._entered = False
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End training; what an exception cut short is kept."""
+        self._entered = False
+        try:
+            if error is not None:
+                self.on_exception(error)
+        finally:
+            self._train_end(loop_raised=error is not None)
 
     def on_train_begin(self) -> None:
-        """Check the settings against the workers that were added.
+        """Check the settings against the workers that were added, if any were.
 
         Raises:
             CaptureStateError: An event loop runs on this thread; its hooks must not block.
@@ -174,27 +217,53 @@ class ProfilingCallback(_Callback):
             self._drive("on_step_end", controller.step_end(metrics))
 
     def on_exception(self, error: BaseException) -> None:
-        """Close an open capture after the step raised, and keep what was recorded."""
+        """Close an open capture after the step raised, and keep what was recorded.
+
+        It raises nothing, strict settings or not: ``error`` is what the user is to see.
+        """
         if (controller := self._live()) is not None:
             logger.warning("closing the capture after %s: %s", type(error).__name__, error)
-            self._drive("on_exception", controller.close(complete=False))
+            self._drive("on_exception", controller.close(complete=False), loop_raised=True)
 
     def on_train_end(self) -> None:
         """Close what is open, and wait for artifacts that are being compressed."""
-        if self._controller is not None:
-            self._drive("on_train_end", self._controller.train_end())
+        self._train_end(loop_raised=False)
 
-    def _drive(self, hook: str, rounds: Iterator[Round]) -> None:
+    def _train_end(self, loop_raised: bool) -> None:
+        if self._controller is not None:
+            self._drive("on_train_end", self._controller.train_end(), loop_raised)
+
+    def _drive(self, hook: str, rounds: Iterator[Round], loop_raised: bool = False) -> None:
         try:
             _refuse_event_loop()
             for round_ in rounds:
                 round_.wait()
         except Exception as error:
-            self._failed(hook, error)
+            self._failed(hook, error, loop_raised)
 
 
 class AsyncProfilingCallback(_Callback):
-    """Profiles a training loop that is a coroutine: nothing in it blocks the event loop."""
+    """Profiles a training loop that is a coroutine: nothing in it blocks the event loop.
+
+    ``async with AsyncProfilingCallback(config) as profiling:`` is :class:`ProfilingCallback`'s ``with``.
+    """
+
+    async def __aenter__(self) -> AsyncProfilingCallback:
+        """See :meth:`ProfilingCallback.__enter__`."""
+        self._enter()
+        await self.on_train_begin()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """See :meth:`ProfilingCallback.__exit__`."""
+        self._entered = False
+        try:
+            if error is not None:
+                await self.on_exception(error)
+        finally:
+            await self._train_end(loop_raised=error is not None)
 
     async def on_train_begin(self) -> None:
         """Check the settings against the workers that were added."""
@@ -225,19 +294,22 @@ class AsyncProfilingCallback(_Callback):
         """See :meth:`ProfilingCallback.on_exception`."""
         if (controller := self._live()) is not None:
             logger.warning("closing the capture after %s: %s", type(error).__name__, error)
-            await self._drive("on_exception", controller.close(complete=False))
+            await self._drive("on_exception", controller.close(complete=False), loop_raised=True)
 
     async def on_train_end(self) -> None:
         """See :meth:`ProfilingCallback.on_train_end`."""
-        if self._controller is not None:
-            await self._drive("on_train_end", self._controller.train_end())
+        await self._train_end(loop_raised=False)
 
-    async def _drive(self, hook: str, rounds: Iterator[Round]) -> None:
+    async def _train_end(self, loop_raised: bool) -> None:
+        if self._controller is not None:
+            await self._drive("on_train_end", self._controller.train_end(), loop_raised)
+
+    async def _drive(self, hook: str, rounds: Iterator[Round], loop_raised: bool = False) -> None:
         try:
             for round_ in rounds:
                 await round_.wait_async()
         except Exception as error:
-            self._failed(hook, error)
+            self._failed(hook, error, loop_raised)
 
 
 def _refuse_event_loop() -> None:

@@ -109,17 +109,20 @@ class Controller:
         return self.live is not None or self.config.schedule.action(step) is not Action.OFF
 
     def check_selection(self) -> None:
-        """Warn of roles in the settings that no worker has."""
+        """Warn of roles in the settings that no worker has, once there are workers."""
         roles = {role for target in self._targets for role in target.roles}
+        before, self._notes = self._notes, []
         for key, named in (
             ("select.roles", self.config.select.roles or ()),
             ("roles", tuple(self.config.roles)),
         ):
-            for role in named:
+            for role in named if roles else ():
                 if role not in roles:
                     text = f"{key}: no workers were added as {role!r}; {choices_hint(role, roles)}"
-                    logger.warning("%s", text)
                     self._notes.append(text)
+        for text in self._notes:
+            if text not in before:
+                logger.warning("%s", text)
 
     def step_begin(self, step: int, policy_version: int | None) -> Iterator[Round]:
         """Open a capture, or go on with one that covers several steps."""
@@ -133,6 +136,7 @@ class Controller:
         window = self.config.schedule.window(step)
         if window is None:
             return
+        self.check_selection()
         live = self._open(window, step, policy_version)
         self.live, self.sink = live, live.spans
         targets = [

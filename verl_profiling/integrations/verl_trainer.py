@@ -62,7 +62,7 @@ class TrainerProfiler:
     def __enter__(self) -> None:
         global _active
         self._add_workers()
-        self._callback.on_train_begin()
+        self._callback.__enter__()
         _active = self
 
     def __exit__(
@@ -70,9 +70,7 @@ class TrainerProfiler:
     ) -> None:
         global _active
         _active = None
-        if error is not None:
-            self._callback.on_exception(error)
-        self._callback.on_train_end()
+        self._callback.__exit__(kind, error, trace)
         if error is None and self._tracking is not None and self._folders:
             # It reads traces, for which training must not wait.
             from verl_profiling.integrations.verl_metrics import log_reports
