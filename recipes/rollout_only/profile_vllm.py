@@ -16,9 +16,11 @@ PROFILING = {"enable": True, "save_path": "outputs/rollout_only", "rollout": {"c
 class Server(VLLMCaptureMixin):
     """An engine, and what the callback calls."""
 
-    def __init__(self, model: str) -> None:
-        arguments = AsyncEngineArgs(model=model, enforce_eager=True, **self.engine_args(PROFILING))
-        self.engine = AsyncLLM.from_engine_args(arguments)
+    def __init__(self, model: str, arguments: list[str]) -> None:
+        options = dict(argument.split("=", 1) for argument in arguments)
+        self.engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(model=model, enforce_eager=True, **options, **self.engine_args(PROFILING))
+        )
         self.init_capture(PROFILING)
 
     async def generate(self, prompt: str, tokens: int) -> None:
@@ -28,12 +30,12 @@ class Server(VLLMCaptureMixin):
             pass
 
 
-async def main(model: str) -> None:
+async def main(model: str, *arguments: str) -> None:
     """Start an engine, capture, and end it."""
-    server = Server(model)
+    server = Server(model, list(arguments))
     await capture_batch(server, PROFILING)
     server.engine.shutdown()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

@@ -64,7 +64,7 @@ def make_model() -> Qwen2ForCausalLM:
         eos_token_id=2,
         pad_token_id=0,
     )
-    return Qwen2ForCausalLM(config).to(torch.bfloat16)
+    return Qwen2ForCausalLM(config)
 
 
 def make_data() -> pandas.DataFrame:

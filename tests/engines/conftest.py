@@ -53,7 +53,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=False,
     )
     folder = tmp_path_factory.mktemp("model") / "tiny-qwen2"
-    transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
 
 

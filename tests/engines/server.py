@@ -12,7 +12,7 @@ SGLANG_ON_CPU: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
-    "dtype": "bfloat16",
+    "dtype": "float32",
     "max_total_tokens": 4096,
     "mem_fraction_static": 0.3,
     "log_level": "warning",

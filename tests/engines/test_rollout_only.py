@@ -16,7 +16,7 @@ from verl_profiling.cli import main
 from verl_profiling.manifest import read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_CPU = ["device=cpu", "attention_backend=torch_native", "sampling_backend=pytorch", "dtype=bfloat16"]
+ON_CPU = ["device=cpu", "attention_backend=torch_native", "sampling_backend=pytorch", "dtype=float32"]
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("engine", "arguments", "artifacts"),
     [
-        pytest.param("vllm", [], [""], id="vllm", marks=pytest.mark.vllm),
+        pytest.param("vllm", ["dtype=float32"], [""], id="vllm", marks=pytest.mark.vllm),
         pytest.param("sglang", ON_CPU, [".prefill", ".decode"], id="sglang", marks=pytest.mark.sglang),
     ],
 )

@@ -47,7 +47,7 @@ class Server(EngineServer, VLLMCaptureMixin):
                 enforce_eager=True,
                 max_model_len=256,
                 max_num_seqs=8,
-                dtype="bfloat16",
+                dtype="float32",
                 **self.engine_args(settings(save_path, **(changes or {}))),
                 **engine,
             )

@@ -46,7 +46,7 @@ class Server(VLLMCaptureMixin):
         self.engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128,
-                max_num_seqs=4, dtype="bfloat16", **self.engine_args(settings),
+                max_num_seqs=4, dtype="float32", **self.engine_args(settings),
             )
         )
         self.init_capture(settings)

@@ -62,7 +62,7 @@ def main():
         def __init__(self):
             self.engine = LLM(
                 model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=4,
-                dtype="bfloat16", distributed_executor_backend=backend or None,
+                dtype="float32", distributed_executor_backend=backend or None,
                 **self.engine_args(settings(folder, "e2e")),
             )
 
@@ -103,7 +103,7 @@ def main():
             self.engine = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
                     model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128,
-                    max_num_seqs=4, dtype="bfloat16", **self.engine_args(settings(folder, "e2e")),
+                    max_num_seqs=4, dtype="float32", **self.engine_args(settings(folder, "e2e")),
                 )
             )
 

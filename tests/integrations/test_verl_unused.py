@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 # compute the same if the samples of a batch have the same order.
 REPEATABLE = (
     "actor_rollout_ref.rollout.top_k=1",
-    "actor_rollout_ref.rollout.dtype=float32",
     "actor_rollout_ref.rollout.max_num_seqs=1",
     "actor_rollout_ref.rollout.enable_prefix_caching=false",
     "actor_rollout_ref.actor.entropy_coeff=0.01",
