@@ -61,7 +61,8 @@ async def seconds_per_request(engine: Engine) -> float:
 async def main() -> None:
     """Measure and print."""
     bare, idle, recording = Engine(), Engine(), Engine()
-    idle_log, log = RequestLog(0, enable=True), RequestLog(0, enable=True)
+    idle_log, log = RequestLog(), RequestLog()
+    log.serve(0, enable=True)
     watch_async_llm(idle, idle_log)
     watch_async_llm(recording, log)
     found: dict[str, list[float]] = {"bare": [], "idle": [], "recording": []}

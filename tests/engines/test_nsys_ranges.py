@@ -73,9 +73,7 @@ def recorder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def recording(request: CaptureRequest, label: str, ranks: object) -> RangeRecording:
         return RangeRecording(IDENTITY, request, label, [0, 1])
 
-    return EngineRecorder(
-        engine, IDENTITY, config.for_role("rollout"), config, recording, RequestLog(1, True)
-    )
+    return EngineRecorder(engine, IDENTITY, config.for_role("rollout"), config, recording, RequestLog())
 
 
 def request(run: Path, step: int, keep: bool = True) -> CaptureRequest:

@@ -24,50 +24,63 @@ ENGINES = ("vllm", "sglang", "transformers")
 
 
 def make_recorder(
-    engine: Any, config: ProfilingConfig, *, role: str, replica: int, rank: int | None
+    engine: Any,
+    config: ProfilingConfig,
+    *,
+    role: str,
+    replica: int,
+    rank: int | None,
+    requests: RequestLog | None = None,
 ) -> tuple[Recorder, WorkerIdentity]:
     """Return what records an engine, and the identity of its replica.
 
     Args:
         engine: A vLLM ``AsyncLLM`` or ``LLM``, an SGLang ``Engine``, an object with a
-            ``tokenizer_manager``, the URL of an SGLang server, or a transformers model.
+            ``tokenizer_manager``, the URL of an SGLang server, a transformers model, or anything
+            else in this process whose server logs its requests.
         config: All settings.
         role: Role of the server.
         replica: Index of the replica.
         rank: The replica's first global accelerator rank, or ``None`` to number replicas of
             equal size one after another.
+        requests: The log that the server writes; ``None`` to have the engine watched.
 
     Raises:
         ToolUnavailableError: No adapter knows the engine, or it is too old.
         ConfigError: The engine cannot do what the settings ask for.
         CaptureStateError: The engine was started in a way that it cannot be captured.
     """
-    requests = RequestLog(replica, config.rollout.requests)
+    log = requests or RequestLog()
+    log.serve(replica, config.rollout.requests)
     settings = config.for_role(role)
     identity = WorkerIdentity(role=role, rank=replica if rank is None else rank, replica=replica)
     package = _package(engine)
     adapter: EngineAdapter | None = None
     if package == "transformers":
-        watch_transformers(engine, requests)
+        if requests is None:
+            watch_transformers(engine, log)
     elif package == "vllm" and records_in_process(engine):
-        watch_llm(engine, requests)
+        if requests is None:
+            watch_llm(engine, log)
     elif package == "vllm":
         adapter = VLLMAdapter(engine, config, identity)
     elif package == "sglang" or isinstance(engine, str) or hasattr(engine, "tokenizer_manager"):
         adapter = SGLangAdapter(engine, config, identity)
-    else:
+    elif requests is None:
         raise ToolUnavailableError(
             f"init_capture: no adapter knows {type(engine).__module__}.{type(engine).__name__} ({identity}); "
-            "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a transformers model"
+            "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a transformers model; "
+            "for an engine of your own, requests=RequestLog()"
         )
     if adapter is None:
         _refuse_window(config, settings, identity)
-        return SessionRecorder(config, identity, requests), identity
-    adapter.watch(requests)
+        return SessionRecorder(config, identity, log), identity
+    if requests is None:
+        adapter.watch(log)
     nsys = records_with_nsys(settings)
     options = None if nsys else torch_options(settings, adapter.name)
     if options is None and not nsys:
-        return SessionRecorder(config, identity, requests), identity
+        return SessionRecorder(config, identity, log), identity
     identity = WorkerIdentity(
         role=role,
         rank=replica * adapter.ranks if rank is None else rank,
@@ -80,7 +93,7 @@ def make_recorder(
         recording = partial(RangeRecording, identity)
     else:
         recording = partial(TraceRecording, adapter, identity, options.compression_level)
-    return EngineRecorder(adapter, identity, settings, config, recording, requests), identity
+    return EngineRecorder(adapter, identity, settings, config, recording, log), identity
 
 
 def _refuse_window(config: ProfilingConfig, settings: RoleConfig, identity: WorkerIdentity) -> None:

@@ -93,9 +93,9 @@ def watch_transformers(model: Any, log: RequestLog) -> None:
 
     @functools.wraps(generate)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        record = log.open()
-        if record is None:
+        if not log.noting:
             return generate(*args, **kwargs)
+        record = log.open()
         prompts: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         try:
             output = generate(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Facts of inference requests: noted while a capture is open, free of charge while none is.
+"""Facts of inference requests: noted while a capture is open, next to nothing while none is.
 
 The policy version is one of them. An engine may get new weights while it is captured, so a server
 that knows its version says so when it changes; else the version is the one that the loop reports.
@@ -16,23 +16,43 @@ __all__ = ["OpenRequest", "RequestLog"]
 
 
 class RequestLog:
-    """The requests of one replica.
+    """The requests of one replica: when each began, got its first token and ended, and its lengths.
 
-    An adapter asks :meth:`open` when a request begins: ``None`` means that nobody wants to
-    know, and that the request should be passed on untouched.
+    A server with an engine of its own makes one, passes it to
+    :meth:`RolloutCaptureMixin.init_capture() <verl_profiling.workers.RolloutCaptureMixin.init_capture>`
+    and opens a record for each request::
 
-    Args:
-        replica: Index of the replica.
-        enable: ``rollout.requests``.
+        with self.requests.open(prompt_tokens=len(prompt)) as request:
+            for token in self.model.generate(prompt):
+                request.first_token()
+                request.response_tokens += 1
+
+    Tasks and threads may use it at the same time. Until a capture is open nothing is kept, and a
+    record reads no clock.
     """
 
-    def __init__(self, replica: int, enable: bool) -> None:
-        self._replica = replica
-        self._enable = enable
+    def __init__(self) -> None:
+        self._replica = 0
+        self._enable = False
         self._noted: list[Request] | None = None
         self._policy_version: int | None = None
         self._server_knows = False
         self._versions: list[int] = []
+
+    def serve(self, replica: int, enable: bool) -> None:
+        """Be told whose requests these are.
+
+        Args:
+            replica: Index of the replica.
+            enable: ``rollout.requests``.
+        """
+        self._replica = replica
+        self._enable = enable
+
+    @property
+    def noting(self) -> bool:
+        """Whether a request that begins now would be noted; if not, an adapter passes it on untouched."""
+        return self._noted is not None
 
     @property
     def policy_versions(self) -> list[int]:
@@ -76,31 +96,71 @@ class RequestLog:
         parts = ", then ".join(f"{version} ({begun[version]} requests)" for version in self._versions)
         return [f"{name}: the capture spans a weight update: policy version {parts}"]
 
-    def open(self) -> OpenRequest | None:
-        """Return a record of a request that begins now, or ``None`` while nothing takes note."""
-        noted = self._noted
-        return None if noted is None else OpenRequest(noted, self._replica, self._policy_version)
+    def open(self, prompt_tokens: int = 0) -> OpenRequest:
+        """Return a record of a request that begins now, to be used in a ``with`` block.
+
+        Args:
+            prompt_tokens: Length of the prompt, where it is known already.
+        """
+        return OpenRequest(self._noted, self._replica, self._policy_version, prompt_tokens)
 
 
 class OpenRequest:
-    """A request that has begun and not ended."""
+    """A request that has begun and not ended; the end of its ``with`` block ends it.
 
-    __slots__ = ("_begin_ns", "_first_token_ns", "_noted", "_policy_version", "_replica")
+    A block that is left by an exception, a cancellation included, makes the request a failed one.
 
-    def __init__(self, noted: list[Request], replica: int, policy_version: int | None) -> None:
+    Attributes:
+        prompt_tokens: Length of the prompt.
+        response_tokens: Length of the response so far.
+    """
+
+    __slots__ = (
+        "_begin_ns",
+        "_closed",
+        "_first_token_ns",
+        "_noted",
+        "_policy_version",
+        "_replica",
+        "prompt_tokens",
+        "response_tokens",
+    )
+
+    def __init__(
+        self, noted: list[Request] | None, replica: int, policy_version: int | None, prompt_tokens: int
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.response_tokens = 0
         self._noted = noted
         self._replica = replica
         self._policy_version = policy_version
-        self._begin_ns = clock.now_ns()
+        self._begin_ns = 0 if noted is None else clock.now_ns()
         self._first_token_ns = 0
+        self._closed = False
+
+    def __enter__(self) -> OpenRequest:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._closed:
+            self.close(self.prompt_tokens, self.response_tokens, failed=kind is not None)
 
     def first_token(self) -> None:
         """Note that the first output arrived; later calls change nothing."""
-        if not self._first_token_ns:
+        if not self._first_token_ns and self._noted is not None:
             self._first_token_ns = clock.now_ns()
 
     def close(self, prompt_tokens: int, response_tokens: int, *, failed: bool = False) -> None:
-        """Note that the request ended. A batch closes one record once for each of its requests."""
+        """Note that the request ended; for an engine that hands over a batch, once for each request of it.
+
+        Args:
+            prompt_tokens: Length of the prompt.
+            response_tokens: Length of the response.
+            failed: It raised, or was given up.
+        """
+        self._closed = True
+        if self._noted is None:
+            return
         self._noted.append(
             Request(
                 replica=self._replica,

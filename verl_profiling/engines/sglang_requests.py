@@ -18,8 +18,7 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
     @functools.wraps(generate)
     def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
-        record = log.open()
-        return stream if record is None else _noting(stream, record)
+        return _noting(stream, log.open()) if log.noting else stream
 
     manager.generate_request = watched
 

@@ -18,10 +18,9 @@ def watch_async_llm(engine: Any, log: RequestLog) -> None:
     @functools.wraps(generate)
     def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
-        record = log.open()
-        if record is None:
+        if not log.noting:
             return stream
-        return _noting(stream, record, kwargs.get("sampling_params", args[1] if len(args) > 1 else None))
+        return _noting(stream, log.open(), kwargs.get("sampling_params", args[1] if len(args) > 1 else None))
 
     engine.generate = watched
 
@@ -32,11 +31,12 @@ def watch_llm(engine: Any, log: RequestLog) -> None:
 
     @functools.wraps(generate)
     def watched(*args: Any, **kwargs: Any) -> Any:
+        if not log.noting:
+            return generate(*args, **kwargs)
         record = log.open()
         outputs = generate(*args, **kwargs)
-        if record is not None:
-            for output in outputs:
-                record.close(_prompt_tokens(output), sum(_lengths(output).values()))
+        for output in outputs:
+            record.close(_prompt_tokens(output), sum(_lengths(output).values()))
         return outputs
 
     engine.generate = watched

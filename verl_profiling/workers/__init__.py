@@ -1,5 +1,6 @@
 """Mixins for workers, one file per training framework and one for rollout engines."""
 
+from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.workers.base import CaptureMixin
 from verl_profiling.workers.fsdp import FSDPCaptureMixin
 from verl_profiling.workers.megatron import CaptureTimers, MegatronCaptureMixin
@@ -10,6 +11,8 @@ __all__ = [
     "CaptureTimers",
     "FSDPCaptureMixin",
     "MegatronCaptureMixin",
+    "OpenRequest",
+    "RequestLog",
     "RolloutCaptureMixin",
     "SGLangCaptureMixin",
     "VLLMCaptureMixin",

@@ -9,6 +9,7 @@ from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.engines.factory import ENGINES, make_recorder, node_rank_of
 from verl_profiling.engines.recorder import Recorder, skipped
+from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError, choices_hint
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
@@ -21,7 +22,7 @@ class RolloutCaptureMixin:
 
     It has no ``__init__``, so it composes with any class, Ray actors included. The server
     passes :meth:`engine_args` to the engine's constructor and calls :meth:`init_capture` once
-    the engine exists.
+    the engine exists. A server with an engine of its own passes ``requests=RequestLog()`` instead.
     """
 
     engine_package: ClassVar[str | None] = None
@@ -72,6 +73,7 @@ class RolloutCaptureMixin:
         replica: int = 0,
         rank: int | None = None,
         node_rank: int | None = None,
+        requests: RequestLog | None = None,
     ) -> None:
         """Set this server up, once its engine exists.
 
@@ -86,6 +88,9 @@ class RolloutCaptureMixin:
                 numbered one after another when it is left out.
             node_rank: Index of this node in a replica that spans several; only node 0 acts. An
                 SGLang engine knows it when it is left out.
+            requests: The log that the server writes its requests to. An engine of your own, which
+                computes in this process, needs nothing else; of any other engine the requests are
+                noted without it, and are not when it is given.
 
         Raises:
             CaptureStateError: The engine was started in a way that it cannot be captured.
@@ -103,7 +108,7 @@ class RolloutCaptureMixin:
             self._capture_idle_reason = f"node {node} of the replica; node 0 records for all"
         else:
             self._capture_recorder, self._capture_identity = make_recorder(
-                found, settings, role=role, replica=replica, rank=rank
+                found, settings, role=role, replica=replica, rank=rank, requests=requests
             )
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:

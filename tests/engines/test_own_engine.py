@@ -1,0 +1,138 @@
+"""An engine of one's own: its server logs the requests, and the session records its process."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.example_engine import OwnServer
+from verl_profiling import ProfilingCallback, ToolUnavailableError
+from verl_profiling.capture.session import Session
+from verl_profiling.cli import main
+from verl_profiling.errors import ConfigError
+from verl_profiling.manifest import read_manifest
+from verl_profiling.report.build import build_report
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.workers import RequestLog, RolloutCaptureMixin
+
+LENGTHS = ((2, 5, 9), (3, 40))
+
+
+def roll_out(config: dict[str, Any], servers: list[Any]) -> None:
+    """Profile one step in which replica 0 answers three requests, and replica 1 two and a wrong one."""
+    import ray
+
+    callback = ProfilingCallback(config)
+    callback.add_rollout(servers)
+    callback.on_train_begin()
+    callback.on_step_begin(1)
+    callback.on_rollout_begin()
+    answers = [
+        server.generate.remote([1, 2, 3, 4], tokens)
+        for server, lengths in zip(servers, LENGTHS, strict=True)
+        for tokens in lengths
+    ]
+    wrong = servers[1].generate.remote([1, 999], 1)
+    assert [len(answer) for answer in ray.get(answers)] == [2, 5, 9, 3, 40]
+    with pytest.raises(ValueError, match="no token 999"):
+        ray.get(wrong)
+    callback.on_rollout_end()
+    callback.on_step_end()
+    callback.on_train_end()
+
+
+@pytest.mark.parametrize(
+    ("settings", "artifact"),
+    [
+        pytest.param({"tool": "torch"}, ".torch.json.gz", id="torch-e2e"),
+        pytest.param({"tool": "torch", "mode": "discrete"}, ".rollout.torch.json.gz", id="torch-discrete"),
+        pytest.param({"tool": "spans"}, None, id="spans"),
+    ],
+)
+def test_replicas_tail_and_requests_are_in_report_and_timeline(
+    settings: dict[str, Any], artifact: str | None, ray_cluster: None, tmp_path: Path
+) -> None:
+    """Two Ray actors with an engine that nobody knows, whatever records their processes."""
+    import ray
+
+    config = {"enable": True, "save_path": str(tmp_path), **settings}
+    remote = ray.remote(num_cpus=0)(OwnServer)
+    servers = [remote.remote(config, replica) for replica in range(2)]
+    try:
+        roll_out(config, servers)
+    finally:
+        for server in servers:
+            ray.kill(server)
+    folder = tmp_path / "step_000001"
+    assert main(["check", str(folder)]) == 0
+    manifest = read_manifest(folder)
+    assert [worker.name for worker in manifest.workers] == ["rollout0", "rollout1"]
+    for worker, lengths in zip(manifest.workers, LENGTHS, strict=True):
+        answered = [noted for noted in worker.requests if not noted.failed]
+        assert sorted(noted.response_tokens for noted in answered) == list(lengths)
+        assert {(noted.prompt_tokens, noted.replica) for noted in answered} == {(4, worker.identity.replica)}
+        assert all(noted.begin_ns < noted.first_token_ns < noted.end_ns for noted in answered)
+    [failed] = [noted for noted in manifest.workers[1].requests if noted.failed]
+    assert (failed.prompt_tokens, failed.response_tokens, failed.first_token_ns) == (2, 0, 0)
+
+    [step] = find_steps(folder)
+    report = build_report(step)
+    assert report.tail is not None
+    assert (report.tail.replicas, report.tail.requests) == (2, 5)
+    assert report.tail.last_finish_us > report.tail.median_finish_us
+    expected = [f"rollout{replica}_rank0" for replica in range(2)] if artifact else []
+    assert [row.name for row in report.workers if row.replica is not None] == expected
+    if artifact:
+        assert all((folder / f"{lane}{artifact}").is_file() for lane in expected)
+
+    assert main(["merge", str(folder)]) == 0
+    events = json.loads(gzip.decompress((folder / "timeline.json.gz").read_bytes()))["traceEvents"]
+    lanes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    drawn = [lanes[e["pid"]] for e in events if e["name"].startswith("request (")]
+    assert (drawn.count("rollout0 requests"), drawn.count("rollout1 requests")) == (3, 3)
+
+
+async def test_a_server_that_is_not_profiled_answers_all_the_same(session: Session) -> None:
+    """Switched off, the log is there to be used and keeps nothing."""
+    server = OwnServer(None, replica=0)
+    assert len(await server.generate([1, 2], 3)) == 3
+    assert server._requests.end() == []
+
+
+def test_the_requests_switch_holds_for_own_engines(session: Session, tmp_path: Path) -> None:
+    """With ``rollout.requests=false`` the capture has no requests."""
+    for wanted in (True, False):
+        config = {
+            "enable": True,
+            "save_path": str(tmp_path / str(wanted)),
+            "tool": "spans",
+            "rollout": {"requests": wanted},
+        }
+        session.reset()
+        server = OwnServer(config, replica=0)
+        callback = ProfilingCallback(config)
+        callback.add_rollout(server)
+        callback.on_step_begin(1)
+        asyncio.run(server.generate([1], 2))
+        callback.on_step_end()
+        callback.on_train_end()
+        [worker] = read_manifest(tmp_path / str(wanted) / "step_000001").workers
+        assert len(worker.requests) == wanted
+
+
+def test_without_a_log_an_own_engine_is_unknown() -> None:
+    """The error names the remedy."""
+    with pytest.raises(ToolUnavailableError, match=r"engine of your own, requests=RequestLog\(\)"):
+        RolloutCaptureMixin().init_capture({"enable": True}, engine=object())
+
+
+def test_a_window_in_iterations_is_refused(session: Session) -> None:
+    """Nothing counts the iterations of an own engine, so asking for some is an error that names the key."""
+    config = {"enable": True, "rollout": {"count": 3}}
+    with pytest.raises(ConfigError, match=r"rollout\.count: rollout replica 0 .* computes in this process"):
+        RolloutCaptureMixin().init_capture(config, requests=RequestLog())

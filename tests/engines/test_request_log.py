@@ -1,0 +1,127 @@
+"""The log of requests: what is kept of each, whoever writes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from verl_profiling.workers import RequestLog
+
+
+@pytest.fixture
+def log() -> RequestLog:
+    """A log that takes note, of replica 3 at policy version 7."""
+    log = RequestLog()
+    log.serve(3, enable=True)
+    log.begin(7)
+    return log
+
+
+def test_nothing_is_kept_while_no_capture_is_open() -> None:
+    """Before, after and without one, a record counts for its user and is forgotten."""
+    log = RequestLog()
+    for _ in range(2):
+        assert not log.noting
+        with log.open(5) as request:
+            request.first_token()
+            request.response_tokens += 2
+            assert request.response_tokens == 2
+        assert log.end() == []
+        log.serve(0, enable=True)
+        log.begin(None)
+        log.end()
+
+
+def test_a_request_has_its_times_its_lengths_and_its_version(log: RequestLog) -> None:
+    """The first of several first tokens counts, and the end of the block is the end."""
+    with log.open(prompt_tokens=5) as request:
+        request.first_token()
+        request.first_token()
+        request.response_tokens = 9
+    [noted] = log.end()
+    assert (noted.replica, noted.policy_version) == (3, 7)
+    assert (noted.prompt_tokens, noted.response_tokens, noted.failed) == (5, 9, False)
+    assert noted.begin_ns < noted.first_token_ns < noted.end_ns
+
+
+def test_what_the_user_raises_passes_through_and_fails_the_request(log: RequestLog) -> None:
+    """What was generated until then is noted."""
+
+    def answer() -> None:
+        with log.open(5) as request:
+            request.response_tokens = 2
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        answer()
+    [noted] = log.end()
+    assert (noted.response_tokens, noted.failed) == (2, True)
+
+
+async def test_a_cancelled_request_failed(log: RequestLog) -> None:
+    """A client that goes away cancels the task of its request."""
+
+    async def answer() -> None:
+        with log.open(5):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(answer())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [noted.failed for noted in log.end()] == [True]
+
+
+def test_a_stream_that_is_given_up_failed(log: RequestLog) -> None:
+    """Closing the generator ends the request."""
+
+    def stream() -> Iterator[int]:
+        with log.open(5) as request:
+            for token in range(10):
+                request.response_tokens += 1
+                yield token
+
+    tokens = stream()
+    next(tokens)
+    tokens.close()  # type: ignore[attr-defined]
+    assert [(noted.response_tokens, noted.failed) for noted in log.end()] == [(1, True)]
+
+
+def test_a_batch_closes_one_record_for_each_of_its_requests(log: RequestLog) -> None:
+    """Then the end of the block adds none."""
+    with log.open() as batch:
+        for length in (1, 2, 3):
+            batch.close(4, length)
+    assert [noted.response_tokens for noted in log.end()] == [1, 2, 3]
+
+
+async def test_requests_of_many_tasks_do_not_mix(log: RequestLog) -> None:
+    """Each keeps its own lengths and times, whatever their order."""
+
+    async def answer(length: int) -> None:
+        with log.open(length) as request:
+            for _ in range(length):
+                await asyncio.sleep(0)
+                request.response_tokens += 1
+
+    await asyncio.gather(*(answer(length) for length in range(200, 0, -1)))
+    noted = log.end()
+    assert [request.prompt_tokens for request in noted] == list(range(1, 201))
+    assert all(request.prompt_tokens == request.response_tokens for request in noted)
+
+
+def test_threads_lose_no_request(log: RequestLog) -> None:
+    """Eight at once, while captures open and close beside them, and none is noted twice."""
+
+    def answer(number: int) -> None:
+        for _ in range(500):
+            with log.open(number) as request:
+                request.response_tokens = 1
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(answer, range(8)))
+    assert len(log.end()) == 4000
