@@ -144,16 +144,15 @@ def probe_methods(inner: bool) -> None:
 
 def probe_requests() -> None:
     """Time what the watching of a request adds to its beginning."""
-    adapter = import_module("verl_profiling.engines.vllm").VLLMAdapter
-    watch = adapter.watch
+    factory = import_module("verl_profiling.engines.factory")
+    watch = factory.watch_vllm
 
-    def probed_watch(self: Any, log: Any) -> None:
-        engine = self._engine
+    def probed_watch(engine: Any, log: Any) -> None:
         engine.generate = timed("generate", engine.generate, inner=True)
-        watch(self, log)
+        watch(engine, log)
         engine.generate = timed("generate", engine.generate, inner=False)
 
-    adapter.watch = probed_watch
+    factory.watch_vllm = probed_watch
 
 
 def probe_pauses() -> None:

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -16,8 +15,8 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.tools import TOOLS, Tool, load_tool
-from verl_profiling.tools.nsys import NsysTool
+from verl_profiling.settings.tool_names import load_tool
+from verl_profiling.tools import TOOLS, Tool
 
 __all__ = ["Diagnosis", "examine_config", "examine_machine", "load_config"]
 
@@ -155,21 +154,15 @@ def _tools() -> Iterator[Diagnosis]:
 
 
 def _need(tool: Tool) -> None:
-    """Check what a tool needs; a worker under Nsight Systems is started later, this process is none.
+    """Check what a tool needs; a process that is started under it comes later, and is not this one.
 
     Raises:
         ToolUnavailableError: Something is missing.
     """
-    if not isinstance(tool, NsysTool):
+    if tool.launch is None:
         tool.prepare()
-        return
-    nsys = shutil.which("nsys")
-    if nsys is None:
-        raise ToolUnavailableError("tool 'nsys': there is no nsys on PATH; install NVIDIA Nsight Systems")
-    tool.cuda_profiler()
-    done = subprocess.run([nsys, "--version"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ToolUnavailableError(f"tool 'nsys': {nsys} does not run: {done.stderr.strip()}")
+    else:
+        tool.launch.check_machine()
 
 
 def _save_path(folder: Path) -> Diagnosis:

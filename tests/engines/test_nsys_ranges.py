@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,17 +15,28 @@ from verl_profiling import (
     ToolUnavailableError,
 )
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.engines.base import EngineAdapter, EngineTrace, records_with_nsys
+from verl_profiling.engines.base import EngineAdapter, EngineTrace, RangeTool, engine_tool
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.recording import RangeRecording
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.nsys_ranges import read_ranges
 from verl_profiling.settings.rollout import RolloutOptions
-from verl_profiling.tools import opened_ranges
+from verl_profiling.tools.nsys_launch import NsysLaunch, NsysOptions
 from verl_profiling.tools.opened_ranges import OpenedRanges, nsys_variables
 
 IDENTITY = WorkerIdentity(role="rollout", rank=0, replica=1)
+
+
+class Launched(NsysLaunch):
+    """A process of its own for each test, as far as ranges go."""
+
+    def __init__(self, options: NsysOptions, check_device: Callable[[], object]) -> None:
+        super().__init__(options, check_device)
+        self._ranges = OpenedRanges()
+
+    def ranges(self) -> OpenedRanges:
+        return self._ranges
 
 
 class Engine(EngineAdapter):
@@ -46,9 +59,6 @@ class Engine(EngineAdapter):
     def identify(self, path: Path, label: str) -> EngineTrace | None:
         return None
 
-    def watch(self, log: RequestLog) -> None:
-        pass
-
     def _note(self, call: str) -> None:
         if self.fails == call:
             raise OSError("the engine is gone")
@@ -62,17 +72,22 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def recorder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineRecorder:
+def launch() -> Launched:
+    """How the process was started."""
+    return Launched(NsysOptions(), lambda: None)
+
+
+@pytest.fixture
+def recorder(
+    engine: Engine, launch: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> EngineRecorder:
     """A recorder in a process that was started for two ranges."""
-    monkeypatch.setattr(opened_ranges, "_ranges", OpenedRanges())
     (tmp_path / "nsys").mkdir()
     for name, value in nsys_variables(tmp_path / "nsys" / "rollout", 2).items():
         monkeypatch.setenv(name, value)
     config = ProfilingConfig.from_any({"enable": True, "tool": "nsys", "save_path": str(tmp_path)})
 
-    def recording(request: CaptureRequest, label: str, ranks: object) -> RangeRecording:
-        return RangeRecording(IDENTITY, request, label, [0, 1])
-
+    recording = partial(RangeRecording, IDENTITY, RangeTool("nsys", ".nsys-rep", launch))
     return EngineRecorder(engine, IDENTITY, config.for_role("rollout"), config, recording, RequestLog())
 
 
@@ -130,9 +145,11 @@ async def test_more_windows_than_announced(recorder: EngineRecorder, engine: Eng
     assert engine.calls == ["start", "stop"] * 2
 
 
-async def test_a_range_inside_of_a_range(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
+async def test_a_range_inside_of_a_range(
+    recorder: EngineRecorder, engine: Engine, launch: Launched, tmp_path: Path
+) -> None:
     """A trainer in the same process has one open: a second one would not be seen, and is refused."""
-    opened_ranges.process_ranges().note_opened(tmp_path / "step_000001", "actor_rank0.nsys-rep")
+    launch.ranges().note_opened(tmp_path / "step_000001", "actor_rank0.nsys-rep")
     with pytest.raises(CaptureStateError, match=r"a range is open .*, for actor_rank0\.nsys-rep"):
         await recorder.start(request(tmp_path, 1))
     assert engine.calls == []
@@ -157,8 +174,8 @@ async def test_an_engine_that_does_not_stop(recorder: EngineRecorder, engine: En
 def test_nsys_records_an_engine_alone() -> None:
     """Another tool in an engine's processes is refused by name."""
     config = ProfilingConfig.from_any({"enable": True, "tool": ["nsys", "torch_memory"]})
-    with pytest.raises(ConfigError, match=r"roles\.rollout\.tool: .* does not record with 'torch_memory'"):
-        records_with_nsys(config.for_role("rollout"))
+    with pytest.raises(ConfigError, match=r"roles\.rollout\.tool: .* not with 'torch_memory' too"):
+        engine_tool(config.for_role("rollout"), "vLLM", {"cuda"})
 
 
 def test_a_server_that_was_not_started_under_nsys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,8 +125,8 @@ def test_ranges_of_nsight_systems_open_and_close(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("VERL_PROFILING_NSYS_RANGES", "1000")
     tool = NsysTool(NsysOptions())
     recording = tool.start(Destination(folder=tmp_path, lane="actor_rank0", metadata={}))
-    mark = recording.begin_mark("update_actor")
+    mark = recording.marks.begin("update_actor")
     product()
-    recording.end_mark(mark)
+    recording.marks.end(mark)
     [output] = recording.stop()
     assert output.artifact.status == "pending"

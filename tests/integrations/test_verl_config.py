@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from verl_profiling import ConfigError, ProfilingConfig
-from verl_profiling.integrations.verl_config import settings_of
+from verl_profiling import ConfigError
+from verl_profiling.integrations.verl_config import settings_from_verl, settings_of
 
 TORCH = {
     "contents": [],
@@ -121,7 +121,7 @@ def test_split_replicas_are_refused() -> None:
 
 def test_roles_and_ranks_are_bridged() -> None:
     """A role that verl profiles is profiled on the same ranks, rank 0 where none are named."""
-    settings = ProfilingConfig.from_verl(
+    settings = settings_from_verl(
         verl_config(
             actor=role(enable=True, ranks=[0, 8], torch={"discrete": True}),
             rollout=role(enable=True),
@@ -135,7 +135,7 @@ def test_roles_and_ranks_are_bridged() -> None:
     assert (actor.mode, actor.ranks) == ("discrete", frozenset({0, 8}))
     assert (rollout.mode, rollout.ranks) == ("e2e", frozenset({0}))
     assert not settings.for_role("ref").enable
-    all_ranks = ProfilingConfig.from_verl(verl_config(actor=role(enable=True, all_ranks=True), steps=[1]))
+    all_ranks = settings_from_verl(verl_config(actor=role(enable=True, all_ranks=True), steps=[1]))
     assert all_ranks.for_role("actor").ranks is None
 
 
@@ -149,7 +149,7 @@ def test_roles_and_ranks_are_bridged() -> None:
 )
 def test_contents_are_bridged(contents: list[str], expected: dict[str, Any]) -> None:
     """Contents select the same things; an empty list means everything, as it does for verl."""
-    settings = ProfilingConfig.from_verl(
+    settings = settings_from_verl(
         verl_config(actor=role(enable=True, torch={"contents": contents}), steps=[1])
     )
     assert settings.roles["actor"].tools["torch"] == expected
@@ -158,14 +158,14 @@ def test_contents_are_bridged(contents: list[str], expected: dict[str, Any]) -> 
 @pytest.mark.parametrize(("engine", "memory"), [("vllm", True), ("sglang", False)])
 def test_engines_get_what_they_have(engine: str, memory: bool) -> None:
     """Contents that an engine does not have are left out for it, so that taking over does not fail."""
-    settings = ProfilingConfig.from_verl(verl_config(rollout=role(enable=True), engine=engine, steps=[1]))
+    settings = settings_from_verl(verl_config(rollout=role(enable=True), engine=engine, steps=[1]))
     assert settings.roles["rollout"].tools["torch"] == {"stack": True, "shapes": True, "memory": memory}
 
 
 def test_windows_are_bridged() -> None:
     """The mini-batch schedule and the "token" window, which counts engine iterations, keep their meaning."""
     schedule = {"skip_first": 1, "wait": 2, "warmup": 1, "active": 3, "repeat": 1}
-    settings = ProfilingConfig.from_verl(
+    settings = settings_from_verl(
         verl_config(
             actor=role(enable=True, torch={"schedule": schedule}),
             rollout=role(enable=True, torch={"profile_token_start": 30, "profile_token_end": 60}),
@@ -180,7 +180,7 @@ def test_windows_are_bridged() -> None:
 def test_what_has_no_counterpart_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """A field that is set and means nothing here is a warning that names its key."""
     with caplog.at_level(logging.WARNING):
-        ProfilingConfig.from_verl(
+        settings_from_verl(
             verl_config(actor=role(enable=True, finish_hook_cmd="upload"), steps=[1], relocate_results=True)
         )
     text = caplog.text
@@ -191,4 +191,4 @@ def test_what_has_no_counterpart_is_said(caplog: pytest.LogCaptureFixture) -> No
 def test_other_tools_are_refused() -> None:
     """A tool of verl's that this package does not have is an error that names the key."""
     with pytest.raises(ConfigError, match=r"global_profiler\.tool.*precision_debugger"):
-        ProfilingConfig.from_verl(verl_config(steps=[1], tool="precision_debugger"))
+        settings_from_verl(verl_config(steps=[1], tool="precision_debugger"))

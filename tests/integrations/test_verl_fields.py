@@ -12,7 +12,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
-from verl_profiling import ConfigError, ProfilingConfig
+from verl_profiling import ConfigError
+from verl_profiling.integrations.verl_config import settings_from_verl
 
 pytestmark = pytest.mark.verl
 
@@ -103,12 +104,12 @@ def outcome(
         OmegaConf.update(changed, f"{block}.tool", rest.partition(".")[0])
     if ".schedule." in key:
         OmegaConf.update(changed, key.rpartition(".")[0] + ".active", 1)
-    before = ProfilingConfig.from_verl(changed).to_dict()
+    before = settings_from_verl(changed).to_dict()
     OmegaConf.update(changed, key, value)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         try:
-            return ProfilingConfig.from_verl(changed).to_dict() != before, caplog.text
+            return settings_from_verl(changed).to_dict() != before, caplog.text
         except ConfigError as error:
             return False, str(error)
 

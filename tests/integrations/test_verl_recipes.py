@@ -12,6 +12,7 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from verl_profiling import ProfilingConfig
+from verl_profiling.integrations.verl_config import settings_from_verl
 from verl_profiling.manifest import read_manifest
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
@@ -35,7 +36,7 @@ def run_script(*command: str, **environment: str) -> subprocess.CompletedProcess
 def verl_settings(*overrides: str) -> ProfilingConfig:
     """Return what the bridge makes of verl's real configuration with these overrides."""
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return ProfilingConfig.from_verl(compose("ppo_trainer", list(overrides)))
+        return settings_from_verl(compose("ppo_trainer", list(overrides)))
 
 
 @pytest.mark.parametrize(

@@ -82,31 +82,31 @@ def test_cycles_mean_what_they_mean_in_torch(
 def test_without_continuous_every_step_is_a_capture_of_its_own() -> None:
     """The window of a captured step is that step."""
     schedule = Schedule(wait=1, warmup=1, active=2)
-    assert schedule.window(1) is None
-    assert schedule.window(2) == StepRange(2, 2, Action.WARMUP)
-    assert schedule.window(3) == StepRange(3, 3)
-    assert schedule.window(4) == StepRange(4, 4)
+    assert schedule.step_range(1) is None
+    assert schedule.step_range(2) == StepRange(2, 2, Action.WARMUP)
+    assert schedule.step_range(3) == StepRange(3, 3)
+    assert schedule.step_range(4) == StepRange(4, 4)
 
 
 @pytest.mark.parametrize("schedule", [Schedule(steps=(3, 4, 6), continuous=True)])
 def test_continuous_steps_share_a_capture(schedule: Schedule) -> None:
     """Consecutive steps are one window, whichever of them is asked for."""
-    assert schedule.window(3) == schedule.window(4) == StepRange(3, 4)
-    assert schedule.window(5) is None
-    assert schedule.window(6) == StepRange(6, 6)
+    assert schedule.step_range(3) == schedule.step_range(4) == StepRange(3, 4)
+    assert schedule.step_range(5) is None
+    assert schedule.step_range(6) == StepRange(6, 6)
 
 
 def test_a_warmup_is_a_capture_apart() -> None:
     """A continuous capture starts after its warm-up, which is one capture as well."""
     schedule = Schedule(wait=1, warmup=2, active=2, continuous=True)
-    assert schedule.window(2) == schedule.window(3) == StepRange(2, 3, Action.WARMUP)
-    assert schedule.window(4) == schedule.window(5) == StepRange(4, 5)
-    assert schedule.window(6) is None
+    assert schedule.step_range(2) == schedule.step_range(3) == StepRange(2, 3, Action.WARMUP)
+    assert schedule.step_range(4) == schedule.step_range(5) == StepRange(4, 5)
+    assert schedule.step_range(6) is None
 
 
 def test_cycles_that_touch_are_one_continuous_capture() -> None:
     """Without waiting between them, the active steps of all cycles follow each other."""
-    assert Schedule(active=2, repeat=2, continuous=True).window(1) == StepRange(1, 4)
+    assert Schedule(active=2, repeat=2, continuous=True).step_range(1) == StepRange(1, 4)
 
 
 @given(
@@ -127,7 +127,7 @@ def test_cycles_that_touch_are_one_continuous_capture() -> None:
 def test_windows_cover_exactly_the_steps_that_are_on(schedule: Schedule) -> None:
     """A window holds its step, only steps with its action, and is the same for all of them."""
     for step in range(30):
-        window = schedule.window(step)
+        window = schedule.step_range(step)
         if schedule.action(step) is Action.OFF:
             assert window is None
             continue
@@ -135,7 +135,7 @@ def test_windows_cover_exactly_the_steps_that_are_on(schedule: Schedule) -> None
         assert window.first <= step <= window.last
         inside = range(window.first, window.last + 1)
         assert {schedule.action(other) for other in inside} == {window.action}
-        assert {schedule.window(other) for other in inside} == {window}
+        assert {schedule.step_range(other) for other in inside} == {window}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_continuous_capture_needs_an_end(endless: dict[str, int]) -> None:
 
 def test_a_bounded_continuous_capture_is_accepted() -> None:
     """``repeat`` bounds it."""
-    assert Schedule(active=5, repeat=1, continuous=True).window(1) == StepRange(1, 5)
+    assert Schedule(active=5, repeat=1, continuous=True).step_range(1) == StepRange(1, 5)
 
 
 def test_repeated_and_unordered_steps_mean_the_set() -> None:
@@ -161,6 +161,6 @@ def test_repeated_and_unordered_steps_mean_the_set() -> None:
 def test_a_huge_continuous_capture_is_found_at_once() -> None:
     """The ends of a run of steps are computed, not searched: a billion steps cost no time."""
     schedule = Schedule(wait=2, active=10**9, continuous=True)
-    window = schedule.window(10**6)
+    window = schedule.step_range(10**6)
     assert window is not None
     assert (window.first, window.last) == (3, 10**9 + 2)

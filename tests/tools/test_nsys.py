@@ -16,10 +16,11 @@ from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig, Tool
 from verl_profiling.cli import main
 from verl_profiling.manifest import Artifact, read_manifest
 from verl_profiling.nsys_ranges import read_ranges
+from verl_profiling.settings.launch import expected_ranges
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.nsys import convert_nsys
 from verl_profiling.timeline.reader import Trace
-from verl_profiling.tools.nsys import nsys_ranges, nsys_runtime_env
+from verl_profiling.tools.nsys import nsys_runtime_env
 from verl_profiling.workers import CaptureMixin
 
 STAGES = ["old_log_prob", "update_actor"]
@@ -28,7 +29,7 @@ STAGES = ["old_log_prob", "update_actor"]
 def ranges(last_step: int | None = None, **given: Any) -> int:
     """Return the computed number of ranges of an actor."""
     config = ProfilingConfig.from_any({"enable": True, "tool": "nsys", **given})
-    return nsys_ranges(config.for_role("actor"), config.schedule, None, last_step)
+    return expected_ranges(config.for_role("actor"), config.schedule, last_step)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_ranges_follow_from_schedule_and_stages(
 def test_an_engine_opens_a_range_a_generation(given: dict[str, Any], expected: int) -> None:
     """Stages are the trainer's: a rollout engine has one window a step, so nothing has to be listed."""
     config = ProfilingConfig.from_any({"enable": True, "tool": "nsys", **given})
-    assert nsys_ranges(config.for_role("rollout"), config.schedule) == expected
+    assert expected_ranges(config.for_role("rollout"), config.schedule) == expected
 
 
 @pytest.mark.parametrize(

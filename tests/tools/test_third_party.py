@@ -12,8 +12,9 @@ from example_loops import settings
 
 from verl_profiling import ConfigError, ToolUnavailableError, stage
 from verl_profiling.manifest import Artifact
+from verl_profiling.settings.tool_names import load_tool
 from verl_profiling.testing import record_step
-from verl_profiling.tools import TOOLS, Destination, Output, Recording, Tool, load_tool
+from verl_profiling.tools import TOOLS, Destination, Output, Recording, Tool
 
 EXAMPLE = "tests.tools.example_tool:CProfileTool"
 

@@ -215,17 +215,13 @@ class Capture:
 
     def _mark_spans(self) -> None:
         """Show stages in the artifacts of the tools that can."""
-        marking = [
-            recording
-            for _, recording, _ in self._recordings
-            if getattr(recording.begin_mark, "__func__", None) is not Recording.begin_mark
-        ]
-        if len(marking) == 1:
-            self._spans.begin_mark, self._spans.end_mark = marking[0].begin_mark, marking[0].end_mark
-        elif marking:
-            self._spans.begin_mark = lambda name: [recording.begin_mark(name) for recording in marking]
+        kinds = [marks for _, recording, _ in self._recordings if (marks := recording.marks) is not None]
+        if len(kinds) == 1:
+            self._spans.begin_mark, self._spans.end_mark = kinds[0]
+        elif kinds:
+            self._spans.begin_mark = lambda name: [kind.begin(name) for kind in kinds]
             self._spans.end_mark = lambda marks: [
-                recording.end_mark(mark) for recording, mark in zip(marking, marks, strict=True)
+                kind.end(mark) for kind, mark in zip(kinds, marks, strict=True)
             ]
 
     def _keep(self, outputs: Sequence[Output], end_ns: int) -> None:

@@ -42,7 +42,7 @@ ROLLOUT = "rollout"
 class _Live:
     """The capture that is open."""
 
-    window: StepRange
+    step_range: StepRange
     request: CaptureRequest
     folder: Path
     participants: Participants
@@ -128,16 +128,16 @@ class Controller:
         """Open a capture, or go on with one that covers several steps."""
         live = self.live
         if live is not None:
-            if live.steps[-1] < step <= live.window.last:
+            if live.steps[-1] < step <= live.step_range.last:
                 live.steps.append(step)
                 return
             logger.warning("step %d begins while step %d is being captured; closing it", step, live.steps[-1])
             yield from self.close(complete=False)
-        window = self.config.schedule.window(step)
-        if window is None:
+        step_range = self.config.schedule.step_range(step)
+        if step_range is None:
             return
         self.check_selection()
-        live = self._open(window, step, policy_version)
+        live = self._open(step_range, step, policy_version)
         self.live, self.sink = live, live.spans
         targets = [
             target for target in self._targets if self._is_driven(target) and not self._has_windows(target)
@@ -175,7 +175,7 @@ class Controller:
         if live is None:
             return
         live.metrics.update(_numbers(metrics))
-        if live.steps[-1] >= live.window.last:
+        if live.steps[-1] >= live.step_range.last:
             yield from self.close(complete=True)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -247,8 +247,8 @@ class Controller:
                 self._folders.note(finished)
         self._folders.flush()
 
-    def _open(self, window: StepRange, step: int, policy_version: int | None) -> _Live:
-        keep = window.action is Action.RECORD
+    def _open(self, step_range: StepRange, step: int, policy_version: int | None) -> _Live:
+        keep = step_range.action is Action.RECORD
         folder = self._folders.make(step) if keep else self._folders.path(step)
         request = CaptureRequest(
             capture_id=f"{self._run_id}-{next(self._captures)}",
@@ -265,7 +265,7 @@ class Controller:
             for number in count(1)
         )
         participants = Participants(self.config, self._known)
-        return _Live(window, request, folder, participants, clock.now_ns(), [step], windows)
+        return _Live(step_range, request, folder, participants, clock.now_ns(), [step], windows)
 
     def _start(self, live: _Live, targets: Iterable[Target], request: CaptureRequest) -> Iterator[Round]:
         round_ = Round(self._send(targets, "start_capture", request), self.config.timeouts.start_s)

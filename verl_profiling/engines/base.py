@@ -3,28 +3,55 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NoReturn
 from uuid import uuid4
 
-from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.config import RoleConfig
 from verl_profiling.settings.rollout import EngineStage, RolloutOptions
-from verl_profiling.tools.nsys import NsysTool
+from verl_profiling.tools.launch import Launch
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 __all__ = [
     "EngineAdapter",
+    "EngineTool",
     "EngineTrace",
+    "RangeTool",
+    "TraceTool",
+    "engine_tool",
     "new_spool",
-    "records_with_nsys",
     "refuse_option",
-    "torch_options",
 ]
 
 SPOOL_PARENT = ".engines"
+
+
+@dataclass(frozen=True)
+class TraceTool:
+    """The engine's own torch profiler, with these options."""
+
+    options: TorchOptions
+
+
+@dataclass(frozen=True)
+class RangeTool:
+    """A tool under which the engine's processes were started; the engine opens ranges for it.
+
+    Attributes:
+        name: Name of the tool.
+        suffix: What names of its reports end in.
+        launch: How processes are started under it.
+    """
+
+    name: str
+    suffix: str
+    launch: Launch
+
+
+EngineTool = TraceTool | RangeTool
 
 
 @dataclass(frozen=True)
@@ -84,48 +111,39 @@ class EngineAdapter(ABC):
         """Return what to call a file that is no rank's trace and was asked for; empty for any other."""
         return ""
 
-    @abstractmethod
-    def watch(self, log: RequestLog) -> None:
-        """Have the engine's requests noted in ``log``."""
-
 
 def new_spool(save_path: str) -> Path:
     """Return a folder name for one engine's raw traces, on the file system of the step folders."""
     return Path(save_path).absolute() / SPOOL_PARENT / uuid4().hex[:12]
 
 
-def records_with_nsys(role: RoleConfig) -> bool:
-    """Return whether Nsight Systems is to record an engine.
+def engine_tool(role: RoleConfig, engine: str, range_apis: Container[str] = ()) -> EngineTool | None:
+    """Return what is to record an engine's processes, or ``None`` for nothing.
+
+    Args:
+        role: Settings of the server's role.
+        engine: Name of the engine.
+        range_apis: APIs by which the engine can open ranges (see ``Launch.range_api``).
 
     Raises:
-        ConfigError: Another tool is, too.
+        ConfigError: The engine cannot be recorded with that tool, with two tools, or with an option.
     """
-    writing = {tool.name for tool in role.tools if tool.suffix}
-    if not any(isinstance(tool, NsysTool) for tool in role.tools):
-        return False
-    if others := sorted(writing - {NsysTool.name}):
-        raise ConfigError(
-            f"roles.{role.role}.tool", f"an engine that nsys records does not record with {others[0]!r}, too"
-        )
-    return True
-
-
-def torch_options(role: RoleConfig, engine: str) -> TorchOptions | None:
-    """Return the options of the ``torch`` tool, or ``None`` when an engine is to record nothing.
-
-    Raises:
-        ConfigError: Another tool is asked of the engine, or an option that engines do not have.
-    """
-    found: TorchOptions | None = None
+    key = f"roles.{role.role}.tool"
+    found: EngineTool | None = None
     for tool in role.tools:
-        if isinstance(tool, TorchTool):
-            found = tool.options
-        elif tool.suffix:
+        if not tool.suffix:
+            continue
+        if found is not None:
+            raise ConfigError(key, f"{engine} engines record with one tool, not with {tool.name!r} too")
+        if tool.launch is not None and tool.launch.range_api in range_apis:
+            found = RangeTool(tool.name, tool.suffix, tool.launch)
+        elif isinstance(tool, TorchTool):
+            found = TraceTool(tool.options)
+        else:
             raise ConfigError(
-                f"roles.{role.role}.tool",
-                f"{engine} engines do not record with {tool.name!r}; set it to torch or spans",
+                key, f"{engine} engines do not record with {tool.name!r}; set it to torch or spans"
             )
-    if found is not None and found.mini_batches is not None:
+    if isinstance(found, TraceTool) and found.options.mini_batches is not None:
         refuse_option(
             role.role, "mini_batches", "null", f"{engine} engines have no mini-batches (see rollout.count)"
         )

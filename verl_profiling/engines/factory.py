@@ -5,18 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from verl_profiling.engines.base import EngineAdapter, records_with_nsys, torch_options
+from verl_profiling.engines.base import EngineAdapter, EngineTool, RangeTool, TraceTool, engine_tool
 from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
 from verl_profiling.engines.recorder import EngineRecorder, Recorder
 from verl_profiling.engines.recording import RangeRecording, RecordingMaker, TraceRecording
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.engines.sglang import SGLangAdapter
+from verl_profiling.engines.sglang import SGLangAdapter, manager_of
+from verl_profiling.engines.sglang_requests import watch_manager
 from verl_profiling.engines.vllm import VLLMAdapter, records_in_process
-from verl_profiling.engines.vllm_requests import watch_llm
+from verl_profiling.engines.vllm_requests import watch_vllm
+from verl_profiling.engines.vllm_start import RANGE_APIS
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
-from verl_profiling.tools.opened_ranges import process_ranges
 
 __all__ = ["ENGINES", "make_recorder", "node_rank_of"]
 
@@ -55,31 +56,25 @@ def make_recorder(
     settings = config.for_role(role)
     identity = WorkerIdentity(role=role, rank=replica if rank is None else rank, replica=replica)
     package = _package(engine)
-    adapter: EngineAdapter | None = None
-    if package == "transformers":
-        if requests is None:
-            watch_transformers(engine, log)
-    elif package == "vllm" and records_in_process(engine):
-        if requests is None:
-            watch_llm(engine, log)
-    elif package == "vllm":
-        adapter = VLLMAdapter(engine, config, identity)
-    elif package == "sglang" or isinstance(engine, str) or hasattr(engine, "tokenizer_manager"):
-        adapter = SGLangAdapter(engine, config, identity)
-    elif requests is None:
+    if package is None and requests is None:
         raise ToolUnavailableError(
             f"init_capture: no adapter knows {type(engine).__module__}.{type(engine).__name__} ({identity}); "
             "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a transformers model; "
             "for an engine of your own, requests=RequestLog()"
         )
-    if adapter is None:
-        _refuse_window(config, settings, identity)
-        return SessionRecorder(config, identity, log), identity
     if requests is None:
-        adapter.watch(log)
-    nsys = records_with_nsys(settings)
-    options = None if nsys else torch_options(settings, adapter.name)
-    if options is None and not nsys:
+        _watch(engine, package, log, identity)
+    tool: EngineTool | None = None
+    adapter: EngineAdapter | None = None
+    if package == "vllm" and not records_in_process(engine):
+        if (tool := engine_tool(settings, VLLMAdapter.name, RANGE_APIS)) is not None:
+            adapter = VLLMAdapter(engine, config, identity, tool)
+    elif package == "sglang":
+        if isinstance(tool := engine_tool(settings, SGLangAdapter.name), TraceTool):
+            adapter = SGLangAdapter(engine, config, identity, tool)
+    else:
+        _refuse_window(config, settings, identity)
+    if adapter is None or tool is None:
         return SessionRecorder(config, identity, log), identity
     identity = WorkerIdentity(
         role=role,
@@ -88,12 +83,22 @@ def make_recorder(
         replica=replica,
     )
     recording: RecordingMaker
-    if options is None:
-        process_ranges().require()
-        recording = partial(RangeRecording, identity)
+    if isinstance(tool, RangeTool):
+        tool.launch.ranges().require()
+        recording = partial(RangeRecording, identity, tool)
     else:
-        recording = partial(TraceRecording, adapter, identity, options.compression_level)
+        recording = partial(TraceRecording, adapter, identity, tool.options.compression_level)
     return EngineRecorder(adapter, identity, settings, config, recording, log), identity
+
+
+def _watch(engine: Any, package: str | None, log: RequestLog, identity: WorkerIdentity) -> None:
+    """Have the engine's requests noted."""
+    if package == "transformers":
+        watch_transformers(engine, log)
+    elif package == "vllm":
+        watch_vllm(engine, log)
+    elif (manager := manager_of(engine, identity)) is not None:
+        watch_manager(manager, log)
 
 
 def _refuse_window(config: ProfilingConfig, settings: RoleConfig, identity: WorkerIdentity) -> None:
@@ -113,6 +118,8 @@ def node_rank_of(engine: Any) -> int:
 
 
 def _package(engine: Any) -> str | None:
-    """Return which package an object's class comes from, subclasses included."""
+    """Return which engine's package an object belongs to, subclasses included; a URL is SGLang's."""
+    if isinstance(engine, str) or hasattr(engine, "tokenizer_manager"):
+        return "sglang"
     packages = {base.__module__.partition(".")[0] for base in type(engine).__mro__}
     return next((name for name in ENGINES if name in packages), None)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.artifacts import Spool, expected_artifacts, output_of
-from verl_profiling.engines.base import EngineAdapter
+from verl_profiling.engines.base import EngineAdapter, RangeTool
 from verl_profiling.identity import WorkerIdentity, artifact_name
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Output
-from verl_profiling.tools.nsys import NsysTool
-from verl_profiling.tools.opened_ranges import pending_report, process_ranges
 from verl_profiling.tools.torch_profiler import TorchTool
 
 __all__ = ["EngineRecording", "RangeRecording", "RecordingMaker", "TraceRecording"]
@@ -32,7 +29,7 @@ class EngineRecording(ABC):
         notes: What else there is to say about it.
     """
 
-    tool: ClassVar[str]
+    tool: str
     expected: list[Artifact]
 
     def __init__(self) -> None:
@@ -80,7 +77,7 @@ class TraceRecording(EngineRecording):
         ranks: The ranks inside the replica that are selected.
     """
 
-    tool: ClassVar[str] = TorchTool.name
+    tool = TorchTool.name
 
     def __init__(
         self,
@@ -134,27 +131,33 @@ class TraceRecording(EngineRecording):
 
 
 class RangeRecording(EngineRecording):
-    """One report of Nsight Systems, of all processes of the replica; it is collected after the run.
+    """One range in all processes of the replica; its report is collected after the run.
 
     Args:
         identity: The replica.
+        tool: What records it.
         request: The capture.
         label: Its label.
         ranks: The ranks inside the replica that are selected.
 
     Raises:
-        CaptureStateError: Nsight Systems would not record another range.
+        CaptureStateError: The tool would not record another range.
     """
 
-    tool: ClassVar[str] = NsysTool.name
-
     def __init__(
-        self, identity: WorkerIdentity, request: CaptureRequest, label: str, ranks: Sequence[int]
+        self,
+        identity: WorkerIdentity,
+        tool: RangeTool,
+        request: CaptureRequest,
+        label: str,
+        ranks: Sequence[int],
     ) -> None:
         super().__init__()
-        process_ranges().check(identity.name)
+        self.tool = tool.name
+        self._ranges = tool.launch.ranges()
+        self._ranges.check(identity.name)
         self._request = request
-        name = artifact_name(identity.name, NsysTool.suffix, request.stage, request.occurrence)
+        name = artifact_name(identity.name, tool.suffix, request.stage, request.occurrence)
         self.expected = [
             Artifact(
                 path=name,
@@ -168,14 +171,15 @@ class RangeRecording(EngineRecording):
 
     def opened(self) -> None:
         self._begin_now()
-        process_ranges().note_opened(Path(self._request.folder), self.expected[0].path)
+        self._ranges.note_opened(Path(self._request.folder), self.expected[0].path)
 
     def gather(self, end_ns: int, problem: str) -> list[Output]:
-        number = process_ranges().note_closed(self._request.keep)
         artifact = msgspec.structs.replace(self.expected[0], end_ns=end_ns)
+        run = Path(self._request.folder).parent
+        pending = self._ranges.note_closed(artifact, run, keep=self._request.keep)
         if problem:
             return [Output(msgspec.structs.replace(artifact, status="failed", reason=problem))]
-        return [Output(pending_report(artifact, number, Path(self._request.folder).parent))]
+        return [Output(pending)]
 
     def drop(self) -> None:
         """Nothing was opened, so nothing was noted."""

@@ -10,17 +10,15 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_profiling.engines.base import EngineAdapter, EngineTrace, new_spool, refuse_option, torch_options
-from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.base import EngineAdapter, EngineTrace, TraceTool, new_spool, refuse_option
 from verl_profiling.engines.sglang_calls import HTTPCalls, ManagerCalls, SGLangCalls
-from verl_profiling.engines.sglang_requests import watch_manager
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import EngineStage
 from verl_profiling.tools.torch_profiler import TorchOptions
 
-__all__ = ["SGLangAdapter"]
+__all__ = ["SGLangAdapter", "manager_of"]
 
 _ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU"}
 _STAGES: dict[str, EngineStage] = {"EXTEND": "prefill", "DECODE": "decode"}
@@ -37,6 +35,7 @@ class SGLangAdapter(EngineAdapter):
         engine: An ``Engine``, an object with a ``tokenizer_manager``, or a server's URL.
         config: All settings.
         identity: The replica.
+        tool: What records it.
 
     Raises:
         CaptureStateError: The engine has no tokenizer manager, or the server does not answer.
@@ -46,13 +45,13 @@ class SGLangAdapter(EngineAdapter):
 
     name: ClassVar[str] = "SGLang"
 
-    def __init__(self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity) -> None:
-        options = torch_options(config.for_role(identity.role), self.name)
-        with_stacks = options is not None and options.stack
-        self.window = config.rollout.with_stacks() if with_stacks else config.rollout
+    def __init__(
+        self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity, tool: TraceTool
+    ) -> None:
+        self.window = config.rollout.with_stacks() if tool.options.stack else config.rollout
         self._identity = identity
-        self._manager = None if isinstance(engine, str) else _manager_of(engine, identity)
-        self._calls: SGLangCalls = HTTPCalls(engine) if self._manager is None else ManagerCalls(self._manager)
+        manager = manager_of(engine, identity)
+        self._calls: SGLangCalls = HTTPCalls(engine) if manager is None else ManagerCalls(manager)
         self.spool = new_spool(config.save_path)
         if self.window.by_stage:
             self.stages = self.window.sglang.stages or ("prefill", "decode")
@@ -61,7 +60,7 @@ class SGLangAdapter(EngineAdapter):
         dp = int(server.get("dp_size") or 1)
         self._dp = 1 if server.get("enable_dp_attention") else dp
         self.ranks = self._tp * self._pp * self._dp
-        self._options = self._start_options(options, identity.role) if options is not None else {}
+        self._options = self._start_options(tool.options, identity.role)
 
     async def start(self, label: str) -> None:
         options = {**self._options, "output_dir": str(self.spool)}
@@ -93,10 +92,6 @@ class SGLangAdapter(EngineAdapter):
     def extra_suffix(self, path: Path) -> str:
         merged = self.window.sglang.merge and path.name.startswith("merged-")
         return ".sglang-merged.json.gz" if merged else ""
-
-    def watch(self, log: RequestLog) -> None:
-        if self._manager is not None:
-            watch_manager(self._manager, log)
 
     @property
     def _takes_label(self) -> bool:
@@ -179,7 +174,14 @@ _KEYS = {
 }
 
 
-def _manager_of(engine: Any, identity: WorkerIdentity) -> Any:
+def manager_of(engine: Any, identity: WorkerIdentity) -> Any | None:
+    """Return an engine's tokenizer manager; ``None`` for the URL of a server.
+
+    Raises:
+        CaptureStateError: The engine has none.
+    """
+    if isinstance(engine, str):
+        return None
     manager = getattr(engine, "tokenizer_manager", None)
     if manager is None:
         raise CaptureStateError(

@@ -13,15 +13,12 @@ from typing import Any, ClassVar
 
 from isal import igzip
 
-from verl_profiling.engines.base import EngineAdapter, EngineTrace, records_with_nsys, torch_options
-from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.engines.vllm_requests import watch_async_llm, watch_llm
+from verl_profiling.engines.base import EngineAdapter, EngineTool, EngineTrace, RangeTool, new_spool
 from verl_profiling.engines.vllm_start import (
     CUDA_VARIABLE,
     DIR_VARIABLE,
     first_iteration,
-    range_window,
-    trace_window,
+    recording_window,
     version,
 )
 from verl_profiling.errors import CaptureStateError, ToolUnavailableError
@@ -49,6 +46,7 @@ class VLLMAdapter(EngineAdapter):
         engine: An ``AsyncLLM`` or an ``LLM`` that was started with :func:`vllm_engine_args`.
         config: All settings.
         identity: The replica.
+        tool: What records it.
 
     Raises:
         CaptureStateError: The engine was started without a profiler, or with another window.
@@ -58,7 +56,9 @@ class VLLMAdapter(EngineAdapter):
 
     name: ClassVar[str] = "vLLM"
 
-    def __init__(self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity) -> None:
+    def __init__(
+        self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity, tool: EngineTool
+    ) -> None:
         self._engine = engine
         self._identity = identity
         if not callable(getattr(engine, "start_profile", None)):
@@ -70,14 +70,14 @@ class VLLMAdapter(EngineAdapter):
         self._takes_prefix = "profile_prefix" in parameters
         self._takes_window = "max_iterations" in parameters
         vllm_config = getattr(engine, "llm_engine", engine).vllm_config
-        settings = config.for_role(identity.role)
         configured = getattr(vllm_config, "profiler_config", None)
-        if records_with_nsys(settings):
-            self.window, self._delay = range_window(config.rollout), 0
-            self._check_configured(configured, "cuda", CUDA_VARIABLE)
-        elif (options := torch_options(settings, self.name)) is not None:
-            self.window = trace_window(config.rollout, options.stack)
-            self._delay = first_iteration(self.window, options.stack)
+        self.window = recording_window(config.rollout, tool)
+        if isinstance(tool, RangeTool):
+            self._delay = 0
+            self._check_configured(configured, tool.launch.range_api, CUDA_VARIABLE)
+            self.spool = new_spool(config.save_path)
+        else:
+            self._delay = first_iteration(self.window, tool.options.stack)
             self._check_configured(configured, "torch", DIR_VARIABLE)
             folder = os.environ[DIR_VARIABLE] if configured is None else configured.torch_profiler_dir
             self.spool = Path(folder).expanduser().absolute()
@@ -116,12 +116,6 @@ class VLLMAdapter(EngineAdapter):
         if rank := _RANK.search(path.name):
             return EngineTrace(int(rank[1]))
         return EngineTrace(_rank_inside(path))
-
-    def watch(self, log: RequestLog) -> None:
-        if hasattr(self._engine, "llm_engine"):
-            watch_llm(self._engine, log)
-        else:
-            watch_async_llm(self._engine, log)
 
     def _check_configured(self, profiler_config: Any, kind: str, variable: str) -> None:
         """Check that the engine was started with the profiler that is asked for, and with its window."""

@@ -8,10 +8,18 @@ from typing import Any
 
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 
-__all__ = ["watch_async_llm", "watch_llm"]
+__all__ = ["watch_vllm"]
 
 
-def watch_async_llm(engine: Any, log: RequestLog) -> None:
+def watch_vllm(engine: Any, log: RequestLog) -> None:
+    """Note every request of an ``LLM`` or an ``AsyncLLM``."""
+    if hasattr(engine, "llm_engine"):
+        _watch_llm(engine, log)
+    else:
+        _watch_async_llm(engine, log)
+
+
+def _watch_async_llm(engine: Any, log: RequestLog) -> None:
     """Note every request of an ``AsyncLLM``."""
     generate = engine.generate
 
@@ -25,7 +33,7 @@ def watch_async_llm(engine: Any, log: RequestLog) -> None:
     engine.generate = watched
 
 
-def watch_llm(engine: Any, log: RequestLog) -> None:
+def _watch_llm(engine: Any, log: RequestLog) -> None:
     """Note every request of an ``LLM``. It hands over a whole batch, so they end together."""
     generate = engine.generate
 

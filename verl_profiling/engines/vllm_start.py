@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.engines.base import new_spool, records_with_nsys, refuse_option, torch_options
+from verl_profiling.engines.base import EngineTool, RangeTool, engine_tool, new_spool, refuse_option
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
@@ -22,13 +22,13 @@ from verl_profiling.tools.torch_profiler import TorchOptions
 __all__ = [
     "CUDA_VARIABLE",
     "DIR_VARIABLE",
+    "RANGE_APIS",
     "cuda_settings",
     "cuda_variables",
     "first_iteration",
     "profiler_settings",
     "profiler_variables",
-    "range_window",
-    "trace_window",
+    "recording_window",
     "version",
     "vllm_engine_args",
 ]
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 DIR_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
 CUDA_VARIABLE = "VLLM_TORCH_CUDA_PROFILE"
+RANGE_APIS = frozenset({"cuda"})
 _ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
 
 
@@ -51,15 +52,15 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
         ToolUnavailableError: vLLM is not installed.
     """
     settings = config.for_role(role)
-    nsys = settings.enable and records_with_nsys(settings)
-    options = None if nsys or not settings.enable else torch_options(settings, "vLLM")
-    if options is None and not nsys:
+    tool = engine_tool(settings, "vLLM", RANGE_APIS) if settings.enable else None
+    if tool is None:
         return {}
     if find_spec("vllm") is None:
         raise ToolUnavailableError("engine_args: vLLM is not installed; pip install 'verl-profiling[vllm]'")
-    if options is None:
-        return _cuda_engine_args(range_window(config.rollout), role)
-    window = trace_window(config.rollout, options.stack)
+    window = recording_window(config.rollout, tool)
+    if isinstance(tool, RangeTool):
+        return _cuda_engine_args(window, role)
+    options = tool.options
     spool = new_spool(config.save_path)
     if find_spec("vllm.config.profiler") is None:
         if options.activities is not None:
@@ -149,26 +150,19 @@ def first_iteration(window: RolloutOptions, stack: bool) -> int:
     return window.start + 1 if window.start or stack else 0
 
 
-def range_window(rollout: RolloutOptions) -> RolloutOptions:
-    """Return how much of a rollout is a range of Nsight Systems.
+def recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOptions:
+    """Return how much of a rollout is recorded.
 
     Raises:
         ConfigError: The installed vLLM cannot record that, or it might open no range.
     """
-    if rollout.start:
+    stack = not isinstance(tool, RangeTool) and tool.options.stack
+    if isinstance(tool, RangeTool) and rollout.start:
         raise ConfigError(
             "rollout.start",
-            "nsys numbers the ranges that were opened, and a rollout may end before this one is; set it to 0",
+            f"{tool.name} numbers the ranges that were opened, and a rollout may end before this one is; "
+            "set it to 0",
         )
-    return trace_window(rollout, stack=False)
-
-
-def trace_window(rollout: RolloutOptions, stack: bool) -> RolloutOptions:
-    """Return how much is recorded.
-
-    Raises:
-        ConfigError: The installed vLLM cannot record that.
-    """
     if rollout.by_stage:
         raise ConfigError("rollout.by_stage", "vLLM cannot record prefill and decode apart; set it to false")
     if find_spec("vllm.config.profiler") is not None or "VLLM_PROFILER_MAX_ITERS" in _variables():

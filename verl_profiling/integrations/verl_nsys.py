@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_profiling.errors import ConfigError
+from verl_profiling.settings import launch
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.tools.nsys import NsysTool, nsys_ranges, nsys_runtime_env
+from verl_profiling.settings.launch import worker_runtime_env
 
 __all__ = ["expected_ranges", "hook_vllm_replica", "hook_worker_groups", "start_workers_under_nsys"]
 
@@ -33,8 +34,7 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
     found = {}
     for role in (*_TRAINING, _ROLLOUT):
         chosen = settings.for_role(role)
-        tool = next((tool for tool in chosen.tools if isinstance(tool, NsysTool)), None)
-        if not chosen.enable or tool is None:
+        if not chosen.enable or chosen.launched_tool is None:
             continue
         key, device = f"roles.{role}.tool", config.trainer.device
         if device != "cuda":
@@ -44,7 +44,7 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
             raise ConfigError(
                 key, f"nsys records vLLM engines, not {engine}; set profiling.roles.rollout.tool=torch"
             )
-        found[role] = nsys_ranges(chosen, settings.schedule, tool.options.ranges)
+        found[role] = launch.expected_ranges(chosen, settings.schedule)
     return found
 
 
@@ -58,7 +58,7 @@ def start_workers_under_nsys(settings: ProfilingConfig) -> None:
         ToolUnavailableError: There is no ``nsys`` on this machine.
     """
     global _environment
-    environments = (nsys_runtime_env(settings, role=role) for role in _TRAINING)
+    environments = (worker_runtime_env(settings, role=role) for role in _TRAINING)
     _environment = next(filter(None, environments), {})
 
 
@@ -87,7 +87,7 @@ def hook_vllm_replica(module: Any, settings_key: str) -> None:
     @functools.wraps(original)
     async def launch_servers(self: Any) -> None:
         settings = (self.config.engine_kwargs or {}).get(settings_key)
-        environment = nsys_runtime_env(settings, role=_ROLLOUT) if settings is not None else {}
+        environment = worker_runtime_env(settings, role=_ROLLOUT) if settings is not None else {}
         if environment:
             self.server_class = StartedUnderNsys(self.server_class, environment)
         await original(self)
@@ -100,7 +100,7 @@ class StartedUnderNsys:
 
     Args:
         actor_class: What ``ray.remote`` made of a class.
-        environment: What :func:`nsys_runtime_env` returned.
+        environment: What :func:`~verl_profiling.settings.launch.worker_runtime_env` returned.
     """
 
     def __init__(self, actor_class: Any, environment: Mapping[str, Any]) -> None:

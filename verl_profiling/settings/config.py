@@ -5,6 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -13,8 +14,9 @@ from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.ranks import Ranks, coordinates_in, parse_ranks
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
+from verl_profiling.settings.tool_names import load_tool
 from verl_profiling.settings.typed_values import build, field_types, value_of
-from verl_profiling.tools import TOOLS, Tool, load_tool
+from verl_profiling.tools import TOOLS, Tool
 
 __all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts"]
 
@@ -121,6 +123,11 @@ class RoleConfig:
     stages: frozenset[str] | None
     coordinates: dict[str, frozenset[int]] = field(default_factory=dict)
 
+    @property
+    def launched_tool(self) -> Tool | None:
+        """The tool that must be there before the role's processes start, if one is chosen."""
+        return next((tool for tool in self.tools if tool.launch is not None), None)
+
     def selects(
         self,
         rank: int,
@@ -206,26 +213,24 @@ class ProfilingConfig:
             return config
         return build(cls, config if config is not None else {}, "")
 
-    @classmethod
-    def from_verl(cls, config: Any) -> ProfilingConfig:
-        """Build a configuration from the ``global_profiler`` and ``profiler`` blocks of one of verl's.
-
-        Args:
-            config: A whole configuration of ``verl.trainer.main_ppo``, as ``DictConfig``.
-
-        Raises:
-            ConfigError: A value has no counterpart and cannot be left out, e.g. the tool.
-        """
-        from verl_profiling.integrations.verl_config import settings_from_verl
-
-        return settings_from_verl(config)
-
     def for_role(self, role: str) -> RoleConfig:
-        """Return the settings as one role sees them.
+        """Return the settings as one role sees them, computed once.
 
         Raises:
             ConfigError: The role's settings are wrong.
         """
+        known = self._by_role.get(role)
+        return known if known is not None else self._by_role.setdefault(role, self._resolve(role))
+
+    @cached_property
+    def _by_role(self) -> dict[str, RoleConfig]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is computed: it holds tools, and one of the user's own may not be picklable."""
+        return {name: getattr(self, name) for name in field_types(ProfilingConfig)}
+
+    def _resolve(self, role: str) -> RoleConfig:
         override = self.roles.get(role, RoleOverride())
         key = f"roles.{role}." if role in self.roles else ""
         names = self._tool_names(role)

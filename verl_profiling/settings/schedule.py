@@ -123,7 +123,7 @@ class Schedule:
             ends.append(self.first_step + self.skip_first + self.repeat * cycle - 1)
         return min(ends, default=None)
 
-    def window(self, step: int) -> StepRange | None:
+    def step_range(self, step: int) -> StepRange | None:
         """Return the capture that ``step`` belongs to, or ``None``."""
         action = self.action(step)
         if action is Action.OFF:

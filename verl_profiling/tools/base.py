@@ -11,12 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from verl_profiling.identity import artifact_name
 from verl_profiling.manifest import Artifact
+from verl_profiling.tools.launch import Launch
 
-__all__ = ["Destination", "NoOptions", "Output", "Recording", "Tool"]
+__all__ = ["Destination", "Marks", "NoOptions", "Output", "Recording", "Tool"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +75,27 @@ class Output:
     export_s: float = 0.0
 
 
+class Marks(NamedTuple):
+    """How a recording shows stages inside its artifact.
+
+    Both functions are called for every stage, on the thread that runs it, and may take about a
+    microsecond at most.
+
+    Attributes:
+        begin: Begins to show the stage of a name; returns what ``end`` needs, or ``None``.
+        end: Ends it.
+    """
+
+    begin: Callable[[str], object]
+    end: Callable[[Any], object]
+
+
 class Recording(ABC):
     """One recording, from :meth:`Tool.start` to :meth:`stop` or :meth:`discard`."""
 
-    def begin_mark(self, name: str) -> object:
-        """Begin to show a stage inside the artifact; return what :meth:`end_mark` needs, or ``None``.
-
-        Called on the thread that runs the stage, for every stage: about a microsecond at most.
-        """
-        return None
-
-    def end_mark(self, mark: Any) -> object:
-        """Stop showing the stage that ``mark`` stands for."""
+    @property
+    def marks(self) -> Marks | None:
+        """How to show stages inside the artifact; ``None`` where it cannot show them."""
         return None
 
     def step(self) -> None:
@@ -134,6 +144,11 @@ class Tool(ABC):
     def any_thread(self) -> bool:
         """Whether a recording may be stopped on another thread than it was started on."""
         return True
+
+    @property
+    def launch(self) -> Launch | None:
+        """How processes are started under this tool; ``None`` for one that starts inside of them."""
+        return None
 
     def prepare(self) -> None:
         """Do what is slow once, before the first capture: imports, checks.

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.tools.base import Destination, Output, Recording, Tool
+from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
 from verl_profiling.tools.folder import folder_bytes, remove_folder
 from verl_profiling.tools.npu_analysis import analysed
 from verl_profiling.tools.torch_profiler import MiniBatchWindow
@@ -194,11 +194,15 @@ class _NpuRecording(Recording):
         self._exit = torch.autograd._record_function_with_args_exit
         profiler.add_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
 
-    def begin_mark(self, name: str) -> object:
+    @property
+    def marks(self) -> Marks:
+        return Marks(self._begin_mark, self._end_mark)
+
+    def _begin_mark(self, name: str) -> object:
         range_id = self._mstx.range_start(name, domain=DOMAIN) if self._mstx is not None else 0
         return range_id, self._enter(name)
 
-    def end_mark(self, mark: tuple[int, Any]) -> object:
+    def _end_mark(self, mark: tuple[int, Any]) -> object:
         range_id, handle = mark
         self._exit(handle)
         if self._mstx is not None and range_id:

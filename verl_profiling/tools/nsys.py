@@ -2,158 +2,26 @@
 
 Nsight Systems starts a process and writes its reports when it likes, at the latest when the
 process ends. So three things belong together: :func:`nsys_runtime_env` starts the worker under
-it, this tool opens and closes ranges, and ``verl-profiling collect`` fetches the reports.
+it (:mod:`~verl_profiling.tools.nsys_launch`), this tool opens and closes ranges, and
+``verl-profiling collect`` fetches the reports.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
-from verl_profiling.errors import ConfigError, ToolUnavailableError
-from verl_profiling.identity import safe_name
-from verl_profiling.nsys_ranges import NSYS_FOLDER
-from verl_profiling.settings.config import ProfilingConfig, RoleConfig
-from verl_profiling.settings.schedule import Schedule
-from verl_profiling.tools.base import Destination, Output, Recording, Tool
-from verl_profiling.tools.opened_ranges import nsys_variables, pending_report, process_ranges
+from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.manifest import Artifact
+from verl_profiling.settings.launch import worker_runtime_env as nsys_runtime_env
+from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
+from verl_profiling.tools.nsys_launch import NsysLaunch, NsysOptions
+from verl_profiling.tools.opened_ranges import process_ranges
 
-__all__ = ["DOMAIN", "CudaProfiler", "NsysOptions", "NsysTool", "nsys_ranges", "nsys_runtime_env"]
+__all__ = ["DOMAIN", "CudaProfiler", "NsysOptions", "NsysTool", "nsys_runtime_env"]
 
 DOMAIN = "verl_profiling"
 """Domain of our NVTX ranges."""
-
-_ENGINES = "rollout"
-
-
-@dataclass(frozen=True, kw_only=True)
-class NsysOptions:
-    """Options of the ``nsys`` tool.
-
-    Attributes:
-        trace: APIs that are traced.
-        cuda_graph: One entry per CUDA graph, or one per node in it (costly).
-        cuda_memory: Trace the use of device memory.
-        sampling: Sample the stacks of the CPU.
-        ranges: Number of ranges that a process will open; computed from the schedule and the
-            selected stages when left out.
-        arguments: More arguments of ``nsys profile``: ``{"gpu-metrics-devices": "all"}``.
-    """
-
-    trace: tuple[str, ...] = ("cuda", "nvtx", "cublas")
-    cuda_graph: Literal["graph", "node"] = "graph"
-    cuda_memory: bool = False
-    sampling: bool = False
-    ranges: int | None = None
-    arguments: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.ranges is not None and self.ranges < 1:
-            raise ConfigError("ranges", f"must be at least 1, is {self.ranges}")
-        if owned := sorted(
-            {"o", "output", "capture-range", "capture-range-end"}.intersection(self.arguments)
-        ):
-            raise ConfigError(f"arguments.{owned[0]}", "is set by the tool itself; remove it")
-
-
-def nsys_runtime_env(
-    config: ProfilingConfig | Mapping[str, Any] | None, *, role: str, last_step: int | None = None
-) -> dict[str, Any]:
-    """Return the Ray runtime environment that starts a worker under Nsight Systems.
-
-    ``Worker.options(runtime_env=nsys_runtime_env(config, role="actor", last_step=100)).remote(...)``.
-    It is empty where the role does not record with ``nsys``.
-
-    Args:
-        config: The same settings as the callback's.
-        role: Role of the worker.
-        last_step: Number of the loop's last step; only needed for a schedule without an end.
-
-    Raises:
-        ConfigError: The settings are wrong, or do not say how many ranges there will be.
-        ToolUnavailableError: There is no ``nsys`` on this machine.
-    """
-    settings = ProfilingConfig.from_any(config)
-    chosen = settings.for_role(role)
-    tool = next((tool for tool in chosen.tools if isinstance(tool, NsysTool)), None)
-    if not chosen.enable or tool is None:
-        return {}
-    if shutil.which("nsys") is None:
-        raise ToolUnavailableError(
-            "tool 'nsys': there is no nsys on PATH; install NVIDIA Nsight Systems on every node that runs "
-            "workers (package nsight-systems-cli), or record with another tool"
-        )
-    ranges = nsys_ranges(chosen, settings.schedule, tool.options.ranges, last_step)
-    output = Path(settings.save_path).absolute() / NSYS_FOLDER / safe_name(role)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    options = tool.options
-    return {
-        "nsight": {
-            "t": ",".join(options.trace),
-            "o": _shell_safe(f"{output}.%p"),
-            "cuda-graph-trace": options.cuda_graph,
-            "cuda-memory-usage": str(options.cuda_memory).lower(),
-            "sample": "process-tree" if options.sampling else "none",
-            "capture-range": "cudaProfilerApi",
-            "capture-range-end": f"repeat-shutdown:{ranges}",
-            "kill": "none",
-            "force-overwrite": "true",  # of an earlier run, whose process had the same id
-            # An engine computes in processes that its server forks.
-            **({"trace-fork-before-exec": "true"} if role == _ENGINES else {}),
-            **options.arguments,
-        },
-        "env_vars": nsys_variables(output, ranges),
-    }
-
-
-def _shell_safe(path: str) -> str:
-    """Escape a path for the command line that Ray has a shell read; quoted, it would not be absolute."""
-    return re.sub(r"([^\w/.%+-])", r"\\\1", path)
-
-
-def nsys_ranges(
-    role: RoleConfig, schedule: Schedule, given: int | None = None, last_step: int | None = None
-) -> int:
-    """Return how many ranges a worker will open: after that many, Nsight Systems stops listening.
-
-    A rollout engine opens one per step; in discrete mode that is one per generation, of which a step
-    is expected to have one.
-
-    Args:
-        role: Settings of the worker's role.
-        schedule: The schedule.
-        given: The number, where it is known better.
-        last_step: Number of the loop's last step.
-
-    Raises:
-        ConfigError: It cannot be known.
-    """
-    if given is not None:
-        return given
-    if (last := schedule.last_step(last_step)) is None:
-        raise ConfigError(
-            "schedule",
-            "has no end, so the number of ranges is unknown; pass last_step, or set repeat or steps",
-        )
-    windows = {step: window for step in range(last + 1) if (window := schedule.window(step)) is not None}
-    if role.role == _ENGINES:
-        count = len({window.first for window in windows.values()} if role.mode == "e2e" else windows)
-    elif role.mode == "e2e":
-        count = len({window.first for window in windows.values()})
-    elif role.stages is None:
-        raise ConfigError(
-            "select.stages",
-            "must list the stages, so that the number of ranges is known; or set tools.nsys.ranges",
-        )
-    else:
-        count = len(windows) * len(role.stages)
-    if not count:
-        raise ConfigError("schedule", f"captures no step up to step {last}, so nsys would record nothing")
-    return count
 
 
 class CudaProfiler(Protocol):
@@ -192,6 +60,10 @@ class NsysTool(Tool):
     options_class: ClassVar[type] = NsysOptions
     conflicts: ClassVar[frozenset[str]] = frozenset({"torch", "npu"})
     options: NsysOptions
+
+    @property
+    def launch(self) -> NsysLaunch:
+        return NsysLaunch(self.options, self.cuda_profiler)
 
     def prepare(self) -> None:
         """Check that this process runs under Nsight Systems, and has a GPU and NVTX."""
@@ -242,27 +114,30 @@ class _NsysRecording(Recording):
             profiler.stop()
             raise
 
-    def begin_mark(self, name: str) -> object:
+    @property
+    def marks(self) -> Marks:
+        return Marks(self._begin_mark, self._end_mark)
+
+    def _begin_mark(self, name: str) -> object:
         attributes = self._attributes.get(name)
         if attributes is None:
             attributes = self._attributes[name] = self._domain.get_event_attributes(message=name)
         return self._domain.start_range(attributes)
 
-    def end_mark(self, mark: Any) -> object:
+    def _end_mark(self, mark: Any) -> object:
         self._domain.end_range(mark)
         return None
 
     def stop(self) -> Sequence[Output]:
-        number = self._close(keep=True)
-        artifact = self._destination.artifact(NsysTool)
-        return [Output(pending_report(artifact, number, self._destination.folder.parent))]
+        return [Output(self._close(keep=True))]
 
     def discard(self) -> None:
         self._close(keep=False)
 
-    def _close(self, keep: bool) -> int:
+    def _close(self, keep: bool) -> Artifact:
+        artifact = self._destination.artifact(NsysTool)
         try:
             self._profiler.stop()
         finally:
-            number = process_ranges().note_closed(keep)
-        return number
+            artifact = process_ranges().note_closed(artifact, self._destination.folder.parent, keep=keep)
+        return artifact

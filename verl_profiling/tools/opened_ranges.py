@@ -1,4 +1,4 @@
-"""The ranges that this process has Nsight Systems record, and the notes it keeps of them."""
+"""The ranges that this process has Nsight Systems record, and its notes on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl_profiling.errors import CaptureStateError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
 from verl_profiling.nsys_ranges import NOTES_SUFFIX, NsysRange
 
-__all__ = ["OpenedRanges", "nsys_variables", "pending_report", "process_ranges"]
+__all__ = ["OpenedRanges", "nsys_variables", "process_ranges"]
 
 _OUTPUT_VARIABLE = "VERL_PROFILING_NSYS_OUTPUT"
 _RANGES_VARIABLE = "VERL_PROFILING_NSYS_RANGES"
@@ -85,20 +85,31 @@ class OpenedRanges:
             self._open = None
             raise
 
-    def note_closed(self, keep: bool) -> int:
-        """Note that the open range was closed just now, and return its number.
+    def note_closed(self, artifact: Artifact, run: Path, *, keep: bool) -> Artifact:
+        """Note that the open range was closed just now; Nsight Systems has not written its report yet.
 
         Args:
+            artifact: The artifact as expected.
+            run: The run's folder.
             keep: ``False`` for a warm-up.
 
+        Returns:
+            The artifact, ``pending`` until it is collected.
+
         Raises:
+            CaptureStateError: No range is open.
             OSError: It cannot be noted.
         """
-        assert self._open is not None
+        if self._open is None:
+            raise CaptureStateError(f"{artifact.path}: no range is open in this process")
         closed = msgspec.structs.replace(self._open, end_ns=clock.now_ns(), keep=keep)
         self._open = None
         self._note(closed)
-        return closed.number
+        reason = (
+            f"range {closed.number} of this process; nsys writes its report until the process ends; "
+            f"fetch it with: verl-profiling collect {run}"
+        )
+        return msgspec.structs.replace(artifact, status="pending", reason=reason)
 
     def _note(self, noted: NsysRange) -> None:
         """Append to the notes; the first begins them anew: an earlier process may have had the same id."""
@@ -113,12 +124,3 @@ _ranges = OpenedRanges()
 def process_ranges() -> OpenedRanges:
     """Return the ranges of this process."""
     return _ranges
-
-
-def pending_report(artifact: Artifact, number: int, run: Path) -> Artifact:
-    """Return the artifact of a range that was closed: Nsight Systems has not written its report yet."""
-    reason = (
-        f"range {number} of this process; nsys writes its report until the process ends; "
-        f"fetch it with: verl-profiling collect {run}"
-    )
-    return msgspec.structs.replace(artifact, status="pending", reason=reason)

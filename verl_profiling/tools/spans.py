@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl_profiling.tools.base import Destination, Output, Recording, Tool
+from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
 from verl_profiling.tools.peaks import StagePeaks, take_host_peak
 
 __all__ = ["SpansOptions", "SpansTool"]
@@ -50,11 +50,15 @@ class _PeakRecording(_SpansRecording):
     def __init__(self) -> None:
         self._peaks = StagePeaks(take_host_peak)
 
-    def begin_mark(self, name: str) -> object:
+    @property
+    def marks(self) -> Marks:
+        return Marks(self._begin_mark, self._end_mark)
+
+    def _begin_mark(self, name: str) -> object:
         self._peaks.begin(name)
         return name
 
-    def end_mark(self, mark: Any) -> object:
+    def _end_mark(self, mark: Any) -> object:
         self._peaks.end(mark)
         return None
 

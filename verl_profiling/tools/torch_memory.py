@@ -15,7 +15,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
-from verl_profiling.tools.base import Destination, Output, Recording, Tool
+from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
 from verl_profiling.tools.npu import import_torch_npu
 from verl_profiling.tools.peaks import StagePeaks
 
@@ -109,12 +109,16 @@ class _MemoryRecording(Recording):
         if options.on_oom:
             _observer.watch(accelerator, self)
 
-    def begin_mark(self, name: str) -> object:
+    @property
+    def marks(self) -> Marks:
+        return Marks(self._begin_mark, self._end_mark)
+
+    def _begin_mark(self, name: str) -> object:
         if self._peaks is not None:
             self._peaks.begin(name)
         return name
 
-    def end_mark(self, mark: str) -> object:
+    def _end_mark(self, mark: str) -> object:
         if self._peaks is not None:
             self._peaks.end(mark)
         return None

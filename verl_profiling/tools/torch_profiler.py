@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.tools.base import Destination, Output, Recording, Tool
+from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
 from verl_profiling.tools.trace_file import output_of_raw_trace
 
 __all__ = ["MiniBatchWindow", "TorchOptions", "TorchTool"]
@@ -181,11 +181,7 @@ class _TorchRecording(Recording):
         self._options = options
         self._mini_batches = 0
         self._shown: dict[str, str] = {}
-        self._fast_range = torch._C._profiler._RecordFunctionFast
-        if activities != [torch.profiler.ProfilerActivity.CPU]:
-            enter = torch.autograd._record_function_with_args_enter
-            self.begin_mark = lambda name: enter(self._shown_as(name))  # type: ignore[method-assign]
-            self.end_mark = torch.autograd._record_function_with_args_exit  # type: ignore[method-assign]
+        self._on_accelerator = activities != [torch.profiler.ProfilerActivity.CPU]
         profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
         profiler.start()
 
@@ -197,14 +193,23 @@ class _TorchRecording(Recording):
             plain = "".join(_KINETO_TEXT.get(c) or (c if " " <= c <= "~" else f"<{ord(c):x}>") for c in name)
             return self._shown.setdefault(name, plain)
 
-    def begin_mark(self, name: str) -> object:
-        mark = self._fast_range(self._shown_as(name))
-        mark.__enter__()
-        return mark
+    @property
+    def marks(self) -> Marks:
+        import torch
 
-    def end_mark(self, mark: Any) -> object:
-        mark.__exit__(None, None, None)
-        return None
+        if self._on_accelerator:
+            enter = torch.autograd._record_function_with_args_enter
+            return Marks(
+                lambda name: enter(self._shown_as(name)), torch.autograd._record_function_with_args_exit
+            )
+        fast_range = torch._C._profiler._RecordFunctionFast
+
+        def begin(name: str) -> object:
+            mark = fast_range(self._shown_as(name))
+            mark.__enter__()
+            return mark
+
+        return Marks(begin, lambda mark: mark.__exit__(None, None, None))
 
     def step(self) -> None:
         self._mini_batches += 1
