@@ -15,7 +15,7 @@ from verl_profiling.errors import ProfilingError
 __all__ = ["main"]
 
 _EPILOG = """\
-exit codes: 0 fine; 1 it worked and found what you asked it to look for (a damaged artifact,
+exit codes: 0 success; 1 success, and it found what it looks for (a damaged artifact,
 a step that got slower); 2 wrong usage, or input that cannot be used. The reason is one line
 on standard error.
 """

@@ -20,7 +20,7 @@ def read_anchor() -> ClockAnchor:
 
 @dataclass(frozen=True)
 class Handshake:
-    """One call to a worker, with the four times that NTP takes (RFC 5905, section 8).
+    """One call to a worker, with the four timestamps of NTP (RFC 5905, section 8).
 
     Attributes:
         sent_ns: When the controller called, on its clock.
@@ -36,7 +36,7 @@ class Handshake:
 
     @property
     def round_trip_ns(self) -> int:
-        """Time on the way, without the worker's own work: ``(t4 - t1) - (t3 - t2)``."""
+        """Time in transit, without the worker's own work: ``(t4 - t1) - (t3 - t2)``."""
         return (self.returned_ns - self.sent_ns) - (self.replied_ns - self.received_ns)
 
     @property
@@ -46,12 +46,12 @@ class Handshake:
 
     @property
     def error_ns(self) -> int:
-        """Bound of the offset's error: half of the round trip, rounded up."""
+        """Bound of the offset's error: half the round trip, rounded up."""
         return max(0, (self.round_trip_ns + 1) // 2)
 
 
 def best_handshake(handshakes: Iterable[Handshake]) -> Handshake:
-    """Return the handshake with the shortest round trip: it bounds the offset best.
+    """Return the handshake with the shortest round trip, which bounds the offset most tightly.
 
     Raises:
         ValueError: There is none.

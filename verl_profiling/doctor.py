@@ -31,7 +31,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         subject: What was looked at.
         state: What was found.
-        problem: Whether it keeps a configuration from running, or a tool from working.
+        problem: Whether it prevents a configuration from running, or a tool from working.
     """
 
     subject: str
@@ -45,7 +45,7 @@ def examine_machine() -> list[Diagnosis]:
 
 
 def examine_config(config: ProfilingConfig) -> list[Diagnosis]:
-    """Return what a configuration needs, and what of that is not here."""
+    """Return what a configuration needs, and which of it is missing here."""
     if not config.enable:
         return [Diagnosis(subject="config", state="is disabled: nothing is recorded")]
     diagnoses = []
@@ -69,8 +69,8 @@ def examine_config(config: ProfilingConfig) -> list[Diagnosis]:
 def load_config(path: Path) -> ProfilingConfig:
     """Read a configuration: YAML or JSON, or the ``run.json`` of a run.
 
-    The settings may stand under a key ``profiling`` or ``config``. Hydra's ``defaults`` are passed
-    over: the package's own give the defaults.
+    The settings may be under a key ``profiling`` or ``config``. Hydra's ``defaults`` list is ignored;
+    the defaults are those of the package.
 
     Raises:
         ConfigError: It cannot be read, or the settings are wrong.
@@ -166,7 +166,7 @@ def _need(tool: Tool) -> None:
 
 
 def _save_path(folder: Path) -> Diagnosis:
-    """Say whether step folders can be made, and what room there is."""
+    """Say whether step folders can be made, and how much space is free."""
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Diagnosis(subject="save_path", state=f"{folder}: {existing} cannot be written", problem=True)

@@ -19,9 +19,8 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 def clock_domain() -> str:
     """Return a name shared by exactly the processes that read the same system clock.
 
-    Containers on one machine have different host names and one kernel, hence one clock:
-    the kernel's boot id tells them apart from another machine. Where there is none, the
-    host name stands in.
+    Containers on one machine have different host names but one kernel, hence one clock. So the
+    kernel's boot id is the name; where there is none, the host name is used.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -40,7 +39,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         node_rank: Node index inside a replica that spans several nodes.
         topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1, "tp": 0}``.
         sizes: Number of ranks along these dimensions, where known.
-        host: Host name, for people.
+        host: Host name, to be shown.
         clock_domain: See :func:`clock_domain`; equal domains need no clock correction.
         pid: Process id on ``host``.
     """
@@ -60,8 +59,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """``actor_rank3``; a rollout replica is ``rollout0`` (its ranks are lanes of it).
 
-        A rank of a model that is split is ``actor_rank3_tp1_pp1``: the coordinates follow,
-        but for data-parallel ones, which say nothing that the rank does not say.
+        For a rank of a model-parallel group the coordinates follow: ``actor_rank3_tp1_pp1``. The
+        data-parallel ones are left out, because the rank implies them.
         """
         if self.replica is not None:
             return f"{safe_name(self.role)}{self.replica}"

@@ -72,14 +72,14 @@ class StageSpan(msgspec.Struct, frozen=True):
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """One file (or folder) that a tool was expected to write.
+    """A file (or folder) that a tool was expected to write.
 
     Attributes:
         path: Path relative to the step folder.
         lane: Lane that it fills in the timeline, e.g. ``actor_rank0`` or ``rollout0_rank1``.
         tool: Name of the tool.
-        status: Its fate. ``pending``: the bytes were still being compressed in the background
-            when this was written; the file at ``path`` decides.
+        status: What became of it. ``pending``: the bytes were still being compressed in the
+            background when the manifest was written; whether the file at ``path`` exists decides.
         stage: Stage it holds, in discrete mode; ``None`` in e2e mode.
         occurrence: Which run of that stage in this step, from 1.
         begin_ns: When recording began.
@@ -87,8 +87,8 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         bytes: Size on disk, if known.
         events: Number of trace events, if known.
         step: Step in which its recording began.
-        policy_versions: Versions of a rollout engine's weights from the begin of its window to the end,
-            in order, where they are known; several where a weight update fell into the window.
+        policy_versions: Versions of a rollout engine's weights during its window, in order, if known;
+            more than one if the weights were updated inside the window.
         reason: Why the status is not ``ok``.
     """
 
@@ -107,7 +107,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
     def is_run_of(self, other: Artifact) -> bool:
-        """Return whether both describe the same recording, whatever became of it."""
+        """Return whether both describe the same recording, whatever their status."""
         return (self.lane, self.tool, self.stage, self.occurrence) == (
             other.lane,
             other.tool,
@@ -136,8 +136,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         end_ns: When its response was complete.
         prompt_tokens: Length of the prompt.
         response_tokens: Length of the response; summed over the samples of one request.
-        policy_version: Version of the weights that it began with, where it is known.
-        failed: It raised, or was given up.
+        policy_version: Version of the weights that it began with, if known.
+        failed: It raised, or was cancelled.
     """
 
     replica: int
@@ -160,7 +160,7 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         step: First step of the capture.
         mode: ``e2e`` or ``discrete``.
         tools: Names of the tools that recorded.
-        status: The worst fate among the artifacts, or why there are none.
+        status: The worst status among the artifacts, or why there are none.
         reason: Why the status is not ``ok``.
         artifacts: Everything expected of this worker.
         stages: Spans of the stages it ran, in order of their begin.
@@ -168,8 +168,8 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         cost: What the capture cost this worker.
         notes: Things a user should know, e.g. a selection that matched nothing.
         requests: Inference requests that a rollout engine served, in order of their end.
-        policy_versions: Versions of a rollout engine's weights during the capture, in order, where
-            they are known; several where the capture spans a weight update.
+        policy_versions: Versions of a rollout engine's weights during the capture, in order, if
+            known; more than one if the weights were updated meanwhile.
         metrics: Plain numbers recorded with the capture, e.g. ``{"stage/update_actor/peak_rss_bytes": ...}``.
     """
 
@@ -198,11 +198,11 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
 class HostClock(msgspec.Struct, frozen=True, kw_only=True):
     """How far a host's clock is ahead of the controller's.
 
-    ``controller_ns = host_ns - offset_ns``, true within ``error_ns``.
+    ``controller_ns = host_ns - offset_ns``, with an error of at most ``error_ns``.
 
     Attributes:
         host: Host name.
-        clock_domain: Which workers it holds for (see ``WorkerIdentity.clock_domain``).
+        clock_domain: The workers to which it applies (see ``WorkerIdentity.clock_domain``).
         offset_ns: Offset when the capture opened.
         error_ns: Bound of its error: half of the shortest round trip.
         closing_offset_ns: Offset when the capture closed (drift shows as a difference).
@@ -240,9 +240,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         steps: All steps captured (several for a continuous capture).
         policy_version: Version of the weights, where the loop reports one.
         begin_ns: When ``on_step_begin`` returned to the loop, on the controller's clock.
-        end_ns: When the loop called ``on_step_end``: the calls that start and stop the capture
-            lie outside of the step.
-        complete: False when the step was left early (an exception, the end of the process).
+        end_ns: When the loop called ``on_step_end``. The calls that start and stop the capture are
+            not part of the step.
+        complete: ``False`` if the step ended early (an exception, the end of the process).
         controller: The process that runs the loop.
         stages: The controller's stages.
         rpcs: Calls made to drive the capture.
@@ -278,7 +278,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """``run.json``: what holds for every step of a run."""
+    """``run.json``: what is the same for every step of a run."""
 
     schema_version: int = SCHEMA_VERSION
     run_id: str
@@ -327,7 +327,7 @@ def read_manifest(step_dir: Path) -> Manifest:
     """Read ``manifest.json`` of a step folder.
 
     Raises:
-        TraceFormatError: It is missing, is no manifest, or is of a newer schema.
+        TraceFormatError: It is missing, is not a manifest, or has a newer schema.
     """
     path = step_dir / MANIFEST_NAME
     try:

@@ -1,7 +1,8 @@
-"""What the ``nsys`` tool notes about each range that it opens, for collecting the reports later.
+"""The record that the ``nsys`` tool keeps of each range that it opens, read when reports are collected.
 
-Nsight Systems numbers its reports by process and range; only the process knows which step and
-stage a range was. It appends to a file beside the reports, so that a crash loses nothing.
+Nsight Systems numbers its reports by process and range, and only the process knows to which step
+and stage a range belongs. It appends a line per range to a file beside the reports, so a crash
+loses nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ NSYS_FOLDER = "nsys"
 """Folder of the run in which Nsight Systems leaves its reports."""
 
 NOTES_SUFFIX = ".ranges.jsonl"
-"""What the notes of a process end in, after what its reports are named after."""
+"""Suffix of a process's file of ranges; the stem is that of its reports' names."""
 
 
 class NsysRange(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +29,7 @@ class NsysRange(msgspec.Struct, frozen=True, kw_only=True):
         artifact: Name of the artifact that its report becomes.
         begin_ns: When it was opened.
         end_ns: When it was closed; 0 when the process ended before.
-        keep: ``False`` for a warm-up, whose report is thrown away.
+        keep: ``False`` for a warm-up, whose report is discarded.
     """
 
     number: int
@@ -40,7 +41,7 @@ class NsysRange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_ranges(folder: Path) -> dict[Path, list[NsysRange]]:
-    """Return the ranges of every process, by what their reports are named after."""
+    """Return the ranges of every process, by the stem of its reports' names."""
     found = {}
     for path in sorted(folder.glob(f"*{NOTES_SUFFIX}")):
         latest: dict[int, NsysRange] = {}

@@ -14,7 +14,7 @@ _MOST_RANKS = 1 << 20
 
 
 def coordinates_in(value: Ranks, key: str) -> frozenset[int] | None:
-    """Like :func:`parse_ranks`; negative numbers, outside of text, count from the end."""
+    """Parse like :func:`parse_ranks`, but numbers and lists may be negative, counting from the end."""
     if value is None or isinstance(value, str):
         return parse_ranks(value, key)
     listed = (value,) if isinstance(value, int) else value

@@ -1,8 +1,7 @@
-"""For your own tests: of loops that use ``verl_profiling``, and of tools that you write for it.
+"""Helpers for tests of loops that use ``verl_profiling``, and of tools written for it.
 
-:func:`record_step` captures the test's own process as a worker is captured,
-:func:`shifted_clock` makes it look like a host whose clock is off, and :func:`leaks` says
-what a test left switched on.
+:func:`record_step` captures the test's own process like a worker, :func:`shifted_clock` makes it
+look like a host whose clock is off, and :func:`leaks` says what a test left switched on.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class RecordedStep:
     Attributes:
         folder: The step folder.
         started: The answer to ``start_capture``.
-        result: The result, once the block has been left; its artifacts are finished.
+        result: The result, with finished artifacts; ``None`` until the block ends.
     """
 
     folder: Path
@@ -132,9 +131,9 @@ def shifted_clock(offset_ns: int, domain: str = "shifted") -> Iterator[None]:
 
 
 def leaks() -> list[str]:
-    """Return what is still switched on in this process; nothing should be, after a test.
+    """Return what is still switched on in this process: nothing, after a clean test.
 
-    An idle finisher thread is no leak: it ends by itself after two seconds.
+    An idle finisher thread is not a leak: it ends by itself after two seconds.
     """
     found = []
     if process_session().sink is not None:

@@ -363,7 +363,7 @@ def test_what_is_no_export_is_refused(
     from verl_profiling import TraceFormatError
 
     (tmp_path / "report.sqlite").write_bytes(content)
-    with pytest.raises(TraceFormatError, match=r"report\.sqlite.*is no export of Nsight Systems"):
+    with pytest.raises(TraceFormatError, match=r"report\.sqlite.*is not an export of Nsight Systems"):
         convert_nsys(tmp_path / "report.sqlite", tmp_path / "trace.json.gz", {})
     assert [path.name for path in tmp_path.iterdir()] == ["report.sqlite"]
 

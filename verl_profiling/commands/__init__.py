@@ -15,12 +15,12 @@ EXIT_BAD_INPUT = 2
 
 COMMANDS = {
     "merge": "write one timeline of a step, to open in Perfetto",
-    "report": "say where the time of a step went",
+    "report": "show where the time of a step went",
     "view": "open a step's timeline and report in the browser",
     "diff": "compare two steps or two runs",
     "split": "cut an e2e trace into its stages",
     "collect": "fetch reports that Nsight Systems finished after the run",
     "check": "verify that every expected artifact is there and whole",
-    "doctor": "say what this machine can record, and whether a config can run here",
+    "doctor": "show what this machine can record, and whether a config can run here",
 }
-"""What each command is for, in the order of ``--help``."""
+"""Purpose of each command, in the order of ``--help``."""

@@ -15,7 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     parser.description = (
         "Moves the reports of the nsys tool into their step folders and enters them into the manifests. "
-        "Exits 1 when one is not there: Nsight Systems writes the last ones when the worker's process ends. "
+        "Exits 1 when one is missing: Nsight Systems writes the last ones when the worker's process ends. "
         "Exported reports (.sqlite) become traces, which merge and report read."
     )
     parser.epilog = "example: verl-profiling collect outputs/run --export && verl-profiling merge outputs/run"

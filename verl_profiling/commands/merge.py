@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "copies the traces without parsing them and has no arrows",
     )
     parser.add_argument("--stages", metavar="A,B", help="keep only what happened during these stages")
-    parser.add_argument("--ranks", metavar="0,8-15", help="keep only these ranks of each role")
+    parser.add_argument("--ranks", metavar="0,8-15", help="keep only these ranks of each role, e.g. 0,8-15")
     parser.add_argument("--min-us", type=float, default=0.0, metavar="US", help="leave out shorter events")
     parser.add_argument(
         "--max-bytes",

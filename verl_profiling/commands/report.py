@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--save", action="store_true", help="write report.json and report.html into the folder"
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page (of the last step) to this file"
+        "--html", type=Path, metavar="FILE", help="write the HTML page (of the last step) to this file"
     )
     parser.add_argument(
         "--csv", type=Path, metavar="DIR", help="write workers.csv, stages.csv, lost.csv, ops.csv"

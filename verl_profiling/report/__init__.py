@@ -1,1 +1,1 @@
-"""Says where the accelerator-seconds of a step went."""
+"""Computes where the accelerator-seconds of a step went, and shows it."""

@@ -1,4 +1,4 @@
-"""Reduces the traces of one lane to sets of time and totals, in bounded memory."""
+"""Reduces the traces of one lane to time spans and totals, in bounded memory."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _ITERATIONS = ("execute_", "step[")
 
 
 class Activity:
-    """When one lane did what, on the controller's clock.
+    """What one lane did at which times, on the controller's clock.
 
     Attributes:
-        on_device: Whether the trace holds device events (see :mod:`~verl_profiling.report.kinds`).
-        compute: When it computed.
-        communication: When it communicated.
-        memory: When it copied or set memory.
-        host: When operators or runtime calls ran on the host.
-        collectives: Every run of each collective by name, in order of begin.
-        iterations: What a rollout engine did in each of its iterations.
+        on_device: Whether the trace has device events (see :mod:`~verl_profiling.report.kinds`).
+        compute: Spans of computation.
+        communication: Spans of communication.
+        memory: Spans in which memory was copied or set.
+        host: Spans in which operators or runtime calls ran on the host.
+        collectives: All runs of each collective by name, in order of their begin.
+        iterations: The iterations of a rollout engine.
         ops: Calls of kernels, or of operators in a CPU trace.
         first_ns: Begin of the first event that counts.
-        last_ns: End of the last one.
+        last_ns: End of the last event that counts.
         events: Number of events read.
         problems: What could not be read.
     """
@@ -62,7 +62,7 @@ class Activity:
 
     @property
     def busy(self) -> Spans:
-        """When it was busy with anything."""
+        """Spans in which it was busy with anything."""
         return union(self.compute, self.communication, self.memory)
 
 
@@ -70,8 +70,8 @@ def read_activity(traces: Iterable[tuple[Path, int]], marks: Collection[str] = (
     """Read the traces of one lane.
 
     Args:
-        traces: Path and clock offset (ns, to be subtracted) of each.
-        marks: Names of the worker's stages, which torch_npu writes as operators.
+        traces: Path of each, and the clock offset in ns that is subtracted from its times.
+        marks: Names of the worker's stages, which torch_npu records as operators.
 
     Raises:
         TraceFormatError: A trace cannot be read at all.
@@ -91,7 +91,7 @@ def read_activity(traces: Iterable[tuple[Path, int]], marks: Collection[str] = (
 
 
 class _Reduction:
-    """Takes events chunk by chunk; what it keeps does not grow with the length of names or arguments."""
+    """Takes events chunk by chunk; its memory does not depend on the length of names or arguments."""
 
     def __init__(self, marks: Collection[str]) -> None:
         self.activity = Activity()
@@ -140,7 +140,7 @@ class _Reduction:
                 self._count(spans, numbers, threads.__getitem__)
 
     def _number(self, kind: int, name: str) -> int:
-        """Return a number for what counts as ``kind`` by this name, below 0 for what does not count."""
+        """Return the number of an event's kind and name; below 0 for events that do not count."""
         if kind == NOTHING:
             return -1
         self._kind_of.append(kind)
@@ -149,7 +149,7 @@ class _Reduction:
     def _count(
         self, spans: Spans, numbers: NDArray[np.int64], thread: Callable[[int], tuple[object, object]]
     ) -> None:
-        """Add events to the sets of their kind, to the collectives and to the operators."""
+        """Add events to the spans of their kind, to the collectives and to the operators."""
         activity = self.activity
         kinds = np.array(self._kind_of)[numbers]
         for kind in np.unique(kinds).tolist():
@@ -163,13 +163,13 @@ class _Reduction:
         device = kinds <= MEMORY
         if not activity.on_device and device.any():
             activity.on_device = True
-            activity.ops.clear()  # operators of the host stood in for kernels until one was seen
+            activity.ops.clear()  # until the first kernel, operators of the host were counted instead
         ops = np.flatnonzero(device if activity.on_device else kinds >= HOST)
         threads = [self._threads.setdefault(thread(index), len(self._threads)) for index in ops.tolist()]
         activity.ops.add(spans[ops], numbers[ops], threads)
 
     def finish(self) -> None:
-        """Decide what the trace was, and fill in the activity."""
+        """Decide whether it is a device trace, and fill in the activity."""
         activity, kinds = self.activity, self._kinds
         host, collectives = kinds.get(HOST, EMPTY), kinds.get(HOST_COMMUNICATION, EMPTY)
         activity.host = union(host, collectives)
@@ -193,7 +193,7 @@ class _Reduction:
 
 
 def _to_spans(events: list[Event], base_ns: int) -> Spans:
-    """Return begin and end of events in unix nanoseconds, exact to 1 ns."""
+    """Return the begin and end of events in unix nanoseconds, exact to 1 ns."""
     begin_us = np.array([event.ts for event in events], dtype=np.float64)
     took_us = np.array([event.dur or 0.0 for event in events], dtype=np.float64)
     whole_us = np.floor(begin_us)

@@ -1,4 +1,4 @@
-"""Puts the report of one step together."""
+"""Builds the report of one step."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
 
     Args:
         inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
-        on_progress: Called with each trace when it was read.
+        on_progress: Called with each trace once it is read.
 
     Raises:
-        TraceFormatError: There is neither a manifest nor a trace that can be read.
+        TraceFormatError: There is neither a manifest nor a readable trace.
     """
     manifest = inputs.manifest
     missing = list(inputs.absent)
@@ -95,7 +95,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
 
 
 def _marks(manifest: Manifest | None, source: Source) -> set[str]:
-    """Return the names of the stages that a lane's worker marked in its traces."""
+    """Return the names of the stages that appear as marks in a lane's traces."""
     workers = manifest.workers if manifest else []
     return {span.name for worker in workers if worker.name == source.worker for span in worker.stages}
 

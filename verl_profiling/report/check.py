@@ -1,4 +1,4 @@
-"""Verifies that every expected artifact is there, whole and not empty."""
+"""Verifies that every expected artifact is present, whole and not empty."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Fate = Literal["ok", "missing", "empty", "truncated", "unreadable", "failed", "s
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found in the place of one artifact.
+    """The state of one artifact.
 
     Attributes:
         path: Path relative to the folder that was checked.
-        fate: What it is.
+        fate: What was found.
         reason: Why it is not ``ok``.
         bytes: Its size on disk.
         events: Number of events, for a trace.
@@ -52,7 +52,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(path: Path) -> CheckResult:
-    """Read everything that a step folder, a run folder or a folder of traces should hold.
+    """Read all that a step folder, a run folder or a folder of traces should contain.
 
     Raises:
         TraceFormatError: There is nothing to check.
@@ -125,7 +125,7 @@ def _check_trace(name: str, path: Path) -> Checked:
 
 
 def _check_bytes(name: str, path: Path) -> Checked:
-    """Check a file that is no trace: it has content, and its compression is whole."""
+    """Check a file that is not a trace: it has content, and its compression is whole."""
     blocks = Blocks(path)
     try:
         content = sum(len(block) for block in blocks)

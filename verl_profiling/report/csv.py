@@ -1,4 +1,4 @@
-"""Writes reports as CSV, one row per thing and step."""
+"""Writes reports as CSV files, one per table of the report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
 
     Args:
         reports: One report per step; the first column says which.
-        folder: Where to write; made if need be.
+        folder: Folder to write; it is created if it does not exist.
 
     Raises:
         OSError: The folder cannot be written.

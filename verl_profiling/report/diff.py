@@ -1,7 +1,7 @@
-"""Compares two steps or two runs: what got slower or faster, and by more than the noise.
+"""Compares two steps or two runs: what became slower or faster, and whether by more than the noise.
 
-With several steps on a side, a number is their median and its noise half of the range; with
-one step on each side the noise is unknown.
+With several steps on a side, a number is their median and its noise is half their range. With one
+step on each side the noise is unknown.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _ROWS = 12
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One number on both sides, in seconds per step.
+    """One number of both sides, in seconds per step.
 
     Attributes:
         kind: ``step``, ``stage``, ``worker`` (busy time), ``lost`` (lane-seconds) or ``op`` (self time).
-        name: Of the stage, lane, cause or kernel.
-        before_s: Median over the steps of A; ``None`` if A has none of it.
-        after_s: Median over the steps of B; ``None`` if B has none of it.
-        change_s: The second less the first, with nothing counted as 0.
-        change: The same as a share of the first; ``None`` if A has none of it.
-        noise_s: Half of the range over the steps, the larger of both sides; ``None`` with one step each.
+        name: Name of the stage, lane, cause or kernel.
+        before_s: Median over the steps of A; ``None`` if A does not have it.
+        after_s: Median over the steps of B; ``None`` if B does not have it.
+        change_s: ``after_s - before_s``, where ``None`` counts as 0.
+        change: ``change_s / before_s``; ``None`` if A does not have it.
+        noise_s: Half the range over the steps, the larger of both sides; ``None`` with one step each.
     """
 
     kind: str
@@ -51,17 +51,17 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stands_out(self) -> bool:
-        """Whether it is more than the noise, as far as that is known."""
+        """Whether the change exceeds the noise, if that is known."""
         return abs(self.change_s) > (self.noise_s or 0.0)
 
 
 class Diff(msgspec.Struct, frozen=True, kw_only=True):
-    """All that changed, the largest change of each kind first.
+    """All changes, the largest of each kind first.
 
     Attributes:
         before: Number of steps of A.
         after: Number of steps of B.
-        changes: Numbers that at least one side has.
+        changes: One entry per number that at least one side has.
     """
 
     before: int
@@ -69,9 +69,9 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     changes: list[Change]
 
     def slower_than(self, share: float) -> list[Change]:
-        """Return the step and the stages that got slower by more than a share, and than the noise.
+        """Return the step and the stages that became slower by more than a share and more than the noise.
 
-        A stage below 1 % of the step is too small to fail on, and the capture's own cost is no stage.
+        Stages below 1 % of the step are ignored, and so is the capture's own cost.
         """
         step_s = next((c.before_s for c in self.changes if c.kind == "step"), None) or 0.0
         return [

@@ -1,4 +1,4 @@
-"""Reads what a rollout engine says about its iterations in the names of its annotations.
+"""Reads the iterations of a rollout engine from the names of its annotations.
 
 vLLM names an iteration ``execute_context_<requests>(<tokens>)_generation_<requests>(<tokens>)``,
 SGLang ``step[EXTEND bs=<requests> toks=<tokens>]`` and ``step[DECODE bs=<requests>]``; seen in
@@ -34,7 +34,7 @@ class Iteration(msgspec.Struct, frozen=True):
 
 
 def parse_iteration(name: str, begin_ns: int, end_ns: int) -> Iteration | None:
-    """Return the iteration that an annotation stands for, or ``None``."""
+    """Return the iteration that an annotation describes, or ``None``."""
     if match := _VLLM.match(name):
         return Iteration(begin_ns, end_ns, int(match[2]), int(match[4]))
     if match := _SGLANG.match(name):

@@ -1,7 +1,7 @@
-"""At most five sentences about what stands out, each by a rule with a threshold.
+"""At most five findings: sentences about what stands out, each from a rule with a threshold.
 
-The thresholds are shares at which acting usually pays more than it costs; they are listed
-in ``docs/report.md``. Nothing is said when nothing crosses one.
+A threshold is a share above which acting is usually worth the effort; all are listed in
+``docs/report.md``. If none is exceeded, there are no findings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ADVICE = {
     "waiting_for_rollout": "overlap generation with training (asynchronous trainer), or add rollout replicas",
     "long_tail": "balance prompts by expected length, cap the response length, or carry the tail over to the "
     "next step (partial rollout)",
-    "after_generation": "overlap what the loop does there (scoring, moving the responses, polling) with "
+    "after_generation": "overlap the work of the loop there (scoring, moving the responses, polling) with "
     "generation or training",
     "straggler_wait": "balance the micro-batches by tokens, and compare the hosts of slow and fast ranks",
     "weight_sync": "transfer in larger buckets or over a faster path, or synchronise less often",
@@ -57,7 +57,7 @@ _CAUSE_TEXT = {
 
 
 def find(report: Report) -> Report:
-    """Return the report with its findings, the heaviest first."""
+    """Return the report with its findings, those with the largest weight first."""
     found = [*_lost(report), *_calls(report), *_communication(report), *_late_ranks(report)]
     found.sort(key=lambda finding: -finding.weight)
     return msgspec.structs.replace(report, findings=[*_coverage(report), *found][:LIMIT])

@@ -1,4 +1,4 @@
-"""Renders a report as one HTML file that needs nothing else: no network, no library."""
+"""Renders a report as one self-contained HTML file, without network or library."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _findings(report: Report) -> str:
     items = "".join(
         f"<li>{escape(f.text)} <span>Try: {escape(f.advice)}.</span></li>" for f in report.findings
     )
-    early = "" if report.complete else "<p>The step was left early: this is what was recorded until then.</p>"
+    early = "" if report.complete else "<p>The step ended early; this is what was recorded until then.</p>"
     return _section("Findings", early + (f"<ol>{items}</ol>" if items else ""))
 
 
@@ -202,7 +202,7 @@ def _reported(report: Report) -> str:
 
 def _about(report: Report) -> str:
     lines = [
-        f"clock of {c.host}: corrected by {c.offset_us:,.1f} us, true within {c.error_us:,.1f} us, "
+        f"clock of {c.host}: corrected by {c.offset_us:,.1f} us, accurate to {c.error_us:,.1f} us, "
         f"drift {c.drift_us:,.1f} us"
         for c in report.clocks
     ]
@@ -221,7 +221,7 @@ def _about(report: Report) -> str:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[Cell]], keys: Sequence[str] = ()) -> str:
-    """Return a table that sorts by the column whose heading is pressed; numbers are right-aligned."""
+    """Return a table that is sorted by clicking a heading; numbers are right-aligned."""
     if not rows:
         return ""
     head = "".join(f'<th scope="col"><button type="button">{escape(h)}</button></th>' for h in headings)

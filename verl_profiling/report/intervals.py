@@ -1,4 +1,4 @@
-"""Arithmetic on sets of time, each an ``(n, 2)`` array of disjoint, sorted ``[begin, end)`` in ns."""
+"""Arithmetic on sets of spans, each an ``(n, 2)`` array of disjoint, sorted ``[begin, end)`` in ns."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def union(*parts: Spans) -> Spans:
 
 
 def length(spans: Spans) -> int:
-    """Return how much time is covered, in nanoseconds."""
+    """Return the time covered, in nanoseconds."""
     return int((spans[:, 1] - spans[:, 0]).sum())
 
 
 def subtract(spans: Spans, holes: Spans) -> Spans:
-    """Return the time in ``spans`` and not in ``holes``."""
+    """Return the time that is in ``spans`` but not in ``holes``."""
     if len(spans) == 0 or len(holes) == 0:
         return spans
     edges = np.concatenate((spans[:, 0], holes[:, 1], spans[:, 1], holes[:, 0]))

@@ -1,12 +1,12 @@
-"""What an event of a trace counts as.
+"""Classifies the events of a trace.
 
-* **Device trace** (it has kernels, copies or sets): busy is the union, over all streams, of
-  ``kernel``, ``gpu_memcpy`` and ``gpu_memset`` events. A kernel whose name contains ``nccl``
-  communicates, any other computes; copies and sets are memory. For an NPU see
+* **Device trace** (with kernels, copies or memsets): busy time is the union, over all streams, of
+  ``kernel``, ``gpu_memcpy`` and ``gpu_memset`` events. A kernel whose name contains ``nccl`` is
+  communication, any other is computation; copies and memsets are memory. For an NPU see
   :mod:`~verl_profiling.report.npu`.
-* **CPU trace** (it has none): busy is the union, over all threads, of ``cpu_op`` events and of
-  collectives. ``gloo:``, ``nccl:``, ``mpi:`` and ``c10d::`` names communicate, every other
-  operator computes. Waiting in Python between operators is not busy.
+* **CPU trace** (without any): busy time is the union, over all threads, of ``cpu_op`` events and of
+  collectives. Names with ``gloo:``, ``nccl:``, ``mpi:`` and ``c10d::`` are communication, all other
+  operators are computation. Waiting in Python between operators is not busy time.
 
 The classes of device events are those of HolisticTraceAnalysis 0.5 (``utils/utils.py``,
 ``get_kernel_type``), so that the figures can be compared.
@@ -24,7 +24,7 @@ _COLLECTIVES = ("gloo:", "nccl:", "mpi:", "c10d::")
 
 
 def kind_of(category: str, name: str) -> int:
-    """Return what an event of this category and name counts as."""
+    """Return the kind of an event by its category and name."""
     kind = _DEVICE_KINDS.get(category)
     if kind is not None:
         return COMMUNICATION if kind == COMPUTE and "nccl" in name.lower() else kind

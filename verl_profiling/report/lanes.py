@@ -1,4 +1,4 @@
-"""What the report knows of one lane: its source, its activity, and when it was observed."""
+"""A lane as the report sees it: its source, its activity, and when it was observed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Lane:
     """One lane of the step, all times on the controller's clock.
 
     Attributes:
-        source: Where it was read from.
+        source: The trace that it was read from.
         activity: What it did.
         stages: Runs of its worker's own stages.
-        observed: When it was observed: the set ``S`` of :mod:`~verl_profiling.report.metrics`.
-        recorded: When its tool recorded.
+        observed: Spans in which it was observed: the set ``S`` of :mod:`~verl_profiling.report.metrics`.
+        recorded: Spans in which its tool recorded.
     """
 
     def __init__(self, source: Source, activity: Activity, step: Step) -> None:
@@ -54,14 +54,14 @@ class Lane:
 
     @property
     def is_engine(self) -> bool:
-        """Whether it belongs to a rollout engine."""
+        """Whether it is a rank of a rollout engine."""
         return self.source.replica is not None
 
     def load(self, begin_ns: int, end_ns: int) -> list[int]:
         """Return the busy share (percent) of each of ``LOAD_PARTS`` equal parts of a span."""
         edges = np.linspace(begin_ns, end_ns, LOAD_PARTS + 1).astype(np.int64)
         busy = within(self.activity.busy, begin_ns, end_ns)
-        # Busy time before each edge: whole spans, plus the part of the one that the edge cuts.
+        # Busy time before each edge: whole spans, plus a part of the span that the edge cuts.
         before = np.concatenate(([0], np.cumsum(busy[:, 1] - busy[:, 0])))
         at = np.searchsorted(busy[:, 0], edges, side="right")
         cut = (
@@ -73,10 +73,10 @@ class Lane:
 
 
 class Step:
-    """What the report knows of the step itself.
+    """The step as the report sees it.
 
     Attributes:
-        manifest: The manifest, where there is one.
+        manifest: The manifest, if there is one.
         begin_ns: Begin of the step.
         end_ns: Its end.
         workers: The results of all workers.
@@ -98,7 +98,7 @@ class Step:
         self.lanes = [Lane(source, activity, self) for source, activity in read]
 
     def worker_of(self, source: Source) -> CaptureResult | None:
-        """Return the worker that recorded a trace: a replica on several nodes is several workers."""
+        """Return the worker that recorded a trace; a replica on several nodes has several workers."""
         named = [worker for worker in self.workers if worker.name == source.worker]
         recorded = (w for w in named if any(a.lane == source.lane for a in w.artifacts))
         return next(recorded, named[0] if named else None)
@@ -123,14 +123,14 @@ class Step:
 
     @property
     def calls(self) -> Spans:
-        """When the controller called workers to start or to stop recording."""
+        """Spans of the controller's calls that start and stop recordings."""
         rpcs = self.manifest.rpcs if self.manifest else []
         return spans_of((rpc.begin_ns, rpc.end_ns) for rpc in rpcs)
 
     def during(self, *names: str) -> Spans:
-        """Return when the controller was in a stage of one of these names, or in any if none is given."""
+        """Return the spans in which the controller was in one of these stages, or in any if none is given."""
         return spans_of((s.begin_ns, s.end_ns) for s in self.stages if not names or s.name in names)
 
     def share(self, spans: Spans) -> float:
-        """Return a set of time as a share of the step."""
+        """Return the length of a set of spans as a share of the step."""
         return length(spans) / max(self.span_ns, 1)

@@ -1,4 +1,4 @@
-"""Where idle time goes: each instant of it has exactly one cause."""
+"""Idle time by cause: every instant of it has exactly one."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CAUSES = (
     "between_stages",
     "unexplained",
 )
-"""Causes of idle time, in the order in which they claim it."""
+"""Causes of idle time, in order of precedence."""
 
 
 def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]:
-    """Partition a lane's idle time ``I`` by cause. Each cause claims what those before it left.
+    """Partition a lane's idle time ``I`` by cause. Where several apply, the first in this list counts.
 
-    * ``capture``: outside of what the tool recorded (starting and stopping it), e2e only;
+    * ``capture``: while the tool did not record (it was starting or stopping), e2e only;
     * ``weight_sync``: during ``update_weights``, the controller's or the lane's own;
     * ``long_tail``: during the rollout and until the last replica was done, for a training rank
       after half of them were, for an engine after its own last iteration;
@@ -41,7 +41,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     * ``straggler_wait``: after the end of an own stage, until its role's last worker ends it;
     * ``host_bound``: inside an own stage (between iterations, for an engine), or while
       operators run on the host: the device waits for the host to launch work;
-    * ``other_stages``: the controller is in a stage that the lane takes no part in;
+    * ``other_stages``: the controller is in a stage in which the lane does not take part;
     * ``between_stages``: the controller is in no stage;
     * ``unexplained``: the rest.
     """
@@ -80,7 +80,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
 
 
 def _done(step: Step, tail: Tail | None) -> tuple[int, int]:
-    """Return when half of the replicas were done, and when all were (unix ns)."""
+    """Return when half of the replicas were done and when all were, in unix nanoseconds."""
     rollout = step.during(ROLLOUT)
     if tail is None or not len(rollout):
         return step.end_ns, step.end_ns
@@ -94,10 +94,10 @@ def _own(lane: Lane, name: str) -> Spans:
 
 
 def working_span(lane: Lane, step: Step) -> Spans:
-    """Return when an engine was at work, from begin to end: its iterations, or else its operators.
+    """Return the span from an engine's first iteration to its last (or operator, if it has none).
 
-    Where the step has a rollout stage, only what lies in it counts: the same engine may also
-    load weights.
+    If the step has a rollout stage, only that stage is looked at, because the engine may also load
+    weights outside of it.
     """
     work = spans_of((i.begin_ns, i.end_ns) for i in lane.activity.iterations)
     if not len(work):
@@ -108,7 +108,7 @@ def working_span(lane: Lane, step: Step) -> Spans:
 
 
 def _after_stage(lane: Lane, stage: str, step: Step) -> Spans:
-    """Return the time between the end of each own run of a stage and its end on the role's last worker."""
+    """Return the time between the end of each of a lane's stages and its end on the role's last worker."""
     peers = [_runs(other.stages, stage) for other in step.lanes if other.source.role == lane.source.role]
     return _until_last(_runs(lane.stages, stage), peers)
 

@@ -1,10 +1,10 @@
 """The numbers of the report: every formula, its unit and its source is here.
 
-Let ``S`` be the set of time in which a lane was observed: the step for an e2e capture, the
-recorded windows for a discrete one, the time from the first to the last busy event where
-there is no manifest. Let ``C``, ``M``, ``K`` be those in which it computed, communicated and
-copied, ``B`` their union and ``I = S - B``, all inside ``S``; ``|X|`` is the length of a set.
-All are in nanoseconds here and in microseconds in the report.
+Let ``S`` be the time in which a lane was observed: the step for an e2e capture, the recorded
+windows for a discrete one, and the time from the first to the last busy event if there is no
+manifest. Inside ``S``, let ``C``, ``M`` and ``K`` be the time of computation, communication and
+copies, ``B`` their union and ``I = S - B``; ``|X|`` is the length of a set. Times are in
+nanoseconds here and in microseconds in the report.
 
 ====================== ============================= ==================================
 number                 formula                       source
@@ -66,9 +66,9 @@ _TOP_COLLECTIVES = 20
 def anatomy(step: Step) -> list[StageRow]:
     """Return the controller's stages in order of their first begin, and the rest of the step.
 
-    Of the rest, the time in which the controller started and stopped recordings is told apart.
+    The time in which the controller started and stopped recordings is a row of its own.
 
-    A stage's duration is the length of the union of its runs; its share is of the step.
+    A stage's duration is the length of the union of its runs, its share that of the step.
     """
     rows = []
     for name, depth in dict.fromkeys((span.name, span.depth) for span in step.stages):
@@ -104,7 +104,7 @@ def _rest_row(name: str, spans: Spans, step: Step) -> StageRow:
 
 
 def worker_row(lane: Lane, step: Step, tail: Tail | None) -> WorkerRow:
-    """Return what one lane did with its time, in microseconds."""
+    """Return how one lane spent its time, in microseconds."""
     compute = intersection(lane.activity.compute, lane.observed)
     communication = intersection(lane.activity.communication, lane.observed)
     memory = intersection(lane.activity.memory, lane.observed)
@@ -132,7 +132,7 @@ def worker_row(lane: Lane, step: Step, tail: Tail | None) -> WorkerRow:
 
 
 def engine_row(lane: Lane, step: Step) -> EngineRow:
-    """Return what one rank of an engine did; an iteration with prompt tokens counts as prefill."""
+    """Return how one rank of an engine spent its time; an iteration with prompt tokens is prefill."""
     iterations = lane.activity.iterations
     prefill = [i for i in iterations if i.prefill_tokens]
     rollout, work = step.during(ROLLOUT), working_span(lane, step)
@@ -154,8 +154,8 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
 def rollout_tail(step: Step) -> Tail | None:
     """Return how the rollout ended, or ``None`` without a rollout stage and an engine.
 
-    A replica finishes with the last of its requests, where those are known, and else with the
-    last iteration of its slowest rank.
+    A replica finishes with its last request or, if requests are not known, with the last iteration
+    of its slowest rank.
     """
     rollout = step.during(ROLLOUT)
     requests = [
@@ -201,10 +201,10 @@ def _percentiles(sample: list[float]) -> Percentiles | None:
 
 
 def collectives(step: Step) -> list[CollectiveRow]:
-    """Compare the nth run of each collective across the ranks of a role that all ran it as often.
+    """Compare the nth run of each collective across the ranks of a role, if all ran it equally often.
 
-    All ranks leave a collective together, so the one that is in it for the shortest time came
-    last, and what the others took longer is waiting.
+    All ranks leave a collective together. So the rank with the shortest run arrived last, and the
+    excess of the others is waiting.
     """
     rows = []
     for role in dict.fromkeys(lane.source.role for lane in step.lanes):
@@ -213,7 +213,7 @@ def collectives(step: Step) -> list[CollectiveRow]:
         for name in (name for name, count in names.items() if count == len(peers) > 1):
             runs = [lane.activity.collectives[name] for lane in peers]
             if len({len(run) for run in runs}) != 1:
-                continue  # some ranks called it more often: the nth runs are not one call
+                continue  # some ranks called it more often, so the nth runs do not belong to the same call
             took = np.stack([run[:, 1] - run[:, 0] for run in runs])
             shortest = took.min(axis=0)
             late = Counter(np.argmin(took, axis=0).tolist()).most_common(1)[0]
@@ -232,7 +232,7 @@ def collectives(step: Step) -> list[CollectiveRow]:
 
 
 def top_ops(step: Step) -> list[OpRow]:
-    """Return the kernels with most self time, by the stage they began in, over all lanes."""
+    """Return the kernels with the most self time over all lanes, by the stage in which they began."""
     totals: dict[tuple[str, str], tuple[int, int]] = {}
     outer = [(s.name, s.begin_ns, s.end_ns) for s in step.stages if s.depth == 0]
     for lane in step.lanes:
@@ -249,7 +249,7 @@ def top_ops(step: Step) -> list[OpRow]:
 
 
 def throughput(step: Step, engines: list[EngineRow]) -> Throughput | None:
-    """Return tokens by time: as the loop reported them, else of the requests, else of the engines."""
+    """Return tokens per time, from the loop's metrics, else the requests, else the engines' iterations."""
     metrics = step.manifest.metrics if step.manifest else {}
     requests: list[Request] = [r for worker in step.workers for r in worker.requests]
     first_ranks = {row.replica: row for row in reversed(engines)}.values()

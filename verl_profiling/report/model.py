@@ -1,4 +1,4 @@
-"""The report as data: what ``--json`` prints and every face shows.
+"""The report as data: what ``--json`` prints, and what every output format shows.
 
 All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1.
 """
@@ -30,15 +30,15 @@ REPORT_SCHEMA_VERSION = 1
 
 
 class StageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage of the step, as the controller saw it (all its runs together).
+    """One stage of the controller, all its runs together.
 
     Attributes:
-        name: The stage; ``(starting and stopping the capture)`` for the time outside stages in
-            which the loop did that, ``(outside stages)`` for the rest of the step.
-        runs: How often it ran.
-        begin_us: Begin of its first run, after the begin of the step.
-        duration_us: Time in it.
-        share: Of the step.
+        name: The stage. ``(starting and stopping the capture)`` is the time outside stages that this
+            took, ``(outside stages)`` the rest of the step.
+        runs: Number of runs.
+        begin_us: Begin of its first run, relative to the begin of the step.
+        duration_us: Total time in it.
+        share: Share of the step.
         depth: 0 for an outermost stage; only those add up to the step.
     """
 
@@ -51,17 +51,17 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What one lane (a training rank, or a rank of a rollout engine) did with its time.
+    """How one lane (a training rank, or a rank of a rollout engine) spent its time.
 
-    ``docs/report.md`` defines each number; all but ``span_us`` are inside the span.
+    ``docs/report.md`` defines each number. All times lie inside the span.
 
     Attributes:
         name: Name of the lane.
         role: Role of the worker.
         rank: Rank inside the role, or inside the replica.
         replica: Index of the rollout replica.
-        device: False for a CPU trace, where operators stand in for kernels.
-        span_us: Time that it was observed.
+        device: ``False`` for a CPU trace, where operators are counted in place of kernels.
+        span_us: Time for which it was observed.
         busy_us: Time in which anything ran.
         idle_us: ``span_us - busy_us``.
         compute_us: Time in which computing kernels ran.
@@ -71,7 +71,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         memcpy_us: Time in which memory was copied or set.
         host_bound_us: Idle time inside its own stages (also in ``lost_us``).
         lost_us: Idle time by cause; adds up to ``idle_us``.
-        load: Busy share of each of the equal parts of the step, 0 to 100.
+        load: Busy percentage of each of equally long parts of the step, 0 to 100.
     """
 
     name: str
@@ -93,7 +93,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank of a rollout engine did, from the names of its iterations.
+    """How one rank of a rollout engine spent its time, from the names of its iterations.
 
     Attributes:
         name: Name of the lane.
@@ -105,7 +105,7 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
         decode_us: Time in iterations that only generated.
         prefill_tokens: Prompt tokens processed.
         decode_tokens: Tokens generated.
-        finish_us: End of its last iteration, after the begin of the rollout.
+        finish_us: End of its last iteration, relative to the begin of the rollout.
     """
 
     name: str
@@ -121,7 +121,7 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sample looks like.
+    """Percentiles of a sample.
 
     Attributes:
         p50: Median.
@@ -141,13 +141,13 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         replicas: Number of replicas that were seen.
-        median_finish_us: Median time at which a replica was done, after the begin of the rollout.
-        last_finish_us: Time at which the last one was.
-        ratio: The last over the median.
-        tail_share: Share of the step after half of the replicas were done.
-        requests: Number of requests, where the engine reported them.
-        latency_s: Of the requests, from being sent to the complete response.
-        response_tokens: Length of the responses.
+        median_finish_us: Median time at which a replica was done, relative to the begin of the rollout.
+        last_finish_us: Time at which the last replica was done.
+        ratio: ``last_finish_us / median_finish_us``.
+        tail_share: Share of the step between the median finish and the last.
+        requests: Number of requests, if the engine reported them.
+        latency_s: Latency of the requests, from sending to the complete response.
+        response_tokens: Lengths of the responses.
         finishes_us: Time at which each request (or else each replica) was done, sorted.
     """
 
@@ -169,10 +169,10 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
         stage: The stage.
         role: The role.
         workers: Number of workers that ran it.
-        slowest: The one that took longest.
-        slowest_us: How long it took.
+        slowest: Worker that took longest.
+        slowest_us: Time that it took.
         median_us: Median over the workers.
-        wait_us: Time that the others, together, were done before the last one was.
+        wait_us: Time by which the other workers were done before the last one, added up.
     """
 
     stage: str
@@ -191,9 +191,9 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
         name: The collective.
         role: The role.
         calls: Calls that every rank made.
-        median_us: Median duration of the shortest run of each call: its cost when all are there.
-        wait_us: Sum, over calls and ranks, of what a run took longer than the shortest one.
-        late: The rank that was in it for the shortest time most often, hence arrived last.
+        median_us: Median of the shortest run of each call: its cost once all ranks have arrived.
+        wait_us: Sum, over calls and ranks, of the time by which a run exceeds the shortest one.
+        late: Rank that most often had the shortest run, which means that it arrived last.
         late_share: Share of the calls in which it did.
     """
 
@@ -211,10 +211,10 @@ class OpRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: The kernel.
-        stage: The stage that it began in, or ``""``.
+        stage: Stage in which it began, or ``""``.
         calls: Number of calls.
-        self_us: Time in it and in nothing inside it.
-        share: Of the self time of all kernels.
+        self_us: Time in it, without nested calls.
+        share: Share of the self time of all kernels.
     """
 
     name: str
@@ -225,12 +225,12 @@ class OpRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LostRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle time of all lanes that has one cause.
+    """Idle time of all lanes due to one cause.
 
     Attributes:
         cause: Name of the cause; ``docs/report.md`` defines each.
-        seconds: Lane-seconds, which are accelerator-seconds where each lane has one of its own.
-        share: Of the observed time of all lanes.
+        seconds: Lane-seconds; these are accelerator-seconds if each lane has its own accelerator.
+        share: Share of the observed time of all lanes.
     """
 
     cause: str
@@ -239,13 +239,13 @@ class LostRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens by time.
+    """Tokens per time.
 
     Attributes:
         tokens: Tokens of the step.
-        source: Where their number is from.
-        tokens_per_s: By the duration of the step.
-        tokens_per_s_per_lane: The same, by the number of lanes.
+        source: Where their number comes from.
+        tokens_per_s: Tokens per second of the step.
+        tokens_per_s_per_lane: The same, divided by the number of lanes.
     """
 
     tokens: float
@@ -260,8 +260,8 @@ class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lane: Name of the worker, or ``controller``.
         name: The stage.
-        begin_us: After the begin of the step.
-        end_us: After the begin of the step.
+        begin_us: Begin, relative to that of the step.
+        end_us: End, relative to the begin of the step.
         depth: 0 for an outermost stage.
     """
 
@@ -289,12 +289,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
-    """How well the clock of a host is known.
+    """How accurately the clock of a host is known.
 
     Attributes:
         host: Host name.
-        offset_us: Ahead of the controller by this much; corrected in all numbers.
-        error_us: Bound of what may remain.
+        offset_us: How far it is ahead of the controller's; corrected in all numbers.
+        error_us: Bound of the remaining error.
         drift_us: Change of the offset while the capture was open.
     """
 
@@ -311,7 +311,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
         expected: Artifacts that the capture should have written.
         read: Traces that could be read.
         events: Events in them.
-        missing: What is not there or not whole, as sentences.
+        missing: What is missing or damaged, as sentences.
     """
 
     expected: int
@@ -328,7 +328,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         directory: Folder of the step.
         step: Number of the step, if known.
         policy_version: Version of the weights, if the loop reports one.
-        complete: False when the step was left early.
+        complete: ``False`` if the step ended early.
         span_us: Duration of the step, from ``on_step_begin`` to ``on_step_end``; without a
             manifest, from the first to the last event.
         stages: Step anatomy, in order of time.
@@ -340,13 +340,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         ops: The kernels with most self time.
         lost: Idle time by cause, largest first, ``unexplained`` last; adds up to all idle time.
         weight_sync_share: Share of the step spent on updating the engines' weights.
-        throughput: Tokens by time, where their number is known.
+        throughput: Tokens per time, if their number is known.
         gantt: Runs of stages.
         findings: What stands out, at most five.
         clocks: Hosts whose clock is not the controller's.
-        coverage: How much of what was expected is in here.
+        coverage: How much of what was expected is in the report.
         metrics: What the loop reported for the step.
-        notes: What the capture noted.
+        notes: Notes of the capture.
     """
 
     schema_version: int = REPORT_SCHEMA_VERSION

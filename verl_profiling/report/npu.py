@@ -1,16 +1,16 @@
-"""Tells apart what CANN's msprof, and torch_npu's ``trace_view.json`` with it, says of an NPU.
+"""Classifies the events of an NPU trace, as CANN's msprof and torch_npu's ``trace_view.json`` have them.
 
-Its events have no category. Which device lane they belong to is the name of their process, and
-that may stand behind them in the file, so they wait until the trace is read. The lanes, seen in
-the parser's sources (github.com/kali20gakki/msprof, ``analysis/csrc/application/timeline``):
+These events have no category. The name of their process tells the lane, and it may come later in
+the file, so events are kept until the trace is read. The lanes, according to the parser's sources
+(github.com/kali20gakki/msprof, ``analysis/csrc/application/timeline``):
 
-* ``Ascend Hardware``: one thread per stream, one event per task, with its ``Task Type``. Tasks
-  of the AI cores and of the AI CPU compute, DMA tasks copy; waits, records and place holders
-  occupy a stream and nothing else. Kernels that only drive a collective are part of it.
-* ``Communication`` (``HCCL`` in older versions): one thread per group with whole collectives,
-  and one per plane with the transfers that they consist of, which are not counted again.
+* ``Ascend Hardware``: one thread per stream, one event per task, with its ``Task Type``. Tasks of
+  the AI cores and of the AI CPU are computation, DMA tasks are copies; waits, records and
+  placeholders only occupy a stream. Kernels that only drive a collective belong to it.
+* ``Communication`` (``HCCL`` in older versions): one thread per group with whole collectives, and
+  one per plane with the transfers that they consist of, which are not counted again.
 * ``CANN``: calls of the runtime on the host.
-* ``Overlap Analysis``: what msprof itself computed from the first two; not counted again.
+* ``Overlap Analysis``: computed by msprof from the first two; not counted again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CALL_NUMBER = re.compile(r"_*_\d+_\d+_\d+$")
 
 
 class NpuEvents:
-    """The events without category of one trace, and the names of its processes and threads."""
+    """The events of one trace that have no category, and the names of its processes and threads."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Spans, NDArray[np.int64]]] = []
@@ -48,7 +48,7 @@ class NpuEvents:
         self._threads: dict[tuple[object, object], str] = {}
 
     def name(self, event: Event) -> None:
-        """Take a name of a process or a thread."""
+        """Add the name of a process or a thread."""
         if event.name not in ("process_name", "thread_name"):
             return
         name = str(msgspec.json.decode(event.args).get("name", ""))
@@ -58,7 +58,7 @@ class NpuEvents:
             self._threads[event.pid, event.tid] = name
 
     def add(self, events: Sequence[Event], spans: Spans) -> None:
-        """Take events and when they ran."""
+        """Add events and their spans."""
         numbers = []
         for event in events:
             found = _TASK_TYPE.search(event.args)
@@ -72,7 +72,7 @@ class NpuEvents:
         """Yield spans, numbers and threads of the events that count.
 
         Args:
-            number: Gives a number to a kind and a name, below 0 for what does not count.
+            number: Returns the number of a kind and a name, below 0 for events that do not count.
         """
         keys = list(self._numbers)
         given = np.array([number(self._kind(*key), key[2]) for key in keys])

@@ -12,7 +12,7 @@ from verl_profiling.report.intervals import Spans
 
 __all__ = ["OpTimes", "Window", "self_times"]
 
-_SLICE = 1 << 16  # calls that are Python numbers at a time: they take four times the space
+_SLICE = 1 << 16  # calls kept as Python numbers at a time, which take four times the space
 
 Window = tuple[str, int, int]
 """Name, begin and end (ns) of a stage."""
@@ -30,7 +30,7 @@ class OpTimes:
         self._calls: list[tuple[Spans, NDArray[np.int32], NDArray[np.int64]]] = []
 
     def number(self, name: str) -> int:
-        """Return a new number that stands for a name; a name may have several."""
+        """Return a new number for a name; a name may have several."""
         self.names.append(name)
         return len(self.names) - 1
 
@@ -44,7 +44,7 @@ class OpTimes:
         self._calls.clear()
 
     def by_stage(self, windows: Sequence[Window]) -> dict[tuple[str, str], tuple[int, int]]:
-        """Return calls and self time (ns) by stage and operator; a call belongs where it begins.
+        """Return calls and self time (ns) by stage and operator; a call belongs to the stage it begins in.
 
         Args:
             windows: Stages that do not overlap; outside of them the stage is ``""``.
@@ -77,8 +77,8 @@ def self_times(spans: Spans, threads: NDArray[np.int64]) -> NDArray[np.int64]:
     """
     own = spans[:, 1] - spans[:, 0]
     order = np.lexsort((-own, spans[:, 0], threads))
-    inside = array("q", bytes(8 * len(order)))  # time in nested calls, of each call
-    stack: list[tuple[int, int]] = []  # index and end of the calls that are open
+    inside = array("q", bytes(8 * len(order)))  # for each call, the time in nested calls
+    stack: list[tuple[int, int]] = []  # index and end of the open calls
     thread = None
     for start in range(0, len(order), _SLICE):
         part = order[start : start + _SLICE]
@@ -99,7 +99,7 @@ def self_times(spans: Spans, threads: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _stage_of(begins: NDArray[np.int64], windows: Iterable[Window]) -> NDArray[np.int64]:
-    """Return the index of the window (in order of begin) that each instant is in, else their number."""
+    """Return the index of the window (in order of begin) that contains each instant, or their number."""
     ordered = sorted(windows, key=lambda window: window[1])
     if not ordered:
         return np.zeros(len(begins), np.int64)

@@ -1,4 +1,4 @@
-"""The charts of the HTML report, as SVG written by hand: no script, no library, few bytes."""
+"""The charts of the HTML report, as plain SVG without script or library."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def gantt_chart(report: Report) -> str:
 def _stage_bar(span: GanttSpan, top: int, scale: float, colour: int) -> str:
     x = _LABEL + max(span.begin_us, 0.0) * scale
     width = max((span.end_us - span.begin_us) * scale, 0.6)
-    inset = _BAR - _NESTED if span.depth else 0  # a stage inside another is a strip at its foot
+    inset = _BAR - _NESTED if span.depth else 0  # a nested stage is a strip at the bottom of the outer one
     text = f"{span.name}: {(span.end_us - span.begin_us) / 1e6:.3f} s"
     label = f'<text x="{x + 4:.1f}" y="{top + 11.5}">{escape(span.name)}</text>'
     return (

@@ -1,7 +1,7 @@
 """Writes reports for TensorBoard: scalars under ``profiling/``, the Gantt, and the text.
 
-It writes event files with tensorboard's own writer, so that no torch is needed, and all of a
-run's points go into one run.
+Event files are written with tensorboard's own writer, so torch is not needed. All points of a run
+go into one TensorBoard run.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def print_report(report: Report, console: Console) -> None:
     policy = f", policy version {report.policy_version}" if report.policy_version is not None else ""
     console.print(f"[bold]{escape(title)}[/bold]{policy}: {_seconds(report.span_us)} s")
     if not report.complete:
-        console.print("[yellow]The step was left early: this is what was recorded until then.[/yellow]")
+        console.print("[yellow]The step ended early; this is what was recorded until then.[/yellow]")
     findings = Table.grid(padding=(0, 1))
     for finding in report.findings:
         findings.add_row(
@@ -75,7 +75,7 @@ def _closing_lines(report: Report) -> Iterator[str]:
     for clock in report.clocks:
         yield (
             f"clock of {escape(clock.host)}: corrected by {clock.offset_us:,.1f} us, "
-            f"true within {clock.error_us:,.1f} us, drift {clock.drift_us:,.1f} us"
+            f"accurate to {clock.error_us:,.1f} us, drift {clock.drift_us:,.1f} us"
         )
     if report.metrics:
         some = ", ".join(
@@ -90,7 +90,7 @@ def _closing_lines(report: Report) -> Iterator[str]:
 
 
 def rollout_sentence(tail: Tail) -> str:
-    """Say when the replicas were done."""
+    """Return a sentence on when the replicas were done."""
     last = _seconds(tail.last_finish_us)
     if tail.replicas == 1:
         return f"rollout: the only replica was done after {last} s"

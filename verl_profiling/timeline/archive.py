@@ -1,10 +1,10 @@
 """Packs the traces of one step into a Perfetto archive, without parsing them.
 
-The archive is a tar whose first file is a trace manifest; it says which lane each trace is
-and how its clock relates to the others. The format is documented at
-https://perfetto.dev/docs/reference/perfetto-manifest and read by Perfetto v58 and later. It
-allows nothing to be said of a file that is compressed, so compressed traces are unpacked.
-Arrows cannot cross the files of an archive; use the merged timeline to see them.
+The archive is a tar whose first file is a trace manifest, which names the lane of each trace and
+relates its clock to the others. The format is documented at
+https://perfetto.dev/docs/reference/perfetto-manifest and read by Perfetto v58 and later. The
+manifest cannot describe a compressed file, so compressed traces are unpacked. Arrows cannot cross
+the files of an archive; use the merged timeline to see them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_archive(
     Args:
         inputs: The step.
         output: File to write; by default ``timeline.tar`` in the step's folder.
-        on_progress: Called with each trace when it is in.
+        on_progress: Called with each trace once it is packed.
 
     Returns:
         The archive, and what could not be put into it, as sentences.
@@ -82,7 +82,7 @@ def write_archive(
 
 @contextmanager
 def _member(archive: BinaryIO, name: str) -> Iterator[None]:
-    """Make what is written a file of a tar; its header is written last, when its size is known."""
+    """Write the block's output as a file of the tar; the header is written last, once the size is known."""
     start = archive.tell()
     archive.write(bytes(tarfile.BLOCKSIZE))
     yield
@@ -95,7 +95,7 @@ def _member(archive: BinaryIO, name: str) -> Iterator[None]:
 
 
 def _copy(path: Path, archive: BinaryIO) -> str:
-    """Append the content of a trace, and return what damage ended it early, or ``""``."""
+    """Append the content of a trace; return the damage that ended it early, or ``""``."""
     with path.open("rb") as file:
         if not is_gzip(file):
             shutil.copyfileobj(file, archive, _COPY_BYTES)
@@ -107,7 +107,7 @@ def _copy(path: Path, archive: BinaryIO) -> str:
 
 
 def _entries(inputs: StepInputs) -> tuple[list[_Entry], list[str]]:
-    """Return what goes in: only the head of each trace is read, for its clock."""
+    """Return the entries to pack. Only the head of each trace is read, for its clock."""
     entries, problems = [], list(inputs.absent)
     sources = list(inputs.sources)
     if inputs.controller:
@@ -124,9 +124,9 @@ def _entries(inputs: StepInputs) -> tuple[list[_Entry], list[str]]:
 
 
 def _manifest(entries: list[_Entry]) -> dict[str, object]:
-    """Return the trace manifest: the clocks of all files relate to that of the one with the earliest base.
+    """Return the trace manifest, which relates every clock to that of the file with the earliest base.
 
-    At one instant a file reads ``T`` and that one ``T + offset_ns``.
+    At the same instant a file's clock reads ``T`` and that reference clock ``T + offset_ns``.
     """
     first = min(entries, key=lambda entry: entry.base_ns)
     files: list[dict[str, object]] = []

@@ -20,7 +20,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def is_gzip(file: BinaryIO) -> bool:
-    """Return whether a file is compressed; it must be at its begin, and is left there."""
+    """Return whether a file is compressed; its position must be 0, and stays there."""
     head = file.read(2)
     file.seek(0)
     return head == _GZIP_MAGIC
@@ -29,8 +29,8 @@ def is_gzip(file: BinaryIO) -> bool:
 class Blocks:
     """The content of one file as blocks of at most ``BLOCK_BYTES``; the first is small.
 
-    A gzip file may have several members (RFC 1952, section 2.2). Iterating never raises for
-    a damaged file: it ends early and says why in :attr:`damage`.
+    A gzip file may have several members (RFC 1952, section 2.2). Iterating over a damaged file does
+    not raise: it ends early, and :attr:`damage` says why.
 
     Attributes:
         path: The file.
@@ -43,7 +43,7 @@ class Blocks:
 
         Args:
             path: The file.
-            from_end: Leave out what stands before these last bytes, where that saves reading it.
+            from_end: Skip all but these last bytes, if the file can be read from there.
         """
         self.path = path
         self.position = 0
@@ -90,7 +90,7 @@ class Blocks:
                 pending = member.unused_data if member.eof else member.unconsumed_tail
                 if block:
                     yield block
-        except isal_zlib.error as error:  # type: ignore[misc]  # its stub does not say it is an exception
+        except isal_zlib.error as error:  # type: ignore[misc]  # the stub does not declare it as an exception
             self.damage = f"corrupt gzip data ({error})"
             return
         if started and not member.eof:

@@ -30,12 +30,12 @@ _TOOL = "nsys"
 
 
 class Collected(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one range.
+    """What became of the report of one range.
 
     Attributes:
         path: The report (or the trace made from it), relative to the run's folder.
-        fate: ``ok``: it is in its step folder now, or was before. ``truncated``: it is, but the
-            process ended inside the range. ``missing``: there is no report yet.
+        fate: ``ok``: the report is in its step folder. ``truncated``: it is, but the process ended
+            inside the range. ``missing``: there is no report yet.
         reason: Why it is not ``ok``.
     """
 
@@ -45,10 +45,10 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def collect(run: Path, *, export: bool = False) -> list[Collected]:
-    """Move finished reports into their step folders under canonical names; repeat it as often as you like.
+    """Move finished reports into their step folders under canonical names; may be repeated.
 
-    A report that was exported (``nsys export --type sqlite``, a ``.sqlite`` file beside it) becomes
-    a trace too, so that the timeline and the report of the step hold it.
+    A report that was exported (``nsys export --type sqlite``, a ``.sqlite`` file beside it) also
+    becomes a trace, which the timeline and the report of the step include.
 
     Args:
         run: The run's folder, or one of its step folders.
@@ -56,7 +56,7 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
 
     Raises:
         TraceFormatError: Nothing was recorded with nsys there, or an export cannot be read.
-        ToolUnavailableError: ``export`` was asked for, and there is no nsys.
+        ToolUnavailableError: ``export`` is set, and there is no nsys.
         OSError: A report cannot be moved, or a manifest cannot be written.
     """
     if (run / MANIFEST_NAME).is_file():
@@ -67,7 +67,7 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
         )
     processes = read_ranges(run / NSYS_FOLDER)
     if not processes:
-        raise TraceFormatError(run, "holds no notes of the nsys tool; was anything recorded with it?")
+        raise TraceFormatError(run, "holds no file of the nsys tool; was anything recorded with it?")
     collected: list[Collected] = []
     for output, ranges in processes.items():
         for noted in ranges:
@@ -81,7 +81,7 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
 
 
 def _finished_report(output: Path, number: int, of: int) -> Path | None:
-    """Return the report of a range; Nsight Systems leaves the number out where there is only one."""
+    """Return the report of a range; Nsight Systems omits the number when there is only one."""
     names = [f"{output.name}.{number}{REPORT}", *([f"{output.name}{REPORT}"] if of == 1 else [])]
     return next((path for path in map(output.with_name, names) if path.is_file()), None)
 
@@ -134,7 +134,7 @@ def _export(report: Path, database: Path) -> None:
 
 
 def _enter(folder: Path, noted: NsysRange, file: Path | None, reason: str, events: int | None = None) -> None:
-    """Note in the step's manifest what became of a range's artifact, or of the trace made from it."""
+    """Enter a range's artifact, or the trace made from it, into the step's manifest."""
     if not (folder / MANIFEST_NAME).is_file():
         return
     manifest = read_manifest(folder)
@@ -167,6 +167,6 @@ def _with_range(
         {**{artifact.path: artifact for artifact in worker.artifacts}, entry.path: entry}.values()
     )
     status, why = worst_fate(artifacts)
-    if worker.status == "failed":  # the worker itself failed: its reports do not mend that
+    if worker.status == "failed":  # the worker itself failed, which its reports do not change
         status, why = worker.status, worker.reason
     return msgspec.structs.replace(worker, artifacts=artifacts, status=status, reason=why)

@@ -17,7 +17,7 @@ _ARROW = "causes"
 
 
 def controller_events(inputs: StepInputs, pids: dict[str, int], base_ns: int) -> list[Event]:
-    """Return the events of the controller's trace, moved to their lanes, and the arrows.
+    """Return the events of the controller's trace, assigned to their lanes, and the arrows.
 
     Args:
         inputs: The step.
@@ -61,12 +61,11 @@ def controller_events(inputs: StepInputs, pids: dict[str, int], base_ns: int) ->
 
 
 def _spread(spans: list[Event]) -> list[Event]:
-    """Move stages that overlap without nesting to threads of their own, and name those.
+    """Put stages that overlap without nesting on separate threads, and name these.
 
-    Perfetto draws one thread's slices inside each other; the stages of an asynchronous loop may
-    cross instead.
+    Perfetto nests the slices of a thread, but the stages of an asynchronous loop may overlap.
     """
-    rows: list[list[Event]] = []  # of each thread, the stages that are open
+    rows: list[list[Event]] = []  # the open stages of each thread
     names = []
     for span in sorted(spans, key=lambda s: (s.ts or 0.0, -(s.dur or 0.0))):
         row = next((index for index, opened in enumerate(rows) if _nests(span, opened)), len(rows))
@@ -80,7 +79,7 @@ def _spread(spans: list[Event]) -> list[Event]:
 
 
 def _nests(span: Event, opened: list[Event]) -> bool:
-    """Close what ended before ``span`` began, and return whether it ends within the rest."""
+    """Close the stages that ended before ``span`` began; return whether it ends inside the others."""
     while opened and _end_us(opened[-1]) <= (span.ts or 0.0):
         opened.pop()
     return not opened or _end_us(span) <= _end_us(opened[-1])

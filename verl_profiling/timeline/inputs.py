@@ -1,4 +1,4 @@
-"""Finds what there is to analyse under a path: step folders, or plain trace files."""
+"""Finds the step folders or plain trace files under a path."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def find_steps(path: Path) -> list[StepInputs]:
 
 
 def step_folders(run: Path) -> list[Path]:
-    """Return the step folders of a run folder, in order, finished or not."""
+    """Return the step folders of a run folder in order, finished or not."""
     folders = [child for child in run.iterdir() if _STEP_FOLDER.fullmatch(child.name) and child.is_dir()]
     return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step_")))
 
 
 def resolve_artifact(directory: Path, artifact: Artifact) -> Path | None:
-    """Return where an artifact's bytes are, or ``None``.
+    """Return the file that holds an artifact's bytes, or ``None``.
 
-    While it is still being compressed, these are the bytes of the raw file beside it.
+    While the artifact is being compressed, that is the raw file beside it.
     """
     path = directory / artifact.path
     if path.exists():

@@ -20,13 +20,13 @@ from verl_profiling.timeline.sources import Source
 __all__ = ["LANE_PIDS", "STAGES_TID", "Member", "MemberJob", "compressor", "name_process", "write_member"]
 
 LANE_PIDS = 10_000
-"""Process ids set aside for one lane."""
+"""Number of process ids reserved for a lane."""
 
 STAGES_TID = 1 << 23
-"""Thread id of the lane of stages inside a worker's process; Linux gives none above 2^22."""
+"""Thread id of the stages' lane in a worker's process; Linux assigns none above 2^22."""
 
 _PROFILER_TID = STAGES_TID + 1
-_PROFILER_LANES = {"Spans", "Traces", ""}  # kineto's processes for its own events
+_PROFILER_LANES = {"Spans", "Traces", ""}  # processes in which kineto puts its own events
 _FIRST_DEVICE = 1
 _FIRST_OTHER = 2_000
 _OTHERS_PER_TRACE = 50
@@ -45,7 +45,7 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
         index: Place among all members, from 1: flow ids become unique with it.
         pid: First process id of the lane.
         lane_index: Place among the members of the same lane.
-        title: Name of the lane, for people.
+        title: Name of the lane, to be shown.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
         keep: What is kept.
     """
@@ -65,7 +65,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: The trace.
-        events: Events written, without the names of lanes (``ph == "M"``).
+        events: Number of events written, without metadata (``ph == "M"``).
         left_out: Events that :class:`Keep` left out.
         problems: What could not be read.
     """
@@ -95,7 +95,7 @@ def name_thread(pid: int, tid: int, name: str) -> Event:
 
 
 def write_member(job: MemberJob) -> Member:
-    """Write one trace as a gzip member of comma-led events.
+    """Write one trace as a gzip member of events, with a comma before each.
 
     Raises:
         TraceFormatError: The trace cannot be read at all.
@@ -138,11 +138,10 @@ def write_member(job: MemberJob) -> Member:
 
 
 def _relocate(events: list[Event], names: list[Event], pids: _Pids, shift_ns: int, index: int) -> list[Event]:
-    """Put events on the timeline's clock, processes and flow ids; set metadata apart.
+    """Translate events to the timeline's clock, processes and flow ids; separate the metadata.
 
-    The whole microseconds of ``shift_ns`` are added first: that is exact in doubles, because
-    both numbers are multiples of the last place of ``ts``. Then everything is rounded to
-    nanoseconds once.
+    The whole microseconds of ``shift_ns`` are added first, which is exact in doubles because both
+    numbers are multiples of the last place of ``ts``. Then the sum is rounded to nanoseconds once.
     """
     whole_us, rest_ns = divmod(shift_ns, 1000)
     timed = []
@@ -161,15 +160,15 @@ def _relocate(events: list[Event], names: list[Event], pids: _Pids, shift_ns: in
 
 
 class _Pids:
-    """Gives the processes of one trace their ids on the timeline.
+    """Assigns the timeline's ids to the processes of one trace.
 
-    The host process gets the lane's own id, which it shares with the lane of its stages and
-    with other traces of the same worker; a device gets the id after it by its number.
+    The host process gets the id of the lane, which it shares with the lane of its stages and with
+    other traces of the same worker. The ids of devices follow it, in order of their numbers.
 
     Attributes:
         known: New id by the trace's own id.
-        titles: Names of the processes that hold events, by new id.
-        marked: Whether the profiler left marks of its own.
+        titles: Names of the processes that have events, by new id.
+        marked: Whether the trace has marks of the profiler itself.
     """
 
     def __init__(self, job: MemberJob) -> None:
@@ -181,10 +180,10 @@ class _Pids:
         self._odd_ids: dict[int | str, int] = {}
 
     def assign(self, event: Event) -> int:
-        """Return the new id of an event's process, seen for the first time.
+        """Return the new id for the process of an event, which is seen for the first time.
 
-        The profiler's own marks go to a thread of the host process, and no longer across all
-        processes: they are about this one.
+        The profiler's own marks concern this process only, so they go to a thread of it instead of
+        spanning all processes.
         """
         old, title = event.pid, self._job.title
         if old in _PROFILER_LANES:
@@ -203,7 +202,7 @@ class _Pids:
         return new
 
     def entitle(self, names: list[Event]) -> None:
-        """Call the processes that have no place of their own what the trace calls them."""
+        """Name the processes that are neither the host nor a device as the trace names them."""
         words: dict[int, list[str]] = {}
         for event in names:
             key = {"process_name": "name", "process_labels": "labels"}.get(event.name)
@@ -213,13 +212,13 @@ class _Pids:
         self.titles.update((new, " ".join((self._job.title, *said))) for new, said in words.items())
 
     def small_id(self, old: int | str) -> int:
-        """Return a flow id below the stride; ids of other forms are numbered."""
+        """Return a flow id below the stride; larger ids and other types are numbered."""
         if isinstance(old, int) and 0 <= old < _ODD_IDS:
             return old
         return _ODD_IDS + self._odd_ids.setdefault(old, len(self._odd_ids))
 
     def rename(self, event: Event) -> bool:
-        """Move a metadata event to its process; return whether it is still needed."""
+        """Give a metadata event its new process id; return whether it is still needed."""
         if event.name in _PROCESS_METADATA or event.pid not in self.known:
             return False
         event.pid = self.known[event.pid]

@@ -35,10 +35,10 @@ from verl_profiling.timeline.sources import TIMELINE_NAME, Source, StepInputs
 
 __all__ = ["MergeResult", "merge"]
 
-_SLACK_NS = 3_600_000_000_000  # the clock begins an hour before the step: no ts is negative
-_LONGEST_US = 1e6  # events longer than this are never dropped to make a timeline fit
+_SLACK_NS = 3_600_000_000_000  # the clock starts an hour before the step, so that no ts is negative
+_LONGEST_US = 1e6  # longer events are never dropped to reduce the size
 _HEAD_BYTES = 1 << 14
-_SPAWN_BYTES = 8 << 20  # below this, starting processes costs more than it saves
+_SPAWN_BYTES = 8 << 20  # for fewer bytes, starting processes takes longer than it saves
 
 
 class MergeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class MergeResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         path: The timeline.
         bytes: Its size.
-        events: Number of events in it, names of processes not counted.
+        events: Number of events in it, without metadata.
         left_out: Number of events left out on request.
         members: What became of each trace.
         problems: What could not be merged or read, as sentences.
@@ -116,7 +116,7 @@ def _join(
     problems: list[str],
     base_ns: int,
 ) -> MergeResult:
-    """Join the head, the members and the foot to one file in ``scratch``."""
+    """Concatenate the head, the members and the footer into one file in ``scratch``."""
     problems = [*problems, *(f"{m.path.name}: {problem}" for m in members for problem in m.problems)]
     opening = _opening(inputs, plan, base_ns)
     path = scratch / "timeline"
@@ -138,7 +138,7 @@ def _join(
 
 
 def _readable(inputs: StepInputs) -> tuple[StepInputs, list[str], int]:
-    """Return what of a step can be opened, what cannot, and the base of the timeline's clock."""
+    """Return the traces that can be opened, the problems of the others, and the timeline's clock base."""
     controller, sources = inputs.controller, []
     problems, begins = list(inputs.absent), []
     try:
@@ -162,7 +162,7 @@ def _readable(inputs: StepInputs) -> tuple[StepInputs, list[str], int]:
 
 
 def _begin_ns(trace: Trace) -> int:
-    """Return about when a trace begins: the time of its first event."""
+    """Return roughly when a trace begins: the time of its first event."""
     first = next(
         (event.ts for events in trace.chunks(_HEAD_BYTES) for event in events if event.ts is not None), 0.0
     )
@@ -206,7 +206,7 @@ def _run(plan: list[MemberJob], jobs: int) -> Iterator[tuple[MemberJob, Member]]
 
 
 class _WorkerPids(dict[str, int]):
-    """Process id by the name of a worker; one that recorded nothing gets a lane of its own."""
+    """Process ids by worker name; a worker that recorded nothing gets a new id on first use."""
 
     def __missing__(self, worker: str) -> int:
         self[worker] = (max(self.values()) // LANE_PIDS + 1) * LANE_PIDS
@@ -214,7 +214,7 @@ class _WorkerPids(dict[str, int]):
 
 
 def _opening(inputs: StepInputs, plan: list[MemberJob], base_ns: int) -> list[Event]:
-    """Return what stands before the traces: the controller's lanes, and the workers' stages."""
+    """Return the events that come before the traces: the controller's lanes and the workers' stages."""
     pids = _WorkerPids({CONTROLLER: LANE_PIDS})
     titles: dict[str, str] = {}
     for job in plan:
@@ -237,7 +237,7 @@ def _header(base_ns: int) -> bytes:
 
 
 def _footer(inputs: StepInputs, plan: list[MemberJob], members: list[Member], problems: list[str]) -> bytes:
-    """Close the list of events and say what the timeline was made of."""
+    """Close the list of events and record what the timeline was made of."""
     about = {
         "schema_version": SCHEMA_VERSION,
         "step": inputs.step,

@@ -1,6 +1,6 @@
-"""Turns what ``nsys export --type sqlite`` writes into a Chrome trace, which everything else reads.
+"""Converts the output of ``nsys export --type sqlite`` into a Chrome trace.
 
-Only tables that are there are read: Nsight Systems leaves out what it did not record. Schema:
+Nsight Systems omits the tables of what it did not record, so each table is optional. Schema:
 https://docs.nvidia.com/nsight-systems/UserGuide/index.html ("SQLite Schema Reference").
 """
 
@@ -36,7 +36,7 @@ def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> i
         The number of events.
 
     Raises:
-        TraceFormatError: It is no export of Nsight Systems.
+        TraceFormatError: The file is not an export of Nsight Systems.
         OSError: The trace cannot be written.
     """
     if not database.is_file():
@@ -47,7 +47,7 @@ def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> i
         count = _write(connection, part, metadata)
         part.replace(output)
     except sqlite3.Error as error:
-        raise TraceFormatError(database, f"is no export of Nsight Systems ({error})") from error
+        raise TraceFormatError(database, f"is not an export of Nsight Systems ({error})") from error
     finally:
         connection.close()
         part.unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def _joined(batch: list[dict[str, Any]], before: int) -> bytes:
 
 
 def _session_start_ns(connection: sqlite3.Connection) -> int:
-    """Return the unix time that all other times count from."""
+    """Return the unix time that all other times are relative to."""
     row = connection.execute("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME").fetchone()
     return int(row[0]) if row else 0
 

@@ -1,9 +1,9 @@
 """Reads role, rank and step of trace files that have no manifest.
 
-It knows the names that verl (``<role>/[prefix_]prof_rank-<r>.json.gz``), vLLM
+They follow from the file names of verl (``<role>/[prefix_]prof_rank-<r>.json.gz``), vLLM
 (``rank<r>.<ns>.pt.trace.json.gz``), SGLang (``<time>-TP-<r>[-DECODE].trace.json.gz``) and
-torch_npu (``*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json``, the rank in the name of
-``*_ascend_pt/profiler_info_<r>.json``) give their files, and the process names they write inside.
+torch_npu (``*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json``, with the rank in the name of
+``*_ascend_pt/profiler_info_<r>.json``), and from the process names inside.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl_profiling.timeline.sources import TIMELINE_NAME, Source, StepInputs, s
 
 __all__ = ["plain_steps"]
 
-_HEAD_BYTES = 1 << 14  # process names stand at the beginning, if anywhere
+_HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
 _STEP = re.compile(r"step[_-]?(\d+)", re.IGNORECASE)
 _RANK = re.compile(r"(?:rank|TP)[_-]?(\d+)", re.IGNORECASE)
 _REPLICA = re.compile(r"(?:rollout|replica)[_-]?(\d+)", re.IGNORECASE)
@@ -33,12 +33,12 @@ _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
 
 
 def plain_steps(path: Path) -> list[StepInputs]:
-    """Return the traces at or below ``path``, grouped by the step that their names give.
+    """Return the traces at or below ``path``, grouped by the step in their names.
 
-    A file in a folder that is no trace is passed over; a single file must be one.
+    Files of a folder that are not traces are ignored.
 
     Raises:
-        TraceFormatError: ``path`` is a file and no trace.
+        TraceFormatError: ``path`` is a file, and not a trace.
     """
     if path.is_file():
         source, _ = _describe(path, path.name)
@@ -80,7 +80,7 @@ def _describe(path: Path, name: str) -> tuple[Source, _Process]:
 
 
 def _rank(trace: Trace, name: str) -> int:
-    """Return the rank that a trace tells, or the file torch_npu leaves beside it, or else its name."""
+    """Return the rank from the trace, from torch_npu's file beside it, or else from its name."""
     if trace.rank is not None:
         return trace.rank
     beside = trace.path.parent.parent if trace.path.name == _NPU_TRACE else None
@@ -90,7 +90,7 @@ def _rank(trace: Trace, name: str) -> int:
 
 
 def _process(trace: Trace) -> _Process:
-    """Return host, name and id of the process that a trace is of, as far as it says."""
+    """Return host, name and id of a trace's process, as far as the trace tells."""
     host = str(trace.metadata.get("host_name", ""))
     head = next(trace.chunks(_HEAD_BYTES), [])
     for event in head:
@@ -101,7 +101,7 @@ def _process(trace: Trace) -> _Process:
 
 
 def _distinct(found: list[tuple[Source, _Process]]) -> list[Source]:
-    """Give files that claim one lane but are of different processes lanes of their own."""
+    """Give files that name the same lane but come from different processes separate lanes."""
     owners: dict[str, list[_Process]] = {}
     result = []
     for source, process in found:

@@ -5,8 +5,8 @@ package write: an object with ``traceEvents`` or a bare list of events, compress
 
 Clocks: ``unix_ns = base_ns + round(ts * 1000)``. torch from 2.4 on writes
 ``baseTimeNanoseconds``; older torch and torch_npu write absolute microseconds, which a
-double holds only to 0.25 us. Those are parsed as decimals and given a base of their own, so
-events come out base-relative in every format.
+double resolves to 0.25 us only. Those are parsed as decimals and get a base computed from the
+first event, so events are relative to a base in every format.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from verl_profiling.timeline.trailer import read_trailer
 __all__ = ["GPU_CATEGORIES", "Event", "Trace", "TraceWarning"]
 
 GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"})
-"""Categories of the lanes that kineto draws for a device's streams."""
+"""Categories of the events on the lanes of a device's streams, as kineto names them."""
 
 NO_ARGS = msgspec.Raw(b"")
 
@@ -47,7 +47,7 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
     Attributes:
         ts: Begin in microseconds since the trace's ``base_ns``.
         dur: Duration in microseconds.
-        args: The arguments as they stand in the file, not decoded.
+        args: The arguments as JSON, not decoded.
 
     .. _Trace Event Format:
         https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -70,7 +70,7 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 class _AbsoluteEvent(Event):
-    ts: Decimal | None = None  # type: ignore[assignment]  # made a float before anyone sees it
+    ts: Decimal | None = None  # type: ignore[assignment]  # converted to a float before the event is handed out
 
 
 class TraceWarning(msgspec.Struct, frozen=True):
@@ -94,18 +94,18 @@ class Trace:
     Attributes:
         path: The file.
         metadata: The top-level keys other than ``traceEvents``.
-        base_ns: Unix nanoseconds of ``ts == 0``. For a file without a base it is known once
-            the first event with a time was read, and 0 before.
-        warnings: What could not be read, complete when :meth:`chunks` is exhausted.
-        truncated: Whether the content ends early (then the last warning says where).
+        base_ns: Unix nanoseconds of ``ts == 0``. For a file without a base it is 0 until the first
+            event with a time has been read.
+        warnings: What could not be read; complete when :meth:`chunks` is exhausted.
+        truncated: Whether the content ends early; the last warning then says where.
         events: Number of events read so far.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file and read what stands before the events.
+        """Open the file and read what precedes the events.
 
         Raises:
-            TraceFormatError: It cannot be read, or is no trace.
+            TraceFormatError: It cannot be read, or is not a trace.
         """
         self.path = path
         self.warnings: list[TraceWarning] = []
@@ -127,21 +127,21 @@ class Trace:
 
     @property
     def rank(self) -> int | None:
-        """The rank that ``torch.distributed`` gave the process, if the file says."""
+        """The process's rank in ``torch.distributed``, if the file has it."""
         info = self.metadata.get("distributedInfo")
         rank = info.get("rank") if isinstance(info, dict) else None
         return rank if isinstance(rank, int) else None
 
     def chunks(self, size: int = BLOCK_BYTES) -> Iterator[list[Event]]:
-        """Yield the events, some thousands at a time, in the order of the file.
+        """Yield the events in the order of the file, some thousands at a time.
 
-        A damaged or truncated file yields what it holds and leaves a warning.
+        For a damaged or truncated file, yields what can be read and adds a warning.
 
         Args:
             size: Bytes of JSON to decode at a time.
 
         Raises:
-            TraceFormatError: The file cannot be read any more, or one event exceeds 64 MiB.
+            TraceFormatError: The file can no longer be read, or one event exceeds 64 MiB.
         """
         wanted = size
         while not self._ended:
@@ -160,7 +160,7 @@ class Trace:
             self.events += len(events)
             if events:
                 yield self._on_base(events)
-        while self._fill(_READ_ON):  # what follows the events is skipped, to see whether it is whole
+        while self._fill(_READ_ON):  # skipping the rest of the file shows whether it is whole
             self._drop(len(self._buffer))
         if self._blocks.damage:
             self.truncated = True
@@ -211,7 +211,7 @@ class Trace:
         self._consumed += count
 
     def _decode(self, end: int, last: bool) -> tuple[list[Event], int]:
-        """Return the events in the first ``end`` bytes of the buffer, and how many bytes are done with."""
+        """Return the events in the first ``end`` bytes of the buffer, and how many bytes were consumed."""
         text = memoryview(self._buffer)[:end]
         try:
             if not last:
@@ -221,7 +221,7 @@ class Trace:
             self._ended = True
             return events, close
         except _UNDECODABLE:
-            pass  # it holds the end of the list, or something damaged
+            pass  # it contains the end of the list, or damage
         listed = b"".join((b"[", text))
         try:
             self._decoder.decode(listed)
@@ -233,9 +233,9 @@ class Trace:
         return self._decode_one_by_one(bytes(text), last)
 
     def _decode_one_by_one(self, text: bytes, last: bool) -> tuple[list[Event], int]:
-        """Decode a damaged stretch with the tolerant ``json`` module, event by event.
+        """Decode a damaged stretch event by event, with the more tolerant ``json`` module.
 
-        It accepts ``NaN`` and bytes that are no UTF-8, and skips events that are no JSON.
+        It accepts ``NaN`` and invalid UTF-8. Events that are not JSON are skipped.
         """
         characters = text.decode("utf-8", "replace")
         scanner = json.JSONDecoder()
@@ -288,7 +288,7 @@ class Trace:
 
 
 def _last_boundary(buffer: bytes) -> int:
-    """Return where the last event that is surely whole ends, 0 if there is none."""
+    """Return the end of the last event that is certainly whole, or 0."""
     for window in (1 << 16, len(buffer)):
         start = max(0, len(buffer) - window)
         ends = [match.start() + 1 for match in _BOUNDARY.finditer(buffer, start)]
@@ -298,6 +298,6 @@ def _last_boundary(buffer: bytes) -> int:
 
 
 def _separator(buffer: bytes, position: int) -> int:
-    """Return the length of the comma and the white space between two events."""
+    """Return the length of the comma and white space between two events."""
     match = _SEPARATOR.match(buffer, position)
     return match.end() - position if match else 0

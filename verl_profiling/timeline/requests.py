@@ -1,6 +1,6 @@
-"""The lanes of the rollout's requests: one slice per request, side by side where they overlap.
+"""The lanes of the rollout's requests: one slice per request, on several lanes where they overlap.
 
-There may be hundreds side by side, so they are a process of their own, below the engine's.
+Hundreds may overlap, so they form a separate process below the engine's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LAST_PID = LANE_PIDS - 1
 
 
 def request_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) -> list[Event]:
-    """Return the requests of every engine as slices of a process beside it.
+    """Return the requests of every engine as slices of a separate process next to the engine's.
 
     Args:
         manifest: The capture.
@@ -31,7 +31,7 @@ def request_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) ->
     for worker in manifest.workers:
         shift_ns = base_ns + manifest.offset_ns(worker.identity)
         pid = pids[worker.name] + _LAST_PID if worker.requests else 0
-        free: list[tuple[int, int]] = []  # when a row is free again, and which
+        free: list[tuple[int, int]] = []  # (time at which it is free, row)
         rows = 0
         for request in sorted(worker.requests, key=lambda r: r.begin_ns):
             if free and free[0][0] <= request.begin_ns:
@@ -50,7 +50,7 @@ def request_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) ->
 
 
 def _slices(request: Request, pid: int, tid: int, shift_ns: int) -> list[Event]:
-    """Return the request, and inside it the wait for its first token where that is known."""
+    """Return the slice of a request and, if known, inside it that of the wait for its first token."""
     facts = {
         "prompt_tokens": request.prompt_tokens,
         "response_tokens": request.response_tokens,

@@ -1,4 +1,4 @@
-"""What of a step goes into the timeline, and how to find a threshold that makes it fit."""
+"""Selects what goes into a timeline, and finds the threshold that makes it fit a size."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Keep", "min_us_for_share", "select_ranks", "stage_windows"]
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """Selects events; with nothing set it keeps all of them, and names of threads in any case.
+    """Selects events; by default it keeps all. The names of threads are always kept.
 
     Attributes:
         min_us: Drops complete events (``ph == "X"``) shorter than this.
-        windows_ns: Drops what lies outside all of these spans (unix nanoseconds on the
-            controller's clock); empty for no such limit.
+        windows_ns: Drops events outside all of these spans (unix nanoseconds on the controller's
+            clock); empty for no such limit.
     """
 
     min_us: float = 0.0
@@ -48,7 +48,7 @@ def _overlaps(ts: float, dur: float, windows: list[tuple[float, float]]) -> bool
 
 
 def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, int], ...]:
-    """Return when the controller was in one of these stages, in unix nanoseconds.
+    """Return the spans in which the controller was in one of these stages, in unix nanoseconds.
 
     Raises:
         ConfigError: The step has no such stage.
@@ -68,7 +68,7 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
     A rank counts inside its role, and for a rollout engine inside its replica.
 
     Raises:
-        ConfigError: It is no list of ranks, or selects nothing.
+        ConfigError: It is not a list of ranks, or selects nothing.
     """
     wanted: set[int] = set()
     for part in ranks.split(","):

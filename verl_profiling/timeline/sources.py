@@ -1,4 +1,4 @@
-"""What is analysed: the trace files of one step, each with its place on the timeline."""
+"""The input of the analysis: the trace files of one step, each with its place on the timeline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         rank: Rank inside the role, or inside the replica.
         replica: Index of the rollout replica.
         topology: Coordinates in named parallel dimensions.
-        offset_ns: To be subtracted from its times to get the controller's.
+        offset_ns: Subtracted from its times, gives the controller's.
         error_ns: Bound of that offset's error.
         stage: Stage it holds, in discrete mode.
     """
@@ -45,7 +45,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepInputs(msgspec.Struct, kw_only=True):
-    """All there is of one step.
+    """Everything found of one step.
 
     Attributes:
         directory: Folder that results are written to.
@@ -53,7 +53,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
         manifest: The manifest, where the folder has one.
         controller: The controller's trace, where there is one.
         sources: Trace files, sorted by lane.
-        absent: What was expected and is not there, or cannot be put on a timeline, as sentences.
+        absent: What is missing or cannot be put on a timeline, as sentences.
     """
 
     directory: Path

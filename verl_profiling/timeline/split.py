@@ -1,9 +1,8 @@
 """Cuts e2e traces into their stages: the files that discrete mode would have written.
 
-An event belongs to the stage that it begins in; the marks of a stage itself belong to it
-however the clocks of mark and span differ. Names of processes and threads go into every
-file. The result is a step folder of its own, with a manifest, so that every command works
-on it.
+An event belongs to the stage in which it begins. The marks of a stage itself always belong to it,
+even if the clocks of mark and span differ slightly. Names of processes and threads are copied to
+every file. The result is another step folder, with a manifest, so every command works on it.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ _ROLLOUT = "rollout"
 def split_step(
     inputs: StepInputs, output: Path | None = None, on_progress: Callable[[Path], None] | None = None
 ) -> list[Path]:
-    """Write one trace per lane and outermost stage, and a manifest that says so.
+    """Write one trace per lane and outermost stage, and a manifest of them.
 
     Args:
-        inputs: The step; traces recorded in discrete mode are left alone.
+        inputs: The step; traces recorded in discrete mode are ignored.
         output: Folder to write; by default ``split`` in the step's folder.
         on_progress: Called with each trace when it is cut.
 
@@ -87,7 +86,7 @@ def split_step(
 def _stages(manifest: Manifest, worker: CaptureResult) -> list[StageSpan]:
     """Return a worker's outermost stages, on its own clock.
 
-    An engine that marks no rollout of its own is cut at the controller's, as discrete mode does.
+    An engine that marks no stage ``rollout`` is cut at the controller's, as in discrete mode.
     """
     own = [span for span in worker.stages if span.depth == 0]
     if worker.identity.replica is None or any(span.name == _ROLLOUT for span in own):
@@ -117,7 +116,7 @@ def _cut(path: Path, artifact: Artifact, stages: list[StageSpan], output: Path) 
 
 
 class _Piece:
-    """One stage's file while it is written."""
+    """The file of one stage while it is being written."""
 
     def __init__(self, path: Path, span: StageSpan, occurrence: int, trace: Trace) -> None:
         self.path = path
@@ -132,7 +131,7 @@ class _Piece:
         )
 
     def take(self, events: list[Event], base_ns: int) -> None:
-        """Write the events that belong here."""
+        """Write the events that belong to this stage."""
         begin, end = (self.span.begin_ns - base_ns) / 1000, (self.span.end_ns - base_ns) / 1000
         own = [event for event in events if self._is_ours(event, begin, end)]
         if own:
@@ -140,7 +139,7 @@ class _Piece:
             self._events += len(own)
 
     def close(self, artifact: Artifact, base_ns: int) -> Artifact:
-        """Finish the file and return what stands for it in a manifest."""
+        """Finish the file and return its manifest entry."""
         self._write(b'\n],"baseTimeNanoseconds":%d}\n' % base_ns)
         self._file.write(self._gzip.flush())
         self._file.close()

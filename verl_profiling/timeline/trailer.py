@@ -1,4 +1,4 @@
-"""Finds what stands behind the events of a trace, where ``json.dump`` of a changed trace puts it."""
+"""Reads the keys after the events of a trace, where ``json.dump`` of a modified trace puts them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_trailer(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def _read(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
-    """Read a file as it is at this time: a compressed one has to be read from its beginning."""
+    """Read the end of a file in its present state; a compressed one is read from its beginning."""
     tail = b""
     for block in Blocks(path, from_end=_TAIL_BYTES):
         tail = (tail + block)[-_TAIL_BYTES:]
@@ -43,5 +43,5 @@ def _read(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
             try:
                 found[key], _ = json.JSONDecoder().raw_decode(text, match.end())
             except ValueError:
-                continue  # a truncated file: the value is cut off
+                continue  # the file is truncated inside the value
     return found

@@ -97,4 +97,4 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Stay quiet: the terminal belongs to the addresses that were printed."""
+        """Log nothing, so that the printed addresses stay visible."""
