@@ -19,6 +19,7 @@ from verl_profiling import CaptureStateError, ConfigError, ProfilingCallback, Pr
 from verl_profiling.capture.messages import StopReply
 from verl_profiling.capture.session import Session
 from verl_profiling.manifest import Manifest, Request, read_manifest
+from verl_profiling.report.check import check
 
 Work = Callable[[int], object]
 
@@ -226,6 +227,28 @@ def test_a_role_is_added_once(tmp_path: Path, session: Session) -> None:
     callback.add_workers("actor", local_worker(config))
     with pytest.raises(ConfigError, match="role 'actor' has its workers already"):
         callback.add_workers("actor", local_worker(config))
+
+
+def test_a_callback_without_workers_says_so(tmp_path: Path, session: Session, caplog: Any) -> None:
+    """Once, at the first step that is captured; in every manifest; and the check exits with a finding."""
+    config = configured(tmp_path, schedule={"steps": [2, 3]})
+    callback = ProfilingCallback(config)
+    callback.on_train_begin()
+    callback.on_step_begin(1)
+    callback.on_step_end()
+    assert not caplog.messages
+    callback.on_step_begin(2)
+    [said] = caplog.messages
+    assert said.startswith("no workers and no rollout were added to the callback")
+    callback.on_step_end()
+    callback.on_step_begin(3)
+    callback.on_step_end()
+    callback.on_train_end()
+    assert caplog.messages == [said]
+    assert [manifest(config, step).notes for step in (2, 3)] == [[said], [said]]
+    found = check(Path(config.save_path))
+    assert not found.ok
+    assert sum(said in entry.reason for entry in found.artifacts) == 2
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from step_folders import build_step
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import read_manifest, write_json_atomically
 from verl_profiling.report.check import check
+from verl_profiling.timeline.inputs import find_steps
 
 VICTIM = "actor_rank0.torch.json.gz"
 
@@ -91,6 +95,63 @@ def test_a_broken_manifest_is_unreadable(tmp_path: Path) -> None:
     found = fates(tmp_path)
     assert found["step_000001/manifest.json"] == "unreadable"
     assert found["step_000002/actor_rank0.torch.json.gz"] == "ok"
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Change what the manifest says of the victim's artifact."""
+    manifest = read_manifest(folder)
+    workers = [
+        msgspec.structs.replace(
+            worker,
+            artifacts=[
+                msgspec.structs.replace(artifact, **changes) if artifact.path == VICTIM else artifact
+                for artifact in worker.artifacts
+            ],
+        )
+        for worker in manifest.workers
+    ]
+    write_json_atomically(folder / "manifest.json", msgspec.structs.replace(manifest, workers=workers))
+
+
+@pytest.mark.parametrize("status", ["empty", "failed"])
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_what_the_manifest_knows_is_said_with_its_reason(tmp_path: Path, status: str, on_disk: bool) -> None:
+    """A window that was never reached left no file: that is `empty` and why, not `missing`."""
+    folder = build_step(tmp_path)
+    rewrite(folder, status=status, reason="the window was never reached (start=100)")
+    if not on_disk:
+        (folder / VICTIM).unlink()
+    [entry] = [entry for entry in check(folder).artifacts if entry.path == VICTIM]
+    assert (entry.fate, entry.reason) == (status, "the window was never reached (start=100)")
+    assert not check(folder).ok
+
+
+def test_a_worker_that_made_no_artifact_is_named(tmp_path: Path) -> None:
+    """Whatever its status, if it is not well: here no selected stage ran."""
+    folder = build_step(tmp_path)
+    manifest = read_manifest(folder)
+    reason = "no selected stage ran (selected: reward; ran: update_actor)"
+    idle, *others = manifest.workers
+    idle = msgspec.structs.replace(idle, status="empty", reason=reason, artifacts=[])
+    changed = msgspec.structs.replace(manifest, workers=[idle, *others])
+    write_json_atomically(folder / "manifest.json", changed)
+    result = check(folder)
+    assert [(e.path, e.fate, e.reason) for e in result.artifacts if e.fate != "ok"] == [
+        (idle.name, "empty", reason)
+    ]
+    assert not result.ok
+    assert any(reason in line for line in find_steps(folder)[0].absent)
+
+
+def test_a_step_that_recorded_nobody_is_a_finding(tmp_path: Path) -> None:
+    """The manifest's notes say why, and so does the check."""
+    folder = build_step(tmp_path)
+    changed = msgspec.structs.replace(read_manifest(folder), workers=[], notes=["nobody was added"])
+    write_json_atomically(folder / "manifest.json", changed)
+    result = check(folder)
+    assert (result.artifacts[-1].path, result.artifacts[-1].fate) == ("manifest.json", "empty")
+    assert result.artifacts[-1].reason == "no worker was captured; nobody was added"
+    assert not result.ok
 
 
 def test_nothing_to_check_is_an_error(tmp_path: Path) -> None:

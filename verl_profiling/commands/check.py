@@ -17,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     parser.description = (
         "Reads every artifact that the manifests name, to the last byte. Exits 1 when one is missing, empty, "
-        "truncated or unreadable."
+        "truncated or unreadable, and when a step recorded no worker at all."
     )
     parser.epilog = "example: verl-profiling check outputs/run && echo complete"
     add_path(parser)

@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKES = 8
 ROLLOUT = "rollout"
+_NOBODY = (
+    "no workers and no rollout were added to the callback, so nobody records: call "
+    "add_workers(role, workers) or add_rollout(replicas) before the first step that is captured"
+)
 
 
 @dataclass
@@ -108,10 +112,12 @@ class Controller:
         """Return whether a step needs any work at all."""
         return self.live is not None or self.config.schedule.action(step) is not Action.OFF
 
-    def check_selection(self) -> None:
-        """Warn of roles in the settings that no worker has, once there are workers."""
+    def check_selection(self, capturing: bool = False) -> None:
+        """Warn of roles in the settings that no worker has; once a step is captured, of no workers at all."""
         roles = {role for target in self._targets for role in target.roles}
         before, self._notes = self._notes, []
+        if capturing and not roles:
+            self._notes.append(_NOBODY)
         for key, named in (
             ("select.roles", self.config.select.roles or ()),
             ("roles", tuple(self.config.roles)),
@@ -136,7 +142,7 @@ class Controller:
         step_range = self.config.schedule.step_range(step)
         if step_range is None:
             return
-        self.check_selection()
+        self.check_selection(capturing=True)
         live = self._open(step_range, step, policy_version)
         self.live, self.sink = live, live.spans
         targets = [

@@ -86,8 +86,11 @@ def _check_step(root: Path, folder: Path) -> list[Checked]:
     checked = [_check_artifact(where, folder, controller)]
     for worker in manifest.workers:
         checked += [_check_artifact(where, folder, artifact) for artifact in worker.artifacts]
-        if worker.status == "failed" and not worker.artifacts:
-            checked.append(Checked(path=f"{where}{worker.name}", fate="failed", reason=worker.reason))
+        if worker.status not in ("ok", "skipped") and not worker.artifacts:
+            checked.append(Checked(path=f"{where}{worker.name}", fate=worker.status, reason=worker.reason))
+    if not manifest.workers:
+        reason = "; ".join(("no worker was captured", *manifest.notes))
+        checked.append(Checked(path=f"{where}{MANIFEST_NAME}", fate="empty", reason=reason))
     return checked
 
 
@@ -97,13 +100,14 @@ def _check_artifact(where: str, folder: Path, artifact: Artifact) -> Checked:
         return Checked(path=name, fate="skipped", reason=artifact.reason)
     path = resolve_artifact(folder, artifact)
     if path is None:
-        return Checked(path=name, fate="missing", reason=artifact.reason)
+        fate = artifact.status if artifact.status in ("empty", "failed") else "missing"
+        return Checked(path=name, fate=fate, reason=artifact.reason)
     if path.is_dir():
         return _check_folder(name, path)
     is_trace = path.name.endswith((".json", ".json.gz"))
     found = _check_trace(name, path) if is_trace else _check_bytes(name, path)
-    if found.fate == "ok" and artifact.status == "failed":
-        return msgspec.structs.replace(found, fate="failed", reason=artifact.reason)
+    if artifact.status in ("empty", "failed") and found.fate in ("ok", artifact.status):
+        return msgspec.structs.replace(found, fate=artifact.status, reason=artifact.reason or found.reason)
     return found
 
 

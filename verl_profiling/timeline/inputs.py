@@ -74,15 +74,16 @@ def _from_manifest(directory: Path) -> StepInputs:
     )
     found: list[Source] = []
     for worker in manifest.workers:
-        if worker.status == "failed" and not worker.artifacts:
-            inputs.absent.append(f"{worker.identity}: {worker.reason or 'failed'}")
+        if worker.status not in ("ok", "skipped") and not worker.artifacts:
+            inputs.absent.append(f"{worker.identity}: {worker.reason or worker.status}")
         for artifact in worker.artifacts:
             if artifact.status == "skipped":
                 continue
             path = resolve_artifact(directory, artifact)
             if path is None:
                 because = f": {artifact.reason}" if artifact.reason else ""
-                inputs.absent.append(f"{artifact.path} is missing{because}")
+                state = "empty" if artifact.status == "empty" else "missing"
+                inputs.absent.append(f"{artifact.path} is {state}{because}")
                 continue
             for trace in _traces_in(path):
                 found.append(_source(manifest, worker, artifact, trace))
