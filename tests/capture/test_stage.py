@@ -9,6 +9,7 @@ import inspect
 import pickle
 import threading
 from collections.abc import AsyncIterator, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,56 @@ def test_a_decorated_method_gets_its_self(tmp_path: Path) -> None:
     with recorded_stages(tmp_path) as found:
         assert [Worker().method(), Worker.of_class(), Worker.static(4)] == [3, 3, 4]
     assert [span.name for span in found] == ["a", "b", "c"]
+
+
+class Name(str, Enum):
+    """Names of stages, as a trainer may keep them."""
+
+    UPDATE = "update_actor"
+
+
+def bare() -> None:
+    """Be decorated with a bare ``@stage``."""
+
+
+@pytest.mark.parametrize("recording", [False, True])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (None, "stage() was given NoneType instead of a name; a stage's name is text"),
+        (3, "stage() was given int instead of a name; a stage's name is text"),
+        (b"update", "stage() was given bytes instead of a name; a stage's name is text"),
+        (["unhashable"], "stage() was given list instead of a name; a stage's name is text"),
+        (bare, 'stage() was given bare instead of a name; write @stage("bare") above a function'),
+        (" ", "stage(' '): the name is empty; write stage(\"update_actor\")"),
+        ("\udcff", r"stage('\udcff'): the name cannot be written as UTF-8"),
+    ],
+)
+def test_what_is_no_name_is_refused_when_the_stage_is_made(
+    tmp_path: Path, recording: bool, name: Any, message: str
+) -> None:
+    """With the same sentence on a step that records, on one that does not, and without profiling."""
+    off, on = ProfilingCallback({"enable": False}), ProfilingCallback(settings(save_path=str(tmp_path)))
+    with record_step(SPANS, tmp_path) if recording else contextlib.nullcontext():
+        for make in (stage, off.stage, on.stage):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                make(name)
+            assert str(caught.value) == message
+
+
+def test_a_name_of_a_text_type_is_plain_text(tmp_path: Path) -> None:
+    """Members of an enumeration and other kinds of text can be written down like any name."""
+
+    class Text(str):
+        __slots__ = ()
+
+    with recorded_stages(tmp_path) as spans:
+        for name in (Name.UPDATE, Text("reward")):
+            with stage(name):
+                pass
+    assert [span.name for span in spans] == ["update_actor", "reward"]
+    assert {type(span.name) for span in spans} == {str}
+    assert stage(Name.UPDATE) is stage("update_actor")
 
 
 def test_generator_functions_are_refused() -> None:

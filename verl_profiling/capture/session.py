@@ -207,8 +207,13 @@ def stage(name: str) -> Stage:
 
     ``with stage("update_actor"): ...`` or ``@stage("update_actor")`` above a function or a
     coroutine function. Exceptions pass through; stages nest.
+
+    Raises:
+        TypeError: The name is not text, e.g. a function under a bare ``@stage``.
+        ValueError: The name is empty, or cannot be written as UTF-8.
     """
     try:
         return _stages[name]
-    except KeyError:
-        return _stages.setdefault(name, Stage(_session, name))
+    except (KeyError, TypeError):
+        made = Stage(_session, name)
+        return _stages.setdefault(made.name, made)

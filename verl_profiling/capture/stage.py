@@ -46,13 +46,22 @@ class StageSource(Protocol):
 
 
 class Stage:
-    """A named part of a step. Costs less than ``contextlib.nullcontext()`` when nothing records."""
+    """A named part of a step. Costs less than ``contextlib.nullcontext()`` when nothing records.
+
+    Args:
+        source: Its owner.
+        name: Its name.
+
+    Raises:
+        TypeError: The name is not text.
+        ValueError: The name is empty, or cannot be written as UTF-8.
+    """
 
     __slots__ = ("_source", "name")
 
     def __init__(self, source: StageSource, name: str) -> None:
         self._source = source
-        self.name = name
+        self.name = _checked_name(name)
 
     def __enter__(self) -> None:
         sink = self._source.sink
@@ -95,6 +104,23 @@ class Stage:
 
     def __repr__(self) -> str:
         return f"stage({self.name!r})"
+
+
+def _checked_name(name: object) -> str:
+    """Return a stage's name as plain text; what no step could record is refused before any step."""
+    if isinstance(name, str):
+        if not name.strip():
+            raise ValueError(f'stage({str(name)!r}): the name is empty; write stage("update_actor")')
+        try:
+            return name.encode().decode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"stage({str(name)!r}): the name cannot be written as UTF-8") from error
+    if callable(name):
+        function = getattr(name, "__name__", type(name).__name__)
+        raise TypeError(
+            f'stage() was given {function} instead of a name; write @stage("{function}") above a function'
+        )
+    raise TypeError(f"stage() was given {type(name).__name__} instead of a name; a stage's name is text")
 
 
 class OpenSpan(msgspec.Struct, eq=False):

@@ -84,13 +84,17 @@ class _Callback:
             self._controller.add("rollout", replicas, is_rollout=True, loop=loop)
 
     def stage(self, name: str) -> Stage:
-        """Return a stage of the controller, as context manager or decorator."""
+        """Return a stage of the controller, as context manager or decorator.
+
+        Raises:
+            TypeError: The name is not text, e.g. a function under a bare ``@profiling.stage``.
+            ValueError: The name is empty, or cannot be written as UTF-8.
+        """
         try:
             return self._stages[name]
-        except KeyError:
-            return self._stages.setdefault(
-                name, Stage(self if self._controller is None else self._controller, name)
-            )
+        except (KeyError, TypeError):
+            made = Stage(self if self._controller is None else self._controller, name)
+            return self._stages.setdefault(made.name, made)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keep numbers that the loop computed after ``on_step_end`` with their step, if it was captured.
