@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from verl_profiling import ProfilingConfig
-from verl_profiling.tools import TOOLS, load_tool
+from verl_profiling.settings.tool_names import load_tool
+from verl_profiling.tools import TOOLS
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "docs" / "make_tables.py"
@@ -56,10 +57,8 @@ def test_tables_are_up_to_date() -> None:
 def test_every_setting_is_in_a_table(make_tables: types.ModuleType) -> None:
     """All groups of the settings, and the options of every tool, have their tables."""
     options = [load_tool(name).options_class for name in TOOLS]
-    expected = {
-        f"{group.__module__}:{group.__name__}" for cls in (ProfilingConfig, *options) for group in groups(cls)
-    }
-    shown = {location for page in PAGES for location in make_tables.tables_in(page)}
+    expected = {group for cls in (ProfilingConfig, *options) for group in groups(cls)}
+    shown = {make_tables.load(location) for page in PAGES for location in make_tables.tables_in(page)}
     assert expected <= shown
 
 

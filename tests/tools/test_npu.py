@@ -32,7 +32,7 @@ Outcome = dict[str, Any]
     ("options", "key", "problem"),
     [
         ({"activities": []}, "tools.npu.activities", "is empty"),
-        ({"export": ["db"]}, "tools.npu.export", "must hold 'text'"),
+        ({"export": ["db"]}, "tools.npu.export", "must contain 'text'"),
         ({"level": "level3"}, "tools.npu.level", "choose from: none, level0, level1, level2"),
         ({"level": "level0", "aic_metrics": "Memory"}, "tools.npu.aic_metrics", "needs level1 or level2"),
         ({"level": "none", "mstx": False}, "tools.npu.level", "mstx is false"),

@@ -1,4 +1,4 @@
-"""How workers are started, where a tool must be there before their processes are (Nsight Systems)."""
+"""How workers are started if their tool has to start the process (Nsight Systems)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def worker_runtime_env(
     """Return the Ray runtime environment that starts a worker under its tool.
 
     ``Worker.options(runtime_env=nsys_runtime_env(config, role="actor", last_step=100)).remote(...)``.
-    It is empty where no tool of the role has to be there before the process.
+    It is empty if no tool of the role has to start the process.
 
     Args:
         config: The same settings as the callback's.
@@ -48,8 +48,8 @@ def worker_runtime_env(
 def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None = None) -> int:
     """Return how many ranges a worker will open: after that many, its tool stops listening.
 
-    A rollout engine opens one per step; in discrete mode that is one per generation, of which a step
-    is expected to have one.
+    A rollout engine opens one range per step; in discrete mode one per generation, of which one per
+    step is expected.
 
     Args:
         role: Settings of the worker's role.
@@ -57,7 +57,7 @@ def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None 
         last_step: Number of the loop's last step.
 
     Raises:
-        ConfigError: It cannot be known.
+        ConfigError: The number cannot be computed.
     """
     tool = role.launched_tool
     if tool is not None and tool.launch is not None and tool.launch.range_count is not None:

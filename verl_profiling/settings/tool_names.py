@@ -1,4 +1,4 @@
-"""From a tool's name in the settings to its class. This is the one place that imports tools, by name."""
+"""Finds the class of a tool by its name in the settings; only this module imports tools by name."""
 
 from __future__ import annotations
 

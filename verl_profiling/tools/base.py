@@ -1,4 +1,4 @@
-"""What a tool is: the interface that third parties implement too.
+"""The interface of a tool, which third parties may implement.
 
 A :class:`Tool` holds options; :meth:`Tool.start` returns a :class:`Recording`, which lives
 until it is stopped. A process has at most one recording of a tool at a time, so neither
@@ -27,7 +27,7 @@ class NoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where a recording goes and what it is called.
+    """Where a recording is written, and under which name.
 
     Attributes:
         folder: The step folder; it exists.
@@ -48,7 +48,7 @@ class Destination:
         return self.folder / artifact_name(self.lane, suffix, self.stage, self.occurrence)
 
     def artifact(self, tool: type[Tool]) -> Artifact:
-        """Return the artifact as expected now, before anything is written."""
+        """Return the artifact as it is expected, before anything is written."""
         return Artifact(
             path=self.path(tool.suffix).name,
             lane=self.lane,
@@ -65,8 +65,8 @@ class Output:
 
     Attributes:
         artifact: Its state now; ``pending`` when ``finish`` has to run.
-        finish: The rest of the work (compression, ...). It runs on a background thread, off
-            the training path, and returns the artifact's final state.
+        finish: The rest of the work, such as compression. It runs on a background thread while
+            training continues, and returns the artifact's final state.
         export_s: Seconds that writing took, after recording had stopped.
     """
 
@@ -106,8 +106,8 @@ class Recording(ABC):
         """Stop recording and write what was recorded.
 
         Returns:
-            One output per artifact. A recording that held nothing returns an artifact whose
-            status is ``empty`` and whose reason says why.
+            One output per artifact. If nothing was recorded, an artifact whose status is ``empty``
+            and whose reason says why.
         """
 
     @abstractmethod
@@ -115,9 +115,9 @@ class Recording(ABC):
         """Stop recording and write nothing."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return plain numbers for the manifest, once stopped: ``stage/<name>/<what>_<unit>``.
+        """Return numbers for the manifest, after the stop: ``stage/<name>/<what>_<unit>``.
 
-        In discrete mode a stage that runs again keeps its highest value.
+        In discrete mode the highest value of all runs of a stage is kept.
         """
         return {}
 
@@ -127,7 +127,7 @@ class Tool(ABC):
 
     Attributes:
         name: Name in the configuration, in file names and in the manifest.
-        suffix: What artifact names end in.
+        suffix: Suffix of the artifacts' names.
         options_class: A frozen dataclass of the tool's options.
         conflicts: Names of tools that cannot record at the same time in one process.
     """
@@ -151,7 +151,7 @@ class Tool(ABC):
         return None
 
     def prepare(self) -> None:
-        """Do what is slow once, before the first capture: imports, checks.
+        """Do slow work once, before the first capture: imports, checks.
 
         Raises:
             ToolUnavailableError: The tool cannot work here; the message says what to install.

@@ -14,7 +14,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove an artifact, and the step folder if nothing else is in it."""
+    """Remove an artifact, and the step folder if that leaves it empty."""
     shutil.rmtree(folder)
     try:
         folder.parent.rmdir()

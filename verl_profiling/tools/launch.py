@@ -1,7 +1,7 @@
-"""The seam for tools that must be there before a process starts, as Nsight Systems must.
+"""The interface of tools that must start the process which they record, such as Nsight Systems.
 
-Such a tool is started with the process, and then records the ranges that the process opens and
-closes. What it writes is fetched after the run (``verl-profiling collect``).
+Such a tool records the ranges that the process opens and closes. What it writes is fetched after
+the run (``verl-profiling collect``).
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Ranges(Protocol):
         """Check that another range can be opened now.
 
         Args:
-            who: Who wants to, for the message.
+            who: The worker, to be named in the message.
 
         Raises:
-            CaptureStateError: One is open, or the tool was told to expect no more.
+            CaptureStateError: A range is open, or the tool does not expect another.
         """
 
     def note_opened(self, folder: Path, artifact: str) -> None:
-        """Note a range that was opened just now.
+        """Record that a range was opened just now.
 
         Args:
             folder: The step folder that it belongs to.
             artifact: Name of the artifact that its report becomes.
 
         Raises:
-            OSError: It cannot be noted.
+            OSError: The record cannot be written.
         """
 
     def note_closed(self, artifact: Artifact, run: Path, *, keep: bool) -> Artifact:
-        """Note that the open range was closed just now.
+        """Record that the open range was closed just now.
 
         Args:
             artifact: The artifact as expected.
@@ -58,7 +58,7 @@ class Ranges(Protocol):
             The artifact, ``pending`` until it is collected.
 
         Raises:
-            OSError: It cannot be noted.
+            OSError: The record cannot be written.
         """
 
 
@@ -66,9 +66,9 @@ class Launch(ABC):
     """How a process is started under a tool, and what the machine needs for that.
 
     Attributes:
-        range_api: API whose calls open and close ranges, by the name that engines have for it
-            (vLLM's ``profiler="cuda"``).
-        range_count: Number of ranges that a process opens, where the user gave it.
+        range_api: API whose calls open and close ranges, by its name in engines (vLLM's
+            ``profiler="cuda"``).
+        range_count: Number of ranges that a process opens, if the user set it.
     """
 
     range_api: ClassVar[str]
@@ -79,7 +79,7 @@ class Launch(ABC):
         """Check that processes can be started under the tool here.
 
         Raises:
-            ToolUnavailableError: They cannot; the message says what to install.
+            ToolUnavailableError: They cannot be; the message says what to install.
         """
 
     @abstractmethod
@@ -87,9 +87,9 @@ class Launch(ABC):
         """Return the Ray runtime environment that starts a process under the tool.
 
         Args:
-            output: What reports are named after, without the process id.
+            output: Stem of the reports' names, without the process id.
             ranges: Number of ranges that the process will open.
-            forks: The process computes in children of its own.
+            forks: Whether the process computes in child processes.
 
         Raises:
             ToolUnavailableError: The tool is not on this machine.

@@ -21,7 +21,7 @@ from verl_profiling.tools.torch_profiler import MiniBatchWindow
 __all__ = ["DOMAIN", "NpuOptions", "NpuTool", "import_torch_npu"]
 
 DOMAIN = "verl_profiling"
-"""Domain of our mstx ranges."""
+"""Domain of the mstx ranges of stages."""
 
 Level = Literal["none", "level0", "level1", "level2"]
 Metrics = Literal[
@@ -43,17 +43,18 @@ class NpuOptions:
 
     Attributes:
         activities: What is recorded.
-        level: How much of the device: ``level0`` operators, ``level1`` also CANN's calls and AI
-            core metrics, ``level2`` also CANN's runtime and caches; ``none`` mstx ranges only.
-        aic_metrics: AI core metrics; by default ``PipeUtilization`` where the level has any.
+        level: How much of the device is recorded. ``level0``: operators; ``level1``: also CANN's
+            calls and AI core metrics; ``level2``: also CANN's runtime and caches; ``none``: mstx
+            ranges only.
+        aic_metrics: AI core metrics; by default ``PipeUtilization`` if the level has any.
         stack: Python stacks of every op. Costly.
         shapes: Shapes of the inputs of every op.
         memory: Allocations.
-        modules: Names of the modules that ops belong to.
+        modules: Names of the modules to which ops belong.
         mstx: Show stages as mstx ranges, above the device's operators.
-        export: What the analysis writes. A timeline needs ``text``.
-        analysis: Turn what was recorded into readable files, in a process of its own.
-        analysis_s: How long that may take, in seconds.
+        export: Formats that the analysis writes. A timeline needs ``text``.
+        analysis: Convert the recording into readable files, in a separate process.
+        analysis_s: Deadline of the analysis, in seconds.
         mini_batches: Keep only a window of mini-batches; ``None`` for everything.
     """
 
@@ -74,7 +75,7 @@ class NpuOptions:
         if not self.activities:
             raise ConfigError("activities", "is empty; leave it out to record the host and the device")
         if "text" not in self.export:
-            raise ConfigError("export", "must hold 'text', which the timeline is made of, e.g. [text, db]")
+            raise ConfigError("export", "must contain 'text', of which the timeline is made, e.g. [text, db]")
         if not self.analysis_s > 0:
             raise ConfigError("analysis_s", f"must be greater than 0, is {self.analysis_s}")
         has_metrics = self.aic_metrics not in (None, "AiCoreNone")
@@ -107,10 +108,10 @@ def import_torch_npu() -> Any:
 class NpuTool(Tool):
     """Records with ``torch_npu.profiler``.
 
-    Its methods never raise: they print an error and go on. So what they claim is checked,
-    against the recorder's state after a start and against the folder after a stop. Its analysis
-    forks the process that calls it and changes how that process starts others, so it runs in a
-    process of its own, off the training path.
+    The methods of torch_npu never raise: they print an error and continue. So their success is
+    checked, after a start in the profiler's state and after a stop in the folder. torch_npu's
+    analysis forks the calling process and changes how that process starts others, so it runs in a
+    separate process while training continues.
     """
 
     name: ClassVar[str] = "npu"
@@ -132,7 +133,7 @@ class NpuTool(Tool):
             )
 
     def start(self, destination: Destination) -> Recording:
-        """Start recording; the folder is the destination's own, whatever was recorded before."""
+        """Start recording into the folder of this destination."""
         self.prepare()
         import torch
 
@@ -164,8 +165,8 @@ class NpuTool(Tool):
             activities=[getattr(api.ProfilerActivity, name.upper()) for name in options.activities],
             schedule=window
             and api.schedule(wait=window.wait, warmup=window.warmup, active=window.active, repeat=1),
-            # The folder belongs to the process, not to the handler: the last one made wins, so each
-            # recording makes its own, at the last moment.
+            # torch_npu has one output folder per process, that of the handler made last. So each
+            # recording makes its handler just before it needs it.
             on_trace_ready=api.tensorboard_trace_handler(str(folder), worker_name=lane, analyse_flag=False),
             record_shapes=options.shapes,
             profile_memory=options.memory,

@@ -1,6 +1,6 @@
-"""torch_npu's analysis: what a recording becomes readable by, in a process of its own.
+"""Runs torch_npu's analysis, which makes a recording readable, in a separate process.
 
-It forks the process that calls it, and changes how that process starts others.
+The analysis forks the process that calls it, and changes how that process starts others.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _RESULTS = "ASCEND_PROFILER_OUTPUT"
 def analysed(
     recorded: Path, artifact: Artifact, *, export: Sequence[str], deadline_s: float, device: bool
 ) -> Artifact:
-    """Run torch_npu's analysis on a recording, and say what came of it.
+    """Run torch_npu's analysis on a recording, and return the artifact with its result.
 
     Args:
         recorded: The folder that torch_npu made, ``*_ascend_pt``.
         artifact: The recording's artifact.
         export: What the analysis writes, as torch_npu names it.
-        deadline_s: How long it may take, in seconds.
-        device: Whether the device was asked for, so that its data has to be there.
+        deadline_s: Deadline, in seconds.
+        device: Whether the device was to be recorded, so that its data must exist.
     """
     _correct_clock(recorded)
     printed, problem = _run_analysis(recorded, export, deadline_s)
@@ -59,11 +59,11 @@ def analysed(
 
 
 def _correct_clock(recorded: Path) -> None:
-    """Give the analysis the reading that turns the host's times into wall-clock times.
+    """Give the analysis the clock reading that converts the host's times to wall-clock times.
 
-    They are taken from ``CLOCK_MONOTONIC_RAW``. Where CANN recorded nothing, torch_npu converts
-    them with a reading of ``CLOCK_MONOTONIC``, which NTP disciplines: off by as much as it was
-    slewed since boot, tenths of a second on a machine that is up for hours.
+    The host's times come from ``CLOCK_MONOTONIC_RAW``. If CANN recorded nothing, torch_npu converts
+    them with a reading of ``CLOCK_MONOTONIC``, which NTP slews: after some hours of uptime the
+    result is off by tenths of a second.
     """
     for path in recorded.glob("profiler_info*.json"):
         info = json.loads(path.read_text())
@@ -75,7 +75,7 @@ def _correct_clock(recorded: Path) -> None:
 
 
 def _run_analysis(recorded: Path, export: Sequence[str], deadline_s: float) -> tuple[str, str]:
-    """Return what the analysis printed, and why it did not come to its end, if so."""
+    """Return what the analysis printed, and the reason if it did not finish."""
     command = [sys.executable, "-c", _ANALYSE, str(recorded), ",".join(export)]
     with subprocess.Popen(
         command,

@@ -1,7 +1,7 @@
 """The ``nsys`` tool: NVIDIA Nsight Systems, one report per recording.
 
-Nsight Systems starts a process and writes its reports when it likes, at the latest when the
-process ends. So three things belong together: :func:`nsys_runtime_env` starts the worker under
+Nsight Systems has to start the process, and writes its reports at any time until the process ends.
+So recording takes three parts: :func:`nsys_runtime_env` starts the worker under
 it (:mod:`~verl_profiling.tools.nsys_launch`), this tool opens and closes ranges, and
 ``verl-profiling collect`` fetches the reports.
 """
@@ -21,11 +21,11 @@ from verl_profiling.tools.opened_ranges import process_ranges
 __all__ = ["DOMAIN", "CudaProfiler", "NsysOptions", "NsysTool", "nsys_runtime_env"]
 
 DOMAIN = "verl_profiling"
-"""Domain of our NVTX ranges."""
+"""Domain of the NVTX ranges of stages."""
 
 
 class CudaProfiler(Protocol):
-    """What opens and closes a range."""
+    """Opens and closes a range."""
 
     def start(self) -> None:
         """Open a range."""
@@ -51,8 +51,8 @@ class _TorchCudaProfiler:
 class NsysTool(Tool):
     """Opens a range of Nsight Systems per recording, and shows stages as NVTX ranges.
 
-    The work on the GPU is waited for when a range opens and closes, so that kernels are in the
-    range that launched them.
+    The tool waits for the GPU when a range opens and when it closes, so that kernels are in the range
+    in which they were launched.
     """
 
     name: ClassVar[str] = "nsys"
@@ -75,7 +75,7 @@ class NsysTool(Tool):
             raise ToolUnavailableError("tool 'nsys' shows stages with NVTX: pip install nvtx") from error
 
     def cuda_profiler(self) -> CudaProfiler:
-        """Return what opens and closes ranges.
+        """Return the object that opens and closes ranges.
 
         Raises:
             ToolUnavailableError: There is no CUDA device.

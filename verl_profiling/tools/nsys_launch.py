@@ -28,12 +28,12 @@ class NsysOptions:
 
     Attributes:
         trace: APIs that are traced.
-        cuda_graph: One entry per CUDA graph, or one per node in it (costly).
+        cuda_graph: Record a CUDA graph as one entry, or as one per node (costly).
         cuda_memory: Trace the use of device memory.
-        sampling: Sample the stacks of the CPU.
-        ranges: Number of ranges that a process will open; computed from the schedule and the
-            selected stages when left out.
-        arguments: More arguments of ``nsys profile``: ``{"gpu-metrics-devices": "all"}``.
+        sampling: Sample CPU stacks.
+        ranges: Number of ranges that a process will open; by default computed from the schedule and
+            the selected stages.
+        arguments: Further arguments of ``nsys profile``: ``{"gpu-metrics-devices": "all"}``.
     """
 
     trace: tuple[str, ...] = ("cuda", "nvtx", "cublas")
@@ -53,11 +53,11 @@ class NsysOptions:
 
 
 class NsysLaunch(Launch):
-    """Starts processes as ``nsys profile``, by Ray's own runtime environment for it.
+    """Starts processes under ``nsys profile``, with Ray's runtime environment for it.
 
     Args:
         options: The tool's options.
-        check_device: Raises ``ToolUnavailableError`` where there is no device to record.
+        check_device: Raises ``ToolUnavailableError`` if there is no device to record.
     """
 
     range_api: ClassVar[str] = "cuda"
@@ -90,7 +90,7 @@ class NsysLaunch(Launch):
                 "capture-range": "cudaProfilerApi",
                 "capture-range-end": f"repeat-shutdown:{ranges}",
                 "kill": "none",
-                "force-overwrite": "true",  # of an earlier run, whose process had the same id
+                "force-overwrite": "true",  # left by an earlier run, whose process had the same id
                 **({"trace-fork-before-exec": "true"} if forks else {}),
                 **options.arguments,
             },
@@ -102,5 +102,5 @@ class NsysLaunch(Launch):
 
 
 def _shell_safe(path: str) -> str:
-    """Escape a path for the command line that Ray has a shell read; quoted, it would not be absolute."""
+    """Escape a path for the shell command of Ray; a quoted path would not count as absolute."""
     return re.sub(r"([^\w/.%+-])", r"\\\1", path)

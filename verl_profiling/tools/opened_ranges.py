@@ -1,4 +1,4 @@
-"""The ranges that this process has Nsight Systems record, and its notes on them."""
+"""The ranges of Nsight Systems that this process opens, and its record of them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def nsys_variables(output: Path, ranges: int) -> dict[str, str]:
     """Return the environment variables that tell a process how Nsight Systems was started for it.
 
     Args:
-        output: What its reports are named after, without the process id.
+        output: Stem of its reports' names, without the process id.
         ranges: Number of ranges that Nsight Systems expects.
     """
     return {_OUTPUT_VARIABLE: str(output), _RANGES_VARIABLE: str(ranges)}
 
 
 class OpenedRanges:
-    """The ranges of this process and its children, one at a time, numbered as Nsight Systems does it."""
+    """The ranges of this process and its children, one at a time, numbered like Nsight Systems does."""
 
     def __init__(self) -> None:
         self._opened = 0
@@ -51,7 +51,7 @@ class OpenedRanges:
         """Check that Nsight Systems will record another range.
 
         Raises:
-            CaptureStateError: One is open, or it was not told to expect as many.
+            CaptureStateError: A range is open, or Nsight Systems does not expect as many.
         """
         if self._open is not None:
             raise CaptureStateError(
@@ -61,19 +61,19 @@ class OpenedRanges:
         expected = int(os.environ[_RANGES_VARIABLE])
         if self._opened >= expected:
             raise CaptureStateError(
-                f"{who}: range {self._opened + 1}: Nsight Systems was told to expect {expected} and listens "
-                "no more; set tools.nsys.ranges to what this process opens"
+                f"{who}: range {self._opened + 1}: Nsight Systems was told to expect {expected} and has "
+                "stopped listening; set tools.nsys.ranges to the number that this process opens"
             )
 
     def note_opened(self, folder: Path, artifact: str) -> None:
-        """Note a range that was opened just now.
+        """Record that a range was opened just now.
 
         Args:
             folder: The step folder that it belongs to.
             artifact: Name of the artifact that its report becomes.
 
         Raises:
-            OSError: It cannot be noted.
+            OSError: The record cannot be written.
         """
         self._opened += 1
         self._open = NsysRange(
@@ -86,7 +86,7 @@ class OpenedRanges:
             raise
 
     def note_closed(self, artifact: Artifact, run: Path, *, keep: bool) -> Artifact:
-        """Note that the open range was closed just now; Nsight Systems has not written its report yet.
+        """Record that the open range was closed just now; Nsight Systems has yet to write its report.
 
         Args:
             artifact: The artifact as expected.
@@ -98,7 +98,7 @@ class OpenedRanges:
 
         Raises:
             CaptureStateError: No range is open.
-            OSError: It cannot be noted.
+            OSError: The record cannot be written.
         """
         if self._open is None:
             raise CaptureStateError(f"{artifact.path}: no range is open in this process")
@@ -106,13 +106,13 @@ class OpenedRanges:
         self._open = None
         self._note(closed)
         reason = (
-            f"range {closed.number} of this process; nsys writes its report until the process ends; "
+            f"range {closed.number} of this process; nsys writes its report by the end of the process; "
             f"fetch it with: verl-profiling collect {run}"
         )
         return msgspec.structs.replace(artifact, status="pending", reason=reason)
 
     def _note(self, noted: NsysRange) -> None:
-        """Append to the notes; the first begins them anew: an earlier process may have had the same id."""
+        """Append a line; the first replaces a file that an earlier process of the same id may have left."""
         notes = Path(f"{os.environ[_OUTPUT_VARIABLE]}.{os.getpid()}{NOTES_SUFFIX}")
         with notes.open("wb" if noted.number == 1 and not noted.end_ns else "ab") as file:
             file.write(msgspec.json.encode(noted) + b"\n")

@@ -1,4 +1,4 @@
-"""Peaks of memory, stage by stage, read from high-water marks that can be set back."""
+"""Peak memory of each stage, read from high-water marks that can be reset."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 __all__ = ["StagePeaks", "process_peak_bytes", "take_host_peak"]
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_SET_BACK = b"5"  # proc_pid_clear_refs(5): the peak becomes the present resident size
+_SET_BACK = b"5"  # proc_pid_clear_refs(5): resets the peak to the current resident size
 _UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 class StagePeaks:
-    """Gives every stage the highest value that a high-water mark had while it ran.
+    """Determines for each stage the highest value of a high-water mark while it ran.
 
-    The mark is read and set back at each boundary of a stage, and what was read counts for
-    every stage that was open, so stages may nest and overlap.
+    The mark is read and reset at the begin and end of every stage, and the value counts for every
+    stage that was open, so stages may nest and overlap.
 
     Args:
-        take: Returns the peaks by name since it was last called, and sets them back. Empty
-            where they cannot be set back: no numbers, rather than wrong ones.
+        take: Returns the peaks by name since its last call, and resets them. Empty if they cannot
+            be reset: no numbers instead of wrong ones.
     """
 
     def __init__(self, take: Callable[[], Mapping[str, int]]) -> None:
@@ -36,7 +36,7 @@ class StagePeaks:
         self._open.append(_Open(name))
 
     def end(self, name: str) -> None:
-        """Note that it ends; a stage that runs again keeps the higher peaks."""
+        """Note that a stage ends; of several runs the highest peaks are kept."""
         self._fold()
         for stage in reversed(self._open):
             if stage.name == name:
@@ -63,15 +63,15 @@ class _Open:
 
 
 def process_peak_bytes() -> int:
-    """Return the highest resident size of this process since it started, as the kernel keeps it."""
+    """Return the kernel's mark of the highest resident size of this process since its start."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT_BYTES
 
 
 def take_host_peak() -> Mapping[str, int]:
-    """Return the peak resident size of this process since the last call, and set it back.
+    """Return the peak resident size of this process since the last call, and reset it.
 
-    It is the kernel's own mark, so what ``getrusage`` tells the rest of the process is set
-    back as well.
+    The mark is the kernel's, so the value that ``getrusage`` returns elsewhere in the process is
+    reset too.
     """
     peak = process_peak_bytes()
     try:

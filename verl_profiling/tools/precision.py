@@ -19,7 +19,7 @@ from verl_profiling.tools.folder import folder_bytes, remove_folder
 
 __all__ = ["PrecisionOptions", "PrecisionTool", "watch_model"]
 
-_NO_DATA = (b'"data": {}\n}', b"{}")  # how dump.json and construct.json end when nothing is in them
+_NO_DATA = (b'"data": {}\n}', b"{}")  # how dump.json and construct.json end when they have no entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +28,12 @@ class PrecisionOptions:
 
     Attributes:
         task: ``statistics``: minimum, maximum, mean and norm of every tensor. ``tensor``: the
-            tensors themselves. ``structure``: the modules that ran, no values.
-        level: What is looked at: ``L1`` calls of torch, ``L0`` modules, ``mix`` both. For modules
-            the worker names its model with :func:`watch_model`.
-        summary: What ``statistics`` holds: the statistics, or ``md5`` checksums.
-        only: Names of the calls or modules to record, as msprobe's ``list`` takes them.
-        data: Which of their data; all by default.
+            tensors themselves. ``structure``: the modules that ran, without values.
+        level: ``L1``: calls of torch functions; ``L0``: modules; ``mix``: both. For modules the
+            worker has to call :func:`watch_model`.
+        summary: What ``task: statistics`` records: the statistics, or ``md5`` checksums.
+        only: Names of the calls or modules to record, as in msprobe's ``list``.
+        data: Which data of them to record; all by default.
     """
 
     task: Literal["statistics", "tensor", "structure"] = "statistics"
@@ -44,12 +44,12 @@ class PrecisionOptions:
 
     def __post_init__(self) -> None:
         if self.task == "structure" and self.level == "L1":
-            raise ConfigError("level", "must be L0 or mix for the task structure, which is one of modules")
+            raise ConfigError("level", "must be L0 or mix with task=structure, which records modules")
         if self.summary != "statistics" and self.task != "statistics":
-            raise ConfigError("summary", f"is of the task statistics, task is {self.task}")
+            raise ConfigError("summary", f"applies only to task=statistics; task is {self.task}")
 
     def as_config(self) -> dict[str, Any]:
-        """Return them as msprobe's ``config.json``."""
+        """Return the options in the form of msprobe's ``config.json``."""
         task: dict[str, Any] = {"list": list(self.only), "data_mode": list(self.data) or ["all"]}
         if self.task == "statistics":
             task["summary_mode"] = self.summary
@@ -57,10 +57,10 @@ class PrecisionOptions:
 
 
 def watch_model(model: Any) -> None:
-    """Name the model whose modules the levels ``L0`` and ``mix`` record in this process.
+    """Set the model whose modules the levels ``L0`` and ``mix`` record in this process.
 
     Args:
-        model: A ``torch.nn.Module``. It is kept by a weak reference.
+        model: A ``torch.nn.Module``. Only a weak reference to it is kept.
     """
     global _model
     _model = weakref.ref(model)
@@ -72,10 +72,9 @@ _model: weakref.ref[Any] | None = None
 class PrecisionTool(Tool):
     """Records with ``msprobe.pytorch.PrecisionDebugger``.
 
-    That is one object per process, set up once, which wraps torch's functions for as long as the
-    process lives. So it is made when the first recording starts, told folder and step at each
-    start, and the functions are put back at each stop: between recordings a process runs at
-    full speed.
+    A process has one such object, which is configured once and wraps torch's functions for good. So
+    it is created by the first recording, gets folder and step at each start, and the functions are
+    restored at each stop: between recordings the process runs at full speed.
     """
 
     name: ClassVar[str] = "precision"
@@ -98,7 +97,7 @@ class PrecisionTool(Tool):
             ) from error
 
     def start(self, destination: Destination) -> Recording:
-        """Start recording into the destination's own folder, whatever was recorded before."""
+        """Start recording into the folder of this destination."""
         self.prepare()
         model = None if self.options.level == "L1" else _watched(destination.lane)
         debugger = _own.get(self.options, destination.lane)
@@ -115,7 +114,7 @@ class _PrecisionRecording(Recording):
         self._file = "construct.json" if debugger.service.config.task == "structure" else "dump.json"
 
     def start(self, model: Any) -> None:
-        """Switch msprobe on, or leave it off when it raises.
+        """Switch msprobe on; if it raises, it is off afterwards.
 
         Raises:
             CaptureStateError: It did not start.
@@ -152,7 +151,7 @@ class _PrecisionRecording(Recording):
             remove_folder(self._folder)
 
     def _switch_off(self) -> None:
-        """Stop, write, and forget: what is left over would go into the next recording."""
+        """Stop, write, and clear what is left over, which would go into the next recording."""
         service = self._debugger.service
         try:
             self._debugger.stop()
@@ -162,16 +161,16 @@ class _PrecisionRecording(Recording):
 
 
 class _Own:
-    """The debugger of this process, if we made it, with the options it was made with."""
+    """The debugger of this process, if this tool made it, and the options it was made with."""
 
     def __init__(self) -> None:
         self._made: tuple[Any, PrecisionOptions] | None = None
 
     def get(self, options: PrecisionOptions, lane: str) -> Any:
-        """Return the debugger, made at the first call.
+        """Return the debugger, which the first call creates.
 
         Raises:
-            CaptureStateError: It is the application's, or was made with other options.
+            CaptureStateError: The application has one already, or it was made with other options.
         """
         from msprobe.pytorch import PrecisionDebugger
 
@@ -201,14 +200,14 @@ def _watched(lane: str) -> Any:
     model = None if _model is None else _model()
     if model is None:
         raise CaptureStateError(
-            f"{lane}: tools.precision.level records modules, and the model is not known; call "
-            "verl_profiling.tools.precision.watch_model(model) once, or take level L1"
+            f"{lane}: tools.precision.level records modules, but the model is not known; call "
+            "verl_profiling.tools.precision.watch_model(model) once, or set level to L1"
         )
     return model
 
 
 def _holds_data(written: Path) -> bool:
-    """Return whether a file of msprobe's holds any entry; at the start it writes them without."""
+    """Return whether a file of msprobe has any entry; at its start msprobe writes files without."""
     with written.open("rb") as file:
         file.seek(max(0, written.stat().st_size - 16))
         return not file.read().endswith(_NO_DATA)

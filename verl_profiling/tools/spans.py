@@ -1,4 +1,4 @@
-"""The ``spans`` tool: no profiler at all. The session's stage spans are the whole recording."""
+"""The ``spans`` tool: no profiler. The session's stage spans are the whole recording."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class SpansOptions:
     """Options of the ``spans`` tool.
 
     Attributes:
-        peak_rss: Peak resident memory of every stage, as the metric
-            ``stage/<name>/peak_rss_bytes``. It sets back the process's own high-water mark at
-            each stage (tens of microseconds), which other readers of that mark notice.
+        peak_rss: Record the peak resident memory of every stage, as the metric
+            ``stage/<name>/peak_rss_bytes``. This resets the process's high-water mark at each stage
+            (tens of microseconds), which other readers of the mark notice.
     """
 
     peak_rss: bool = False
 
 
 class SpansTool(Tool):
-    """Writes no artifact; stage spans go into the manifest with every tool, so with this one too."""
+    """Writes no artifact; stage spans are in the manifest with every tool, and so with this one."""
 
     name: ClassVar[str] = "spans"
     suffix: ClassVar[str] = ""
@@ -34,7 +34,7 @@ class SpansTool(Tool):
     options: SpansOptions
 
     def start(self, destination: Destination) -> Recording:
-        """Start nothing, or the peaks."""
+        """Start measuring peaks if that is asked for, and nothing else."""
         return _PeakRecording() if self.options.peak_rss else _SpansRecording()
 
 

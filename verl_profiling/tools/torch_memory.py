@@ -1,4 +1,4 @@
-"""The ``torch_memory`` tool: who allocated what on the accelerator, as a snapshot per recording."""
+"""The ``torch_memory`` tool: the allocations on the accelerator, as one snapshot per recording."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class TorchMemoryOptions:
     """Options of the ``torch_memory`` tool.
 
     Attributes:
-        max_entries: Allocations and frees that are kept, the last ones; each takes some kilobytes.
-        stacks: Frames kept of each: ``python``, or ``all`` with those of C++.
+        max_entries: Number of allocations and frees that are kept, the latest; each takes some
+            kilobytes.
+        stacks: Frames that are kept of each: ``python``, or ``all`` with those of C++.
         frees: Keep the stacks of frees too.
         on_oom: Write a snapshot when an allocation fails while recording.
-        peaks: Peaks of allocated and reserved bytes per stage. For that torch's own peak
-            statistics are set back at each stage, also for other readers of them.
+        peaks: Record the peaks of allocated and reserved bytes of each stage. This resets torch's
+            peak statistics at each stage, which other readers of them notice.
     """
 
     max_entries: int = 100_000
@@ -52,12 +53,12 @@ class TorchMemoryOptions:
 
 @dataclass(frozen=True)
 class _Accelerator:
-    """What torch and torch_npu offer alike.
+    """The interface that torch and torch_npu have in common.
 
     Attributes:
         memory: ``torch.cuda.memory`` or ``torch_npu.npu.memory``.
         history_enabled: Whether a history is being recorded.
-        observe_oom: Registers a function to call when an allocation fails, for good.
+        observe_oom: Registers a function to call when an allocation fails; it cannot be removed.
     """
 
     memory: Any
@@ -145,7 +146,7 @@ class _MemoryRecording(Recording):
         return {**self._metrics, **(self._peaks.metrics() if self._peaks is not None else {})}
 
     def on_oom(self, device: int, wanted_bytes: int) -> None:
-        """Keep the state in which an allocation failed; the first failure tells the most."""
+        """Keep the state in which an allocation failed; only of the first failure, which tells the most."""
         if self._oom is None:
             oom = self._write(OOM_SUFFIX)
             reason = oom.reason or f"device {device} could not allocate {wanted_bytes} bytes"
@@ -176,10 +177,10 @@ class _MemoryRecording(Recording):
 
 
 class _Observer:
-    """Passes failed allocations to the recording. torch keeps observers for good, so there is one.
+    """Passes failed allocations to the recording. torch cannot remove an observer, so there is one.
 
     Attributes:
-        recording: The recording that is told, if any.
+        recording: The recording that is notified, if any.
     """
 
     def __init__(self) -> None:
@@ -187,14 +188,14 @@ class _Observer:
         self._attached = False
 
     def watch(self, accelerator: _Accelerator, recording: _MemoryRecording) -> None:
-        """Tell ``recording`` from now on."""
+        """Notify ``recording`` from now on."""
         if not self._attached:
             accelerator.observe_oom(self._notice)
             self._attached = True
         self.recording = recording
 
     def _notice(self, device: int, wanted_bytes: int, total_bytes: int, free_bytes: int) -> None:
-        """Be called by the allocator, which must not see an exception of ours."""
+        """Handle a failed allocation. The allocator calls this, so it must not raise."""
         recording = self.recording
         if recording is not None:
             try:

@@ -27,7 +27,7 @@ class MiniBatchWindow:
 
     Attributes:
         wait: Mini-batches that are not recorded.
-        warmup: Mini-batches that are recorded and thrown away.
+        warmup: Mini-batches that are recorded and discarded.
         active: Mini-batches that are kept.
     """
 
@@ -47,12 +47,12 @@ class TorchOptions:
 
     Attributes:
         activities: What is recorded; ``None`` for all that this machine has.
-        stack: Python stacks of every op. Costly: about three times the events.
-        shapes: Shapes of the inputs of every op.
-        memory: Allocations. torch then records only the thread that starts the capture, so that must
-            be the one that trains: a Ray actor without concurrency has one thread, but a local
-            object driven by ``AsyncProfilingCallback`` is called on threads of its own.
-        flops: Estimated floating-point operations of matrix products and convolutions.
+        stack: Record Python stacks of every op. Costly: about three times the events.
+        shapes: Record the input shapes of every op.
+        memory: Record allocations. torch then records only the thread that starts the capture, which
+            must therefore be the one that trains: a Ray actor without concurrency has one thread,
+            but ``AsyncProfilingCallback`` calls a local object on other threads.
+        flops: Record estimated floating-point operations of matrix products and convolutions.
         mini_batches: Keep only a window of mini-batches; ``None`` for everything.
         compression_level: isal gzip level, 0 (fastest) to 3 (smallest).
     """
@@ -75,11 +75,11 @@ class TorchOptions:
 class TorchTool(Tool):
     """Records with ``torch.profiler``.
 
-    torch ties a profiler to the thread that started it: only that thread is recorded, and
-    stopping it elsewhere corrupts the export. Where torch can record all threads at once
-    (``profile_all_threads``), neither holds, and that is what is used; memory events are
-    left out by torch in that mode, so with ``memory`` the starting thread owns the recording.
-    ``trace_only`` spares the Python copy of every event that a trace does not need.
+    torch ties a profiler to the thread that started it: only that thread is recorded, and stopping
+    the profiler elsewhere corrupts the export. If torch can record all threads at once
+    (``profile_all_threads``), neither is the case, and that mode is used. But it omits memory
+    events, so with ``memory`` the starting thread owns the recording. ``trace_only`` avoids the
+    Python copy of every event, which a trace does not need.
     """
 
     name: ClassVar[str] = "torch"
@@ -154,7 +154,7 @@ class TorchTool(Tool):
 
 @cache
 def _experimental_options() -> frozenset[str]:
-    """Return which of the experimental options that we use this torch knows."""
+    """Return the experimental options used here that this torch has."""
     try:
         from torch._C._profiler import _ExperimentalConfig
     except ImportError:
@@ -164,11 +164,11 @@ def _experimental_options() -> frozenset[str]:
 
 
 class _TorchRecording(Recording):
-    """Shows stages with torch's own ranges, in the cheapest form that serves.
+    """Shows stages with torch's own ranges, in the cheapest suitable form.
 
-    With an accelerator they are user annotations, which torch shows again above the kernels
-    (about 1.6 us each). With the CPU alone there is nothing to show again, and a fast range
-    does (about 0.6 us); it is written as an operator and becomes an annotation in the artifact.
+    With an accelerator these are user annotations, which torch repeats above the kernels (about
+    1.6 us each). With the CPU alone there is nothing to repeat, and a fast range is enough (about
+    0.6 us); torch writes it as an operator, and it becomes an annotation in the artifact.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class _TorchRecording(Recording):
         profiler.start()
 
     def _shown_as(self, name: str) -> str:
-        """Return a name as Kineto can write it: other characters are lost, and a quote breaks its JSON."""
+        """Return a name that Kineto can write: it loses other characters, and a quote breaks its JSON."""
         try:
             return self._shown[name]
         except KeyError:

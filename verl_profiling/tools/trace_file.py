@@ -1,4 +1,4 @@
-"""Turning a tool's raw JSON trace into a verified, compressed artifact."""
+"""Turns a tool's raw JSON trace into a verified, compressed artifact."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _RawTrace:
 
 
 def _look_at(path: Path) -> _RawTrace | None:
-    """Return what a raw trace is from its last bytes, or ``None`` when there is none."""
+    """Return the state of a raw trace, judged by its last bytes, or ``None`` if there is none."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -45,21 +45,21 @@ def output_of_raw_trace(
 ) -> Output:
     """Verify a raw trace that a profiler has just written, and name it.
 
-    Profilers have been seen to report success for a file that is missing or cut off (a full
-    disk, a folder without write permission), so the file itself is the only evidence.
+    Profilers have reported success for files that were missing or cut off (a full disk, a folder
+    without write permission), so only the file itself is evidence.
 
     Args:
         part: The raw JSON file under its temporary name.
         final: Path of the compressed artifact, ending in ``.json.gz``.
         expected: The artifact as expected.
         level: isal compression level, 0 (fastest) to 3.
-        ranges: Names that the profiler recorded as operators and that are user annotations.
+        ranges: Names of user annotations that the profiler recorded as operators.
 
     Returns:
         A ``pending`` output whose ``finish`` compresses and verifies, or a final one that is
         ``failed`` (no file) or ``truncated`` (cut off; the part is kept for a reader to salvage).
     """
-    unfinished = part.with_name(f"{part.name}.tmp")  # torch renames it when it has written it all
+    unfinished = part.with_name(f"{part.name}.tmp")  # torch renames the file once it is written completely
     if not part.exists() and unfinished.exists():
         unfinished.replace(part)
     raw = _look_at(part)
@@ -92,7 +92,7 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def _annotations(names: list[str]) -> re.Pattern[bytes] | None:
-    """Return what finds the operators of those names in Kineto's text."""
+    """Return a pattern for the operators of those names in Kineto's text."""
     if not names:
         return None
     alternatives = b"|".join(re.escape(msgspec.json.encode(name)) for name in names)
@@ -102,9 +102,9 @@ def _annotations(names: list[str]) -> re.Pattern[bytes] | None:
 def _compress(
     raw: Path, final: Path, pending: Artifact, level: int, annotations: re.Pattern[bytes] | None
 ) -> Artifact:
-    """Compress ``raw`` to ``final``, read it back, and remove ``raw`` only then.
+    """Compress ``raw`` to ``final``, read it back, and only then remove ``raw``.
 
-    When that fails, the raw file stays and becomes the artifact: nothing recorded is lost.
+    If that fails, the raw file stays and becomes the artifact, so that nothing recorded is lost.
     """
     part = final.with_name(f".{final.name}.part")
     try:
@@ -132,7 +132,7 @@ def _compress(
 def _copy_counting(
     raw: Path, part: Path, level: int, annotations: re.Pattern[bytes] | None
 ) -> tuple[int, int, int]:
-    """Compress a file; return the size of its content, and its numbers of events and of spans."""
+    """Compress a file; return the size of its content and the numbers of its events and spans."""
     size = events = spans = 0
     with raw.open("rb") as source, igzip.open(part, "wb", compresslevel=level) as target:
         for piece in _whole_events(source):
@@ -147,7 +147,7 @@ def _copy_counting(
 
 
 def _whole_events(source: BinaryIO) -> Iterator[bytes]:
-    """Yield a file in large pieces, cut before a ``"ph"``: it is the first key of Kineto's events."""
+    """Yield a file in large pieces, cut before a ``"ph"``, which is the first key of Kineto's events."""
     rest = b""
     while chunk := source.read(_CHUNK_BYTES):
         events, phase, begun = (rest + chunk).rpartition(_PHASE)
