@@ -62,8 +62,6 @@ def make_recorder(
             "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a transformers model; "
             "for an engine of your own, requests=RequestLog()"
         )
-    if requests is None:
-        _watch(engine, package, log, identity)
     tool: EngineTool | None = None
     adapter: EngineAdapter | None = None
     if package == "vllm" and not records_in_process(engine):
@@ -74,6 +72,8 @@ def make_recorder(
             adapter = SGLangAdapter(engine, config, identity, tool)
     else:
         _refuse_window(config, settings, identity)
+    if requests is None:
+        _watch(engine, package, log, identity)
     if adapter is None or tool is None:
         return SessionRecorder(config, identity, log), identity
     identity = WorkerIdentity(
