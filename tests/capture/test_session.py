@@ -15,7 +15,7 @@ from example_loops import read_trace, settings, spans, train
 from verl_profiling import CaptureStateError, ProfilingConfig, stage
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session, process_session
-from verl_profiling.capture.states import TRANSITIONS, Event, State
+from verl_profiling.capture.states import ENGINE_TRANSITIONS, TRANSITIONS, Event, State, StateMachine
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.testing import record_step
@@ -139,7 +139,7 @@ def test_a_worker_that_is_not_selected_is_skipped(session: Session, tmp_path: Pa
 @pytest.mark.parametrize("event", list(Event))
 @pytest.mark.parametrize("state", list(State))
 def test_the_transition_table_is_the_documented_one(state: State, event: Event) -> None:
-    """Idle, armed and recording, with every event; what is not listed is not possible."""
+    """Every state with every event; what is not listed is not possible."""
     allowed = {
         State.IDLE: {Event.START: State.RECORDING, Event.ARM: State.ARMED, Event.FAIL: State.IDLE},
         State.ARMED: {
@@ -153,7 +153,29 @@ def test_the_transition_table_is_the_documented_one(state: State, event: Event) 
             Event.FAIL: State.IDLE,
         },
     }
-    assert TRANSITIONS.get((state, event)) == allowed[state].get(event)
+    assert TRANSITIONS.get((state, event)) == allowed.get(state, {}).get(event)
+
+
+@pytest.mark.parametrize("event", list(Event))
+@pytest.mark.parametrize("state", list(State))
+def test_the_transition_table_of_an_engine_is_the_documented_one(state: State, event: Event) -> None:
+    """A deadline may stop it before the callback does, and it may go on writing after both."""
+    allowed = {
+        State.IDLE: {Event.START: State.RECORDING},
+        State.RECORDING: {Event.HALT: State.STOPPING},
+        State.STOPPING: {Event.WRITTEN: State.STOPPED, Event.GIVE_UP: State.OVERDUE},
+        State.STOPPED: {Event.STOP: State.IDLE},
+        State.OVERDUE: {Event.WRITTEN: State.IDLE},
+        State.ARMED: {},
+    }
+    machine = StateMachine(ENGINE_TRANSITIONS, "rollout replica 0")
+    machine.state = state
+    if (after := allowed[state].get(event)) is None:
+        with pytest.raises(CaptureStateError, match=rf"{event.value}: .* while {state.value} \(rollout"):
+            machine.move(event)
+    else:
+        machine.move(event)
+    assert machine.state is (after or state)
 
 
 Act = Callable[[Session, Path], str]

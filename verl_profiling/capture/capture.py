@@ -17,7 +17,7 @@ from verl_profiling.capture.finisher import Finisher
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.owner_thread import OwnerAbsentError, OwnerThread
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
-from verl_profiling.capture.states import TRANSITIONS, Event, State
+from verl_profiling.capture.states import TRANSITIONS, Event, State, StateMachine
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
@@ -57,7 +57,7 @@ class Capture:
         self.request = request
         self.identity = identity
         self.roles = [identity.role]
-        self.state = State.IDLE
+        self._machine = StateMachine(TRANSITIONS, f"step {request.step}, {identity}")
         self._role = role
         self._finisher = finisher
         self._handover_s = handover_s
@@ -75,6 +75,11 @@ class Capture:
         self._anchors = [clock.read_anchor()]
         self._start_s = self._stop_s = self._export_s = 0.0
 
+    @property
+    def state(self) -> State:
+        """What the capture is doing."""
+        return self._machine.state
+
     def open(self) -> list[Artifact]:
         """Start recording, or arm; return the artifacts expected as far as known.
 
@@ -84,10 +89,10 @@ class Capture:
         if self.request.keep:
             Path(self.request.folder).mkdir(parents=True, exist_ok=True)
         if not self._whole:
-            self._move(Event.ARM)
+            self._machine.move(Event.ARM)
             return []
         self._start_tools(self.request.stage, self.request.occurrence)
-        self._move(Event.START)
+        self._machine.move(Event.START)
         return list(self._artifacts.values())
 
     @property
@@ -136,7 +141,7 @@ class Capture:
                 self._stop_tools()
                 self._recorded = None
                 if self.state is State.RECORDING:
-                    self._move(Event.STAGE_END)
+                    self._machine.move(Event.STAGE_END)
             self._stop_s += time.perf_counter() - begin
 
     def _begin_recorded_stage(self, name: str) -> bool:
@@ -151,9 +156,9 @@ class Capture:
             try:
                 self._start_tools(name, self._occurrences[file_name])
             except Exception:
-                self._move(Event.FAIL)
+                self._machine.move(Event.FAIL)
                 return False
-            self._move(Event.STAGE_BEGIN)
+            self._machine.move(Event.STAGE_BEGIN)
             return True
 
     def _start_tools(self, stage: str | None, occurrence: int) -> None:
@@ -190,7 +195,7 @@ class Capture:
         with self._lock:
             self._stop_tools()
             if self.state is not State.IDLE:
-                self._move(Event.STOP)
+                self._machine.move(Event.STOP)
 
     def _stop_tools(self) -> None:
         with self._lock:
@@ -290,15 +295,6 @@ class Capture:
                 f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
                 f"started recording, {absence} ({self.identity}); start and stop on one thread"
             ) from absence
-
-    def _move(self, event: Event) -> None:
-        try:
-            self.state = TRANSITIONS[self.state, event]
-        except KeyError:
-            raise CaptureStateError(
-                f"{event.value}: not possible while {self.state.value} "
-                f"(step {self.request.step}, {self.identity})"
-            ) from None
 
     def _metadata(self, stage: str | None) -> dict[str, Any]:
         request = self.request

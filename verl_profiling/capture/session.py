@@ -17,9 +17,15 @@ from verl_profiling import clock
 from verl_profiling.capture.capture import HANDOVER_S, Capture
 from verl_profiling.capture.finisher import Finisher
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
+from verl_profiling.capture.replies import (
+    another_is_open,
+    not_set_up,
+    nothing_to_stop,
+    start_reply,
+    stop_reply,
+)
 from verl_profiling.capture.stage import Stage, StageSink
 from verl_profiling.capture.states import State
-from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
@@ -82,9 +88,7 @@ class Session:
         with self._lock:
             role = self._roles.get(identity.name)
             if role is None:
-                raise CaptureStateError(
-                    f"start_capture(step={request.step}): {identity} is not set up; call init_capture() first"
-                )
+                raise not_set_up(request, identity, "")
             if not role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
                 return self._reply(identity, "skipped", received_ns, reason="not selected")
             if self._capture is not None:
@@ -115,21 +119,11 @@ class Session:
             elif self._last is not None and capture_id in (None, self._last.capture_id):
                 result = self._last
             else:
-                open_now = f"capture {capture.request.capture_id} is open" if capture else "nothing is open"
-                result = CaptureResult(
-                    identity=capture.identity if capture else WorkerIdentity(role="unknown"),
-                    capture_id=capture_id or "",
-                    status="skipped",
-                    reason=f"stop_capture: {open_now}; call start_capture(...) first",
-                )
+                identity = capture.identity if capture else WorkerIdentity(role="unknown")
+                result = nothing_to_stop(identity, capture_id, capture.request if capture else None)
         if finish_s:
             self._finisher.drain(finish_s)
-        return StopReply(
-            result=result,
-            finished=self._finisher.take_finished(),
-            received_ns=received_ns,
-            replied_ns=clock.now_ns(),
-        )
+        return stop_reply(result, received_ns, self._finisher.take_finished())
 
     def step(self) -> None:
         """Note that a mini-batch is done; the ``torch`` tool's ``mini_batches`` window counts these."""
@@ -165,10 +159,7 @@ class Session:
         self, capture: Capture, request: CaptureRequest, identity: WorkerIdentity, received_ns: int
     ) -> StartReply:
         if capture.request.capture_id != request.capture_id:
-            raise CaptureStateError(
-                f"start_capture(step={request.step}): already {capture.state.value} step "
-                f"{capture.request.step} ({capture.identity}); call stop_capture() first"
-            )
+            raise another_is_open(request, capture.identity, capture.state, capture.request)
         if identity.role not in capture.roles:
             capture.roles.append(identity.role)
         return self._reply(capture.identity, "joined", received_ns)
@@ -181,15 +172,8 @@ class Session:
         reason: str = "",
         expected: Sequence[Artifact] = (),
     ) -> StartReply:
-        return StartReply(
-            identity=identity,
-            status=status,
-            reason=reason,
-            expected=list(expected),
-            finished=self._finisher.take_finished(),
-            received_ns=received_ns,
-            replied_ns=clock.now_ns(),
-        )
+        finished = self._finisher.take_finished()
+        return start_reply(identity, status, received_ns, reason=reason, expected=expected, finished=finished)
 
 
 _session = Session()

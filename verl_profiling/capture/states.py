@@ -1,18 +1,24 @@
-"""The states of a capture, and the one table of what may follow what."""
+"""The states of a capture, and the two tables of what may follow what."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
-__all__ = ["TRANSITIONS", "Event", "State"]
+from verl_profiling.errors import CaptureStateError
+
+__all__ = ["ENGINE_TRANSITIONS", "TRANSITIONS", "Event", "State", "StateMachine"]
 
 
 class State(Enum):
-    """What a process is doing."""
+    """What a process, or an engine, is doing."""
 
     IDLE = "idle"
     ARMED = "armed"
     RECORDING = "recording"
+    STOPPING = "stopping"
+    STOPPED = "holding"
+    OVERDUE = "still writing"
 
 
 class Event(Enum):
@@ -22,11 +28,16 @@ class Event(Enum):
     ARM = "arm"
     STAGE_BEGIN = "stage begins"
     STAGE_END = "stage ends"
+    HALT = "stop the engine"
+    WRITTEN = "the engine has written"
+    GIVE_UP = "give up waiting"
     STOP = "stop"
     FAIL = "fail"
 
 
-TRANSITIONS = {
+Transitions = Mapping[tuple[State, Event], State]
+
+TRANSITIONS: Transitions = {
     (State.IDLE, Event.START): State.RECORDING,
     (State.IDLE, Event.ARM): State.ARMED,
     (State.ARMED, Event.STAGE_BEGIN): State.RECORDING,
@@ -37,3 +48,41 @@ TRANSITIONS = {
     (State.ARMED, Event.FAIL): State.ARMED,
     (State.RECORDING, Event.FAIL): State.IDLE,
 }
+"""Of a process that records itself."""
+
+ENGINE_TRANSITIONS: Transitions = {
+    (State.IDLE, Event.START): State.RECORDING,
+    (State.RECORDING, Event.HALT): State.STOPPING,
+    (State.STOPPING, Event.WRITTEN): State.STOPPED,
+    (State.STOPPED, Event.STOP): State.IDLE,
+    (State.STOPPING, Event.GIVE_UP): State.OVERDUE,
+    (State.OVERDUE, Event.WRITTEN): State.IDLE,
+}
+"""Of an engine, whose profiler is stopped by a deadline too: the capture then holds what was written."""
+
+
+class StateMachine:
+    """A state, and the only way to change it.
+
+    Args:
+        transitions: What may follow what.
+        who: Whose state it is, for the message.
+    """
+
+    def __init__(self, transitions: Transitions, who: str) -> None:
+        self.state = State.IDLE
+        self._transitions = transitions
+        self._who = who
+
+    def move(self, event: Event) -> None:
+        """Change the state.
+
+        Raises:
+            CaptureStateError: The event is not possible now.
+        """
+        try:
+            self.state = self._transitions[self.state, event]
+        except KeyError:
+            raise CaptureStateError(
+                f"{event.value}: not possible while {self.state.value} ({self._who})"
+            ) from None

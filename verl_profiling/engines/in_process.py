@@ -14,6 +14,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.replies import start_reply
 from verl_profiling.capture.session import process_session
 from verl_profiling.engines.recorder import Recorder
 from verl_profiling.engines.request_log import RequestLog
@@ -43,15 +44,8 @@ class SessionRecorder(Recorder):
 
     async def start(self, request: CaptureRequest) -> StartReply:
         if request.stage is not None and not self._open and process_session().sink is not None:
-            now_ns = clock.now_ns()
             reason = f"another role of this process records by stage: mark this with stage({request.stage!r})"
-            return StartReply(
-                identity=self._identity,
-                status="skipped",
-                reason=reason,
-                received_ns=now_ns,
-                replied_ns=now_ns,
-            )
+            return start_reply(self._identity, "skipped", clock.now_ns(), reason=reason)
         reply = process_session().start(request, self._identity)
         self._open = reply.status in ("recording", "joined")
         if self._open and self._capture_id != request.capture_id:

@@ -14,6 +14,8 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.finisher import Finisher
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
+from verl_profiling.capture.replies import another_is_open, nothing_to_stop, start_reply, stop_reply
+from verl_profiling.capture.states import ENGINE_TRANSITIONS, Event, State, StateMachine
 from verl_profiling.engines.base import EngineAdapter
 from verl_profiling.engines.recording import EngineRecording, RecordingMaker
 from verl_profiling.engines.request_log import RequestLog
@@ -22,7 +24,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, worst_fate
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 
-__all__ = ["EngineRecorder", "Recorder", "skipped"]
+__all__ = ["EngineRecorder", "Recorder"]
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +99,9 @@ class EngineRecorder(Recorder):
         self._ranks = [
             rank for rank in range(engine.ranks) if role.selects(identity.rank + rank, identity.replica)
         ]
-        self._window: _OpenCapture | None = None
+        self._machine = StateMachine(ENGINE_TRANSITIONS, str(identity))
+        self._open_capture: _OpenCapture | None = None
         self._last: CaptureResult | None = None
-        self._overdue: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._finisher = Finisher()
 
@@ -108,44 +110,33 @@ class EngineRecorder(Recorder):
         if not self._ranks:
             return self._reply("skipped", received_ns, reason="not selected")
         async with self._starting:
-            window = self._window
-            if window is not None:
-                if window.request.capture_id != request.capture_id:
-                    raise CaptureStateError(
-                        f"start_capture(step={request.step}): already recording step {window.request.step} "
-                        f"({self._identity}); call stop_capture() first"
-                    )
+            capture = self._open_capture
+            if capture is not None:
+                if capture.request.capture_id != request.capture_id:
+                    raise another_is_open(request, self._identity, State.RECORDING, capture.request)
                 return self._reply("joined", received_ns)
-            if self._overdue is not None and not self._overdue.done():
+            if self._machine.state is State.OVERDUE:
                 raise CaptureStateError(
                     f"start_capture(step={request.step}): {self._engine.name} is still writing an earlier "
                     f"capture ({self._identity}); {_RECORD_LESS}"
                 )
-            window = await self._open(request)
-        return self._reply("recording", received_ns, expected=window.recording.expected)
+            capture = await self._open(request)
+        return self._reply("recording", received_ns, expected=capture.recording.expected)
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         received_ns = clock.now_ns()
-        window = self._window
-        if window is not None and capture_id in (None, window.request.capture_id):
-            if window.closing is None:
-                window.closing = asyncio.create_task(self._close(window))
-            result = await asyncio.shield(window.closing)
+        capture = self._open_capture
+        if capture is not None and capture_id in (None, capture.request.capture_id):
+            if capture.closing is None:
+                capture.closing = asyncio.create_task(self._close(capture))
+            result = await asyncio.shield(capture.closing)
         elif self._last is not None and capture_id in (None, self._last.capture_id):
             result = self._last
         else:
-            open_now = f"capture {window.request.capture_id} is open" if window else "nothing is open"
-            result = skipped(
-                self._identity, f"stop_capture: {open_now}; call start_capture(...) first", capture_id
-            )
+            result = nothing_to_stop(self._identity, capture_id, capture.request if capture else None)
         if finish_s:
             await asyncio.to_thread(self._finisher.drain, finish_s)
-        return StopReply(
-            result=result,
-            finished=self._finisher.take_finished(),
-            received_ns=received_ns,
-            replied_ns=clock.now_ns(),
-        )
+        return stop_reply(result, received_ns, self._finisher.take_finished())
 
     def set_policy_version(self, version: int) -> None:
         self._requests.set_policy_version(version)
@@ -154,111 +145,114 @@ class EngineRecorder(Recorder):
         if request.keep:
             Path(request.folder).mkdir(parents=True, exist_ok=True)
         label = f"step{request.step}-{request.occurrence}-{clock.now_ns():x}"
-        window = _OpenCapture(request, self._recording(request, label, self._ranks))
+        capture = _OpenCapture(request, self._recording(request, label, self._ranks))
         begin = time.perf_counter()
         try:
             await self._engine.start(label)
         except BaseException:
-            window.recording.drop()
+            capture.recording.drop()
             raise
-        window.start_s = time.perf_counter() - begin
+        capture.start_s = time.perf_counter() - begin
         try:
-            window.recording.opened()
+            capture.recording.opened()
         except OSError:
             await self._engine.stop()
             raise
-        self._window = window
+        self._machine.move(Event.START)
+        self._open_capture = capture
         self._requests.begin(request.policy_version)
         if self._rollout.max_window_s is not None:
             loop = asyncio.get_running_loop()
-            window.timer = loop.call_later(self._rollout.max_window_s, self._end_by_time, window)
-        return window
+            capture.timer = loop.call_later(self._rollout.max_window_s, self._end_by_time, capture)
+        return capture
 
-    def _end_by_time(self, window: _OpenCapture) -> None:
-        if window.halting is None:
-            window.recording.notes.append(
+    def _end_by_time(self, capture: _OpenCapture) -> None:
+        if capture.halting is None:
+            capture.recording.notes.append(
                 f"{self._identity.name}: recording ended after {self._rollout.max_window_s:g} s "
                 "(rollout.max_window_s)"
             )
-            self._halt(window)
+            self._halt(capture)
 
-    def _halt(self, window: _OpenCapture) -> asyncio.Task[None]:
+    def _halt(self, capture: _OpenCapture) -> asyncio.Task[None]:
         """Begin to stop the engine's profiler, once; return the task that does it."""
-        if window.halting is None:
-            window.end_ns = clock.now_ns()
-            window.halting = asyncio.create_task(self._stop_engine(window))
-        return window.halting
+        if capture.halting is None:
+            self._machine.move(Event.HALT)
+            capture.end_ns = clock.now_ns()
+            capture.halting = asyncio.create_task(self._stop_engine(capture))
+        return capture.halting
 
-    async def _stop_engine(self, window: _OpenCapture) -> None:
+    async def _stop_engine(self, capture: _OpenCapture) -> None:
         begin = time.perf_counter()
         try:
             await self._engine.stop()
         finally:
-            window.stop_s = time.perf_counter() - begin
+            capture.stop_s = time.perf_counter() - begin
+            self._machine.move(Event.WRITTEN)
 
-    async def _close(self, window: _OpenCapture) -> CaptureResult:
-        if window.timer is not None:
-            window.timer.cancel()
-        halting = self._halt(window)
+    async def _close(self, capture: _OpenCapture) -> CaptureResult:
+        if capture.timer is not None:
+            capture.timer.cancel()
+        halting = self._halt(capture)
         begin = time.perf_counter()
         await asyncio.wait([halting], timeout=self._stop_s)
         waited_s = time.perf_counter() - begin
         if not halting.done():
-            artifacts = self._leave_overdue(window, halting)
+            artifacts = self._leave_overdue(capture, halting)
         elif (error := halting.exception()) is not None:
             logger.error("%s: stopping the profiler failed: %s", self._identity, error)
-            artifacts = self._fates(window, f"stopping it raised {type(error).__name__}: {error}")
+            artifacts = self._fates(capture, f"stopping it raised {type(error).__name__}: {error}")
         else:
-            artifacts = self._fates(window, "")
-        self._last = self._result(window, artifacts, waited_s)
-        self._window = None
+            artifacts = self._fates(capture, "")
+        self._last = self._result(capture, artifacts, waited_s)
+        self._machine.move(Event.STOP if self._machine.state is State.STOPPED else Event.GIVE_UP)
+        self._open_capture = None
         return self._last
 
-    def _leave_overdue(self, window: _OpenCapture, halting: asyncio.Task[None]) -> list[Artifact]:
+    def _leave_overdue(self, capture: _OpenCapture, halting: asyncio.Task[None]) -> list[Artifact]:
         """Give up waiting, and have the traces collected when the engine is done after all."""
         reason = f"{self._engine.name} had not written it {self._stop_s:g} s after the stop; {_RECORD_LESS}"
-        logger.error("%s: step %d: %s", self._identity, window.request.step, reason)
-        self._overdue = halting
+        logger.error("%s: step %d: %s", self._identity, capture.request.step, reason)
 
         def collect(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
             if error is not None:
                 logger.error("%s: stopping the profiler failed: %s", self._identity, error)
-            self._fates(window, reason)
+            self._fates(capture, reason)
 
         halting.add_done_callback(collect)
         return [
-            msgspec.structs.replace(artifact, status="failed", reason=reason, end_ns=window.end_ns)
-            for artifact in window.recording.expected
+            msgspec.structs.replace(artifact, status="failed", reason=reason, end_ns=capture.end_ns)
+            for artifact in capture.recording.expected
         ]
 
-    def _fates(self, window: _OpenCapture, problem: str) -> list[Artifact]:
+    def _fates(self, capture: _OpenCapture, problem: str) -> list[Artifact]:
         """Bring what was recorded into the step folder; return what became of all expected."""
-        outputs = window.recording.gather(window.end_ns, problem)
+        outputs = capture.recording.gather(capture.end_ns, problem)
         for output in outputs:
             if output.finish is not None:
-                self._finisher.submit(window.request.capture_id, output.artifact, output.finish)
+                self._finisher.submit(capture.request.capture_id, output.artifact, output.finish)
         return [output.artifact for output in outputs]
 
-    def _result(self, window: _OpenCapture, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
+    def _result(self, capture: _OpenCapture, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
         status, reason = worst_fate(artifacts)
-        if not window.request.keep:
+        if not capture.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
-        window.anchors.append(clock.read_anchor())
+        capture.anchors.append(clock.read_anchor())
         requests = self._requests.end()
         return CaptureResult(
             identity=self._identity,
             roles=[self._identity.role],
-            capture_id=window.request.capture_id,
-            step=window.request.step,
+            capture_id=capture.request.capture_id,
+            step=capture.request.step,
             mode=self._role.mode,
-            tools=[window.recording.tool],
+            tools=[capture.recording.tool],
             status=status,
             reason=reason,
             artifacts=artifacts,
-            anchors=window.anchors,
-            cost=CaptureCost(start_s=window.start_s, stop_s=window.stop_s or waited_s),
-            notes=[*window.recording.notes, *self._requests.weight_updates(self._identity.name, requests)],
+            anchors=capture.anchors,
+            cost=CaptureCost(start_s=capture.start_s, stop_s=capture.stop_s or waited_s),
+            notes=[*capture.recording.notes, *self._requests.weight_updates(self._identity.name, requests)],
             requests=requests,
             policy_versions=self._requests.policy_versions,
         )
@@ -270,17 +264,11 @@ class EngineRecorder(Recorder):
         reason: str = "",
         expected: Sequence[Artifact] = (),
     ) -> StartReply:
-        return StartReply(
-            identity=self._identity,
-            status=status,
+        return start_reply(
+            self._identity,
+            status,
+            received_ns,
             reason=reason,
-            expected=list(expected),
+            expected=expected,
             finished=self._finisher.take_finished(),
-            received_ns=received_ns,
-            replied_ns=clock.now_ns(),
         )
-
-
-def skipped(identity: WorkerIdentity, reason: str, capture_id: str | None = None) -> CaptureResult:
-    """Return the result of a worker that recorded nothing, and was not to."""
-    return CaptureResult(identity=identity, capture_id=capture_id or "", status="skipped", reason=reason)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.replies import not_set_up
 from verl_profiling.capture.session import Session, process_session
-from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 
@@ -71,10 +71,7 @@ class CaptureMixin:
             CaptureStateError: ``init_capture`` was not called, or another capture is open.
         """
         if self._capture_identity is None:
-            raise CaptureStateError(
-                f"start_capture(step={request.step}): {type(self).__name__} is not set up; "
-                "call init_capture(config, role=..., rank=...) first"
-            )
+            raise not_set_up(request, type(self).__name__, "config, role=..., rank=...")
         return process_session().start(request, self._capture_identity)
 
     def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:

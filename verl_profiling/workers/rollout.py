@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.replies import not_set_up, skipped, start_reply, stop_reply
 from verl_profiling.engines.factory import ENGINES, make_recorder, node_rank_of
-from verl_profiling.engines.recorder import Recorder, skipped
+from verl_profiling.engines.recorder import Recorder
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.errors import CaptureStateError, ConfigError, choices_hint
+from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 
@@ -119,19 +120,11 @@ class RolloutCaptureMixin:
             Exception: Whatever the engine raised; nothing records then.
         """
         if self._capture_identity is None:
-            raise CaptureStateError(
-                f"start_capture(step={request.step}): {type(self).__name__} is not set up; "
-                "call init_capture(config, engine=..., replica=...) first"
-            )
+            raise not_set_up(request, type(self).__name__, "config, engine=..., replica=...")
         if self._capture_recorder is not None:
             return await self._capture_recorder.start(request)
-        now_ns = clock.now_ns()
-        return StartReply(
-            identity=self._capture_identity,
-            status="skipped",
-            reason=self._capture_idle_reason,
-            received_ns=now_ns,
-            replied_ns=now_ns,
+        return start_reply(
+            self._capture_identity, "skipped", clock.now_ns(), reason=self._capture_idle_reason
         )
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
@@ -143,10 +136,9 @@ class RolloutCaptureMixin:
         """
         if self._capture_recorder is not None:
             return await self._capture_recorder.stop(capture_id, finish_s)
-        now_ns = clock.now_ns()
         identity = self._capture_identity or WorkerIdentity(role="unknown")
         reason = self._capture_idle_reason or "stop_capture: not set up; call init_capture(...) first"
-        return StopReply(result=skipped(identity, reason, capture_id), received_ns=now_ns, replied_ns=now_ns)
+        return stop_reply(skipped(identity, reason, capture_id), clock.now_ns())
 
     def set_policy_version(self, version: int) -> None:
         """Note that the engine has other weights from now on; for servers that are told.

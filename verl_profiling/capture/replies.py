@@ -1,0 +1,91 @@
+"""What a recorded process answers, and the sentences by which it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verl_profiling import clock
+from verl_profiling.capture.messages import CaptureRequest, Finished, StartReply, StartStatus, StopReply
+from verl_profiling.capture.states import State
+from verl_profiling.errors import CaptureStateError
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import Artifact, CaptureResult
+
+__all__ = [
+    "another_is_open",
+    "not_set_up",
+    "nothing_to_stop",
+    "skipped",
+    "start_reply",
+    "stop_reply",
+]
+
+
+def start_reply(
+    identity: WorkerIdentity,
+    status: StartStatus,
+    received_ns: int,
+    *,
+    reason: str = "",
+    expected: Sequence[Artifact] = (),
+    finished: Sequence[Finished] = (),
+) -> StartReply:
+    """Return the answer to ``start_capture``, given now; see :class:`StartReply`."""
+    return StartReply(
+        identity=identity,
+        status=status,
+        reason=reason,
+        expected=list(expected),
+        finished=list(finished),
+        received_ns=received_ns,
+        replied_ns=clock.now_ns(),
+    )
+
+
+def stop_reply(result: CaptureResult, received_ns: int, finished: Sequence[Finished] = ()) -> StopReply:
+    """Return the answer to ``stop_capture``, given now; see :class:`StopReply`."""
+    return StopReply(
+        result=result, finished=list(finished), received_ns=received_ns, replied_ns=clock.now_ns()
+    )
+
+
+def skipped(identity: WorkerIdentity, reason: str, capture_id: str | None = None) -> CaptureResult:
+    """Return the result of a worker that recorded nothing, and was not to."""
+    return CaptureResult(identity=identity, capture_id=capture_id or "", status="skipped", reason=reason)
+
+
+def nothing_to_stop(
+    identity: WorkerIdentity, capture_id: str | None, request: CaptureRequest | None
+) -> CaptureResult:
+    """Return the result of a stop that means no capture of this worker.
+
+    Args:
+        identity: The worker.
+        capture_id: The capture that was meant.
+        request: The capture that is open, if there is one.
+    """
+    open_now = f"capture {request.capture_id} is open" if request else "nothing is open"
+    return skipped(identity, f"stop_capture: {open_now}; call start_capture(...) first", capture_id)
+
+
+def another_is_open(
+    request: CaptureRequest, identity: WorkerIdentity, state: State, other: CaptureRequest
+) -> CaptureStateError:
+    """Return the refusal of a start while another capture is open."""
+    return CaptureStateError(
+        f"start_capture(step={request.step}): already {state.value} step {other.step} ({identity}); "
+        "call stop_capture() first"
+    )
+
+
+def not_set_up(request: CaptureRequest, who: object, arguments: str) -> CaptureStateError:
+    """Return the refusal of a start on a worker that nobody set up.
+
+    Args:
+        request: What was asked for.
+        who: The worker, or its class.
+        arguments: What to pass to ``init_capture``.
+    """
+    return CaptureStateError(
+        f"start_capture(step={request.step}): {who} is not set up; call init_capture({arguments}) first"
+    )
