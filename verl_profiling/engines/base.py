@@ -107,6 +107,10 @@ class EngineAdapter(ABC):
     def identify(self, path: Path, label: str) -> EngineTrace | None:
         """Return what a new file in the spool folder is, or ``None`` if it is no trace of this capture."""
 
+    def died(self) -> str:
+        """Return how the engine's processes ended, as far as this process can see; empty while they live."""
+        return ""
+
     def extra_suffix(self, path: Path) -> str:
         """Return what to call a file that is no rank's trace and was asked for; empty for any other."""
         return ""

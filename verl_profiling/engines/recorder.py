@@ -17,6 +17,7 @@ from verl_profiling.capture.messages import CaptureRequest, StartReply, StartSta
 from verl_profiling.capture.replies import another_is_open, nothing_to_stop, start_reply, stop_reply
 from verl_profiling.capture.states import ENGINE_TRANSITIONS, Event, State, StateMachine
 from verl_profiling.engines.base import EngineAdapter
+from verl_profiling.engines.death import death_of, while_alive
 from verl_profiling.engines.recording import EngineRecording, RecordingMaker
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError
@@ -115,6 +116,8 @@ class EngineRecorder(Recorder):
                 if capture.request.capture_id != request.capture_id:
                     raise another_is_open(request, self._identity, State.RECORDING, capture.request)
                 return self._reply("joined", received_ns)
+            if death := death_of(self._engine):
+                raise CaptureStateError(f"start_capture(step={request.step}): {death} ({self._identity})")
             if self._machine.state is State.OVERDUE:
                 raise CaptureStateError(
                     f"start_capture(step={request.step}): {self._engine.name} is still writing an earlier "
@@ -148,7 +151,7 @@ class EngineRecorder(Recorder):
         capture = _OpenCapture(request, self._recording(request, label, self._ranks))
         begin = time.perf_counter()
         try:
-            await self._engine.start(label)
+            await while_alive(self._engine, self._engine.start(label))
         except BaseException:
             capture.recording.drop()
             raise
@@ -185,7 +188,7 @@ class EngineRecorder(Recorder):
     async def _stop_engine(self, capture: _OpenCapture) -> None:
         begin = time.perf_counter()
         try:
-            await self._engine.stop()
+            await while_alive(self._engine, self._engine.stop())
         finally:
             capture.stop_s = time.perf_counter() - begin
             self._machine.move(Event.WRITTEN)
@@ -201,7 +204,8 @@ class EngineRecorder(Recorder):
             artifacts = self._leave_overdue(capture, halting)
         elif (error := halting.exception()) is not None:
             logger.error("%s: stopping the profiler failed: %s", self._identity, error)
-            artifacts = self._fates(capture, f"stopping it raised {type(error).__name__}: {error}")
+            problem = death_of(self._engine) or f"stopping it raised {type(error).__name__}: {error}"
+            artifacts = self._fates(capture, problem)
         else:
             artifacts = self._fates(capture, "")
         self._last = self._result(capture, artifacts, waited_s)
@@ -236,6 +240,8 @@ class EngineRecorder(Recorder):
 
     def _result(self, capture: _OpenCapture, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
         status, reason = worst_fate(artifacts)
+        if death := death_of(self._engine):  # its workers may have written whole traces before they ended
+            status, reason = "failed", death
         if not capture.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
         capture.anchors.append(clock.read_anchor())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_profiling.engines.base import EngineAdapter, EngineTrace, TraceTool, new_spool, refuse_option
+from verl_profiling.engines.death import how_processes_ended
 from verl_profiling.engines.sglang_calls import HTTPCalls, ManagerCalls, SGLangCalls
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
@@ -80,6 +81,9 @@ class SGLangAdapter(EngineAdapter):
         stopped = await self._calls.stop()
         if self.window.by_stage or (self.window.bounded and not stopped):
             await self._disarm()
+
+    def died(self) -> str:
+        return how_processes_ended(self._calls.ended())
 
     def identify(self, path: Path, label: str) -> EngineTrace | None:
         found = _TRACE.search(path.name)

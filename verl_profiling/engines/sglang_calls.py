@@ -39,6 +39,10 @@ class SGLangCalls(ABC):
     async def stop(self) -> bool:
         """Stop and write; return whether something was recording."""
 
+    def ended(self) -> dict[str, int]:
+        """Return the exit codes of SGLang's processes that have ended, as far as this process can see."""
+        return {}
+
 
 class ManagerCalls(SGLangCalls):
     """Calls a tokenizer manager, on the event loop to which it belongs.
@@ -79,6 +83,13 @@ class ManagerCalls(SGLangCalls):
                 raise
             return False
         return True
+
+    def ended(self) -> dict[str, int]:
+        # Only the watchdog of newer versions holds the processes. One second later it ends this process, too,
+        # unless SGLang was given a custom_sigquit_handler.
+        watchdog = getattr(self._manager, "_subprocess_watchdog", None)
+        named = zip(getattr(watchdog, "_names", ()), getattr(watchdog, "_processes", ()), strict=False)
+        return {name: process.exitcode for name, process in named if process.exitcode is not None}
 
     async def _on_its_loop(self, call: Callable[[], Awaitable[Any]]) -> None:
         """Await a call where the manager listens for the scheduler's answers.
@@ -147,5 +158,13 @@ class HTTPCalls(SGLangCalls):
         request = urllib.request.Request(
             self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request):
-            pass
+        try:
+            with urllib.request.urlopen(request):
+                pass
+        except urllib.error.HTTPError:
+            raise
+        except OSError as error:
+            raise CaptureStateError(
+                f"{self._url}{path} does not answer any more ({error}). SGLang ends its server when one of "
+                "its processes dies; the server's log says why"
+            ) from error

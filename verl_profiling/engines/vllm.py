@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from isal import igzip
 
 from verl_profiling.engines.base import EngineAdapter, EngineTool, EngineTrace, RangeTool, new_spool
+from verl_profiling.engines.death import how_processes_ended
 from verl_profiling.engines.vllm_start import (
     CUDA_VARIABLE,
     DIR_VARIABLE,
@@ -104,6 +105,14 @@ class VLLMAdapter(EngineAdapter):
 
     async def stop(self) -> None:
         await _result(self._engine.stop_profile())
+
+    def died(self) -> str:
+        client = getattr(getattr(self._engine, "llm_engine", self._engine), "engine_core", None)
+        resources = getattr(client, "resources", None)
+        finished = getattr(getattr(resources, "engine_manager", None), "finished_procs", None)
+        if ended := finished() if callable(finished) else {}:
+            return how_processes_ended(ended)
+        return "its core says that it is dead" if getattr(resources, "engine_dead", False) else ""
 
     def identify(self, path: Path, label: str) -> EngineTrace | None:
         if ".pt.trace.json" not in path.name or "async_llm" in path.name:

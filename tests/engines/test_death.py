@@ -1,0 +1,250 @@
+"""An engine that dies while it is captured: whoever asks next is told so, and where its log is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.engines.contract import request, stop
+from tests.engines.server import settings
+from verl_profiling.engines.base import EngineAdapter, EngineTrace
+from verl_profiling.engines.death import how_processes_ended
+from verl_profiling.engines.recorder import EngineRecorder
+from verl_profiling.engines.recording import TraceRecording
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.sglang_calls import ManagerCalls
+from verl_profiling.errors import CaptureStateError
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.workers import SGLangCaptureMixin
+
+IDENTITY = WorkerIdentity(role="rollout", rank=0, replica=0)
+LOG = r"its log is (/\S+|the output of process \d+ on \S+)"
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that sleeps until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process as the kernel does."""
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+class SilentEngine(EngineAdapter):
+    """An engine in one process, which does not answer once that process has ended."""
+
+    name = "silent"
+    window = RolloutOptions()
+    ranks = 1
+
+    def __init__(self, process: subprocess.Popen[bytes], spool: Path) -> None:
+        self.process = process
+        self.spool = spool
+
+    async def start(self, label: str) -> None:
+        await self._answer()
+
+    async def stop(self) -> None:
+        await self._answer()
+
+    def died(self) -> str:
+        code = self.process.poll()
+        return "" if code is None else how_processes_ended({"core": code})
+
+    def identify(self, path: Path, label: str) -> EngineTrace | None:
+        return None
+
+    async def _answer(self) -> None:
+        if self.process.poll() is not None:
+            await asyncio.Event().wait()
+
+
+@pytest.fixture
+def recorder(process: subprocess.Popen[bytes], tmp_path: Path) -> EngineRecorder:
+    """A recorder of a silent engine."""
+    engine = SilentEngine(process, tmp_path / "spool")
+    config = ProfilingConfig.from_any(settings(tmp_path))
+    return EngineRecorder(
+        engine,
+        IDENTITY,
+        config.for_role("rollout"),
+        config,
+        lambda order, label, ranks: TraceRecording(engine, IDENTITY, 1, order, label, ranks),
+        RequestLog(),
+    )
+
+
+async def test_a_stop_that_nobody_answers_is_not_waited_for(
+    process: subprocess.Popen[bytes], recorder: EngineRecorder, tmp_path: Path
+) -> None:
+    """The stop returns at once, failed, with the death as its reason; so does the next start."""
+    order = request(tmp_path, 3)
+    assert (await recorder.start(order)).status == "recording"
+    kill(process)
+    begin = time.monotonic()
+    result = (await recorder.stop(order.capture_id, 0.0)).result
+    assert time.monotonic() - begin < 30, "the deadline of a stop is 300 s"
+    assert result.status == "failed"
+    assert result.reason.startswith("silent died (core ended with SIGKILL); its log is ")
+    with pytest.raises(CaptureStateError, match=rf"start_capture\(step=4\): silent died .*{LOG}.*replica 0"):
+        await recorder.start(request(tmp_path, 4))
+
+
+async def test_a_start_that_nobody_answers_is_not_waited_for(
+    process: subprocess.Popen[bytes], recorder: EngineRecorder, tmp_path: Path
+) -> None:
+    """An engine that dies between the check and its answer."""
+    engine: Any = recorder._engine
+
+    async def die(label: str) -> None:
+        kill(process)
+        await engine._answer()
+
+    engine.start = die
+    with pytest.raises(CaptureStateError, match=r"silent died \(core ended with SIGKILL\)"):
+        await recorder.start(request(tmp_path))
+    assert (await recorder.stop(None, 0.0)).result.status == "skipped"
+
+
+def test_how_a_process_ended_is_named() -> None:
+    """A signal by its name, an exit code as such."""
+    codes = {"EngineCore": -signal.SIGILL, "worker": 1, "other": -200}
+    assert how_processes_ended(codes) == (
+        "EngineCore ended with SIGILL, worker ended with exit code 1, other ended with exit code -200"
+    )
+
+
+def test_the_log_is_the_file_that_the_output_goes_to(run_python: Any, tmp_path: Path) -> None:
+    """In a Ray worker, say: its two files are named; with a pipe, the process and the host are."""
+    code = """
+    import os, sys
+    from verl_profiling.engines.death import _log_of_this_process
+    for stream, path in ((1, sys.argv[1]), (2, sys.argv[2])):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+    print(_log_of_this_process(), flush=True)
+    """
+    out, err = tmp_path / "worker.out", tmp_path / "worker.err"
+    run_python(code, out, err)
+    assert out.read_text().strip() == f"{out} and {err}"
+    printed = run_python(
+        "from verl_profiling.engines.death import _log_of_this_process as f; print(f())"
+    ).stdout
+    assert printed.startswith("the output of process ")
+
+
+def test_sglang_names_the_processes_that_its_watchdog_watches(process: subprocess.Popen[bytes]) -> None:
+    """A scheduler that was killed, where this SGLang holds its processes; nothing where it does not."""
+
+    class Manager:
+        server_args = SimpleNamespace(tp_size=1)
+        _subprocess_watchdog: Any = None
+
+        async def start_profile(self, output_dir: str) -> None:
+            pass
+
+    manager = Manager()
+    calls = ManagerCalls(manager)
+    assert calls.ended() == {}
+    alive = SimpleNamespace(exitcode=None)
+    killed = SimpleNamespace(exitcode=-signal.SIGKILL)
+    manager._subprocess_watchdog = SimpleNamespace(
+        _names=["detokenizer", "scheduler_0"], _processes=[alive, killed]
+    )
+    assert calls.ended() == {"scheduler_0": -9}
+
+
+class _Routes(BaseHTTPRequestHandler):
+    """The part of SGLang's server that is asked."""
+
+    def do_GET(self) -> None:
+        schemas = {"ProfileReq": {"properties": {"output_dir": {}, "num_steps": {}, "start_step": {}}}}
+        body = json.dumps({"components": {"schemas": schemas}, "tp_size": 1, "device": "cpu"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+async def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
+    """SGLang ends its server with its schedulers; stop and start name the address and where to look."""
+    http = HTTPServer(("127.0.0.1", 0), _Routes)
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    try:
+        server = SGLangCaptureMixin()
+        server.init_capture(settings(tmp_path), engine=f"http://127.0.0.1:{http.server_port}")
+        order = request(tmp_path)
+        assert (await server.start_capture(order)).status == "recording"
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
+    result = (await server.stop_capture(order.capture_id)).result
+    assert result.status == "failed"
+    assert f":{http.server_port}/stop_profile does not answer any more" in result.reason
+    assert "the server's log says why" in result.reason
+    with pytest.raises(CaptureStateError, match="/start_profile does not answer any more"):
+        await server.start_capture(request(tmp_path, 2))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2], ids=["its core", "one of two workers"])
+async def test_vllm_that_is_killed_is_said_to_be_dead(
+    ranks: int, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it is captured: the result is failed and names the death, and so does the next start."""
+    from tests.engines.test_vllm import Server
+
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1" if ranks == 2 else "auto")
+    before = set(psutil.Process().children(recursive=True))
+    server = Server(tiny_model, tmp_path, tensor_parallel_size=ranks)
+    try:
+        server.reconfigure()
+        started = [p for p in psutil.Process().children(recursive=True) if p not in before]
+        name = "VLLM::Worker" if ranks == 2 else "VLLM::EngineCore"
+        victim = next(p for p in started if name in " ".join(p.cmdline()))
+        order = request(tmp_path, 3)
+        await server.start_capture(order)
+        await server.generate(1, 2)
+        os.kill(victim.pid, signal.SIGKILL)
+        begin = time.monotonic()
+        result = await stop(server, order.capture_id)
+        assert time.monotonic() - begin < 120, "the deadline of a stop is 300 s"
+        assert result.status == "failed"
+        assert "vLLM died" in result.reason
+        assert "its log is" in result.reason
+        with pytest.raises(CaptureStateError, match=rf"start_capture\(step=4\): vLLM died \(.*{LOG}"):
+            await server.start_capture(request(tmp_path, 4))
+    finally:
+        server.close()

@@ -1,0 +1,69 @@
+"""What is said of an engine whose processes ended while they were needed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+
+from verl_profiling.engines.base import EngineAdapter
+from verl_profiling.errors import CaptureStateError
+
+__all__ = ["death_of", "how_processes_ended", "while_alive"]
+
+_LOOK_EVERY_S = 0.5
+
+
+def death_of(engine: EngineAdapter) -> str:
+    """Return that an engine died, how, and where its log is; empty while it lives."""
+    how = engine.died()
+    if not how:
+        return ""
+    remedy = "look there for the cause (PYTHONFAULTHANDLER=1 shows crashes), and start the engine anew"
+    return f"{engine.name} died ({how}); its log is {_log_of_this_process()}: {remedy}"
+
+
+async def while_alive(engine: EngineAdapter, call: Awaitable[None]) -> None:
+    """Await a call to an engine; give up when the engine dies, because then no answer ever comes.
+
+    Raises:
+        CaptureStateError: The engine died.
+        Exception: Whatever the call raised, while the engine lives.
+    """
+    task = asyncio.ensure_future(call)
+    death = ""
+    try:
+        while not task.done() and not death:
+            await asyncio.wait([task], timeout=_LOOK_EVERY_S)
+            death = death_of(engine)
+    finally:
+        task.cancel()
+    error = task.exception() if task.done() and not task.cancelled() else None
+    if death and (error is not None or not task.done()):
+        raise CaptureStateError(death) from error
+    await task
+
+
+def how_processes_ended(codes: Mapping[str, int]) -> str:
+    """Return how processes ended, from their exit codes: ``EngineCore ended with SIGKILL``."""
+    return ", ".join(f"{name} ended with {_code(code)}" for name, code in codes.items())
+
+
+def _code(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"exit code {code}"
+
+
+def _log_of_this_process() -> str:
+    """Return where an engine's processes write: to this process's output, unless told otherwise."""
+    files = []
+    for stream in (1, 2):
+        path = Path(f"/proc/self/fd/{stream}")
+        if path.is_file() and (target := str(path.readlink())) not in files:
+            files.append(target)
+    return " and ".join(files) or f"the output of process {os.getpid()} on {socket.gethostname()}"
