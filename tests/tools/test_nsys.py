@@ -371,4 +371,4 @@ def test_what_is_no_export_is_refused(
 def test_collecting_where_nothing_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command says that there is nothing, with exit code 2."""
     assert main(["collect", str(tmp_path)]) == 2
-    assert "no notes of the nsys tool" in capsys.readouterr().err
+    assert "no file of the nsys tool" in capsys.readouterr().err
