@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import dataclasses
 import importlib.util
 import re
@@ -11,13 +13,18 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from verl_profiling import ProfilingConfig
+import verl_profiling
+from verl_profiling import ProfilingCallback, ProfilingConfig, stage
+from verl_profiling.capture.session import Session
+from verl_profiling.manifest import read_manifest
 from verl_profiling.settings.tool_names import load_tool
 from verl_profiling.tools import TOOLS
+from verl_profiling.workers import CaptureMixin
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "docs" / "make_tables.py"
@@ -96,3 +103,60 @@ def test_links_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
             slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in slugs, target
+
+
+def python_blocks(page: str) -> list[str]:
+    """Return the Python examples of a page."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@stage("update_actor")
+def update(*batches: object) -> float:
+    """Stand for a worker's work in the examples."""
+    return 0.5
+
+
+def test_callback_page_names_every_method() -> None:
+    """Whatever a loop can call is explained."""
+    page = (ROOT / "docs" / "callback.md").read_text()
+    public = {name for name in dir(ProfilingCallback) if not name.startswith("_")} - {"sink"}
+    assert {name for name in public if name not in page} == set()
+
+
+def test_first_loop_of_the_callback_page_runs(tmp_path: Path, session: Session) -> None:
+    """With workers of one's own it captures both stages and keeps the loss."""
+    settings = {"enable": True, "tool": "spans", "save_path": str(tmp_path), "schedule": {"steps": [2]}}
+    actor, server = CaptureMixin(), CaptureMixin()
+    actor.init_capture(settings, role="actor")
+    server.init_capture(settings, role="rollout")
+    names = {
+        "config": SimpleNamespace(profiling=settings),
+        "actors": [actor],
+        "servers": [server],
+        "prompts": [],
+        "steps": 3,
+        "rollout": lambda servers, prompts: [],
+        "update": update,
+    }
+    exec(python_blocks("callback.md")[0], names)
+    manifest = read_manifest(next(tmp_path.rglob("step_*")))
+    assert [span.name for span in manifest.stages] == ["rollout", "update_actor"]
+    assert manifest.metrics == {"loss": 0.5}
+
+
+def test_notebook_cell_of_the_callback_page_runs(tmp_path: Path, session: Session) -> None:
+    """Compiled like a cell and awaited on a running event loop, it captures the worker's stage."""
+    [cell] = [block for block in python_blocks("callback.md") if block.startswith("async with")]
+    config = {"enable": True, "tool": "spans", "save_path": str(tmp_path)}
+    worker = CaptureMixin()
+    worker.init_capture(config, role="actor")
+    names = {
+        "AsyncProfilingCallback": verl_profiling.AsyncProfilingCallback,
+        "config": config,
+        "worker": worker,
+        "batch": None,
+    }
+    worker.update = update  # type: ignore[attr-defined]
+    asyncio.run(eval(compile(cell, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names))
+    manifest = read_manifest(next(tmp_path.rglob("step_*")))
+    assert [span.name for span in manifest.workers[0].stages] == ["update_actor"]
