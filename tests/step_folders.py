@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -19,11 +20,14 @@ from verl_profiling.identity import WorkerIdentity, artifact_name, step_folder_n
 from verl_profiling.manifest import (
     MANIFEST_NAME,
     Artifact,
+    CaptureCost,
     CaptureResult,
     HostClock,
     Manifest,
+    Request,
     Rpc,
     StageSpan,
+    read_manifest,
     write_json_atomically,
 )
 
@@ -147,6 +151,37 @@ def build_step(run: Path, *, step: int = STEP, mode: str = "e2e", rank1_clock_ns
     )
     write_controller_trace(folder, manifest)
     write_json_atomically(folder / MANIFEST_NAME, manifest)
+    return folder
+
+
+def with_facts(folder: Path) -> Path:
+    """Add two requests, and the peaks and the cost of actor rank 0, to a step."""
+    manifest = read_manifest(folder)
+    first, *others, engine = manifest.workers
+    begin = manifest.begin_ns
+    requests = [
+        Request(replica=0, begin_ns=begin, end_ns=begin + 200_000, prompt_tokens=4, response_tokens=9),
+        Request(
+            replica=0,
+            begin_ns=begin + 50_000,
+            first_token_ns=begin + 60_000,
+            end_ns=begin + 150_000,
+            prompt_tokens=4,
+            response_tokens=2,
+            policy_version=3,
+            failed=True,
+        ),
+    ]
+    workers = [
+        msgspec.structs.replace(
+            first,
+            cost=CaptureCost(start_s=0.25, stop_s=1.5, export_s=0.5),
+            metrics={"stage/update_actor/process_peak_rss_bytes": 3e9, "throughput": 2.0},
+        ),
+        *others,
+        msgspec.structs.replace(engine, requests=requests),
+    ]
+    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
     return folder
 
 

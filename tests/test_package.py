@@ -45,7 +45,7 @@ FLOORS = (
 TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = ("errors", "identity", "manifest", "nsys_ranges")
-ANALYSIS = ("timeline", "report", "commands", "cli")
+ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Looks at settings and machine before a run: on neither side, and known to its command alone.
 DOCTOR = ("doctor", "commands.doctor")
 # Of a worker's process, the loop's knows the messages, and the stages it has of its own.
@@ -176,6 +176,7 @@ def test_everything_exported_exists() -> None:
         "import verl_profiling.workers",
         "import verl_profiling.testing",
         "import verl_profiling.cli",
+        "import verl_profiling.analysis",
         "import verl_profiling.tools.torch_profiler",
         "from verl_profiling import *; ProfilingCallback({'enable': True})",
     ],

@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 from step_folders import build_step
 
+from verl_profiling.analysis import load_reports
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.build import build_report
-from verl_profiling.report.diff import Diff, compare, load_reports, print_diff
+from verl_profiling.report.diff import Diff, compare, print_diff
 from verl_profiling.report.model import Report, StageRow
 from verl_profiling.timeline.inputs import find_steps
 

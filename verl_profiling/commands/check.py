@@ -6,9 +6,9 @@ import argparse
 
 import msgspec
 
+from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.common import add_path
-from verl_profiling.report.check import check
 
 __all__ = ["configure", "run"]
 
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check what is under the path."""
-    result = check(arguments.path)
+    result = open_run(arguments.path).check()
     if arguments.json:
         print(msgspec.json.encode(result).decode())
     else:

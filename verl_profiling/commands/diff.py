@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from verl_profiling.analysis import load_reports
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.report.diff import compare, load_reports, print_diff
+from verl_profiling.report.diff import compare, print_diff
 
 __all__ = ["configure", "run"]
 

@@ -7,14 +7,10 @@ import re
 import sys
 from pathlib import Path
 
+from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.commands.common import add_path, progress
 from verl_profiling.errors import ConfigError
-from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
-from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.slim import Keep, select_ranks, stage_windows
-from verl_profiling.timeline.sources import TIMELINE_NAME, StepInputs
 
 __all__ = ["configure", "run"]
 
@@ -54,24 +50,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge every step under the path."""
-    steps = find_steps(arguments.path)
+    steps = open_run(arguments.path).steps()
     if arguments.output and len(steps) > 1:
         raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(steps)}")
-    if arguments.ranks:
-        steps = [select_ranks(step, arguments.ranks) for step in steps]
-    with progress("merging", sum(len(step.sources) for step in steps)) as advance:
+    with progress("merging", sum(len(step.inputs.sources) for step in steps)) as advance:
         for step in steps:
-            output = arguments.output or _output(step, len(steps), arguments.format)
             if arguments.format == "archive":
-                path, problems = write_archive(step, output, on_progress=advance)
+                path, problems = step.archive(arguments.output, ranks=arguments.ranks, on_progress=advance)
                 summary = f"{path}  ({path.stat().st_size / 1e6:.1f} MB)"
             else:
-                windows = stage_windows(step, arguments.stages.split(",")) if arguments.stages else ()
-                keep = Keep(min_us=arguments.min_us, windows_ns=windows)
-                result = merge(
-                    step,
-                    output,
-                    keep=keep,
+                result = step.merge(
+                    arguments.output,
+                    stages=arguments.stages.split(",") if arguments.stages else (),
+                    ranks=arguments.ranks,
+                    min_us=arguments.min_us,
                     max_bytes=arguments.max_bytes,
                     jobs=arguments.jobs,
                     on_progress=advance,
@@ -83,14 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"warning: {problem}", file=sys.stderr)
             print(summary)
     return EXIT_OK
-
-
-def _output(step: StepInputs, steps: int, form: str) -> Path:
-    """Return where a timeline goes; plain traces of several steps share one folder."""
-    name = ARCHIVE_NAME if form == "archive" else TIMELINE_NAME
-    if steps > 1 and step.manifest is None and step.step is not None:
-        name = name.replace("timeline", f"timeline.step_{step.step:06d}")
-    return step.directory / name
 
 
 def _bytes(text: str) -> int:

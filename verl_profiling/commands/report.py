@@ -9,14 +9,13 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.commands.common import add_path, progress
-from verl_profiling.report.build import build_report
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.tensorboard import write_tensorboard
 from verl_profiling.report.terminal import print_report
-from verl_profiling.timeline.inputs import find_steps
 
 __all__ = ["configure", "run"]
 
@@ -37,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--html", type=Path, metavar="FILE", help="write the HTML page (of the last step) to this file"
     )
     parser.add_argument(
-        "--csv", type=Path, metavar="DIR", help="write workers.csv, stages.csv, lost.csv, ops.csv"
+        "--csv", type=Path, metavar="DIR", help="write workers.csv, stages.csv, lost.csv, ops.csv and so on"
     )
     parser.add_argument(
         "--tensorboard", type=Path, metavar="LOGDIR", help="write scalars, the Gantt and the text"
@@ -46,9 +45,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on every step under the path."""
-    steps = find_steps(arguments.path)
-    with progress("reading", sum(len(step.sources) for step in steps)) as advance:
-        reports = [build_report(step, advance) for step in steps]
+    steps = open_run(arguments.path).steps()
+    with progress("reading", sum(len(step.inputs.sources) for step in steps)) as advance:
+        reports = [step.report(advance) for step in steps]
     written = []
     for step, report in zip(steps, reports, strict=True):
         if arguments.json:

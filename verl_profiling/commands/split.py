@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.commands.common import add_path, progress
 from verl_profiling.errors import ConfigError
-from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.split import split_step
 
 __all__ = ["configure", "run"]
 
@@ -27,11 +26,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Cut every step under the path."""
-    steps = find_steps(arguments.path)
+    steps = open_run(arguments.path).steps()
     if arguments.output and len(steps) > 1:
         raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(steps)}")
-    with progress("cutting", sum(len(step.sources) for step in steps)) as advance:
-        written = [path for step in steps for path in split_step(step, arguments.output, advance)]
+    with progress("cutting", sum(len(step.inputs.sources) for step in steps)) as advance:
+        written = [path for step in steps for path in step.split(arguments.output, advance)]
     for path in written:
         print(path)
     return EXIT_OK

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import webbrowser
 
+from verl_profiling.analysis import open_step
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.commands.common import add_path
 from verl_profiling.errors import ConfigError
-from verl_profiling.report.build import build_report
 from verl_profiling.report.html import render_html
-from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.sources import TIMELINE_NAME
 from verl_profiling.timeline.view import PERFETTO_PORT, TimelineServer, bundled_ui
 
@@ -35,12 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    steps = find_steps(arguments.path)
-    if len(steps) > 1:
-        raise ConfigError(
-            "PATH", f"{arguments.path} holds {len(steps)} steps; name one, e.g. {steps[-1].directory}"
-        )
-    step = steps[0]
+    step = open_step(arguments.path)
     ui = bundled_ui()
     if ui is None and arguments.port != PERFETTO_PORT:
         raise ConfigError(
@@ -48,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     timeline = step.directory / TIMELINE_NAME
     if not timeline.is_file():
-        merge(step)
+        step.merge()
     page = step.directory / "report.html"
     if not page.is_file():
-        page.write_text(render_html(build_report(step)), encoding="utf-8")
+        page.write_text(render_html(step.report()), encoding="utf-8")
     with TimelineServer({timeline.name: timeline, page.name: page}, ui, arguments.port) as server:
         print(f"timeline  {server.timeline_address(timeline.name)}")
         print(f"report    {server.address(page.name)}", flush=True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import groupby
 
+import msgspec
+
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Manifest
 from verl_profiling.report.activity import Activity, read_activity
+from verl_profiling.report.capture_rows import clock_notes, costs, measures
 from verl_profiling.report.findings import find
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.lost import WEIGHT_SYNC, lost_total, stragglers
@@ -23,7 +26,56 @@ from verl_profiling.report.metrics import (
 from verl_profiling.report.model import Clock, Coverage, GanttSpan, Report
 from verl_profiling.timeline.sources import Source, StepInputs
 
-__all__ = ["build_report"]
+__all__ = ["StepRead", "build_report", "read_step"]
+
+
+class StepRead(msgspec.Struct, frozen=True, kw_only=True):
+    """A step whose traces were read.
+
+    Attributes:
+        step: The step, with its lanes.
+        traces: Number of traces that could be read.
+        events: Number of events in them.
+        missing: What is not there or not whole, as sentences.
+    """
+
+    step: Step
+    traces: int
+    events: int
+    missing: list[str]
+
+
+def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> StepRead:
+    """Read the traces of one step.
+
+    Args:
+        inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
+        on_progress: Called with each trace once it is read.
+
+    Raises:
+        TraceFormatError: There is neither a manifest nor a readable trace.
+    """
+    missing = list(inputs.absent)
+    read: list[tuple[Source, Activity]] = []
+    traces = 0
+    for _, group in groupby(inputs.sources, key=lambda source: source.lane):
+        sources = list(group)
+        try:
+            traces_of_lane = ((source.path, source.offset_ns) for source in sources)
+            activity = read_activity(traces_of_lane, _marks(inputs.manifest, sources[0]))
+        except TraceFormatError as error:
+            missing.append(str(error))
+        else:
+            missing += activity.problems
+            traces += len(sources)
+            read.append((sources[0], activity))
+        for source in sources:
+            if on_progress:
+                on_progress(source)
+    if inputs.manifest is None and not read:
+        raise TraceFormatError(inputs.directory, "; ".join(missing) or "holds no trace to report on")
+    events = sum(activity.events for _, activity in read)
+    return StepRead(step=Step(inputs.manifest, read), traces=traces, events=events, missing=missing)
 
 
 def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Report:
@@ -37,32 +89,13 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         TraceFormatError: There is neither a manifest nor a readable trace.
     """
     manifest = inputs.manifest
-    missing = list(inputs.absent)
-    read: list[tuple[Source, Activity]] = []
-    traces = 0
-    for _, group in groupby(inputs.sources, key=lambda source: source.lane):
-        sources = list(group)
-        try:
-            traces_of_lane = ((source.path, source.offset_ns) for source in sources)
-            activity = read_activity(traces_of_lane, _marks(manifest, sources[0]))
-        except TraceFormatError as error:
-            missing.append(str(error))
-        else:
-            missing += activity.problems
-            traces += len(sources)
-            read.append((sources[0], activity))
-        for source in sources:
-            if on_progress:
-                on_progress(source)
-    if manifest is None and not read:
-        raise TraceFormatError(inputs.directory, "; ".join(missing) or "holds no trace to report on")
-    step = Step(manifest, read)
+    found = read_step(inputs, on_progress)
+    step = found.step
     tail = rollout_tail(step)
     workers = [worker_row(lane, step, tail) for lane in step.lanes]
     engines = [engine_row(lane, step) for lane in step.lanes if lane.is_engine]
-    expected = (
-        sum(a.status != "skipped" for w in manifest.workers for a in w.artifacts) if manifest else traces
-    )
+    promised = [artifact for worker in manifest.workers for artifact in worker.artifacts] if manifest else []
+    expected = sum(artifact.status != "skipped" for artifact in promised) if manifest else found.traces
     report = Report(
         directory=str(inputs.directory),
         step=inputs.step,
@@ -84,12 +117,14 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         clocks=list(_clocks(manifest)) if manifest else [],
         coverage=Coverage(
             expected=expected,
-            read=traces,
-            events=sum(activity.events for _, activity in read),
-            missing=missing,
+            read=found.traces,
+            events=found.events,
+            missing=found.missing,
         ),
         metrics=manifest.metrics if manifest else {},
-        notes=[*manifest.notes, *(note for w in manifest.workers for note in w.notes)] if manifest else [],
+        notes=_notes(manifest) if manifest else [],
+        measures=measures(manifest) if manifest else [],
+        costs=costs(manifest, inputs.directory) if manifest else [],
     )
     return find(report)
 
@@ -98,6 +133,12 @@ def _marks(manifest: Manifest | None, source: Source) -> set[str]:
     """Return the names of the stages that appear as marks in a lane's traces."""
     workers = manifest.workers if manifest else []
     return {span.name for worker in workers if worker.name == source.worker for span in worker.stages}
+
+
+def _notes(manifest: Manifest) -> list[str]:
+    """Return what the capture noted, and what stands out in its clocks."""
+    of_workers = (note for worker in manifest.workers for note in worker.notes)
+    return [*manifest.notes, *of_workers, *clock_notes(manifest)]
 
 
 def _gantt(step: Step) -> Iterator[GanttSpan]:

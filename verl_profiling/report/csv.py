@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from verl_profiling.report.model import Report
+from verl_profiling.report.tables import REPORT_TABLES, columns, flat_rows
 
 __all__ = ["write_csv"]
-
-_TABLES = ("stages", "workers", "engines", "lost", "stragglers", "collectives", "ops")
-_NOT_FLAT = {"load", "lost_us"}
 
 
 def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
@@ -29,21 +24,14 @@ def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name in _TABLES:
-        rows = [{"step": report.step, **row} for report in reports for row in _flat(getattr(report, name))]
+    for name, row in REPORT_TABLES.items():
+        rows = [flat for report in reports for flat in flat_rows(report.step, getattr(report, name))]
         if not rows:
             continue
         path = folder / f"{name}.csv"
         with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer = csv.DictWriter(file, fieldnames=list(columns(row)))
             writer.writeheader()
             writer.writerows(rows)
         written.append(path)
     return written
-
-
-def _flat(rows: Iterable[msgspec.Struct]) -> Iterable[dict[str, Any]]:
-    for row in rows:
-        fields: dict[str, Any] = msgspec.to_builtins(row)
-        causes = {f"lost_{cause}_us": us for cause, us in fields.get("lost_us", {}).items()}
-        yield {key: value for key, value in fields.items() if key not in _NOT_FLAT} | causes

@@ -7,7 +7,6 @@ step on each side the noise is unknown.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -16,13 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl_profiling.errors import TraceFormatError
-from verl_profiling.report.build import build_report
 from verl_profiling.report.metrics import CAPTURE_CALLS
 from verl_profiling.report.model import Report
-from verl_profiling.timeline.inputs import find_steps
 
-__all__ = ["Change", "Diff", "compare", "load_reports", "print_diff"]
+__all__ = ["Change", "Diff", "compare", "print_diff"]
 
 _SMALLEST_SHARE = 0.01
 _ROWS = 12
@@ -83,20 +79,6 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
             and (change.after_s or 0.0) >= _SMALLEST_SHARE * step_s
             and (change.change_s > 0 if change.change is None else change.change > share)
         ]
-
-
-def load_reports(path: Path) -> list[Report]:
-    """Return the reports of a ``report.json``, or of all steps under a path.
-
-    Raises:
-        TraceFormatError: It is neither.
-    """
-    if path.is_file() and path.name.startswith("report") and path.suffix == ".json":
-        try:
-            return [msgspec.json.decode(path.read_bytes(), type=Report)]
-        except msgspec.MsgspecError as error:
-            raise TraceFormatError(path, f"not a report: {error}") from error
-    return [build_report(step) for step in find_steps(path)]
 
 
 def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:

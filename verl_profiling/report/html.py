@@ -49,6 +49,8 @@ def _sections(report: Report) -> Iterable[str]:
     yield _stragglers(report)
     yield _collectives(report)
     yield _ops(report)
+    yield _measures(report)
+    yield _costs(report)
     yield _reported(report)
     yield _about(report)
 
@@ -192,6 +194,28 @@ def _ops(report: Report) -> str:
     return _section(
         "Kernels by self time", _table(("stage", "kernel", "calls", "self s", "% of all"), rows), note
     )
+
+
+def _measures(report: Report) -> str:
+    """Return a row for each worker and stage, and a column for each number that any of them has."""
+    names = list(dict.fromkeys(row.name for row in report.measures))
+    cells: dict[tuple[str, str], dict[str, float]] = {}
+    for row in report.measures:
+        value = row.value / 1e6 if row.name.endswith("_bytes") else row.value
+        cells.setdefault((row.worker, row.stage), {})[row.name] = value
+    headings = [
+        f"{n.removesuffix('_bytes').replace('_', ' ')} MB" if n.endswith("_bytes") else n for n in names
+    ]
+    rows = [(*place, *(found.get(name) for name in names)) for place, found in cells.items()]
+    note = "The largest value of a stage that ran several times."
+    return _section("Peaks by stage", _table(("worker", "stage", *headings), rows), note)
+
+
+def _costs(report: Report) -> str:
+    rows = [(row.worker, row.start_s, row.stop_s, row.export_s, row.bytes / 1e6) for row in report.costs]
+    note = "Writing is part of stopping. A step that is not profiled spends none of it."
+    headings = ("worker", "start s", "stop s", "writing s", "MB on disk")
+    return _section("Cost of the capture", _table(headings, rows), note)
 
 
 def _reported(report: Report) -> str:

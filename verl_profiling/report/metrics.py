@@ -1,4 +1,7 @@
-"""The numbers of the report: every formula, its unit and its source is here.
+"""The numbers of the report: the formula of each, and where it is computed.
+
+The causes of idle time and the stragglers are in :mod:`~verl_profiling.report.lost`, self times in
+:mod:`~verl_profiling.report.optimes`, all other numbers in this module.
 
 Let ``S`` be the time in which a lane was observed: the step for an e2e capture, the recorded
 windows for a discrete one, and the time from the first to the last busy event if there is no
@@ -13,8 +16,8 @@ busy, idle             ``|B|``, ``|I|``              HTA 0.5 temporal breakdown
 compute                ``|C|``                       HTA 0.5 temporal breakdown
 communication, overlap ``|M|``, ``|C & M|``          HTA 0.5 comm/comp overlap
 exposed communication  ``|M - C|``                   communication less overlap
-tail ratio             last over median finish       here, ``rollout_tail``
-collective wait        sum of (run - shortest run)   here, ``collectives``
+tail ratio             last over median finish       ``rollout_tail``
+collective wait        sum of (run - shortest run)   ``collectives``
 self time              duration less nested calls    ``optimes.self_times``
 lost by cause          a partition of ``I``          ``lost.lost_by_cause``
 host-bound             ``|I & own stages|``          ``lost.lost_by_cause``

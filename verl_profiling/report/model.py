@@ -11,14 +11,17 @@ __all__ = [
     "REPORT_SCHEMA_VERSION",
     "Clock",
     "CollectiveRow",
+    "CostRow",
     "Coverage",
     "EngineRow",
     "Finding",
     "GanttSpan",
     "LostRow",
+    "MeasureRow",
     "OpRow",
     "Percentiles",
     "Report",
+    "RequestRow",
     "StageRow",
     "StragglerRow",
     "Tail",
@@ -254,6 +257,71 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s_per_lane: float
 
 
+class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One inference request that ended while its replica was captured.
+
+    It is a row of a table, not of the report: a step may have a hundred thousand.
+
+    Attributes:
+        worker: Name of the replica, e.g. ``rollout0``.
+        replica: Index of the replica.
+        begin_us: When it was sent, after the begin of the step.
+        first_token_us: When its first output arrived, after the begin of the step; ``None`` where
+            only whole responses are handed over.
+        end_us: When its response was complete, after the begin of the step.
+        latency_us: From being sent to the complete response.
+        prompt_tokens: Length of the prompt.
+        response_tokens: Length of the response.
+        policy_version: Version of the weights that it began with, where it is known.
+        failed: It raised, or was given up.
+    """
+
+    worker: str
+    replica: int
+    begin_us: float
+    first_token_us: float | None
+    end_us: float
+    latency_us: float
+    prompt_tokens: int
+    response_tokens: int
+    policy_version: int | None
+    failed: bool
+
+
+class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One number that a worker recorded with the capture, such as the peak memory of a stage.
+
+    Attributes:
+        worker: Name of the worker.
+        stage: The stage that it was recorded in, or ``""``.
+        name: What it is, with its unit, e.g. ``process_peak_rss_bytes``.
+        value: The number; of a stage that ran several times, the largest.
+    """
+
+    worker: str
+    stage: str
+    name: str
+    value: float
+
+
+class CostRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What the capture cost one worker.
+
+    Attributes:
+        worker: Name of the worker.
+        start_s: Seconds to start recording.
+        stop_s: Seconds to stop it.
+        export_s: Of these, seconds to write what was recorded.
+        bytes: Size of its artifacts on disk, as far as it is known.
+    """
+
+    worker: str
+    start_s: float
+    stop_s: float
+    export_s: float
+    bytes: int
+
+
 class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a stage on one worker.
 
@@ -347,6 +415,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         coverage: How much of what was expected is in the report.
         metrics: What the loop reported for the step.
         notes: Notes of the capture.
+        measures: Numbers that workers recorded, such as the peak memory of their stages.
+        costs: What the capture cost each worker.
     """
 
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -371,3 +441,5 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     coverage: Coverage
     metrics: dict[str, float]
     notes: list[str]
+    measures: list[MeasureRow] = []
+    costs: list[CostRow] = []

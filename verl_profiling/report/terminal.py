@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl_profiling.report.model import Report, StageRow, Tail, WorkerRow
+from verl_profiling.report.model import CostRow, MeasureRow, Report, StageRow, Tail, WorkerRow
 
 __all__ = ["print_report", "rollout_sentence"]
 
@@ -47,6 +47,7 @@ def print_report(report: Report, console: Console) -> None:
         _lost(report),
         _stragglers(report),
         _ops(report),
+        _measures(report),
     ):
         if table.row_count:
             console.print(table)
@@ -54,6 +55,13 @@ def print_report(report: Report, console: Console) -> None:
         console.print("[dim]CPU traces: busy means that operators or collectives ran on any thread.[/dim]")
     for line in _closing_lines(report):
         console.print(line)
+
+
+def quantity(name: str, value: float) -> str:
+    """Return a number with the unit that its name ends in."""
+    if not name.endswith("_bytes"):
+        return f"{value:,.6g}"
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
 def _closing_lines(report: Report) -> Iterator[str]:
@@ -72,6 +80,8 @@ def _closing_lines(report: Report) -> Iterator[str]:
             f"{rate.tokens:,.0f} tokens ({rate.source}): {rate.tokens_per_s:,.0f} per second, "
             f"{rate.tokens_per_s_per_lane:,.0f} per second and lane"
         )
+    if report.costs:
+        yield escape(_cost_sentence(report.costs))
     for clock in report.clocks:
         yield (
             f"clock of {escape(clock.host)}: corrected by {clock.offset_us:,.1f} us, "
@@ -178,6 +188,28 @@ def _ops(report: Report) -> Table:
             escape(row.stage), escape(name), f"{row.calls:,}", _seconds(row.self_us), f"{row.share:.1%}"
         )
     return table
+
+
+def _measures(report: Report) -> Table:
+    table = _table("Peaks and other numbers by stage", "stage", "number", "largest", "of worker", "smallest")
+    table.columns[1].justify = "left"
+    rows: dict[tuple[str, str], list[MeasureRow]] = {}
+    for row in report.measures:
+        rows.setdefault((row.stage, row.name), []).append(row)
+    for (stage, name), peers in rows.items():
+        most, least = (choose(peers, key=lambda row: row.value) for choose in (max, min))
+        cells = (name, quantity(name, most.value), most.worker, quantity(name, least.value))
+        table.add_row(escape(stage), *map(escape, cells))
+    return table
+
+
+def _cost_sentence(rows: list[CostRow]) -> str:
+    """Say what the capture cost the worker that it cost most, and all of them on disk."""
+    most = max(rows, key=lambda row: row.start_s + row.stop_s)
+    return (
+        f"capture: {most.worker} took longest, {most.start_s:.3f} s to start and {most.stop_s:.3f} s to stop "
+        f"({most.export_s:.3f} s to write); {quantity('_bytes', sum(row.bytes for row in rows))} on disk"
+    )
 
 
 def _table(title: str, first: str, *headings: str) -> Table:

@@ -1,0 +1,110 @@
+"""What the capture says of itself: peaks, cost and clocks, in the model and on every face."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+from step_folders import build_step, with_facts
+
+from verl_profiling.analysis import open_step
+from verl_profiling.manifest import MANIFEST_NAME, ClockAnchor, read_manifest, write_json_atomically
+from verl_profiling.report.csv import write_csv
+from verl_profiling.report.html import render_html
+from verl_profiling.report.model import CostRow, MeasureRow, Report
+from verl_profiling.report.terminal import print_report, quantity
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The report of a step in which actor rank 0 recorded two numbers."""
+    return open_step(with_facts(build_step(tmp_path_factory.mktemp("run")))).report()
+
+
+def test_numbers_have_their_worker_and_their_stage(report: Report) -> None:
+    """A number that is of no stage has none."""
+    assert report.measures == [
+        MeasureRow(worker="actor_rank0", stage="update_actor", name="process_peak_rss_bytes", value=3e9),
+        MeasureRow(worker="actor_rank0", stage="", name="throughput", value=2.0),
+    ]
+
+
+def test_each_worker_has_its_cost_with_its_bytes_on_disk(report: Report) -> None:
+    """The size of an artifact that was still being compressed is read from the disk."""
+    sizes = {path.name.split(".")[0]: path.stat().st_size for path in Path(report.directory).glob("*.torch*")}
+    costs = {row.worker: row for row in report.costs}
+    assert costs["actor_rank0"] == CostRow(
+        worker="actor_rank0", start_s=0.25, stop_s=1.5, export_s=0.5, bytes=sizes["actor_rank0"]
+    )
+    assert costs["rollout0"].bytes == sizes["rollout0_rank0"]
+
+
+def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
+    """Terminal, page and CSV."""
+    text = io.StringIO()
+    print_report(report, Console(file=text))
+    shown = text.getvalue()
+    assert re.search(r"update_actor +process_peak_rss_bytes +3\.00 GB +actor_rank0 +3\.00 GB", shown)
+    assert re.search(r"capture: actor_rank0 took longest, 0\.250 s to start and 1\.500 s to stop", shown)
+    page = render_html(report)
+    assert '<section id="peaks-by-stage">' in page
+    assert "process peak rss MB" in page
+    assert '<td class="n" data-v="3000">3,000.000</td>' in page
+    assert '<section id="cost-of-the-capture">' in page
+    write_csv([report], tmp_path)
+    with (tmp_path / "measures.csv").open(newline="") as file:
+        assert [row["value"] for row in csv.DictReader(file)] == ["3000000000.0", "2.0"]
+    with (tmp_path / "costs.csv").open(newline="") as file:
+        assert [row["stop_s"] for row in csv.DictReader(file)] == ["1.5", "0.0", "0.0"]
+
+
+def test_nothing_recorded_shows_nothing(tmp_path: Path) -> None:
+    """Plain traces have neither, and no face mentions them."""
+    trace = Path(__file__).parents[1] / "data" / "megatron_tp2_rank0.json.gz"
+    plain = open_step(trace).report()
+    assert (plain.measures, plain.costs) == ([], [])
+    text = io.StringIO()
+    print_report(plain, Console(file=text))
+    assert "capture:" not in text.getvalue()
+    assert "Peaks" not in text.getvalue() + render_html(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("peak_bytes", 1.25e9, "1.25 GB"),
+        ("peak_bytes", 999e6, "999.0 MB"),
+        ("peak_bytes", 0, "0.0 MB"),
+        ("loss", 1 / 3, "0.333333"),
+        ("tokens", 1234567.0, "1.23457e+06"),
+        ("loss", float("nan"), "nan"),
+    ],
+)
+def test_numbers_are_printed_with_their_unit(name: str, value: float, text: str) -> None:
+    """The unit is in the name."""
+    assert quantity(name, value) == text
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "ahead_ms", "noted"),
+    [(10, 250.0, True), (10, -250.0, True), (10, 0.5, False), (100, 50.0, False), (0.001, 0.9, False)],
+    ids=["forward", "back", "within a millisecond", "slewed by NTP", "short"],
+)
+def test_a_clock_that_was_set_is_noted(
+    elapsed_s: float, ahead_ms: float, noted: bool, tmp_path: Path
+) -> None:
+    """Unix time that ran apart from monotonic time during the capture puts a lane in the wrong place."""
+    folder = build_step(tmp_path)
+    manifest = read_manifest(folder)
+    elapsed, ahead = round(elapsed_s * 1e9), round(ahead_ms * 1e6)
+    anchors = [ClockAnchor(10**18, 500), ClockAnchor(10**18 + elapsed + ahead, 500 + elapsed)]
+    first = msgspec.structs.replace(manifest.workers[0], anchors=anchors)
+    workers = [first, *manifest.workers[1:]]
+    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    notes = [note for note in open_step(folder).report().notes if "clock of" in note]
+    assert [f"set by {ahead_ms:+,.1f} ms" in note for note in notes] == [True] * noted

@@ -1,0 +1,291 @@
+"""The Python way into a capture: steps, reports, lanes, frames, timelines, in a notebook and on bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from step_folders import STEP, WORKERS, build_step, with_facts
+
+from verl_profiling.analysis import FrameName, load_reports, open_run, open_step
+from verl_profiling.errors import ConfigError, ToolUnavailableError, TraceFormatError
+from verl_profiling.manifest import MANIFEST_NAME, Request, read_manifest, write_json_atomically
+from verl_profiling.report.intervals import length
+from verl_profiling.report.model import REPORT_SCHEMA_VERSION
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole step folder."""
+    return build_step(tmp_path_factory.mktemp("run"))
+
+
+def test_a_step_has_a_report_lanes_and_its_manifest(folder: Path) -> None:
+    """The report is computed once, and a lane's sets of time are those behind its numbers."""
+    step = open_step(folder)
+    assert (step.step, step.directory) == (STEP, folder)
+    assert step.manifest is not None
+    report = step.report()
+    assert step.report() is report
+    assert (report.step, report.schema_version) == (STEP, REPORT_SCHEMA_VERSION)
+    lanes = step.lanes()
+    assert [lane.name for lane in lanes] == list(WORKERS) == [row.name for row in report.workers]
+    for lane, row in zip(lanes, report.workers, strict=True):
+        assert length(lane.observed) / 1000 == row.span_us
+        assert (lane.is_engine, lane.source.rank) == (row.replica is not None, row.rank)
+
+
+def test_a_run_lists_its_steps_and_what_holds_for_all(tmp_path: Path) -> None:
+    """In the order of their numbers, with the settings of the run; paths may be text."""
+    for number in (10, 9):
+        build_step(tmp_path, step=number)
+    run = open_run(str(tmp_path))
+    assert [step.step for step in run.steps()] == [9, 10]
+    assert run.info() is None
+    assert run.check().ok
+    assert not [entry for entry in run.steps()[0].check().artifacts if entry.fate != "ok"]
+    assert repr(run.steps()[0]) == f"<captured step 9: 3 traces in {tmp_path / 'step_000009'}>"
+
+
+def test_the_run_file_is_read(tmp_path: Path) -> None:
+    """What a real run left is there with its settings; what is none names the file."""
+    from verl_profiling import ProfilingCallback
+
+    callback = ProfilingCallback({"enable": True, "tool": "spans", "save_path": str(tmp_path / "run")})
+    callback.on_train_begin()
+    callback.on_step_begin(1)
+    callback.on_step_end()
+    callback.on_train_end()
+    info = open_run(tmp_path / "run").info()
+    assert info is not None
+    assert info.config["tool"] in ("spans", ["spans"])
+    (tmp_path / "run" / "run.json").write_text('{"run_id": 3}')
+    with pytest.raises(TraceFormatError, match=r"run\.json: not the file of a run"):
+        open_run(tmp_path / "run").info()
+
+
+@pytest.mark.parametrize("trace", ["megatron_tp2_rank0.json.gz", "vllm_tp2_rank0.trace.json.gz"])
+def test_plain_traces_have_all_but_a_manifest(trace: str, tmp_path: Path) -> None:
+    """Traces that other programs wrote are a step, too."""
+    step = open_step(DATA / trace)
+    assert step.manifest is None
+    report = step.report()
+    assert report.workers
+    assert len(step.lanes()) == len(report.workers)
+    assert report.ops
+    assert step.merge(tmp_path / "timeline.json.gz").events > 100
+    assert step.archive(tmp_path / "timeline.tar")[0].stat().st_size > 1000
+    with pytest.raises(TraceFormatError, match="no manifest"):
+        step.split(tmp_path / "split")
+
+
+def test_several_steps_are_several_timelines(tmp_path: Path) -> None:
+    """Plain traces of two steps share a folder and do not share a file; asked for one step, it lists them."""
+    for number in (1, 2):
+        name = f"actor_rank0_step{number}.json.gz"
+        (tmp_path / name).write_bytes((DATA / "megatron_tp2_rank0.json.gz").read_bytes())
+    written = [step.merge().path.name for step in open_run(tmp_path).steps()]
+    assert written == ["timeline.step_000001.json.gz", "timeline.step_000002.json.gz"]
+    run = tmp_path / "run"
+    for number in (1, 2):
+        build_step(run, step=number)
+    with pytest.raises(ConfigError, match=r"path: .*run holds 2 steps; name one, e\.g\. .*step_000002"):
+        open_step(run)
+
+
+def test_a_timeline_is_what_the_command_writes(folder: Path, tmp_path: Path) -> None:
+    """Selections reduce it, and an unknown stage or rank is refused by name."""
+    step = open_step(folder)
+    whole = step.merge(tmp_path / "whole.json.gz")
+    part = step.merge(str(tmp_path / "part.json.gz"), stages=["rollout"], ranks="0", min_us=1)
+    assert 0 < part.events < whole.events
+    with pytest.raises(ConfigError, match="has no stage 'rolout'; did you mean 'rollout'"):
+        step.merge(tmp_path / "none.json.gz", stages=["rolout"])
+    with pytest.raises(ConfigError, match="selects nothing"):
+        step.merge(tmp_path / "none.json.gz", ranks="7")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part.json.gz", "whole.json.gz"]
+    assert len(step.split(tmp_path / "split")) == 3
+
+
+@pytest.mark.parametrize("name", get_args(FrameName))
+def test_frames_hold_the_numbers_of_the_report(name: FrameName, tmp_path: Path) -> None:
+    """Every table has its columns and types, with rows and without."""
+    pandas = pytest.importorskip("pandas")
+    full = open_step(with_facts(build_step(tmp_path / "full")))
+    frame = full.to_frame(name)
+    empty = open_step(without_workers(build_step(tmp_path / "empty"))).to_frame(name)
+    assert list(frame.columns) == list(empty.columns)
+    assert frame.columns[0] == "step"
+    assert (frame.dtypes.drop(object_columns(frame)) == empty.dtypes.drop(object_columns(frame))).all()
+    rows = getattr(full.report(), "ops" if name == "kernels" else name, None)
+    if name == "requests":
+        assert frame["latency_us"].tolist() == [200.0, 100.0]
+        assert frame["begin_us"].tolist() == [0.0, 50.0]
+        assert frame["first_token_us"].isna().tolist() == [True, False]
+        assert frame["policy_version"].isna().tolist() == [True, False]
+        assert frame["failed"].tolist() == [False, True]
+    else:
+        assert len(frame) == len(rows)
+        assert set(frame["step"]) <= {STEP}
+    if name == "workers":
+        causes = frame[[column for column in frame.columns if column.startswith("lost_")]].sum(axis=1)
+        pandas.testing.assert_series_equal(causes, frame["idle_us"], check_names=False)
+        assert frame["replica"].isna().tolist() == [True, True, False]
+
+
+def test_a_frame_that_does_not_exist_lists_those_that_do(folder: Path) -> None:
+    """Whatever is passed for a name."""
+    step = open_step(folder)
+    with pytest.raises(ConfigError, match="unknown table 'worker'; did you mean 'workers'"):
+        step.to_frame("worker")  # type: ignore[arg-type]
+    for wrong in (None, 3, "__class__", "notes"):
+        with pytest.raises(ConfigError, match="choose from: collectives, costs"):
+            step.to_frame(wrong)  # type: ignore[arg-type]
+
+
+def test_without_pandas_the_remedy_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything else works without it."""
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ToolUnavailableError, match=r"pip install 'verl-profiling\[analysis\]'"):
+        open_step(folder).to_frame("stages")
+
+
+def test_requests_read_no_trace(tmp_path: Path) -> None:
+    """A step with fifty thousand requests is a frame in seconds, and a damaged trace does not matter."""
+    pytest.importorskip("pandas")
+    folder = build_step(tmp_path)
+    for trace in folder.glob("*.torch.json.gz"):
+        trace.write_bytes(b"damaged")
+    manifest = read_manifest(folder)
+    begin = manifest.begin_ns
+    many = [
+        Request(
+            replica=0, begin_ns=begin + n, end_ns=begin + n + 1000, prompt_tokens=n % 7, response_tokens=n
+        )
+        for n in range(50_000)
+    ]
+    workers = [msgspec.structs.replace(manifest.workers[2], requests=many)]
+    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    began = time.monotonic()
+    frame = open_step(folder).to_frame("requests")
+    assert time.monotonic() - began < 20
+    assert int(frame["response_tokens"].sum()) == 50_000 * 49_999 // 2
+
+
+class _Outline(HTMLParser):
+    """Notes the tags of a document, with their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own(tmp_path: Path) -> None:
+    """One sandboxed frame that loads nothing; a hostile name in the manifest stays text."""
+    folder = build_step(tmp_path)
+    manifest = read_manifest(folder)
+    hostile = '"></iframe><script>alert(1)</script>'
+    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, notes=[hostile]))
+    report = open_step(folder).report()
+    shown = report._repr_html_()  # type: ignore[attr-defined]
+    [(tag, attributes)] = _Outline(shown).tags
+    assert (tag, attributes["sandbox"]) == ("iframe", "allow-scripts")
+    page = attributes["srcdoc"] or ""
+    inside = _Outline(page).tags
+    assert [name for name, _ in inside].count("script") == 1
+    assert not [value for _, found in inside for key, value in found.items() if key in ("src", "srcdoc")]
+    assert not re.search(r"(https?:)?//\w", re.sub(r"http://www.w3.org/\S+", "", page))
+    assert hostile in unescape(page)
+    assert re.fullmatch(r"<report of step 12: \d+\.\d{3} s, 3 lanes, \d findings>", repr(report))
+
+
+def test_ipython_finds_the_page(folder: Path) -> None:
+    """The formatter of a real IPython takes the page, and a short line for a terminal."""
+    formatters = pytest.importorskip("IPython.core.formatters")
+    data, _ = formatters.DisplayFormatter().format(open_step(folder).report())
+    assert data["text/html"].startswith("<iframe")
+    assert len(data["text/plain"]) < 100
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"null", b"[]", b'{"schema_version": 1}', b'{"schema_version": 99}', b"\xff\xfe", b"{" * 5000],
+    ids=["empty", "null", "list", "no-fields", "newer", "binary", "deep"],
+)
+@pytest.mark.parametrize("use", [lambda path: open_step(path), lambda path: open_run(path.parent).steps()])
+def test_a_hostile_manifest_is_named(content: bytes, use: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Whatever is in it, the error is ours and names the file."""
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    (folder / MANIFEST_NAME).write_bytes(content)
+    with pytest.raises(TraceFormatError, match=r"manifest\.json"):
+        use(folder)
+
+
+def test_nothing_there_is_said(tmp_path: Path) -> None:
+    """A missing folder at once, an empty one when its steps are asked for."""
+    for opening in (open_run, open_step, load_reports):
+        with pytest.raises(TraceFormatError, match="no such file or folder"):
+            opening(tmp_path / "gone")
+    with pytest.raises(TraceFormatError, match="no step folders"):
+        open_run(tmp_path).steps()
+    with pytest.raises(TraceFormatError, match="holds nothing to check"):
+        open_run(tmp_path).check()
+
+
+def test_a_report_of_before_these_tables_is_read(folder: Path, tmp_path: Path) -> None:
+    """Fields that were added later are empty in an older file."""
+    saved = tmp_path / "report.json"
+    content = json.loads(msgspec.json.encode(open_step(folder).report()))
+    for added in ("measures", "costs"):
+        del content[added]
+    saved.write_text(json.dumps(content))
+    [report] = load_reports(saved)
+    assert (report.step, report.measures, report.costs) == (STEP, [], [])
+
+
+def test_merging_loads_no_numerical_library(
+    folder: Path, tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """Opening, merging and checking do without numpy and pandas."""
+    run_python(
+        """
+        import sys
+        from verl_profiling.analysis import open_step
+        step = open_step(sys.argv[1])
+        step.merge(sys.argv[2])
+        assert step.check().ok
+        assert not {"numpy", "pandas", "torch"} & set(sys.modules)
+        """,
+        folder,
+        tmp_path / "timeline.json.gz",
+    )
+
+
+def without_workers(folder: Path) -> Path:
+    """Take everything out of a step but its times."""
+    manifest = read_manifest(folder)
+    bare = msgspec.structs.replace(manifest, workers=[], stages=[], clocks=[])
+    write_json_atomically(folder / MANIFEST_NAME, bare)
+    return folder
+
+
+def object_columns(frame: Any) -> list[str]:
+    """Return the columns of text, whose type says nothing."""
+    return [column for column in frame.columns if frame[column].dtype.kind == "O"]

@@ -1,0 +1,334 @@
+"""The Python way to what was captured: each command's work, as objects.
+
+>>> from verl_profiling.analysis import open_run, open_step
+>>> step = open_step("outputs/run/step_000012")
+>>> step.report().findings
+>>> step.to_frame("workers").set_index("name")["busy_us"]
+
+Nothing is read until it is asked for, and neither torch nor a GPU is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+import msgspec
+
+from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
+from verl_profiling.manifest import RUN_NAME, Manifest, RunInfo
+from verl_profiling.report.check import CheckResult, check
+from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import MergeResult, merge
+from verl_profiling.timeline.slim import Keep, select_ranks, stage_windows
+from verl_profiling.timeline.sources import TIMELINE_NAME, StepInputs
+from verl_profiling.timeline.split import split_step
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from verl_profiling.report.lanes import Lane
+    from verl_profiling.report.model import Report
+
+__all__ = ["CapturedRun", "CapturedStep", "FrameName", "load_reports", "open_run", "open_step"]
+
+FrameName = Literal[
+    "stages",
+    "workers",
+    "engines",
+    "lost",
+    "stragglers",
+    "collectives",
+    "kernels",
+    "requests",
+    "measures",
+    "costs",
+]
+"""The tables that :meth:`CapturedStep.to_frame` makes."""
+
+_KERNELS = "ops"  # what the report calls them: in a CPU trace they are operators
+
+Progress = Callable[[object], None]
+"""Called with each trace when the work on it is done."""
+
+
+def open_step(path: str | os.PathLike[str]) -> CapturedStep:
+    """Open one step.
+
+    Args:
+        path: Step folder, trace, or a folder that holds one step or the traces of one.
+
+    Raises:
+        TraceFormatError: There is nothing to analyse, or the manifest cannot be read.
+        ConfigError: There are several steps.
+    """
+    steps = open_run(path).steps()
+    if len(steps) > 1:
+        raise ConfigError(
+            "path", f"{os.fspath(path)} holds {len(steps)} steps; name one, e.g. {steps[-1].directory}"
+        )
+    return steps[0]
+
+
+def open_run(path: str | os.PathLike[str]) -> CapturedRun:
+    """Open all steps of a run.
+
+    Args:
+        path: Run folder, or anything that :func:`open_step` takes.
+
+    Raises:
+        TraceFormatError: There is no such file or folder.
+    """
+    directory = Path(path)
+    if not directory.exists():
+        raise TraceFormatError(directory, "no such file or folder")
+    return CapturedRun(directory)
+
+
+def load_reports(path: str | os.PathLike[str]) -> list[Report]:
+    """Return the report of a saved ``report.json``, or those of all steps under a path.
+
+    Raises:
+        TraceFormatError: It is neither.
+    """
+    from verl_profiling.report.model import Report
+
+    file = Path(path)
+    if file.is_file() and file.name.startswith("report") and file.suffix == ".json":
+        try:
+            return [msgspec.json.decode(file.read_bytes(), type=Report)]
+        except msgspec.MsgspecError as error:
+            raise TraceFormatError(file, f"not a report: {error}") from error
+    return [step.report() for step in open_run(file).steps()]
+
+
+class CapturedRun:
+    """The captured steps of a run.
+
+    Attributes:
+        directory: The run's folder.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __repr__(self) -> str:
+        return f"<captured run in {self.directory}>"
+
+    def steps(self) -> list[CapturedStep]:
+        """Return the steps, in order; those whose capture was not finished are left out.
+
+        Raises:
+            TraceFormatError: There is nothing to analyse, or a manifest cannot be read.
+        """
+        found = find_steps(self.directory)
+        return [CapturedStep(inputs, alone=len(found) == 1) for inputs in found]
+
+    def info(self) -> RunInfo | None:
+        """Return what holds for every step (settings as used, versions); ``None`` for plain traces.
+
+        Raises:
+            TraceFormatError: ``run.json`` cannot be read.
+        """
+        path = self.directory / RUN_NAME
+        if not path.is_file():
+            return None
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=RunInfo)
+        except msgspec.MsgspecError as error:
+            raise TraceFormatError(path, f"not the file of a run: {error}") from error
+
+    def check(self) -> CheckResult:
+        """Read every artifact to its last byte, and say what is missing, empty or damaged.
+
+        Raises:
+            TraceFormatError: There is nothing to check.
+        """
+        return check(self.directory)
+
+
+class CapturedStep:
+    """Everything captured for one step.
+
+    Attributes:
+        inputs: What there is of it: the manifest, and a source for each trace.
+    """
+
+    def __init__(self, inputs: StepInputs, *, alone: bool = True) -> None:
+        self.inputs = inputs
+        self._alone = alone
+        self._report: Report | None = None
+
+    def __repr__(self) -> str:
+        return f"<captured {self.inputs.title}: {len(self.inputs.sources)} traces in {self.directory}>"
+
+    @property
+    def directory(self) -> Path:
+        """The step's folder."""
+        return self.inputs.directory
+
+    @property
+    def step(self) -> int | None:
+        """Number of the step, if known."""
+        return self.inputs.step
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """What was expected and what became of it; ``None`` for plain traces."""
+        return self.inputs.manifest
+
+    def report(self, on_progress: Progress | None = None) -> Report:
+        """Return the report; the traces are read once. A notebook shows it as its page.
+
+        Args:
+            on_progress: Called with each trace once it is read.
+
+        Raises:
+            TraceFormatError: There is neither a manifest nor a readable trace.
+        """
+        from verl_profiling.report.build import build_report
+        from verl_profiling.report.notebook import NotebookReport
+
+        if self._report is None:
+            self._report = NotebookReport.of(build_report(self.inputs, on_progress))
+        return self._report
+
+    def lanes(self, on_progress: Progress | None = None) -> list[Lane]:
+        """Read the traces and return what each lane did, as sets of time on the controller's clock.
+
+        A step keeps only its report, so keep what this returns.
+
+        Args:
+            on_progress: Called with each trace once it is read.
+
+        Raises:
+            TraceFormatError: There is neither a manifest nor a readable trace.
+        """
+        from verl_profiling.report.build import read_step
+
+        return read_step(self.inputs, on_progress).step.lanes
+
+    def to_frame(self, name: FrameName) -> DataFrame:
+        """Return one table of the report as a pandas data frame; ``requests`` reads no trace.
+
+        Args:
+            name: The table. Columns are the fields of its rows in
+                :mod:`verl_profiling.report.model`, after the step; a worker's idle time has a column
+                for each cause, ``lost_<cause>_us``.
+
+        Raises:
+            ConfigError: There is no table of this name.
+            ToolUnavailableError: pandas is not installed.
+            TraceFormatError: There is neither a manifest nor a readable trace.
+        """
+        from verl_profiling.report.capture_rows import requests
+        from verl_profiling.report.frames import data_frame
+        from verl_profiling.report.model import RequestRow
+        from verl_profiling.report.tables import REPORT_TABLES
+
+        choices = get_args(FrameName)
+        if name not in choices:
+            raise ConfigError("to_frame", f"unknown table {name!r}; {choices_hint(str(name), choices)}")
+        if name == "requests":
+            rows = requests(self.manifest) if self.manifest else []
+            return data_frame(self.step, RequestRow, rows)
+        table = _KERNELS if name == "kernels" else name
+        return data_frame(self.step, REPORT_TABLES[table], getattr(self.report(), table))
+
+    def merge(
+        self,
+        output: str | os.PathLike[str] | None = None,
+        *,
+        stages: Sequence[str] = (),
+        ranks: str | None = None,
+        min_us: float = 0.0,
+        max_bytes: int | None = None,
+        jobs: int = 1,
+        on_progress: Progress | None = None,
+    ) -> MergeResult:
+        """Write the step's timeline.
+
+        Args:
+            output: File to write; by default ``timeline.json.gz`` in the step's folder.
+            stages: Keep only what happened during these stages.
+            ranks: Keep only these ranks of each role, e.g. ``0,8-15``.
+            min_us: Leave out shorter events (us).
+            max_bytes: Leave out the shortest events until the timeline is no larger than this.
+            jobs: Processes to use. With more than one, the caller's main module must be
+                importable (``multiprocessing`` starts processes with ``spawn``).
+            on_progress: Called with each trace when it is done.
+
+        Raises:
+            ConfigError: A stage or rank is none of this step's.
+            TraceFormatError: There is no trace in the step that can be read.
+            OSError: The timeline cannot be written.
+        """
+        inputs = select_ranks(self.inputs, ranks) if ranks else self.inputs
+        windows = stage_windows(inputs, stages) if stages else ()
+        return merge(
+            inputs,
+            self._output(output, TIMELINE_NAME),
+            keep=Keep(min_us=min_us, windows_ns=windows),
+            max_bytes=max_bytes,
+            jobs=jobs,
+            on_progress=on_progress,
+        )
+
+    def archive(
+        self,
+        output: str | os.PathLike[str] | None = None,
+        *,
+        ranks: str | None = None,
+        on_progress: Progress | None = None,
+    ) -> tuple[Path, list[str]]:
+        """Write the step's timeline as an archive for Perfetto, which parses no trace and has no arrows.
+
+        Args:
+            output: File to write; by default ``timeline.tar`` in the step's folder.
+            ranks: Keep only these ranks of each role, e.g. ``0,8-15``.
+            on_progress: Called with each trace when it is done.
+
+        Returns:
+            The file, and what could not be put into it, as sentences.
+
+        Raises:
+            ConfigError: A rank is none of this step's.
+            TraceFormatError: There is no trace in the step that can be read.
+            OSError: The archive cannot be written.
+        """
+        inputs = select_ranks(self.inputs, ranks) if ranks else self.inputs
+        return write_archive(inputs, self._output(output, ARCHIVE_NAME), on_progress=on_progress)
+
+    def split(
+        self, output: str | os.PathLike[str] | None = None, on_progress: Progress | None = None
+    ) -> list[Path]:
+        """Cut the traces of an e2e capture at the stages of each worker; return the files.
+
+        Args:
+            output: Folder to write; by default ``split`` in the step's folder.
+            on_progress: Called with each trace when it is done.
+
+        Raises:
+            TraceFormatError: There is no manifest, or it is not of an e2e capture.
+            OSError: The folder cannot be written.
+        """
+        return split_step(self.inputs, None if output is None else Path(output), on_progress)
+
+    def check(self) -> CheckResult:
+        """Read every artifact to its last byte, and say what is missing, empty or damaged.
+
+        Raises:
+            TraceFormatError: There is nothing to check.
+        """
+        return check(self.directory)
+
+    def _output(self, output: str | os.PathLike[str] | None, name: str) -> Path:
+        """Return where a timeline goes; plain traces of several steps share one folder."""
+        if output is not None:
+            return Path(output)
+        if not self._alone and self.manifest is None and self.step is not None:
+            name = name.replace("timeline", f"timeline.step_{self.step:06d}")
+        return self.directory / name

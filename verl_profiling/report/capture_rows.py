@@ -1,0 +1,94 @@
+"""What the capture says of itself: numbers that workers recorded, what it cost, clocks that were set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_profiling.manifest import Artifact, CaptureResult, Manifest
+from verl_profiling.report.model import CostRow, MeasureRow, RequestRow
+from verl_profiling.timeline.inputs import resolve_artifact
+
+__all__ = ["clock_notes", "costs", "measures", "requests"]
+
+_STAGE_PREFIX = "stage/"
+_SET_CLOCK_NS = 1_000_000
+_SET_CLOCK_SHARE = 0.001  # NTP slews a clock by half of this at most
+
+
+def measures(manifest: Manifest) -> list[MeasureRow]:
+    """Return the numbers of every worker, in the order of workers and stages."""
+    rows = []
+    for worker in manifest.workers:
+        for key, value in worker.metrics.items():
+            stage, name = "", key
+            if key.startswith(_STAGE_PREFIX):
+                stage, _, name = key.removeprefix(_STAGE_PREFIX).rpartition("/")
+            rows.append(MeasureRow(worker=worker.name, stage=stage, name=name, value=value))
+    return rows
+
+
+def costs(manifest: Manifest, directory: Path) -> list[CostRow]:
+    """Return what the capture cost each worker that took part."""
+    return [
+        CostRow(
+            worker=worker.name,
+            start_s=worker.cost.start_s,
+            stop_s=worker.cost.stop_s,
+            export_s=worker.cost.export_s,
+            bytes=sum(_size(directory, artifact) for artifact in worker.artifacts),
+        )
+        for worker in manifest.workers
+        if worker.status != "skipped"
+    ]
+
+
+def _size(directory: Path, artifact: Artifact) -> int:
+    """Return an artifact's size; one that was still being compressed has it on disk."""
+    path = resolve_artifact(directory, artifact) if artifact.bytes is None else None
+    return artifact.bytes or (path.stat().st_size if path and path.is_file() else 0)
+
+
+def requests(manifest: Manifest) -> list[RequestRow]:
+    """Return the requests of every replica, on the controller's clock."""
+    rows = []
+    for worker in manifest.workers:
+        zero_ns = manifest.begin_ns + manifest.offset_ns(worker.identity)
+        for request in worker.requests:
+            first_ns = request.first_token_ns
+            rows.append(
+                RequestRow(
+                    worker=worker.name,
+                    replica=request.replica,
+                    begin_us=(request.begin_ns - zero_ns) / 1000,
+                    first_token_us=(first_ns - zero_ns) / 1000 if first_ns else None,
+                    end_us=(request.end_ns - zero_ns) / 1000,
+                    latency_us=(request.end_ns - request.begin_ns) / 1000,
+                    prompt_tokens=request.prompt_tokens,
+                    response_tokens=request.response_tokens,
+                    policy_version=request.policy_version,
+                    failed=request.failed,
+                )
+            )
+    return rows
+
+
+def clock_notes(manifest: Manifest) -> Iterator[str]:
+    """Yield a note for each worker whose host's clock was set while it was captured."""
+    for worker in manifest.workers:
+        set_ns = _clock_set_ns(worker)
+        if set_ns:
+            yield (
+                f"{worker.name}: the clock of {worker.identity.host} was set by {set_ns / 1e6:+,.1f} ms "
+                "during the capture; its lane may be off by as much"
+            )
+
+
+def _clock_set_ns(worker: CaptureResult) -> int:
+    """Return by how much unix time ran ahead of monotonic time between a worker's first and last anchor."""
+    if len(worker.anchors) < 2:
+        return 0
+    first, last = worker.anchors[0], worker.anchors[-1]
+    elapsed_ns = last.monotonic_ns - first.monotonic_ns
+    ahead_ns = last.unix_ns - first.unix_ns - elapsed_ns
+    return ahead_ns if abs(ahead_ns) > max(_SET_CLOCK_NS, _SET_CLOCK_SHARE * elapsed_ns) else 0

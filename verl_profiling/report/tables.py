@@ -1,0 +1,61 @@
+"""A report as flat tables: what is written as CSV, and what becomes a data frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, get_type_hints
+
+import msgspec
+
+from verl_profiling.report.lost import CAUSES
+from verl_profiling.report.model import (
+    CollectiveRow,
+    CostRow,
+    EngineRow,
+    LostRow,
+    MeasureRow,
+    OpRow,
+    StageRow,
+    StragglerRow,
+    WorkerRow,
+)
+
+__all__ = ["REPORT_TABLES", "columns", "flat_rows"]
+
+REPORT_TABLES: Mapping[str, type[msgspec.Struct]] = {
+    "stages": StageRow,
+    "workers": WorkerRow,
+    "engines": EngineRow,
+    "lost": LostRow,
+    "stragglers": StragglerRow,
+    "collectives": CollectiveRow,
+    "ops": OpRow,
+    "measures": MeasureRow,
+    "costs": CostRow,
+}
+"""Fields of the report that are tables, and what their rows are."""
+
+_LOST = {cause: f"lost_{cause}_us" for cause in CAUSES}
+
+
+def columns(row: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the columns of a table with their types: the step, then the fields that are plain values.
+
+    ``lost_us`` of a worker becomes one column for each cause.
+    """
+    found: dict[str, Any] = {"step": int | None}
+    for name, kind in get_type_hints(row).items():
+        if name == "lost_us":
+            found |= dict.fromkeys(_LOST.values(), float)
+        elif name != "load":
+            found[name] = kind
+    return found
+
+
+def flat_rows(step: int | None, rows: Iterable[msgspec.Struct]) -> Iterable[dict[str, Any]]:
+    """Yield the rows of one table, with the columns that :func:`columns` names."""
+    for row in rows:
+        fields = msgspec.structs.asdict(row)
+        fields.pop("load", None)
+        lost = fields.pop("lost_us", None) or {}
+        yield {"step": step, **fields, **{column: lost[cause] for cause, column in _LOST.items() if lost}}
