@@ -10,7 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["WorkerIdentity", "artifact_name", "clock_domain", "safe_name", "step_folder_name"]
+__all__ = [
+    "ProcessId",
+    "WorkerIdentity",
+    "artifact_name",
+    "clock_domain",
+    "safe_name",
+    "step_folder_name",
+]
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 
@@ -26,6 +33,67 @@ def clock_domain() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
+    """One process, told apart from every other on any machine.
+
+    Attributes:
+        host: Host name, for people.
+        clock_domain: See :func:`clock_domain`; the machine.
+        pid: Its process id.
+        namespace: Namespace that ``pid`` counts in (containers have their own), where there are any.
+        started: When it started, in the kernel's ticks: a later process may get the same id.
+    """
+
+    host: str
+    clock_domain: str
+    pid: int
+    namespace: str = ""
+    started: str = ""
+
+    @classmethod
+    def current(cls) -> ProcessId:
+        """Return the calling process's."""
+        pid = os.getpid()
+        return cls(
+            host=socket.gethostname(),
+            clock_domain=clock_domain(),
+            pid=pid,
+            namespace=_pid_namespace(),
+            started=_start_ticks(pid),
+        )
+
+    def alive(self) -> bool | None:
+        """Return whether it still runs; ``None`` where that cannot be seen from here."""
+        if (self.clock_domain, self.namespace) != (clock_domain(), _pid_namespace()):
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return _start_ticks(self.pid) == self.started
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _start_ticks(pid: int) -> str:
+    """Return field 22 of ``/proc/<pid>/stat``; empty for a process that is gone, or is a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return fields[19] if fields[0] not in "ZX" else ""
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,9 +160,9 @@ def safe_name(text: str) -> str:
     return _UNSAFE.sub("-", text)[:80] or "-"
 
 
-def step_folder_name(step: int) -> str:
-    """Return the step folder's name, e.g. ``step_000012``."""
-    return f"step_{step:06d}"
+def step_folder_name(step: int, recording: int = 1) -> str:
+    """Return the step folder's name, e.g. ``step_000012``; ``step_000012.2`` when it is recorded again."""
+    return f"step_{step:06d}" + (f".{recording}" if recording > 1 else "")
 
 
 def artifact_name(lane: str, suffix: str, stage: str | None = None, occurrence: int = 1) -> str:

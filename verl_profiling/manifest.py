@@ -8,14 +8,16 @@ became of it. All times are unix nanoseconds on the clock of the process that to
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.identity import WorkerIdentity
+from verl_profiling.identity import ProcessId, WorkerIdentity
 
 __all__ = [
     "MANIFEST_NAME",
@@ -31,8 +33,11 @@ __all__ = [
     "RunInfo",
     "StageSpan",
     "read_manifest",
+    "read_starts",
+    "run_file_name",
     "worst_fate",
     "write_json_atomically",
+    "write_json_exclusively",
 ]
 
 SCHEMA_VERSION = 1
@@ -237,6 +242,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         run_id: Identifies the run.
         capture_id: Identifies the capture within the run.
         step: First step captured; names the folder.
+        start: Which start of the run recorded it, from 1: a run that is resumed starts again.
         steps: All steps captured (several for a continuous capture).
         policy_version: Version of the weights, where the loop reports one.
         begin_ns: When ``on_step_begin`` returned to the loop, on the controller's clock.
@@ -256,6 +262,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     capture_id: str
     step: int
+    start: int = 1
     steps: list[int]
     policy_version: int | None = None
     begin_ns: int
@@ -278,14 +285,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """``run.json``: what is the same for every step of a run."""
+    """``run.json``: what holds for every step that one start of a run records.
+
+    Attributes:
+        schema_version: Version of this schema.
+        run_id: Identifies the run.
+        start: Which start of the run it is, from 1; the n-th stands in ``run.<n>.json``.
+        begin_ns: When it began to record.
+        process: The process that runs the loop.
+        config: The settings as used.
+        versions: Versions of the packages that matter.
+    """
 
     schema_version: int = SCHEMA_VERSION
     run_id: str
+    start: int = 1
     begin_ns: int
+    process: ProcessId
     config: dict[str, Any]
     versions: dict[str, str]
-    hosts: list[str]
 
 
 def worst_fate(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
@@ -310,17 +328,66 @@ def write_json_atomically(path: Path, value: msgspec.Struct) -> None:
     Raises:
         OSError: The folder cannot be written.
     """
-    data = msgspec.json.format(msgspec.json.encode(value), indent=2)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with _written_beside(path, value) as part:
+        part.replace(path)
+
+
+def write_json_exclusively(path: Path, value: msgspec.Struct) -> bool:
+    """Write ``value`` unless ``path`` exists; return whether it was written. One of several writers wins.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    with _written_beside(path, value) as part:
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            try:
+                with path.open("xb") as file:
+                    file.write(part.read_bytes())
+            except FileExistsError:
+                return False
+    return True
+
+
+@contextmanager
+def _written_beside(path: Path, value: msgspec.Struct) -> Iterator[Path]:
+    """Yield a finished temporary file beside ``path``; gone afterwards, unless it was renamed."""
+    part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            file.write(data)
+            file.write(msgspec.json.format(msgspec.json.encode(value), indent=2))
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
+        yield part
+    finally:
         part.unlink(missing_ok=True)
-        raise
+
+
+def run_file_name(start: int) -> str:
+    """Return the name of the file that a start of a run leaves: ``run.json``, ``run.2.json``, ..."""
+    return RUN_NAME if start == 1 else f"run.{start}.json"
+
+
+def read_starts(run: Path) -> list[RunInfo]:
+    """Read what the starts of a run left in its folder, in order.
+
+    Raises:
+        TraceFormatError: One cannot be read.
+    """
+    starts: list[RunInfo] = []
+    while True:
+        path = run / run_file_name(len(starts) + 1)
+        try:
+            starts.append(msgspec.json.decode(path.read_bytes(), type=RunInfo))
+        except FileNotFoundError:
+            return starts
+        except OSError as error:
+            raise TraceFormatError(path, f"cannot be read ({error.strerror})") from error
+        except msgspec.DecodeError as error:
+            raise TraceFormatError(path, f"not the file of a run: {error}") from error
 
 
 def read_manifest(step_dir: Path) -> Manifest:

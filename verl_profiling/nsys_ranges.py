@@ -25,7 +25,7 @@ class NsysRange(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         number: Its number in the process, from 1.
-        folder: Name of the step folder it belongs to.
+        folder: Path of the step folder it belongs to, below ``save_path``.
         artifact: Name of the artifact that its report becomes.
         begin_ns: When it was opened.
         end_ns: When it was closed; 0 when the process ended before.

@@ -17,7 +17,7 @@ from test_callback import configured, local_worker, manifest, run, set_up
 
 from verl_profiling import ProfilingCallback, ProfilingError
 from verl_profiling.capture.session import Session
-from verl_profiling.manifest import Artifact, read_manifest
+from verl_profiling.manifest import Artifact
 from verl_profiling.tools.trace_file import output_of_raw_trace
 
 FLAWED = "tools.test_third_party"
@@ -286,20 +286,6 @@ def test_a_folder_that_disappears_during_the_step_is_reported(tmp_path: Path, se
     run(callback, work)
     assert not (Path(config.save_path) / "step_000001").exists()
     assert manifest(config, 2).workers[0].status == "ok"
-
-
-def test_folders_of_an_earlier_run_are_moved_aside(tmp_path: Path, session: Session) -> None:
-    """Nothing is overwritten, however often a run is repeated."""
-    config = configured(tmp_path)
-    runs = []
-    for _ in range(3):
-        callback = ProfilingCallback(config)
-        callback.add_workers("actor", local_worker(config))
-        run(callback, lambda step: None)
-        runs.append(manifest(config).run_id)
-    root = Path(config.save_path)
-    names = ["step_000002.old1", "step_000002.old2", "step_000002"]
-    assert [read_manifest(root / name).run_id for name in names] == runs
 
 
 FULL_DISK = """

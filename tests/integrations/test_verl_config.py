@@ -78,6 +78,26 @@ def test_settings_are_read_from_profiling(tmp_path: Path, monkeypatch: pytest.Mo
     assert (settings.mode, settings.save_path) == ("discrete", str(tmp_path / "here"))
 
 
+@pytest.mark.parametrize(
+    ("resume_mode", "run_id", "expected"),
+    [
+        ("auto", None, "gsm8k/7b"),
+        ("resume_path", None, "gsm8k/7b"),
+        ("disable", None, None),
+        ("auto", "mine", "mine"),
+    ],
+)
+def test_a_run_has_the_name_under_which_verl_resumes_it(
+    resume_mode: str, run_id: str | None, expected: str | None
+) -> None:
+    """It continues in its folder as it continues from its checkpoints, unless it has a name or none."""
+    config = verl_config(profiling={"enable": True, "run_id": run_id})
+    config.trainer = {"resume_mode": resume_mode, "project_name": "gsm8k", "experiment_name": "7b"}
+    settings = settings_of(config)
+    assert settings is not None
+    assert settings.run_id == expected
+
+
 def test_two_profilers_are_refused() -> None:
     """A profiler of verl's own next to this one is an error that names both keys and what to do."""
     config = verl_config(profiling={"enable": True}, steps=[2, 3])

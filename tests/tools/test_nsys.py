@@ -260,6 +260,38 @@ class TestUnderRay:
         assert worker.status == "failed", "the report does not mend that the worker died"
 
 
+def test_each_of_two_runs_with_one_save_path_gets_its_own_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nsight Systems leaves them in one folder; ``run_2`` is collected by itself, or with the other."""
+    pytest.importorskip("nvtx", reason="nvtx is not installed")
+    (tmp_path / "nsys").mkdir()
+    monkeypatch.setenv("VERL_PROFILING_NSYS_OUTPUT", str(tmp_path / "nsys" / "actor"))
+    monkeypatch.setenv("VERL_PROFILING_NSYS_RANGES", "1000")
+    config = config_of(tmp_path)
+    worker = Worker(config, 0)
+    for _ in range(2):
+        callback = ProfilingCallback(config)
+        callback.add_workers("actor", worker)
+        callback.on_step_begin(2)
+        worker.train()
+        callback.on_step_end()
+        callback.on_train_end()
+    [(output, ranges)] = read_ranges(tmp_path / "nsys").items()
+    assert [noted.folder for noted in ranges] == ["step_000002", "run_2/step_000002"]
+    for noted in ranges:
+        output.with_name(f"{output.name}.{noted.number}.nsys-rep").write_text(noted.folder)
+    assert main(["collect", str(tmp_path / "run_2")]) == 0
+    assert capsys.readouterr().out.split() == ["ok", "run_2/step_000002/actor_rank0.nsys-rep"]
+    assert artifacts_of(tmp_path, 2)[0].status == "pending"
+    assert main(["collect", str(tmp_path)]) == 0
+    for noted in ranges:
+        assert (tmp_path / noted.folder / "actor_rank0.nsys-rep").read_text() == noted.folder
+    for run in (tmp_path, tmp_path / "run_2"):
+        assert artifacts_of(run, 2)[0].status == "ok"
+    assert main(["collect", str(tmp_path / "elsewhere")]) == 2
+
+
 def test_a_process_that_is_still_running_has_no_report_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

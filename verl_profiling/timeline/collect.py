@@ -65,8 +65,12 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
         raise ToolUnavailableError(
             "collect --export: there is no nsys on PATH; install NVIDIA Nsight Systems"
         )
-    processes = read_ranges(run / NSYS_FOLDER)
-    if not processes:
+    root = run if (run / NSYS_FOLDER).is_dir() else run.parent  # of a run that shares its save_path
+    processes = {
+        output: [noted for noted in ranges if run in (root, (root / noted.folder).parent)]
+        for output, ranges in read_ranges(root / NSYS_FOLDER).items()
+    }
+    if not any(processes.values()):
         raise TraceFormatError(run, "holds no file of the nsys tool; was anything recorded with it?")
     collected: list[Collected] = []
     for output, ranges in processes.items():
@@ -76,7 +80,7 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
                 if report is not None:
                     report.unlink()
                 continue
-            collected += _fetch(run, noted, report, export)
+            collected += _fetch(root, noted, report, export)
     return collected
 
 

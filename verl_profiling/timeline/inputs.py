@@ -20,7 +20,7 @@ from verl_profiling.timeline.sources import Source, StepInputs, sorted_sources
 
 __all__ = ["find_steps", "resolve_artifact", "step_folders"]
 
-_STEP_FOLDER = re.compile(r"step_(\d+)")
+_STEP_FOLDER = re.compile(r"step_(\d+)(?:\.(\d+))?")
 
 
 def find_steps(path: Path) -> list[StepInputs]:
@@ -45,9 +45,12 @@ def find_steps(path: Path) -> list[StepInputs]:
 
 
 def step_folders(run: Path) -> list[Path]:
-    """Return the step folders of a run folder in order, finished or not."""
-    folders = [child for child in run.iterdir() if _STEP_FOLDER.fullmatch(child.name) and child.is_dir()]
-    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step_")))
+    """Return the step folders of a run folder, finished or not, by step and then by recording."""
+    found = []
+    for child in run.iterdir():
+        if (match := _STEP_FOLDER.fullmatch(child.name)) and child.is_dir():
+            found.append((int(match[1]), int(match[2] or 1), child))
+    return [folder for _, _, folder in sorted(found)]
 
 
 def resolve_artifact(directory: Path, artifact: Artifact) -> Path | None:

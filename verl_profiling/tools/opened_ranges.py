@@ -77,7 +77,7 @@ class OpenedRanges:
         """
         self._opened += 1
         self._open = NsysRange(
-            number=self._opened, folder=folder.name, artifact=artifact, begin_ns=clock.now_ns()
+            number=self._opened, folder=_in_save_path(folder), artifact=artifact, begin_ns=clock.now_ns()
         )
         try:
             self._note(self._open)
@@ -116,6 +116,12 @@ class OpenedRanges:
         notes = Path(f"{os.environ[_OUTPUT_VARIABLE]}.{os.getpid()}{NOTES_SUFFIX}")
         with notes.open("wb" if noted.number == 1 and not noted.end_ns else "ab") as file:
             file.write(msgspec.json.encode(noted) + b"\n")
+
+
+def _in_save_path(folder: Path) -> str:
+    """Return a step folder's path below the folder that holds the reports' own folder."""
+    root = Path(os.environ[_OUTPUT_VARIABLE]).parent.parent
+    return str(folder.relative_to(root)) if folder.is_relative_to(root) else folder.name
 
 
 _ranges = OpenedRanges()

@@ -1,0 +1,243 @@
+"""Whose a folder is: runs that share a save_path, runs that are resumed, and steps that come twice."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from test_callback import configured, local_worker, manifest, run
+
+from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
+from verl_profiling.capture.session import Session
+from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import read_manifest, read_starts
+from verl_profiling.report.check import check
+from verl_profiling.timeline.inputs import find_steps
+
+
+def record(config: ProfilingConfig) -> Path:
+    """Run a loop from its first step; return the folder of the step that was captured."""
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    run(callback, lambda step: None)
+    assert callback.last_folder is not None
+    return callback.last_folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return all files of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_second_run_gets_a_folder_of_its_own(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However often a script starts, nothing is moved or overwritten, and a warning says where it records."""
+    config = configured(tmp_path)
+    root = Path(config.save_path)
+    first = record(config)
+    before = contents(first), contents(root)
+    assert caplog.text == ""
+    assert [record(config).parent for _ in range(2)] == [root / "run_2", root / "run_3"]
+    assert (contents(first), contents(root)) == before
+    assert len({read_manifest(step).run_id for step in root.rglob("step_000002")}) == 3
+    assert f"save_path {root} belongs to run {read_manifest(first).run_id}, started" in caplog.text
+    assert f"by pid {os.getpid()} on" in caplog.text
+    assert f"this run is recorded in {root / 'run_2'}. To continue a run, give it a run_id" in caplog.text
+
+
+def test_a_run_that_is_started_again_continues_in_its_folder(tmp_path: Path, session: Session) -> None:
+    """Every start is on record with its settings, and each step says which of them recorded it."""
+    first = configured(tmp_path, run_id="experiment/7")
+    again = configured(tmp_path, run_id="experiment/7", schedule={"steps": [3]})
+    assert [record(config).name for config in (first, again)] == ["step_000002", "step_000003"]
+    starts = read_starts(Path(first.save_path))
+    assert [(start.run_id, start.start) for start in starts] == [("experiment/7", 1), ("experiment/7", 2)]
+    assert [ProfilingConfig.from_any(start.config) for start in starts] == [first, again]
+    assert [start.process.pid for start in starts] == [os.getpid()] * 2
+    assert [(step.step, step.manifest and step.manifest.start) for step in find_steps(tmp_path / "run")] == [
+        (2, 1),
+        (3, 2),
+    ]
+    assert manifest(again, 3).notes == []
+    assert not list(tmp_path.rglob("run_2"))
+
+
+def test_a_step_that_is_recorded_again_keeps_both_recordings(tmp_path: Path, session: Session) -> None:
+    """A run resumed from an earlier checkpoint comes to the same step: tools see both, a note says why."""
+    config = configured(tmp_path, tool="torch", run_id="r")
+    first = record(config)
+    before = contents(first)
+    assert [record(config).name for _ in range(2)] == ["step_000002.2", "step_000002.3"]
+    assert contents(first) == before
+    steps = find_steps(first.parent)
+    assert [step.directory.name for step in steps] == ["step_000002", "step_000002.2", "step_000002.3"]
+    assert [step.manifest.notes for step in steps if step.manifest] == [
+        [],
+        ["step 2 was recorded before, in step_000002; this is start 2 of the run"],
+        ["step 2 was recorded before, in step_000002; this is start 3 of the run"],
+    ]
+    result = check(first.parent)
+    assert result.ok
+    assert {Path(entry.path).parent.name for entry in result.artifacts} == {
+        step.directory.name for step in steps
+    }
+
+
+def test_a_loop_that_counts_from_the_start_again_overwrites_nothing(tmp_path: Path, session: Session) -> None:
+    """One callback sees step 2 in every epoch."""
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    folders = []
+    for _ in range(2):
+        run(callback, lambda step: None)
+        folders.append(callback.last_folder)
+    assert folders == [tmp_path / "run" / "step_000002", tmp_path / "run" / "step_000002.2"]
+
+
+LIVING = """
+    import sys
+    from verl_profiling.controller.run_folder import claim_run_folder
+    from verl_profiling import ProfilingConfig
+    config = ProfilingConfig(enable=True, tool="spans", save_path=sys.argv[1], run_id=sys.argv[2] or None)
+    sys.stdin.readline() if len(sys.argv) > 3 else None
+    print(claim_run_folder(config).path, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def start(save_path: Path, run_id: str, *wait: str) -> subprocess.Popen[str]:
+    """Start a process that claims its folder (when told to), prints it, and goes on living."""
+    command = [sys.executable, "-c", textwrap.dedent(LIVING), str(save_path), run_id, *wait]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def printed(process: subprocess.Popen[str]) -> Path:
+    """Return the folder that a process printed."""
+    assert process.stdout is not None
+    return Path(process.stdout.readline().strip())
+
+
+def test_a_run_of_the_same_name_that_still_runs_keeps_its_folder_to_itself(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second one gets its own; once the first has been killed, the next start continues where it was."""
+    config = configured(tmp_path, run_id="r")
+    root = Path(config.save_path)
+    with start(root, "r") as other:
+        try:
+            assert printed(other) == root
+            assert record(config).parent == root / "run_2"
+            assert f"by pid {other.pid} on" in caplog.text
+            assert "which is still running; this run is recorded in" in caplog.text
+        finally:
+            other.kill()
+    assert record(config) == root / "step_000002"
+    assert [start.process.pid for start in read_starts(root)] == [other.pid, os.getpid()]
+
+
+@pytest.mark.parametrize("run_id", ["", "r"])
+def test_runs_that_start_at_the_same_moment_have_different_folders(tmp_path: Path, run_id: str) -> None:
+    """With and without a name: whoever creates the file has the folder."""
+    root = tmp_path / "run"
+    processes = [start(root, run_id, "wait") for _ in range(5)]
+    try:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        folders = sorted(printed(process) for process in processes)
+    finally:
+        for process in processes:
+            process.communicate("done\n", timeout=30)
+    assert folders == [root, *(root / f"run_{number}" for number in range(2, 6))]
+    assert [len(read_starts(folder)) for folder in folders] == [1] * 5
+    assert [path.name for path in root.rglob(".*")] == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"run_id": 3}', b'{"run_id": "r", "begin_ns": 1}', b"\xff"])
+def test_a_folder_whose_run_cannot_be_told_is_left_alone(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
+    """Even by a run that brings the same name."""
+    config = configured(tmp_path, run_id="r")
+    root = Path(config.save_path)
+    root.mkdir()
+    (root / "run.json").write_bytes(damage)
+    assert record(config).parent == root / "run_2"
+    assert (root / "run.json").read_bytes() == damage
+    assert "belongs to a run that cannot be told" in caplog.text
+
+
+def test_step_folders_without_a_run_are_left_alone(tmp_path: Path, session: Session) -> None:
+    """They are somebody's, e.g. copied there to be analysed."""
+    config = configured(tmp_path)
+    (Path(config.save_path) / "step_000002").mkdir(parents=True)
+    assert record(config).parent == Path(config.save_path) / "run_2"
+
+
+def test_no_folder_is_taken_before_there_is_something_to_write(tmp_path: Path, session: Session) -> None:
+    """A run whose schedule captures nothing leaves no trace."""
+    config = configured(tmp_path, schedule={"steps": [9]})
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    run(callback, lambda step: None)
+    assert not Path(config.save_path).exists()
+
+
+def test_a_name_of_a_run_is_no_path(tmp_path: Path, session: Session) -> None:
+    """Whatever it holds, it names no folder."""
+    config = configured(tmp_path, run_id="../../etc/ü\n\x00/" + "x" * 5000)
+    assert record(config) == Path(config.save_path) / "step_000002"
+    assert read_starts(Path(config.save_path))[0].run_id == config.run_id
+    with pytest.raises(ConfigError, match="run_id: is empty"):
+        configured(tmp_path, run_id="")
+
+
+def test_a_file_system_without_hard_links_will_do(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is created exclusively instead."""
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    config = configured(tmp_path)
+    assert [record(config).parent.name for _ in range(2)] == ["run", "run_2"]
+    assert "config" in json.loads((Path(config.save_path) / "run.json").read_text())
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_training_goes_on(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is a file in the place of ``save_path``."""
+    config = configured(tmp_path)
+    Path(config.save_path).write_text("not a folder")
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    with caplog.at_level(logging.ERROR):
+        run(callback, lambda step: None)
+    assert callback.last_folder is None
+    assert "on_step_begin: profiling failed, training goes on: " in caplog.text
+
+
+def test_a_process_is_told_apart_from_a_later_one_with_its_number() -> None:
+    """This process lives, one that started at another time does not, and other machines cannot be seen."""
+    import msgspec
+
+    me = ProcessId.current()
+    assert me.alive() is True
+    assert msgspec.structs.replace(me, started="1").alive() is False
+    assert msgspec.structs.replace(me, clock_domain="elsewhere").alive() is None
+    assert msgspec.structs.replace(me, namespace="pid:[1]").alive() is None
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+        assert msgspec.structs.replace(me, pid=ended.pid).alive() is False
