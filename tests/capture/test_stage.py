@@ -8,6 +8,7 @@ import contextvars
 import inspect
 import pickle
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from enum import Enum
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from example_loops import settings
 
 from verl_profiling import ProfilingCallback, stage
+from verl_profiling.capture.stage import LONG_NS, SpanLog
 from verl_profiling.manifest import StageSpan
 from verl_profiling.testing import RecordedStep, record_step
 
@@ -443,3 +445,33 @@ def test_stages_that_nobody_ends_end_with_the_one_around_them(tmp_path: Path) ->
         with stage("next"):
             pass
     assert shape(found) == [("outer", 0, False), ("never left", 1, True), ("next", 0, False)]
+
+
+def test_only_a_long_stage_in_no_other_is_worth_a_system_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``long_stage_ended`` is called from a millisecond on, and not for what lies inside."""
+    now_ns = 1
+    monkeypatch.setattr("verl_profiling.clock.now_ns", lambda: now_ns)
+    log, told = SpanLog(), []
+    log.long_stage_ended = told.append
+    for name, took_ns in (("short", LONG_NS - 1), ("long", LONG_NS)):
+        log.begin(name)
+        log.begin("inside")
+        now_ns += took_ns
+        log.end("inside", failed=False)
+        log.end(name, failed=False)
+    assert told == ["long"]
+
+
+def test_a_closed_log_goes_without_the_garbage_collector() -> None:
+    """Its spans are not tracked, so nothing may be left in a circle once they have been handed over."""
+    log = SpanLog()
+    log.long_stage_ended = log.end
+    log.begin("outer")
+    log.begin("inner")
+    assert [span.name for span in log.close()] == ["outer", "inner"]
+    gone = weakref.ref(log)
+    later = SpanLog()
+    later.begin("later")
+    later.close()
+    del log
+    assert gone() is None

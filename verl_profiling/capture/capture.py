@@ -63,7 +63,7 @@ class Capture:
         self._handover_s = handover_s
         self._whole = role.mode == "e2e" or request.stage is not None
         self._spans = SpanLog()
-        self._spans.outermost_ended = self._note_process_peak
+        self._spans.long_stage_ended = self._note_process_peak
         self._metrics: dict[str, float] = {}
         self._lock = threading.RLock()
         self._recordings: list[tuple[Tool, Recording, Destination]] = []
@@ -126,9 +126,9 @@ class Capture:
         if self._owner.waiting:
             self._owner.serve()
         records = self.state is State.ARMED and self._begin_recorded_stage(name)
-        self._spans.begin(name)
+        span = self._spans.begin(name)
         if records:
-            self._recorded = self._spans.innermost()
+            self._recorded = span
 
     def end(self, name: str, failed: bool) -> None:
         """Note that a stage ends; in discrete mode, stop the tools that were started for it."""
@@ -202,7 +202,7 @@ class Capture:
             recordings, self._recordings = self._recordings, []
             self._spans.stop_marking()
             if self._whole:
-                self._stages = self._spans.close()
+                self._stages += self._spans.close()
             for tool, recording, destination in recordings:
                 end_ns = clock.now_ns()
                 try:

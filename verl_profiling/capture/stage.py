@@ -24,13 +24,14 @@ from verl_profiling.manifest import StageSpan
 __all__ = ["OpenSpan", "SpanLog", "Stage", "StageSink", "StageSource"]
 
 MAX_SPANS = 20_000
+LONG_NS = 1_000_000
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StageSink(Protocol):
     """What takes note of stages while something records."""
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str) -> object:
         """Note that a stage begins on this thread or task."""
 
     def end(self, name: str, failed: bool) -> object:
@@ -123,25 +124,34 @@ def _checked_name(name: object) -> str:
     raise TypeError(f"stage() was given {type(name).__name__} instead of a name; a stage's name is text")
 
 
-class OpenSpan(msgspec.Struct, eq=False):
+class OpenSpan(msgspec.Struct, eq=False, gc=False):
     """A stage that has begun. ``end_ns`` is 0 until it has ended.
 
     ``parent`` is what lies around it, also where that is in another log: a loop and its worker may
-    share a process.
+    share a process. Spans are not tracked by the garbage collector, so that thousands of them do
+    not make it run: :meth:`SpanLog.close` breaks the circle of a log and its spans.
     """
 
     log: SpanLog
     parent: OpenSpan | None
-    depth: int
     name: str
     thread: int
     begin_ns: int
-    end_ns: int = 0
     mark: object = None
+    end_ns: int = 0
     failed: bool = False
+
+    def depth(self) -> int:
+        """Return how many spans of the same log lie around it."""
+        depth, outer = 0, self.parent
+        while outer is not None:
+            depth += outer.log is self.log
+            outer = outer.parent
+        return depth
 
 
 _innermost: ContextVar[OpenSpan | None] = ContextVar("verl_profiling_innermost_stage", default=None)
+"""The span that began last in this thread or task; where it has ended, the innermost is around it."""
 
 
 class SpanLog:
@@ -152,42 +162,33 @@ class SpanLog:
     Attributes:
         begin_mark: Called with the name when a span begins, to show it in an artifact.
         end_mark: Called with what ``begin_mark`` returned when the span ends.
-        outermost_ended: Called with the name when a span ends that is in no other.
+        long_stage_ended: Called with the name when a span ends that lies in no other and took at
+            least ``LONG_NS``. For a shorter one, a system call would cost more than the span itself.
     """
 
     def __init__(self) -> None:
         self._left_out = 0
         self.begin_mark: Callable[[str], object] | None = None
         self.end_mark: Callable[[Any], object] | None = None
-        self.outermost_ended: Callable[[str], object] | None = None
+        self.long_stage_ended: Callable[[str], object] | None = None
         self._spans: list[OpenSpan] = []
 
-    def innermost(self) -> OpenSpan | None:
-        """Return the innermost open span of this thread or task."""
-        span = _innermost.get()
-        return span if span is not None and span.log is self else None
-
-    def begin(self, name: str) -> None:
+    def begin(self, name: str) -> OpenSpan:
         """Open a span."""
         parent = _innermost.get()
         while parent is not None and parent.end_ns:
             parent = parent.parent
-        depth = 0
-        outer = parent
-        while outer is not None:
-            if outer.log is self:
-                depth = outer.depth + 1
-                break
-            outer = outer.parent
-        span = OpenSpan(self, parent, depth, name, get_ident(), clock.now_ns())
+        begin_ns = clock.now_ns()
         begin_mark = self.begin_mark
-        if begin_mark is not None:
-            span.mark = begin_mark(name)
-        if len(self._spans) < MAX_SPANS:
-            self._spans.append(span)
+        mark = None if begin_mark is None else begin_mark(name)
+        span = OpenSpan(self, parent, name, get_ident(), begin_ns, mark)
+        spans = self._spans
+        if len(spans) < MAX_SPANS:
+            spans.append(span)
         else:
             self._left_out += 1
         _innermost.set(span)
+        return span
 
     def end(self, name: str, failed: bool) -> OpenSpan | None:
         """Close the innermost open span of that name; a stage entered before the capture has none.
@@ -195,35 +196,42 @@ class SpanLog:
         Spans inside of it that nobody ended (timers, when user code raised) end with it, as failed.
         """
         span = _innermost.get()
+        while span is not None and span.end_ns:
+            span = span.parent
+        if span is not None and span.log is self and span.name == name:
+            self._end(span, failed)
+            return span
         while span is not None and (span.log is not self or span.name != name or span.end_ns):
             span = span.parent
-        if span is None:
-            return None
-        self.end_span(span, failed)
+        if span is not None:
+            self.end_span(span, failed)
         return span
 
     def end_span(self, span: OpenSpan, failed: bool) -> None:
         """Close a span, which may have begun in another task or thread."""
-        around = _innermost.get()
-        while around is not None and around is not span:
-            around = around.parent
-        while around is span and (inner := _innermost.get()) is not None and inner is not span:
-            if inner.log is self and not inner.end_ns:
-                self._end(inner, failed=True)
-            _innermost.set(inner.parent)
+        inside = []
+        inner = _innermost.get()
+        while inner is not None and inner is not span:
+            inside.append(inner)
+            inner = inner.parent
+        if inner is span:
+            for inner in inside:
+                if inner.log is self and not inner.end_ns:
+                    self._end(inner, failed=True)
+            _innermost.set(span.parent)
         if not span.end_ns:
             self._end(span, failed)
-        if around is span:
-            _innermost.set(span.parent)
 
     def _end(self, span: OpenSpan, failed: bool) -> None:
-        if span.mark is not None and self.end_mark is not None:
-            self.end_mark(span.mark)
+        mark = span.mark
+        if mark is not None and self.end_mark is not None:
+            self.end_mark(mark)
             span.mark = None
-        span.end_ns = clock.now_ns()
-        span.failed = failed
-        if not span.depth and self.outermost_ended is not None:
-            self.outermost_ended(span.name)
+        span.end_ns = end_ns = clock.now_ns()
+        if failed:
+            span.failed = True
+        if end_ns - span.begin_ns >= LONG_NS and self.long_stage_ended is not None and not span.depth():
+            self.long_stage_ended(span.name)
 
     def stop_marking(self) -> None:
         """Leave the marks that this thread has open; those of other threads are left open."""
@@ -234,25 +242,26 @@ class SpanLog:
                 end_mark(span.mark)
 
     def close(self) -> list[StageSpan]:
-        """Close what is still open, as failed, and return all spans in order of their begin."""
-        now_ns = clock.now_ns()
-        for span in self._spans:
+        """Close what is still open, as failed, and hand over all spans in order of their begin."""
+        closed_ns = clock.now_ns()
+        spans, self._spans, self.long_stage_ended = self._spans, [], None
+        for span in spans:
             if not span.end_ns:
-                span.end_ns = now_ns
+                span.end_ns = closed_ns
                 span.failed = True
         threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
-        spans = [
+        found = [
             StageSpan(
                 span.name,
                 span.begin_ns,
                 span.end_ns,
                 threads.get(span.thread) or span.thread,
-                span.depth,
+                span.depth(),
                 span.failed,
             )
-            for span in self._spans
+            for span in spans
         ]
-        return sorted(spans, key=lambda span: (span.begin_ns, span.depth))
+        return sorted(found, key=lambda span: (span.begin_ns, span.depth))
 
     def notes(self) -> list[str]:
         """Return what a user should know of the spans."""

@@ -59,8 +59,7 @@ class _Live:
     rollout_span: OpenSpan | None = None
 
     def begin_rollout(self) -> None:
-        self.spans.begin(ROLLOUT)
-        self.rollout_span = self.spans.innermost()
+        self.rollout_span = self.spans.begin(ROLLOUT)
 
     def end_rollout(self) -> None:
         """End the rollout, which may have begun in another task or thread."""

@@ -163,6 +163,14 @@ def _experimental_options() -> frozenset[str]:
     return frozenset(name for name in ("profile_all_threads", "trace_only") if name in signature)
 
 
+class _ShownNames(dict[str, str]):
+    """Stage names that Kineto can write: it loses other characters, and a quote breaks its JSON."""
+
+    def __missing__(self, name: str) -> str:
+        shown = "".join(_KINETO_TEXT.get(c) or (c if " " <= c <= "~" else f"<{ord(c):x}>") for c in name)
+        return self.setdefault(name, shown)
+
+
 class _TorchRecording(Recording):
     """Shows stages with torch's own ranges, in the cheapest suitable form.
 
@@ -180,32 +188,23 @@ class _TorchRecording(Recording):
         self._destination = destination
         self._options = options
         self._mini_batches = 0
-        self._shown: dict[str, str] = {}
+        self._shown = _ShownNames()
         self._on_accelerator = activities != [torch.profiler.ProfilerActivity.CPU]
         profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
         profiler.start()
-
-    def _shown_as(self, name: str) -> str:
-        """Return a name that Kineto can write: it loses other characters, and a quote breaks its JSON."""
-        try:
-            return self._shown[name]
-        except KeyError:
-            plain = "".join(_KINETO_TEXT.get(c) or (c if " " <= c <= "~" else f"<{ord(c):x}>") for c in name)
-            return self._shown.setdefault(name, plain)
 
     @property
     def marks(self) -> Marks:
         import torch
 
+        shown = self._shown
         if self._on_accelerator:
             enter = torch.autograd._record_function_with_args_enter
-            return Marks(
-                lambda name: enter(self._shown_as(name)), torch.autograd._record_function_with_args_exit
-            )
+            return Marks(lambda name: enter(shown[name]), torch.autograd._record_function_with_args_exit)
         fast_range = torch._C._profiler._RecordFunctionFast
 
         def begin(name: str) -> object:
-            mark = fast_range(self._shown_as(name))
+            mark = fast_range(shown[name])
             mark.__enter__()
             return mark
 
