@@ -44,7 +44,7 @@ def run(callback: ProfilingCallback, work: Work, steps: int = 3) -> None:
         callback.on_rollout_end({"rollout/seconds": 0.5})
         with callback.stage("update_actor"):
             work(step)
-        callback.on_step_end({"reward": step / 10, "text": "no number", "bad": float("nan")})
+        callback.on_step_end({"reward": step / 10, "text": "no number"})
     callback.on_train_end()
 
 

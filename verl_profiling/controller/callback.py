@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from verl_profiling.capture.stage import Stage, StageSink
 from verl_profiling.controller.hooks import Controller
+from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.targets import Round
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.settings.config import ProfilingConfig
@@ -101,12 +102,12 @@ class _Callback:
 
         Args:
             step: Number of the step.
-            metrics: The numbers; other values are left out.
+            metrics: The numbers, as for :meth:`ProfilingCallback.on_step_end`.
         """
         if self._controller is not None:
             try:
                 self._controller.add_metrics(step, metrics)
-            except OSError as error:
+            except Exception as error:
                 self._failed("add_metrics", error)
 
     @property
@@ -118,9 +119,13 @@ class _Callback:
         controller = self._controller
         return controller if controller is not None and controller.wants(step) else None
 
-    def _live(self) -> Controller | None:
+    def _live(self, event: Callable[[LoopOrder], None] | None = None) -> Controller | None:
         controller = self._controller
-        return controller if controller is not None and controller.live is not None else None
+        if controller is None:
+            return None
+        if event is not None:
+            event(controller.order)
+        return controller if controller.live is not None else None
 
     def _enter(self) -> None:
         if self._entered:
@@ -190,34 +195,39 @@ class ProfilingCallback(_Callback):
         Args:
             step: Number of the step, as the loop counts it.
             policy_version: Version of the weights that generate, where the loop reports one.
+
+        Raises:
+            TypeError: The step is no whole number.
         """
         if (controller := self._wanting(step)) is not None:
             self._drive("on_step_begin", controller.step_begin(step, policy_version))
 
     def on_rollout_begin(self) -> None:
         """Begin generation: opens the window of rollout engines in discrete mode."""
-        if (controller := self._live()) is not None:
+        if (controller := self._live(LoopOrder.rollout_begins)) is not None:
             self._drive("on_rollout_begin", controller.rollout_begin())
 
     def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """End generation.
 
         Args:
-            metrics: Numbers to keep with the step; other values are left out.
+            metrics: Numbers to keep with the step. Other values are left out, and ones that are not
+                finite are named in the manifest's notes.
         """
-        if (controller := self._live()) is not None:
+        if (controller := self._live(LoopOrder.rollout_ends)) is not None:
             self._drive("on_rollout_end", controller.rollout_end(metrics))
 
     def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """End a step: stops all workers, collects their results, writes the step folder.
 
         Args:
-            metrics: Numbers to keep with the step; other values are left out.
+            metrics: Numbers to keep with the step. Other values are left out, and ones that are not
+                finite are named in the manifest's notes.
 
         Raises:
             ProfilingError: A capture failed, and the settings are strict.
         """
-        if (controller := self._live()) is not None:
+        if (controller := self._live(LoopOrder.step_ends)) is not None:
             self._drive("on_step_end", controller.step_end(metrics))
 
     def on_exception(self, error: BaseException) -> None:
@@ -281,17 +291,17 @@ class AsyncProfilingCallback(_Callback):
 
     async def on_rollout_begin(self) -> None:
         """See :meth:`ProfilingCallback.on_rollout_begin`."""
-        if (controller := self._live()) is not None:
+        if (controller := self._live(LoopOrder.rollout_begins)) is not None:
             await self._drive("on_rollout_begin", controller.rollout_begin())
 
     async def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ProfilingCallback.on_rollout_end`."""
-        if (controller := self._live()) is not None:
+        if (controller := self._live(LoopOrder.rollout_ends)) is not None:
             await self._drive("on_rollout_end", controller.rollout_end(metrics))
 
     async def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ProfilingCallback.on_step_end`."""
-        if (controller := self._live()) is not None:
+        if (controller := self._live(LoopOrder.step_ends)) is not None:
             await self._drive("on_step_end", controller.step_end(metrics))
 
     async def on_exception(self, error: BaseException) -> None:

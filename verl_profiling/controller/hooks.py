@@ -7,12 +7,12 @@ round, so a hook is a generator here, and they drive it.
 from __future__ import annotations
 
 import logging
-import math
 import uuid
 from asyncio import AbstractEventLoop
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import OpenSpan, SpanLog
+from verl_profiling.controller.loop_metrics import finite_numbers
+from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.controller.targets import Call, Round, Target, Worker, make_targets
@@ -55,8 +57,14 @@ class _Live:
     rollout_requests: Iterator[CaptureRequest]
     spans: SpanLog = field(default_factory=SpanLog)
     metrics: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     rollout_request: CaptureRequest | None = None
     rollout_span: OpenSpan | None = None
+
+    def keep(self, metrics: Mapping[str, Any] | None) -> None:
+        numbers, notes = finite_numbers(metrics)
+        self.metrics.update(numbers)
+        self.notes += notes
 
     def begin_rollout(self) -> None:
         self.rollout_span = self.spans.begin(ROLLOUT)
@@ -75,6 +83,7 @@ class Controller:
         live: The capture that is open; ``None`` whenever nothing records.
         sink: Where the controller's stages go; ``None`` whenever nothing records.
         last_folder: Step folder of the last capture, once written.
+        order: The order of the loop's calls.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
@@ -90,6 +99,7 @@ class Controller:
         self._unanswered: list[Call] = []
         self._captures = count(1)
         self._notes: list[str] = []
+        self.order = LoopOrder()
 
     def add(self, role: str, workers: Any, is_rollout: bool, loop: AbstractEventLoop | None) -> None:
         """Register workers; those registered under another role already get one name more.
@@ -108,8 +118,18 @@ class Controller:
                 self._targets.append(target)
 
     def wants(self, step: int) -> bool:
-        """Return whether a step needs any work at all."""
-        return self.live is not None or self.config.schedule.action(step) is not Action.OFF
+        """Take note that a step begins; return whether it needs any work at all.
+
+        Raises:
+            TypeError: The step is no whole number.
+        """
+        try:
+            number = index(step)
+        except TypeError:
+            raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
+        action = self.config.schedule.action(number)
+        self.order.step_begins(number, action is Action.RECORD)
+        return self.live is not None or action is not Action.OFF
 
     def check_selection(self, capturing: bool = False) -> None:
         """Warn of roles in the settings that no worker has; once a step is captured, of no workers at all."""
@@ -131,7 +151,7 @@ class Controller:
 
     def step_begin(self, step: int, policy_version: int | None) -> Iterator[Round]:
         """Open a capture, or go on with one that covers several steps."""
-        live = self.live
+        step, live = index(step), self.live
         if live is not None:
             if live.steps[-1] < step <= live.step_range.last:
                 live.steps.append(step)
@@ -171,7 +191,7 @@ class Controller:
         if live is None:
             return
         live.end_rollout()
-        live.metrics.update(_numbers(metrics))
+        live.keep(metrics)
         yield from self._close_rollout_window(live)
 
     def step_end(self, metrics: Mapping[str, Any] | None) -> Iterator[Round]:
@@ -179,7 +199,7 @@ class Controller:
         live = self.live
         if live is None:
             return
-        live.metrics.update(_numbers(metrics))
+        live.keep(metrics)
         if live.steps[-1] >= live.step_range.last:
             yield from self.close(complete=True)
 
@@ -190,7 +210,7 @@ class Controller:
             OSError: The step folder cannot be written.
         """
         if self._folders.wrote_last(step):
-            self._folders.add_metrics(_numbers(metrics))
+            self._folders.add_metrics(*finite_numbers(metrics))
 
     def close(self, complete: bool) -> Iterator[Round]:
         """Stop all workers and write the step folder.
@@ -225,7 +245,7 @@ class Controller:
             workers=participants.results(),
             clocks=participants.clocks(),
             metrics=live.metrics,
-            notes=[*self._notes, *participants.notes, *live.spans.notes()],
+            notes=[*self._notes, *live.notes, *participants.notes, *live.spans.notes()],
         )
         if live.request.keep:
             self._folders.write(live.folder, manifest)
@@ -252,8 +272,16 @@ class Controller:
             for finished in getattr(call.reply(), "finished", ()):
                 self._folders.note(finished)
         self._folders.flush()
+        self.order.train_ends(self.config.schedule)
 
     def _open(self, step_range: StepRange, step: int, policy_version: int | None) -> _Live:
+        notes = []
+        try:
+            policy_version = None if policy_version is None else index(policy_version)
+        except TypeError:
+            kind = type(policy_version).__name__
+            notes = [f"policy_version is a {kind}, not a whole number: left out"]
+            policy_version = None
         keep = step_range.action is Action.RECORD
         folder = self._folders.make(step) if keep else self._folders.path(step)
         request = CaptureRequest(
@@ -273,7 +301,7 @@ class Controller:
         participants = Participants(self.config, self._known)
         if keep:
             participants.notes += self._folders.notes_on(folder, step)
-        return _Live(step_range, request, folder, participants, clock.now_ns(), [step], windows)
+        return _Live(step_range, request, folder, participants, clock.now_ns(), [step], windows, notes=notes)
 
     def _start(self, live: _Live, targets: Iterable[Target], request: CaptureRequest) -> Iterator[Round]:
         round_ = Round(self._send(targets, "start_capture", request), self.config.timeouts.start_s)
@@ -332,18 +360,3 @@ class Controller:
 
     def _has_windows(self, target: Target) -> bool:
         return target.is_rollout and self.config.for_role(target.roles[0]).mode == "discrete"
-
-
-def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the entries that are finite numbers (NumPy's and torch's scalars too), as floats."""
-    numbers = {}
-    for name, value in (metrics or {}).items():
-        if isinstance(value, str):
-            continue
-        try:
-            number = float(value)
-        except (TypeError, ValueError, RuntimeError):
-            continue
-        if math.isfinite(number):
-            numbers[str(name)] = number
-    return numbers

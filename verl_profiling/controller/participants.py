@@ -11,6 +11,7 @@ import msgspec
 
 from verl_profiling.capture.messages import CaptureRequest, Finished, StartReply, StopReply
 from verl_profiling.clock import Handshake, best_handshake
+from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.targets import Call, Round, Target, Worker
 from verl_profiling.identity import WorkerIdentity, clock_domain
 from verl_profiling.manifest import CaptureCost, CaptureResult, CaptureStatus, HostClock, Rpc
@@ -224,8 +225,11 @@ class Participants:
 
 def _labelled(result: CaptureResult, request: CaptureRequest, target: Target) -> CaptureResult:
     """Return a result with what the worker does not know, or says of all its artifacts together."""
+    metrics, notes = finite_numbers(result.metrics)
     return msgspec.structs.replace(
         result,
+        metrics=metrics,
+        notes=[*result.notes, *(f"{result.name}: {note}" for note in notes)],
         roles=list(dict.fromkeys([*result.roles, *target.roles])),
         artifacts=[
             msgspec.structs.replace(artifact, step=request.step, policy_versions=result.policy_versions)

@@ -86,13 +86,15 @@ class StepFolders:
         """Return whether the capture that was written last is of that step."""
         return self._last is not None and step in self._last.manifest.steps
 
-    def add_metrics(self, metrics: dict[str, float]) -> None:
-        """Add numbers to the manifest that was written last."""
+    def add_metrics(self, metrics: dict[str, float], notes: list[str]) -> None:
+        """Add numbers, and notes on them, to the manifest that was written last."""
         written = self._last
         if written is None:
             return
-        merged = {**written.manifest.metrics, **metrics}
-        written.manifest = msgspec.structs.replace(written.manifest, metrics=merged)
+        manifest = written.manifest
+        written.manifest = msgspec.structs.replace(
+            manifest, metrics={**manifest.metrics, **metrics}, notes=[*manifest.notes, *notes]
+        )
         write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
 
     def note(self, finished: Finished) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 
@@ -108,6 +108,15 @@ class Schedule:
         if index < 0 or (self.repeat and cycle >= self.repeat) or position < self.wait:
             return Action.OFF
         return Action.WARMUP if position < self.wait + self.warmup else Action.RECORD
+
+    def in_words(self) -> str:
+        """Return which steps these settings choose, e.g. ``schedule.every=10``."""
+        given = [
+            f"schedule.{field.name}={value}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return ", ".join(given) or f"schedule is every step from {self.first_step} on"
 
     def last_step(self, limit: int | None = None) -> int | None:
         """Return the last step that may be captured, or ``None`` when there is no end.

@@ -1,0 +1,204 @@
+"""What loops hand over besides workers: a captured step takes whatever another step takes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from fleet import TrainWorker
+from test_callback import configured, local_worker, manifest, run
+
+from verl_profiling import ProfilingCallback
+from verl_profiling.capture.messages import StopReply
+from verl_profiling.capture.session import Session
+from verl_profiling.controller.loop_metrics import finite_numbers
+
+
+class Hostile:
+    """A value, and a name, that raises whatever is done with it."""
+
+    def __float__(self) -> float:
+        raise AttributeError("lazy")
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+class Broken(dict[str, float]):
+    """A mapping that cannot be read."""
+
+    def items(self) -> Any:
+        raise KeyError("lost")
+
+
+ODD: dict[Any, Any] = {
+    "plain": 1,
+    7: 2.5,
+    None: 3,
+    ("a", 1): 4,
+    "numpy": numpy.float32(0.5),
+    "numpy int": numpy.int64(6),
+    "torch": torch.tensor(7),
+    "fraction": Fraction(1, 4),
+    "\udcff": 8,
+    "text": "9",
+    "bytes": b"10",
+    "vector": torch.ones(2),
+    "array": numpy.ones(2),
+    "nothing": None,
+    "huge": 10**400,
+    "list": [1],
+    "hostile": Hostile(),
+    Hostile(): 11,
+    "nan": math.nan,
+    "infinite": -math.inf,
+    "torch nan": torch.tensor(math.nan),
+}
+
+
+def test_numbers_are_kept_and_what_is_not_finite_is_named() -> None:
+    """Names become text; what is no number is left out."""
+    numbers, notes = finite_numbers(ODD)
+    assert numbers == {
+        "plain": 1.0,
+        "7": 2.5,
+        "None": 3.0,
+        "('a', 1)": 4.0,
+        "numpy": 0.5,
+        "numpy int": 6.0,
+        "torch": 7.0,
+        "fraction": 0.25,
+        "?": 8.0,
+    }
+    assert {type(value) for value in numbers.values()} == {float}
+    assert notes == [
+        "metrics that are not finite were left out: nan is nan, infinite is -inf, torch nan is nan"
+    ]
+
+
+def test_only_some_are_named_where_all_are_not_finite() -> None:
+    """A diverged run must not fill its manifests with names."""
+    _, [note] = finite_numbers({f"loss{index}": math.nan for index in range(1000)})
+    assert note.endswith("loss9 is nan and 990 more")
+
+
+@pytest.mark.parametrize("metrics", [[1, 2], numpy.ones(3), "loss", 3, Broken(), Hostile()])
+@pytest.mark.parametrize("strict", [False, True])
+def test_metrics_of_any_kind_never_end_training(
+    tmp_path: Path, session: Session, metrics: Any, strict: bool
+) -> None:
+    """The step is captured and whole, and a note names what was handed over."""
+    config = configured(tmp_path, strict=strict)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    with callback:
+        for step in range(1, 4):
+            callback.on_step_begin(step)
+            callback.on_rollout_begin()
+            callback.on_rollout_end(metrics)
+            callback.on_step_end(metrics)
+            callback.add_metrics(step, metrics)
+    written = manifest(config)
+    assert (written.complete, written.metrics) == (True, {})
+    assert written.notes
+    assert all(type(metrics).__name__ in note for note in written.notes)
+
+
+def test_odd_numbers_reach_the_manifest(tmp_path: Path, session: Session) -> None:
+    """From all three hooks that take metrics; the manifest is JSON that every reader takes."""
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    callback.on_step_begin(2)
+    callback.on_rollout_begin()
+    callback.on_rollout_end({"entropy": math.nan})
+    callback.on_step_end(ODD)
+    callback.add_metrics(2, {"late": math.inf, "kept": 1})
+    written = manifest(config)
+    assert (written.metrics["7"], written.metrics["kept"]) == (2.5, 1.0)
+    named = [note.partition(": ")[2].partition(",")[0] for note in written.notes]
+    assert named == ["entropy is nan", "nan is nan", "late is inf"]
+    json.loads(
+        (Path(config.save_path) / "step_000002" / "manifest.json").read_text(), parse_constant=pytest.fail
+    )
+
+
+@pytest.mark.parametrize("number", [numpy.int64(2), torch.tensor(2), True + 1])
+def test_whole_numbers_of_any_type_are_steps(tmp_path: Path, session: Session, number: Any) -> None:
+    """Also as policy version."""
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    callback.on_step_begin(number, number)
+    callback.on_step_end()
+    assert (manifest(config).step, manifest(config).policy_version) == (2, 2)
+
+
+@pytest.mark.parametrize("step", ["2", 2.0, None, [2]])
+@pytest.mark.parametrize("schedule", [{"steps": [2]}, {"every": 2}, {"wait": 1}])
+def test_a_step_that_is_no_whole_number_is_refused_on_every_step_alike(
+    tmp_path: Path, step: Any, schedule: dict[str, Any]
+) -> None:
+    """With a sentence, not only where the schedule happens to compare it."""
+    callback = ProfilingCallback(configured(tmp_path, schedule=schedule))
+    with pytest.raises(TypeError, match=f"a step is a whole number, not {type(step).__name__}"):
+        callback.on_step_begin(step)
+
+
+def test_a_policy_version_that_is_no_number_is_noted(tmp_path: Path, session: Session) -> None:
+    """The step is captured without it; on other steps nobody looks at it."""
+    config = configured(tmp_path, strict=True)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    for step in (1, 2):
+        callback.on_step_begin(step, "v3")  # type: ignore[arg-type]
+        callback.on_step_end()
+    written = manifest(config)
+    assert written.policy_version is None
+    assert written.notes == ["policy_version is a str, not a whole number: left out"]
+
+
+def test_numbers_of_a_worker_that_are_not_finite_are_named(tmp_path: Path, session: Session) -> None:
+    """A tool may measure anything; the manifest stays readable."""
+
+    class Measuring(TrainWorker):
+        def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+            reply = super().stop_capture(capture_id, finish_s)
+            reply.result.metrics.update(watts=math.nan, volts=12.0)
+            return reply
+
+    config = configured(tmp_path)
+    worker = Measuring()
+    worker.set_up(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    run(callback, lambda step: None)
+    [result] = manifest(config).workers
+    assert result.metrics["volts"] == 12.0
+    assert result.notes == ["actor_rank0: metrics that are not finite were left out: watts is nan"]
+
+
+def test_mappings_that_are_no_dict_are_read(tmp_path: Path) -> None:
+    """A loop's own mapping is as good."""
+
+    class Own(Mapping[str, float]):
+        def __getitem__(self, key: str) -> float:
+            return {"a": 1.0}[key]
+
+        def __iter__(self) -> Any:
+            return iter(["a"])
+
+        def __len__(self) -> int:
+            return 1
+
+    assert finite_numbers(Own()) == ({"a": 1.0}, [])
+    assert finite_numbers(None) == ({}, [])

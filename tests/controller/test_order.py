@@ -1,0 +1,141 @@
+"""What the loop calls in the wrong order, or never: it is said once, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_callback import configured, local_worker, manifest, run
+
+from verl_profiling import AsyncProfilingCallback, ProfilingCallback
+from verl_profiling.capture.session import Session
+
+
+def loop(callback: ProfilingCallback, first: int, last: int) -> None:
+    """Run steps, begun and ended."""
+    with callback:
+        for step in range(first, last + 1):
+            callback.on_step_begin(step)
+            callback.on_step_end()
+
+
+def test_ends_without_begins_are_said_once(tmp_path: Path, session: Session, caplog: Any) -> None:
+    """On steps that are captured and on others; the next steps are as they should be."""
+    config = configured(tmp_path, schedule={"steps": [1, 2]})
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    for _ in range(3):
+        callback.on_step_end()
+        callback.on_rollout_end()
+    step_end, rollout_end = caplog.messages
+    assert step_end == "on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first"
+    assert rollout_end.startswith("on_rollout_end without on_rollout_begin: the rollout has no begin")
+    caplog.clear()
+    callback.on_step_begin(1)
+    callback.on_rollout_end()
+    callback.on_step_end()
+    callback.on_step_end()
+    run(callback, lambda step: None, steps=2)
+    assert not caplog.messages
+    assert manifest(config, 2).complete
+
+
+async def test_a_coroutines_ends_without_begins_are_said_once(tmp_path: Path, caplog: Any) -> None:
+    """As in an ordinary loop."""
+    callback = AsyncProfilingCallback(configured(tmp_path))
+    for _ in range(2):
+        await callback.on_step_end()
+        await callback.on_rollout_end()
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "on_step_end without on_step_begin",
+        "on_rollout_end without on_rollout_begin",
+    ]
+
+
+def test_a_loop_in_order_is_told_nothing(tmp_path: Path, session: Session, caplog: Any) -> None:
+    """Nor one that generates several times in a step, or leaves a step out."""
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    with callback:
+        for step in (1, 2, 4):
+            callback.on_step_begin(step)
+            for _ in range(2):
+                callback.on_rollout_begin()
+                callback.on_rollout_end()
+            callback.on_step_end()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ran", "said"),
+    [
+        (
+            {"steps": [2, 100, 200]},
+            (1, 3),
+            "schedule.steps: steps 100, 200 never came; the loop ran from step 1 to step 3",
+        ),
+        ({"steps": [100]}, (1, 3), "schedule.steps: step 100 never came; the loop ran from step 1 to step 3"),
+        ({"steps": [1]}, (2, 3), "schedule.steps: step 1 never came; the loop ran from step 2 to step 3"),
+        (
+            {"steps": list(range(10, 30))},
+            (1, 3),
+            "schedule.steps: steps 10, 11, 12, 13, 14, 15, 16, 17, 18, 19 and 10 more never came; "
+            "the loop ran from step 1 to step 3",
+        ),
+        (
+            {"every": 50},
+            (1, 3),
+            "schedule: no step was captured; the loop ran from step 1 to step 3, and schedule.every=50",
+        ),
+        (
+            {"skip_first": 2, "warmup": 1},
+            (1, 3),
+            "schedule: no step was captured; the loop ran from step 1 to step 3, "
+            "and schedule.skip_first=2, schedule.warmup=1",
+        ),
+        (
+            {"first_step": 7},
+            (1, 3),
+            "schedule: no step was captured; the loop ran from step 1 to step 3, and schedule.first_step=7",
+        ),
+    ],
+)
+def test_steps_that_never_came_are_said_when_training_ends(
+    tmp_path: Path, session: Session, caplog: Any, schedule: dict[str, Any], ran: tuple[int, int], said: str
+) -> None:
+    """Which ones, and how far the loop got; a second end of training says nothing new."""
+    config = configured(tmp_path, schedule=schedule)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    loop(callback, *ran)
+    callback.on_train_end()
+    assert caplog.messages == [said]
+
+
+def test_a_resumed_run_is_not_asked_for_the_steps_before_it(
+    tmp_path: Path, session: Session, caplog: Any
+) -> None:
+    """What it has left to capture, it captured."""
+    config = configured(tmp_path, schedule={"steps": [2, 102]})
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    loop(callback, 100, 103)
+    assert not caplog.messages
+
+
+def test_a_loop_that_begins_no_step_is_said(tmp_path: Path, caplog: Any) -> None:
+    """Somebody forgot the hooks, and would wait for a folder in vain."""
+    with ProfilingCallback(configured(tmp_path)):
+        pass
+    assert caplog.messages == ["training ends and on_step_begin(step) was never called: nothing was captured"]
+
+
+def test_nothing_is_said_when_profiling_is_off(tmp_path: Path, caplog: Any) -> None:
+    """Whatever the loop calls."""
+    callback = ProfilingCallback(configured(tmp_path, enable=False))
+    callback.on_step_end()
+    callback.on_rollout_end()
+    loop(callback, 5, 6)
+    assert not caplog.messages
