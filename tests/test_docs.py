@@ -160,3 +160,12 @@ def test_notebook_cell_of_the_callback_page_runs(tmp_path: Path, session: Sessio
     asyncio.run(eval(compile(cell, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names))
     manifest = read_manifest(next(tmp_path.rglob("step_*")))
     assert [span.name for span in manifest.workers[0].stages] == ["update_actor"]
+
+
+def test_landing_page_shows_what_the_readme_shows() -> None:
+    """The same loop, which a test of the README runs; and every page has a place in the contents."""
+    landing = (ROOT / "docs" / "index.md").read_text()
+    loop = re.findall(r"^```python\n.*?^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    assert loop in landing
+    listed = set(re.findall(r"^(\w+)$", landing, re.MULTILINE))
+    assert listed == {page.stem for page in PAGES} - {"index"}

@@ -105,6 +105,22 @@ def test_extras_exist(words: list[str]) -> None:
     assert set(",".join(asked).split(",")) - {""} <= set(setup["options.extras_require"])
 
 
+def test_every_extra_is_in_the_table() -> None:
+    """The README's table of extras has each one that a user may install, and no other."""
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(ROOT / "setup.cfg")
+    _, _, section = (ROOT / "README.md").read_text().partition("## Install")
+    rows = re.findall(r"^\| (`.*?) \|", section.partition("\n## ")[0], re.MULTILINE)
+    named = {extra for row in rows for extra in re.findall(r"`(\w+)`", row)}
+    assert named == set(setup["options.extras_require"]) - {"test", "docs", "dev"}
+
+
+def test_no_page_installs_from_an_index() -> None:
+    """`pip install verl-profiling` is written nowhere, as long as no index has it."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")]
+    assert [page.name for page in pages if re.search(r"pip install '?verl.profiling", page.read_text())] == []
+
+
 def test_every_command_is_checked() -> None:
     """No shell block holds a program that the tests above pass over."""
     assert len(commands(*RUNNABLE, "make", "pip")) == len({tuple(words) for words in shell_lines()})
