@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_profiling import clock, identity
+from verl_profiling import clock
 from verl_profiling.clock import Handshake, best_handshake, now_ns, read_anchor
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.testing import shifted_clock
@@ -59,4 +59,4 @@ def test_a_shifted_clock_is_another_host_for_a_while() -> None:
         assert read_anchor().unix_ns - before >= 10**15
         assert WorkerIdentity(role="actor").clock_domain == "elsewhere"
     assert clock.now_ns() - before < 10**12
-    assert WorkerIdentity(role="actor").clock_domain == identity.clock_domain() != "elsewhere"
+    assert WorkerIdentity(role="actor").clock_domain == clock.domain() != "elsewhere"

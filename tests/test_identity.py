@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_profiling.identity import WorkerIdentity, artifact_name, clock_domain, safe_name, step_folder_name
+from verl_profiling import clock
+from verl_profiling.identity import WorkerIdentity, artifact_name, safe_name, step_folder_name
 
 
 def test_a_worker_is_called_by_role_and_rank() -> None:
@@ -41,7 +42,7 @@ def test_people_see_where_a_worker_runs() -> None:
 def test_processes_of_one_machine_share_a_clock_domain() -> None:
     """The domain does not depend on the process, and an identity carries it through pickling."""
     worker = WorkerIdentity(role="actor")
-    assert worker.clock_domain == clock_domain() != ""
+    assert worker.clock_domain == clock.domain() != ""
     assert pickle.loads(pickle.dumps(worker)) == worker
 
 

@@ -27,12 +27,11 @@ HEAVY = (
 
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
-    ("errors",),
+    ("errors", "clock"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
     ("timeline",),
     ("report",),
-    ("clock",),
     ("tools interface",),
     ("settings",),
     ("tools",),
@@ -44,7 +43,7 @@ FLOORS = (
 # What a tool is, and their names: settings know that, and the tools themselves know settings.
 TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
-SHARED = ("errors", "identity", "manifest", "nsys_ranges")
+SHARED = ("errors", "clock", "identity", "manifest", "nsys_ranges")
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Looks at settings and machine before a run: on neither side, and known to its command alone.
 DOCTOR = ("doctor", "commands.doctor")

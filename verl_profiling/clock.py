@@ -2,15 +2,63 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
-from verl_profiling.manifest import ClockAnchor
+import msgspec
 
-__all__ = ["Handshake", "best_handshake", "now_ns", "read_anchor"]
+__all__ = ["ClockAnchor", "Handshake", "best_handshake", "domain", "now_ns", "read_anchor", "replaced"]
 
 now_ns = time.time_ns
+
+
+@cache
+def _kernel_domain() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+_domain = _kernel_domain
+
+
+def domain() -> str:
+    """Return a name shared by exactly the processes that read the same system clock.
+
+    Containers on one machine have different host names but one kernel, hence one clock. So the
+    kernel's boot id is the name; where there is none, the host name is used.
+    """
+    return _domain()
+
+
+@contextmanager
+def replaced(clock: Callable[[], int], named: str) -> Iterator[None]:
+    """Read another clock while the block runs; for tests.
+
+    Args:
+        clock: Returns unix nanoseconds.
+        named: What :func:`domain` returns meanwhile.
+    """
+    global now_ns, _domain
+    before = now_ns, _domain
+    now_ns, _domain = clock, lambda: named  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        now_ns, _domain = before
+
+
+class ClockAnchor(msgspec.Struct, frozen=True):
+    """One instant read on two clocks of one process, in nanoseconds."""
+
+    unix_ns: int
+    monotonic_ns: int
 
 
 def read_anchor() -> ClockAnchor:

@@ -5,34 +5,25 @@ from __future__ import annotations
 import os
 import re
 import socket
-from functools import cache
 from pathlib import Path
 
 import msgspec
 
+from verl_profiling import clock
+
 __all__ = [
+    "ROLLOUT_ROLE",
     "ProcessId",
     "WorkerIdentity",
     "artifact_name",
-    "clock_domain",
     "safe_name",
     "step_folder_name",
 ]
 
+ROLLOUT_ROLE = "rollout"
+"""The role whose workers are replicas of an engine: what decides before a worker has said who it is."""
+
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
-
-
-@cache
-def clock_domain() -> str:
-    """Return a name shared by exactly the processes that read the same system clock.
-
-    Containers on one machine have different host names but one kernel, hence one clock. So the
-    kernel's boot id is the name; where there is none, the host name is used.
-    """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +31,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: Host name, for people.
-        clock_domain: See :func:`clock_domain`; the machine.
+        clock_domain: See :func:`verl_profiling.clock.domain`; the machine.
         pid: Its process id.
         namespace: Namespace that ``pid`` counts in (containers have their own), where there are any.
         started: When it started, in the kernel's ticks: a later process may get the same id.
@@ -58,7 +49,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
         pid = os.getpid()
         return cls(
             host=socket.gethostname(),
-            clock_domain=clock_domain(),
+            clock_domain=clock.domain(),
             pid=pid,
             namespace=_pid_namespace(),
             started=_start_ticks(pid),
@@ -66,7 +57,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
     def alive(self) -> bool | None:
         """Return whether it still runs; ``None`` where that cannot be seen from here."""
-        if (self.clock_domain, self.namespace) != (clock_domain(), _pid_namespace()):
+        if (self.clock_domain, self.namespace) != (clock.domain(), _pid_namespace()):
             return None
         try:
             os.kill(self.pid, 0)
@@ -108,7 +99,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1, "tp": 0}``.
         sizes: Number of ranks along these dimensions, where known.
         host: Host name, to be shown.
-        clock_domain: See :func:`clock_domain`; equal domains need no clock correction.
+        clock_domain: See :func:`verl_profiling.clock.domain`; equal domains need no clock correction.
         pid: Process id on ``host``.
     """
 
@@ -120,8 +111,13 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     topology: dict[str, int] = {}
     sizes: dict[str, int] = {}
     host: str = msgspec.field(default_factory=socket.gethostname)
-    clock_domain: str = msgspec.field(default_factory=lambda: clock_domain())
+    clock_domain: str = msgspec.field(default_factory=lambda: clock.domain())
     pid: int = msgspec.field(default_factory=os.getpid)
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether this is a replica of an engine, whose ranks are lanes of it."""
+        return self.replica is not None
 
     @property
     def name(self) -> str:
@@ -130,7 +126,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         For a rank of a model-parallel group the coordinates follow: ``actor_rank3_tp1_pp1``. The
         data-parallel ones are left out, because the rank implies them.
         """
-        if self.replica is not None:
+        if self.is_engine:
             return f"{safe_name(self.role)}{self.replica}"
         split = (
             f"_{safe_name(dimension)}{index}"
@@ -145,12 +141,12 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             rank: For a replica, the tensor-parallel rank inside it (default 0).
         """
-        if self.replica is not None:
+        if self.is_engine:
             return f"{self.name}_rank{rank or 0}"
         return self.name
 
     def __str__(self) -> str:
-        if self.replica is not None:
+        if self.is_engine:
             return f"{self.role} replica {self.replica} node {self.node_rank} (pid {self.pid} on {self.host})"
         return f"{self.role} rank {self.rank} (pid {self.pid} on {self.host})"
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from verl_profiling.clock import ClockAnchor
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId, WorkerIdentity
 
@@ -25,7 +26,6 @@ __all__ = [
     "Artifact",
     "CaptureCost",
     "CaptureResult",
-    "ClockAnchor",
     "HostClock",
     "Manifest",
     "Request",
@@ -47,13 +47,6 @@ CONTROLLER_TRACE_NAME = "controller.trace.json.gz"
 
 ArtifactStatus = Literal["ok", "pending", "missing", "empty", "truncated", "failed", "skipped"]
 CaptureStatus = Literal["ok", "failed", "empty", "truncated", "skipped"]
-
-
-class ClockAnchor(msgspec.Struct, frozen=True):
-    """One instant read on two clocks of one process, in nanoseconds."""
-
-    unix_ns: int
-    monotonic_ns: int
 
 
 class StageSpan(msgspec.Struct, frozen=True):

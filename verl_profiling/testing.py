@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling import clock, identity
+from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.session import process_session
 from verl_profiling.identity import WorkerIdentity
@@ -121,13 +121,9 @@ def shifted_clock(offset_ns: int, domain: str = "shifted") -> Iterator[None]:
         offset_ns: How far it is ahead, in nanoseconds.
         domain: Name of the clock domain.
     """
-    true_now_ns, true_domain = clock.now_ns, identity.clock_domain
-    clock.now_ns = lambda: true_now_ns() + offset_ns
-    identity.clock_domain = lambda: domain  # type: ignore[assignment]
-    try:
+    true_now_ns = clock.now_ns
+    with clock.replaced(lambda: true_now_ns() + offset_ns, domain):
         yield
-    finally:
-        clock.now_ns, identity.clock_domain = true_now_ns, true_domain
 
 
 def leaks() -> list[str]:

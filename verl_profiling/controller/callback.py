@@ -27,6 +27,7 @@ from verl_profiling.controller.hooks import Controller
 from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.targets import Round
 from verl_profiling.errors import CaptureStateError
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["AsyncProfilingCallback", "ProfilingCallback"]
@@ -69,7 +70,7 @@ class _Callback:
             ConfigError: There are none, or one has no capture methods.
         """
         if self._controller is not None:
-            self._controller.add(role, workers, is_rollout=False, loop=loop)
+            self._controller.add(role, workers, loop)
 
     def add_rollout(self, replicas: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Add the rollout replicas, in order of their index.
@@ -82,7 +83,7 @@ class _Callback:
             ConfigError: There are none, or one has no capture methods.
         """
         if self._controller is not None:
-            self._controller.add("rollout", replicas, is_rollout=True, loop=loop)
+            self._controller.add(ROLLOUT_ROLE, replicas, loop)
 
     def stage(self, name: str) -> Stage:
         """Return a stage of the controller, as context manager or decorator.

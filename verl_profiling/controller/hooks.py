@@ -101,7 +101,7 @@ class Controller:
         self._notes: list[str] = []
         self.order = LoopOrder()
 
-    def add(self, role: str, workers: Any, is_rollout: bool, loop: AbstractEventLoop | None) -> None:
+    def add(self, role: str, workers: Any, loop: AbstractEventLoop | None) -> None:
         """Register workers; those registered under another role already get one name more.
 
         Raises:
@@ -111,7 +111,6 @@ class Controller:
             raise ConfigError("", f"role {role!r} has its workers already; add all of a role at once")
         by_key = {target.key: target for target in self._targets}
         for target in make_targets(role, workers, loop):
-            target.is_rollout = is_rollout
             if (known := by_key.get(target.key)) is not None:
                 known.roles.append(role)
             else:

@@ -9,11 +9,12 @@ from typing import TypeVar
 
 import msgspec
 
+from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, Finished, StartReply, StopReply
 from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.targets import Call, Round, Target, Worker
-from verl_profiling.identity import WorkerIdentity, clock_domain
+from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureCost, CaptureResult, CaptureStatus, HostClock, Rpc
 from verl_profiling.settings.config import ProfilingConfig
 
@@ -103,7 +104,7 @@ class Participants:
         """Return one target for each clock that is not the controller's."""
         found: dict[str, Target] = {}
         for (target, _), entry in self._all.items():
-            if entry.started is not None and entry.identity.clock_domain != clock_domain():
+            if entry.started is not None and entry.identity.clock_domain != clock.domain():
                 found.setdefault(entry.identity.clock_domain, target)
         return list(found.values())
 
@@ -208,7 +209,7 @@ class Participants:
         side.setdefault(identity.clock_domain, []).append(handshake)
 
     def _clock(self, domain: str, host: str) -> HostClock:
-        if domain == clock_domain():
+        if domain == clock.domain():
             return HostClock(host=host, clock_domain=domain)
         opening, closing = self._opening[domain], self._closing.get(domain, [])
         first, last = best_handshake(opening), best_handshake(closing or opening)

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl_profiling import clock
 from verl_profiling.errors import ConfigError
+from verl_profiling.identity import ROLLOUT_ROLE
 
 __all__ = ["Call", "Round", "Target", "Worker", "make_targets"]
 
@@ -104,15 +105,17 @@ class Target(ABC):
         roles: The names it was added under; several for one process with several roles.
         size: How many workers answer a call.
         first: Index of the first of them among the workers of its role.
-        is_rollout: Each of them is a rollout replica.
     """
-
-    is_rollout = False
 
     def __init__(self, role: str, first: int, size: int) -> None:
         self.roles = [role]
         self.first = first
         self.size = size
+
+    @property
+    def is_rollout(self) -> bool:
+        """Whether each of them is a replica of an engine."""
+        return self.roles[0] == ROLLOUT_ROLE
 
     @property
     @abstractmethod

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_profiling.errors import ConfigError
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings import launch
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.launch import worker_runtime_env
@@ -20,7 +21,6 @@ from verl_profiling.settings.launch import worker_runtime_env
 __all__ = ["expected_ranges", "hook_vllm_replica", "hook_worker_groups", "start_workers_under_nsys"]
 
 _TRAINING = ("actor", "ref", "critic")
-_ROLLOUT = "rollout"
 
 _environment: dict[str, Any] = {}
 
@@ -32,7 +32,7 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
         ConfigError: The number is not known, or verl cannot start that role under it.
     """
     found = {}
-    for role in (*_TRAINING, _ROLLOUT):
+    for role in (*_TRAINING, ROLLOUT_ROLE):
         chosen = settings.for_role(role)
         if not chosen.enable or chosen.launched_tool is None:
             continue
@@ -40,7 +40,7 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
         if device != "cuda":
             raise ConfigError(key, f"nsys records CUDA devices, and trainer.device is {device!r}")
         engine = config.actor_rollout_ref.rollout.name
-        if role == _ROLLOUT and engine != "vllm":
+        if role == ROLLOUT_ROLE and engine != "vllm":
             raise ConfigError(
                 key, f"nsys records vLLM engines, not {engine}; set profiling.roles.rollout.tool=torch"
             )
@@ -87,7 +87,7 @@ def hook_vllm_replica(module: Any, settings_key: str) -> None:
     @functools.wraps(original)
     async def launch_servers(self: Any) -> None:
         settings = (self.config.engine_kwargs or {}).get(settings_key)
-        environment = worker_runtime_env(settings, role=_ROLLOUT) if settings is not None else {}
+        environment = worker_runtime_env(settings, role=ROLLOUT_ROLE) if settings is not None else {}
         if environment:
             self.server_class = StartedUnderNsys(self.server_class, environment)
         await original(self)

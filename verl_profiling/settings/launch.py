@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.identity import safe_name
+from verl_profiling.identity import ROLLOUT_ROLE, safe_name
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.schedule import Schedule
 
 __all__ = ["expected_ranges", "worker_runtime_env"]
-
-_ENGINES = "rollout"
 
 
 def worker_runtime_env(
@@ -40,7 +38,7 @@ def worker_runtime_env(
         return {}
     ranges = expected_ranges(chosen, settings.schedule, last_step)
     output = Path(settings.save_path).absolute() / tool.name / safe_name(role)
-    environment = tool.launch.runtime_env(output, ranges, forks=role == _ENGINES)
+    environment = tool.launch.runtime_env(output, ranges, forks=role == ROLLOUT_ROLE)
     output.parent.mkdir(parents=True, exist_ok=True)
     return environment
 
@@ -72,7 +70,7 @@ def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None 
     captures = {step: captured for step, captured in ranges.items() if captured is not None}
     if role.mode == "e2e":
         count = len({captured.first for captured in captures.values()})
-    elif role.role == _ENGINES:
+    elif role.role == ROLLOUT_ROLE:
         count = len(captures)
     elif role.stages is None:
         raise ConfigError(

@@ -89,7 +89,7 @@ def _stages(manifest: Manifest, worker: CaptureResult) -> list[StageSpan]:
     An engine that marks no stage ``rollout`` is cut at the controller's, as in discrete mode.
     """
     own = [span for span in worker.stages if span.depth == 0]
-    if worker.identity.replica is None or any(span.name == _ROLLOUT for span in own):
+    if not worker.identity.is_engine or any(span.name == _ROLLOUT for span in own):
         return own
     shift_ns = manifest.offset_ns(worker.identity)
     windows = [

@@ -12,7 +12,7 @@ from verl_profiling.engines.factory import ENGINES, make_recorder, node_rank_of
 from verl_profiling.engines.recorder import Recorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.identity import WorkerIdentity
+from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["RolloutCaptureMixin", "SGLangCaptureMixin", "VLLMCaptureMixin"]
@@ -38,7 +38,7 @@ class RolloutCaptureMixin:
         config: ProfilingConfig | Mapping[str, Any] | None,
         *,
         engine: str | None = None,
-        role: str = "rollout",
+        role: str = ROLLOUT_ROLE,
     ) -> dict[str, Any]:
         """Return what to pass to the engine's constructor so that it can be captured.
 
@@ -70,7 +70,7 @@ class RolloutCaptureMixin:
         config: ProfilingConfig | Mapping[str, Any] | None,
         *,
         engine: Any = None,
-        role: str = "rollout",
+        role: str = ROLLOUT_ROLE,
         replica: int = 0,
         rank: int | None = None,
         node_rank: int | None = None,
