@@ -6,7 +6,7 @@ PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
 # Markers of tests that have an environment of their own.
-APART := vllm or sglang or npu or megatron or gpu or verl
+APART := vllm or sglang or npu or megatron or gpu or verl or package
 BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
 DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu verification demo demo-e2e demo-discrete lint docs tables bench bench-verl clean
+.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu test-package test-pythons verification demo demo-e2e demo-discrete lint docs tables bench bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,18 @@ env: .venv/.ready ## Build the environment for development (.venv)
 
 .venv-verl/.ready .venv-verl-sglang/.ready: requirements/verl-common.txt
 .venv-verl-sglang/.ready: requirements/sglang.txt requirements/sglang-no-deps.txt
+
+# One version of Python each, for `make test-pythons`: what the analysis needs, and what training needs too.
+.venv-py%/.ready: setup.cfg
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install -e '.[test]'
+	touch $@
+
+.venv-py%-full/.ready: setup.cfg requirements/torch-cpu.txt requirements/test.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install -r requirements/torch-cpu.txt
+	$(@D)/bin/pip install -c requirements/torch-cpu.txt -r requirements/test.txt -e '.[train,view,tensorboard,test]'
+	touch $@
 
 # Without torch: HTA needs none, and neither does the report. It imports nothing of its jupyterlab.
 .venv-hta/.ready: setup.cfg requirements/hta.txt requirements/hta-no-deps.txt
@@ -76,6 +88,12 @@ test-vllm test-sglang test-megatron test-npu:
 
 test-hta: .venv-hta/.ready ## Run the tests that hold the report's figures against HolisticTraceAnalysis
 	.venv-hta/bin/python -m pytest tests/report/test_hta.py $(PYTEST_ARGS)
+
+test-package: .venv/.ready ## Build the wheel and the source distribution, and use each in an empty environment
+	.venv/bin/python -m pytest -m package tests/test_distributions.py $(PYTEST_ARGS)
+
+test-pythons: ## Run the light suite on every Python found, the default suite on the oldest and newest with torch
+	$(PYTHON) -m tests.pythons --markers "not ($(APART))" -- $(PYTEST_ARGS)
 
 # Environments without what the other tests import.
 sglang_TESTS := tests/engines tests/recipes tests/test_readme.py

@@ -1,8 +1,12 @@
-"""Makes step folders as a capture leaves them, from real torch.profiler traces."""
+"""Makes step folders as a capture leaves them, from real torch.profiler traces.
+
+Where torch is not installed, from those that ``python -m tests.step_folders`` wrote to ``tests/data``.
+"""
 
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import tempfile
 import time
@@ -12,8 +16,6 @@ from functools import cache
 from pathlib import Path
 
 import msgspec
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import WorkerIdentity, artifact_name, step_folder_name
@@ -33,6 +35,7 @@ from verl_profiling.manifest import (
 
 STEP = 12
 WORKERS = ("actor_rank0", "actor_rank1", "rollout0_rank0")
+STORED = Path(__file__).parent / "data" / "recordings.gz"
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,17 @@ def unix_ns(trace: str) -> dict[str, list[int]]:
 
 
 def _train() -> None:
+    import torch
+
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
     for _ in range(10):
         model(torch.randn(4, 32)).square().mean().backward()
 
 
 def _generate() -> None:
+    import torch
+    from torch.profiler import record_function
+
     with torch.no_grad():
         weights = torch.randn(32, 32)
         state = torch.randn(1, 32)
@@ -80,6 +88,8 @@ def _generate() -> None:
 
 
 def _record(stage: str, work: Callable[[], None]) -> Recording:
+    from torch.profiler import ProfilerActivity, profile, record_function
+
     begin = time.time_ns()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         stage_begin = time.time_ns()
@@ -95,7 +105,13 @@ def _record(stage: str, work: Callable[[], None]) -> Recording:
 
 @cache
 def recordings() -> dict[str, Recording]:
-    """Record a rollout and two training ranks, once per test run."""
+    """Return a rollout and two training ranks, recorded once per test run where that is possible."""
+    if importlib.util.find_spec("torch") is None:
+        return msgspec.json.decode(gzip.decompress(STORED.read_bytes()), type=dict[str, Recording])
+    return _recorded()
+
+
+def _recorded() -> dict[str, Recording]:
     _record("warmup", _train)
     rollout = _record("rollout", _generate)
     return {
@@ -222,3 +238,7 @@ def _write_worker(folder: Path, lane: str, mode: str, step: int, clock_ns: int) 
         ],
         stages=[StageSpan(own.name, own.begin_ns + clock_ns, own.end_ns + clock_ns, thread=own.thread)],
     )
+
+
+if __name__ == "__main__":
+    STORED.write_bytes(gzip.compress(msgspec.json.encode(_recorded()), mtime=0))

@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from example_loops import settings, train
 
 from verl_profiling import stage
@@ -28,6 +27,8 @@ def test_an_open_capture_is_a_leak(tmp_path: Path, session: Session) -> None:
 
 def test_a_running_profiler_is_a_leak() -> None:
     """Anybody's."""
+    import torch
+
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert leaks() == ["a torch profiler records"]
     assert leaks() == []

@@ -35,7 +35,7 @@ def test_the_table_follows_from_the_suites_that_ran(tmp_path: Path) -> None:
     """After one suite its cells are verified, and all others say that they were not run."""
     report = tmp_path / "report.xml"
     name = "test_a_capture_goes_from_start_to_stop"
-    test = f"tests/test_session.py::{name}"
+    test = f"tests/capture/test_session.py::{name}"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", test],
         cwd=ROOT,
@@ -46,7 +46,7 @@ def test_the_table_follows_from_the_suites_that_ran(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     found = outcomes([report])
-    assert found == {f"tests.test_session::{name}": True}
+    assert found == {f"tests.capture.test_session::{name}": True}
     printed = table(found)
     [spans] = [line for line in printed.splitlines() if line.startswith("| `spans` | e2e")]
     assert "real library, CPU" in spans

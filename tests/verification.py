@@ -70,7 +70,7 @@ CELLS = (
         _MIXIN,
         "discrete",
         REAL,
-        ("tests.test_session::test_discrete_mode_records_each_stage_apart",),
+        ("tests.capture.test_session::test_discrete_mode_records_each_stage_apart",),
     ),
     Cell("torch", "vLLM", "e2e", REAL, (f"{_GRPO}[e2e-vllm]",)),
     Cell("torch", "vLLM", "discrete", REAL, (f"{_GRPO}[discrete-vllm]",)),
@@ -106,7 +106,9 @@ CELLS = (
         (f"{_MSPROBE}test_a_step_holds_what_torch_was_called_with",),
     ),
     Cell("precision", _MIXIN, "discrete", REAL, (f"{_MSPROBE}test_a_stage_that_raises",)),
-    Cell("spans", _MIXIN, "e2e", REAL, ("tests.test_session::test_a_capture_goes_from_start_to_stop",)),
+    Cell(
+        "spans", _MIXIN, "e2e", REAL, ("tests.capture.test_session::test_a_capture_goes_from_start_to_stop",)
+    ),
     Cell(
         "spans",
         _MIXIN,
