@@ -27,6 +27,7 @@ from verl_profiling.tools import TOOLS
 from verl_profiling.workers import CaptureMixin
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = Path(verl_profiling.__file__).parent
 SCRIPT = ROOT / "docs" / "make_tables.py"
 # The pages that only the site can show: the API reference, and the contents.
 FOR_THE_SITE = {"api.md", "index.md"}
@@ -169,3 +170,22 @@ def test_landing_page_shows_what_the_readme_shows() -> None:
     assert loop in landing
     listed = set(re.findall(r"^(\w+)$", landing, re.MULTILINE))
     assert listed == {page.stem for page in PAGES} - {"index"}
+
+
+def test_where_a_change_goes_names_files_that_exist() -> None:
+    """Each place in the table is a file or a folder of the package, or a page."""
+    _, _, section = (ROOT / "docs" / "extending.md").read_text().partition("## Where a change goes")
+    places = re.findall(r"`([\w/]+(?:\.\w+|/))`", section)
+    assert len(places) > 30
+    assert [place for place in places if not any((root / place).exists() for root in (PACKAGE, ROOT))] == []
+
+
+def test_layout_names_every_room() -> None:
+    """Each module and folder at the root of the package is in the table of the concepts, or said below it."""
+    _, _, section = (ROOT / "docs" / "concepts.md").read_text().partition("## Layout")
+    named = set(re.findall(r"`(\w+)/?`", section))
+    rooms = {
+        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    doors = {"__init__", "cli", "conf", "doctor", "testing", "nsys_ranges"}
+    assert rooms - doors <= named
