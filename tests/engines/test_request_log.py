@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -39,12 +40,14 @@ def test_a_request_has_its_times_its_lengths_and_its_version(log: RequestLog) ->
     """The first of several first tokens counts, and the end of the block is the end."""
     with log.open(prompt_tokens=5) as request:
         request.first_token()
+        after_first_ns = time.time_ns()
+        time.sleep(0.002)
         request.first_token()
         request.response_tokens = 9
     [noted] = log.end()
     assert (noted.replica, noted.policy_version) == (3, 7)
     assert (noted.prompt_tokens, noted.response_tokens, noted.failed) == (5, 9, False)
-    assert noted.begin_ns < noted.first_token_ns < noted.end_ns
+    assert noted.begin_ns < noted.first_token_ns <= after_first_ns < noted.end_ns
 
 
 def test_what_the_user_raises_passes_through_and_fails_the_request(log: RequestLog) -> None:

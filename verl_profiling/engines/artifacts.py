@@ -15,13 +15,9 @@ from verl_profiling.identity import WorkerIdentity, artifact_name
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Output
 from verl_profiling.tools.torch_profiler import TorchTool
-from verl_profiling.tools.trace_file import output_of_raw_trace
+from verl_profiling.tools.trace_file import EventCount, output_of_raw_trace
 
 __all__ = ["Spool", "expected_artifacts", "output_of"]
-
-_CHUNK_BYTES = 4 << 20
-_PHASE = b'"ph"'
-_SPAN = b'"ph": "X"'
 
 
 def expected_artifacts(
@@ -130,23 +126,20 @@ def _move(source: Path, target: Path) -> None:
 
 def _verify(path: Path, pending: Artifact) -> Artifact:
     """Read a compressed trace through, and say what it holds."""
-    events = spans = 0
-    overlap = tail = b""
+    count = EventCount()
+    whole = False
     try:
         with igzip.open(path, "rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                window = overlap + chunk
-                events += window.count(_PHASE) - overlap.count(_PHASE)
-                spans += window.count(_SPAN) - overlap.count(_SPAN)
-                overlap = window[-(len(_SPAN) - 1) :]
-                tail = window[-64:]
-    except (OSError, EOFError) as error:
-        tail = f"({error})".encode()
+            for _ in count.read(file):
+                pass
+        whole = count.tail.rstrip().endswith(b"}")
+    except (OSError, EOFError):
+        pass  # cut off inside of the compression
     size = path.stat().st_size
-    artifact = msgspec.structs.replace(pending, bytes=size, events=events)
-    if not tail.rstrip().endswith(b"}"):
+    artifact = msgspec.structs.replace(pending, bytes=size, events=count.events)
+    if not whole:
         reason = f"cut off after {size} bytes: the engine did not write it to the end"
         return msgspec.structs.replace(artifact, status="truncated", reason=reason)
-    if not spans:
+    if not count.spans:
         return msgspec.structs.replace(artifact, status="empty", reason="the trace holds no spans")
     return msgspec.structs.replace(artifact, status="ok")

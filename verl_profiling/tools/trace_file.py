@@ -15,11 +15,44 @@ from isal import igzip
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Output
 
-__all__ = ["output_of_raw_trace"]
+__all__ = ["EventCount", "output_of_raw_trace"]
 
 _CHUNK_BYTES = 4 << 20
 _PHASE = b'"ph"'
 _SPAN = b'"ph": "X"'
+_TAIL_BYTES = 64
+
+
+class EventCount:
+    """Counts what a trace in Kineto's text holds while it is read.
+
+    Attributes:
+        events: Events so far.
+        spans: Those of them that have a duration.
+        tail: The last bytes so far.
+    """
+
+    def __init__(self) -> None:
+        self.events = 0
+        self.spans = 0
+        self.tail = b""
+
+    def read(self, source: BinaryIO) -> Iterator[bytes]:
+        """Yield a file in large pieces, cut before a ``"ph"``, which is the first key of Kineto's events."""
+        rest = b""
+        while chunk := source.read(_CHUNK_BYTES):
+            events, phase, begun = (rest + chunk).rpartition(_PHASE)
+            if events:
+                yield self._counted(events)
+            rest = phase + begun
+        if rest:
+            yield self._counted(rest)
+
+    def _counted(self, piece: bytes) -> bytes:
+        self.events += piece.count(_PHASE)
+        self.spans += piece.count(_SPAN)
+        self.tail = piece[-_TAIL_BYTES:]
+        return piece
 
 
 @dataclass(frozen=True)
@@ -33,7 +66,7 @@ def _look_at(path: Path) -> _RawTrace | None:
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 64))
+            file.seek(max(0, size - _TAIL_BYTES))
             tail = file.read()
     except OSError:
         return None
@@ -108,7 +141,7 @@ def _compress(
     """
     part = final.with_name(f".{final.name}.part")
     try:
-        size, events, spans = _copy_counting(raw, part, level, annotations)
+        size, count = _copy_counting(raw, part, level, annotations)
         if _size_inside(part) != size:
             raise OSError("the compressed file does not read back whole")
         part.replace(final)
@@ -123,39 +156,25 @@ def _compress(
             bytes=raw.stat().st_size if raw.exists() else None,
             reason=f"left uncompressed: {error}",
         )
-    status, reason = ("ok", "") if spans else ("empty", "the trace holds no spans")
+    status, reason = ("ok", "") if count.spans else ("empty", "the trace holds no spans")
     return msgspec.structs.replace(
-        pending, status=status, reason=reason, bytes=final.stat().st_size, events=events
+        pending, status=status, reason=reason, bytes=final.stat().st_size, events=count.events
     )
 
 
 def _copy_counting(
     raw: Path, part: Path, level: int, annotations: re.Pattern[bytes] | None
-) -> tuple[int, int, int]:
-    """Compress a file; return the size of its content and the numbers of its events and spans."""
-    size = events = spans = 0
+) -> tuple[int, EventCount]:
+    """Compress a file; return the size of its content, and what it holds."""
+    size, count = 0, EventCount()
     with raw.open("rb") as source, igzip.open(part, "wb", compresslevel=level) as target:
-        for piece in _whole_events(source):
+        for piece in count.read(source):
             content = (
                 piece if annotations is None else annotations.sub(rb'"cat": "user_annotation",\1', piece)
             )
             target.write(content)
             size += len(content)
-            events += content.count(_PHASE)
-            spans += content.count(_SPAN)
-    return size, events, spans
-
-
-def _whole_events(source: BinaryIO) -> Iterator[bytes]:
-    """Yield a file in large pieces, cut before a ``"ph"``, which is the first key of Kineto's events."""
-    rest = b""
-    while chunk := source.read(_CHUNK_BYTES):
-        events, phase, begun = (rest + chunk).rpartition(_PHASE)
-        if events:
-            yield events
-        rest = phase + begun
-    if rest:
-        yield rest
+    return size, count
 
 
 def _size_inside(path: Path) -> int:

@@ -1,0 +1,77 @@
+"""A file that an engine wrote is looked at before it becomes an artifact."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_profiling.engines.artifacts import output_of
+from verl_profiling.manifest import Artifact
+
+REAL = Path(__file__).parents[1] / "data" / "sglang-TP-0-DECODE.trace.json.gz"
+
+
+def finished(raw: Path, folder: Path) -> Artifact:
+    """Bring a file into a step folder, and return what became of it."""
+    folder.mkdir()
+    expected = Artifact(
+        path="rollout0_rank0.torch.json.gz", lane="rollout0_rank0", tool="torch", status="missing"
+    )
+    output = output_of(raw, folder, expected, level=1)
+    assert not raw.exists()
+    assert output.finish is not None
+    assert output.artifact.status == "pending"
+    return output.finish()
+
+
+def kineto(events: int, *, spans: bool = True) -> bytes:
+    """Return a trace as Kineto writes it."""
+    phase = "X" if spans else "i"
+    return json.dumps(
+        {"traceEvents": [{"ph": phase, "name": f"op {n}", "ts": n} for n in range(events)]}
+    ).encode()
+
+
+def test_a_real_trace_is_counted(tmp_path: Path) -> None:
+    """All events of a file that SGLang compressed itself."""
+    raw = tmp_path / "raw.json.gz"
+    raw.write_bytes(REAL.read_bytes())
+    artifact = finished(raw, tmp_path / "step")
+    content = json.loads(gzip.decompress(REAL.read_bytes()))
+    assert (artifact.status, artifact.bytes) == ("ok", REAL.stat().st_size)
+    assert artifact.events == len(content["traceEvents"])
+
+
+@pytest.mark.parametrize("compressed", [True, False], ids=["by the engine", "by us"])
+def test_events_that_lie_across_pieces_count_once(compressed: bool, tmp_path: Path) -> None:
+    """Whoever compresses it: a trace is read in pieces of 4 MiB, and here one ends inside a ``"ph"``."""
+    before, after = b'{"traceEvents": [{"ph": "X", "name": "', b'"}, {'
+    name = b"a" * ((4 << 20) - len(before) - len(after) - 3)
+    data = before + name + after + b'"ph": "X"}]}'
+    raw = tmp_path / ("raw.json.gz" if compressed else "raw.json")
+    raw.write_bytes(gzip.compress(data, 1) if compressed else data)
+    artifact = finished(raw, tmp_path / "step")
+    assert (artifact.status, artifact.events) == ("ok", 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "reason"),
+    [
+        (gzip.compress(kineto(100_000), 1)[:-2000], "truncated", "did not write it to the end"),
+        (gzip.compress(kineto(100)[:-3]), "truncated", "did not write it to the end"),
+        (kineto(100), "truncated", "did not write it to the end"),
+        (b"", "truncated", "did not write it to the end"),
+        (gzip.compress(kineto(100, spans=False)), "empty", "holds no spans"),
+    ],
+    ids=["cut while compressing", "cut before", "not compressed", "no bytes", "no spans"],
+)
+def test_damage_is_named(content: bytes, status: str, reason: str, tmp_path: Path) -> None:
+    """An engine may report success all the same."""
+    raw = tmp_path / "raw.json.gz"
+    raw.write_bytes(content)
+    artifact = finished(raw, tmp_path / "step")
+    assert artifact.status == status
+    assert reason in artifact.reason
