@@ -39,6 +39,14 @@ def test_people_see_where_a_worker_runs() -> None:
     )
 
 
+def test_a_worker_that_never_answered_has_no_process() -> None:
+    """Its process is not known, and no made-up one is named."""
+    silent = WorkerIdentity(role="actor", rank=1, host="unknown", pid=0)
+    assert str(silent) == "actor rank 1 (which has never answered)"
+    silent = WorkerIdentity(role="rollout", replica=0, host="unknown", pid=0)
+    assert str(silent) == "rollout replica 0 node 0 (which has never answered)"
+
+
 def test_processes_of_one_machine_share_a_clock_domain() -> None:
     """The domain does not depend on the process, and an identity carries it through pickling."""
     worker = WorkerIdentity(role="actor")
@@ -52,7 +60,8 @@ def test_processes_of_one_machine_share_a_clock_domain() -> None:
         (("actor_rank0", ".torch.json.gz"), "actor_rank0.torch.json.gz"),
         (("actor_rank0", ".torch.json.gz", "update_actor"), "actor_rank0.update_actor.torch.json.gz"),
         (("actor_rank0", ".torch.json.gz", "update_actor", 2), "actor_rank0.update_actor.2.torch.json.gz"),
-        (("rollout0_rank0", ".npu", "a/b"), "rollout0_rank0.a-b.npu"),
+        (("rollout0_rank0", ".npu", "a-b"), "rollout0_rank0.a-b.npu"),
+        (("rollout0_rank0", ".npu", "a/b"), "rollout0_rank0.a-b-07f4401c.npu"),
     ],
 )
 def test_artifact_names_are_canonical(arguments: tuple[str, ...], expected: str) -> None:
@@ -64,6 +73,14 @@ def test_step_folders_sort_by_step() -> None:
     """Names are padded, and may grow beyond the padding."""
     assert step_folder_name(12) == "step_000012"
     assert step_folder_name(12_345_678) == "step_12345678"
+
+
+@given(st.lists(st.text(min_size=1), min_size=2, max_size=2, unique=True))
+def test_stages_of_different_names_have_different_files(names: list[str]) -> None:
+    """However alike they become when what is unsafe in a file name is replaced, or cut off."""
+    for ending in ("", "x" * 100):
+        first, second = (artifact_name("actor_rank0", ".json", name + ending) for name in names)
+        assert first != second
 
 
 @given(st.text())

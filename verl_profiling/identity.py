@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from zlib import crc32
 
 import msgspec
 
@@ -100,7 +101,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         sizes: Number of ranks along these dimensions, where known.
         host: Host name, to be shown.
         clock_domain: See :func:`verl_profiling.clock.domain`; equal domains need no clock correction.
-        pid: Process id on ``host``.
+        pid: Process id on ``host``; 0 for a worker that has never answered.
     """
 
     role: str
@@ -146,9 +147,10 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return self.name
 
     def __str__(self) -> str:
+        process = f"pid {self.pid} on {self.host}" if self.pid else "which has never answered"
         if self.is_engine:
-            return f"{self.role} replica {self.replica} node {self.node_rank} (pid {self.pid} on {self.host})"
-        return f"{self.role} rank {self.rank} (pid {self.pid} on {self.host})"
+            return f"{self.role} replica {self.replica} node {self.node_rank} ({process})"
+        return f"{self.role} rank {self.rank} ({process})"
 
 
 def safe_name(text: str) -> str:
@@ -171,11 +173,13 @@ def artifact_name(lane: str, suffix: str, stage: str | None = None, occurrence: 
         occurrence: 1 for the first run of the stage in the step, 2 for the second, ...
 
     Returns:
-        ``actor_rank0.update_actor.2.torch.json.gz`` and the like.
+        ``actor_rank0.update_actor.2.torch.json.gz`` and the like. A stage that cannot be written as it is
+        has a checksum of its name behind it, so that ``a/b`` and ``a-b`` have files of their own.
     """
     parts = [lane]
     if stage is not None:
-        parts.append(safe_name(stage))
+        safe = safe_name(stage)
+        parts.append(safe if safe == stage else f"{safe}-{crc32(stage.encode(errors='replace')):08x}")
         if occurrence > 1:
             parts.append(str(occurrence))
     return ".".join(parts) + suffix

@@ -256,6 +256,25 @@ def test_discrete_mode_records_each_stage_apart(tmp_path: Path) -> None:
         assert artifact.begin_ns <= span.begin_ns <= span.end_ns <= artifact.end_ns
 
 
+def test_stages_of_like_names_have_files_of_their_own(tmp_path: Path) -> None:
+    """Told apart by their names, not by a number that says "the second run"."""
+    with record_step(settings(mode="discrete"), tmp_path) as recorded:
+        for name in ("reward/math", "reward math", "reward-math"):
+            with stage(name):
+                train()
+    assert recorded.result is not None
+    artifacts = recorded.result.artifacts
+    assert [(artifact.stage, artifact.occurrence, artifact.status) for artifact in artifacts] == [
+        ("reward/math", 1, "ok"),
+        ("reward math", 1, "ok"),
+        ("reward-math", 1, "ok"),
+    ]
+    assert len({artifact.path for artifact in artifacts}) == 3
+    assert artifacts[2].path == "actor_rank0.reward-math.torch.json.gz"
+    for artifact in artifacts:
+        assert len(spans(tmp_path / artifact.path, artifact.stage)) == 1
+
+
 def test_discrete_mode_records_only_selected_stages(tmp_path: Path) -> None:
     """A selected stage inside one that is not selected is recorded; all are spans in the result."""
     config = settings(mode="discrete", select={"stages": ["update_actor"]})

@@ -19,7 +19,7 @@ from verl_profiling.capture.owner_thread import OwnerAbsentError, OwnerThread
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.capture.states import TRANSITIONS, Event, State, StateMachine
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.identity import WorkerIdentity, safe_name
+from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
 from verl_profiling.settings.config import RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
@@ -151,10 +151,9 @@ class Capture:
         with self._lock:
             if self.state is not State.ARMED:
                 return False
-            file_name = safe_name(name)
-            self._occurrences[file_name] += 1
+            self._occurrences[name] += 1
             try:
-                self._start_tools(name, self._occurrences[file_name])
+                self._start_tools(name, self._occurrences[name])
             except Exception:
                 self._machine.move(Event.FAIL)
                 return False
