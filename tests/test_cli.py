@@ -140,7 +140,8 @@ def test_merge_options_reach_the_timeline(tmp_path: Path, capsys: pytest.Capture
     [
         (["--stages", "rolout"], "did you mean 'rollout'"),
         (["--ranks", "7"], "selects nothing"),
-        (["--ranks", "one"], "is no list of ranks"),
+        (["--ranks", "one"], "is not a list of ranks"),
+        (["--ranks", "0-3000000"], "'0-3000000' is not a range of ranks"),
     ],
 )
 def test_bad_merge_options_are_one_line_and_exit_2(

@@ -43,7 +43,7 @@ FLOORS = (
 # What a tool is, and their names: settings know that, and the tools themselves know settings.
 TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
-SHARED = ("errors", "clock", "identity", "manifest", "nsys_ranges")
+SHARED = ("errors", "clock", "identity", "ranks", "manifest", "nsys_ranges")
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Looks at settings and machine before a run: on neither side, and known to its command alone.
 DOCTOR = ("doctor", "commands.doctor")

@@ -18,7 +18,7 @@ import msgspec
 
 from verl_profiling.clock import ClockAnchor
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.identity import ProcessId, WorkerIdentity, artifact_name
 
 __all__ = [
     "MANIFEST_NAME",
@@ -32,6 +32,7 @@ __all__ = [
     "Rpc",
     "RunInfo",
     "StageSpan",
+    "expected_artifact",
     "read_manifest",
     "read_starts",
     "run_file_name",
@@ -112,6 +113,28 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
             other.stage,
             other.occurrence,
         )
+
+
+def expected_artifact(
+    lane: str, tool: str, suffix: str, stage: str | None = None, occurrence: int = 1
+) -> Artifact:
+    """Return an artifact as it is expected before anything is written.
+
+    Args:
+        lane: Lane of the rank that records.
+        tool: Name of the tool.
+        suffix: What names of its artifacts end in.
+        stage: Stage, in discrete mode.
+        occurrence: Which run of that stage in this step, from 1.
+    """
+    return Artifact(
+        path=artifact_name(lane, suffix, stage, occurrence),
+        lane=lane,
+        tool=tool,
+        status="missing",
+        stage=stage,
+        occurrence=occurrence,
+    )
 
 
 class CaptureCost(msgspec.Struct, frozen=True, kw_only=True):

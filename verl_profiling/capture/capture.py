@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.finisher import Finisher
+from verl_profiling.capture.ledger import ArtifactLedger
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.owner_thread import OwnerAbsentError, OwnerThread
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
@@ -22,7 +23,7 @@ from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
 from verl_profiling.settings.config import RoleConfig
-from verl_profiling.tools import Destination, Output, Recording, Tool
+from verl_profiling.tools import Destination, Recording, Tool
 from verl_profiling.tools.peaks import process_peak_bytes
 
 __all__ = ["Capture"]
@@ -59,7 +60,6 @@ class Capture:
         self.roles = [identity.role]
         self._machine = StateMachine(TRANSITIONS, f"step {request.step}, {identity}")
         self._role = role
-        self._finisher = finisher
         self._handover_s = handover_s
         self._whole = role.mode == "e2e" or request.stage is not None
         self._spans = SpanLog()
@@ -69,7 +69,7 @@ class Capture:
         self._recordings: list[tuple[Tool, Recording, Destination]] = []
         self._recorded: OpenSpan | None = None
         self._owner = OwnerThread()
-        self._artifacts: dict[str, Artifact] = {}
+        self._ledger = ArtifactLedger(request.capture_id, finisher)
         self._stages: list[StageSpan] = []
         self._occurrences: Counter[str] = Counter()
         self._anchors = [clock.read_anchor()]
@@ -93,7 +93,7 @@ class Capture:
             return []
         self._start_tools(self.request.stage, self.request.occurrence)
         self._machine.move(Event.START)
-        return list(self._artifacts.values())
+        return self._ledger.artifacts()
 
     @property
     def sink(self) -> StageSink:
@@ -173,9 +173,7 @@ class Capture:
         with self._lock:
             self._owner.claim()
             for tool in self._role.tools:
-                if tool.suffix:
-                    expected = destination.artifact(type(tool))
-                    self._artifacts[expected.path] = expected
+                self._ledger.expect(tool, destination)
                 try:
                     self._recordings.append((tool, tool.start(destination), destination))
                 except Exception as error:
@@ -185,9 +183,7 @@ class Capture:
                     self._recordings = []
                     raise
             self._mark_spans()
-        for path, artifact in self._artifacts.items():
-            if artifact.stage == stage and artifact.begin_ns == 0:
-                self._artifacts[path] = msgspec.structs.replace(artifact, begin_ns=clock.now_ns())
+        self._ledger.begin(stage)
         self._start_s += time.perf_counter() - begin
 
     def _stop_for_good(self) -> None:
@@ -206,7 +202,9 @@ class Capture:
                 end_ns = clock.now_ns()
                 try:
                     if self.request.keep:
-                        self._keep(recording.stop(), end_ns)
+                        outputs = recording.stop()
+                        self._export_s += sum(output.export_s for output in outputs)
+                        self._ledger.keep(outputs, end_ns)
                         for name, value in recording.metrics().items():
                             self._metrics[name] = max(value, self._metrics.get(name, value))
                     else:
@@ -228,27 +226,6 @@ class Capture:
                 kind.end(mark) for kind, mark in zip(kinds, marks, strict=True)
             ]
 
-    def _keep(self, outputs: Sequence[Output], end_ns: int) -> None:
-        for output in outputs:
-            expected = next(
-                (
-                    known
-                    for known in self._artifacts.values()
-                    if known.status == "missing" and known.is_run_of(output.artifact)
-                ),
-                output.artifact,
-            )
-            artifact = msgspec.structs.replace(output.artifact, begin_ns=expected.begin_ns, end_ns=end_ns)
-            self._artifacts.pop(expected.path, None)
-            self._artifacts[artifact.path] = artifact
-            self._export_s += output.export_s
-            if output.finish is not None:
-                self._finisher.submit(
-                    self.request.capture_id,
-                    artifact,
-                    _keeping_times(output.finish, expected.begin_ns, end_ns),
-                )
-
     def _report(self, tool: Tool, destination: Destination, doing: str, error: Exception) -> None:
         """The one failure boundary around tools: log once, note it in the artifact."""
         logger.error(
@@ -259,10 +236,7 @@ class Capture:
             self.request.step,
             error,
         )
-        self._fail(destination.artifact(type(tool)), f"{doing} raised {type(error).__name__}: {error}")
-
-    def _fail(self, artifact: Artifact, reason: str) -> None:
-        self._artifacts[artifact.path] = msgspec.structs.replace(artifact, status="failed", reason=reason)
+        self._ledger.fail(tool, destination, f"{doing} raised {type(error).__name__}: {error}")
 
     def _give_up(self, reason: str) -> None:
         """Throw away what cannot be stopped properly, so that the process can record again."""
@@ -270,7 +244,7 @@ class Capture:
         with self._lock:
             recordings, self._recordings = self._recordings, []
             for tool, recording, destination in recordings:
-                self._fail(destination.artifact(type(tool)), reason)
+                self._ledger.fail(tool, destination, reason)
                 try:
                     recording.discard()
                 except Exception:
@@ -308,7 +282,7 @@ class Capture:
 
     def _result(self) -> CaptureResult:
         stages = self._stages if self._whole else self._spans.close()
-        artifacts = list(self._artifacts.values())
+        artifacts = self._ledger.artifacts()
         status, reason = worst_fate(artifacts)
         if not self.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
@@ -332,7 +306,3 @@ class Capture:
             anchors=self._anchors,
             cost=CaptureCost(start_s=self._start_s, stop_s=self._stop_s, export_s=self._export_s),
         )
-
-
-def _keeping_times(finish: Callable[[], Artifact], begin_ns: int, end_ns: int) -> Callable[[], Artifact]:
-    return lambda: msgspec.structs.replace(finish(), begin_ns=begin_ns, end_ns=end_ns)

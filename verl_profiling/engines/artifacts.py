@@ -11,8 +11,8 @@ from isal import igzip
 
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.base import SPOOL_PARENT, EngineAdapter, EngineTrace
-from verl_profiling.identity import WorkerIdentity, artifact_name
-from verl_profiling.manifest import Artifact
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import Artifact, expected_artifact
 from verl_profiling.tools.base import Output
 from verl_profiling.tools.torch_profiler import TorchTool
 from verl_profiling.tools.trace_file import EventCount, output_of_raw_trace
@@ -36,13 +36,8 @@ def expected_artifacts(
         for part in engine.stages:
             stage = "-".join(name for name in (request.stage, part) if name is not None) or None
             lane = identity.lane(rank)
-            expected[EngineTrace(rank, part)] = Artifact(
-                path=artifact_name(lane, TorchTool.suffix, stage, request.occurrence),
-                lane=lane,
-                tool=TorchTool.name,
-                status="missing",
-                stage=stage,
-                occurrence=request.occurrence,
+            expected[EngineTrace(rank, part)] = expected_artifact(
+                lane, TorchTool.name, TorchTool.suffix, stage, request.occurrence
             )
     return expected
 

@@ -12,8 +12,8 @@ from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.artifacts import Spool, expected_artifacts, output_of
 from verl_profiling.engines.base import EngineAdapter, RangeTool
-from verl_profiling.identity import WorkerIdentity, artifact_name
-from verl_profiling.manifest import Artifact
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import Artifact, expected_artifact
 from verl_profiling.tools.base import Output
 from verl_profiling.tools.torch_profiler import TorchTool
 
@@ -157,16 +157,8 @@ class RangeRecording(EngineRecording):
         self._ranges = tool.launch.ranges()
         self._ranges.check(identity.name)
         self._request = request
-        name = artifact_name(identity.name, tool.suffix, request.stage, request.occurrence)
         self.expected = [
-            Artifact(
-                path=name,
-                lane=identity.name,
-                tool=self.tool,
-                status="missing",
-                stage=request.stage,
-                occurrence=request.occurrence,
-            )
+            expected_artifact(identity.name, tool.name, tool.suffix, request.stage, request.occurrence)
         ]
 
     def opened(self) -> None:

@@ -46,7 +46,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     * ``unexplained``: the rest.
     """
     rollout = step.during(ROLLOUT)
-    own = {name: _own(lane, name) for name in {span.name for span in lane.stages}}
+    own = {name: _runs_of(lane, name) for name in {span.name for span in lane.stages}}
     own_time = union(*(spans for name, spans in own.items() if name != ROLLOUT))
     whole = spans_of([(step.begin_ns, step.end_ns)])
     claims = dict.fromkeys(CAUSES, EMPTY)
@@ -89,7 +89,7 @@ def _done(step: Step, tail: Tail | None) -> tuple[int, int]:
     return half, last
 
 
-def _own(lane: Lane, name: str) -> Spans:
+def _runs_of(lane: Lane, name: str) -> Spans:
     return spans_of((span.begin_ns, span.end_ns) for span in lane.stages if span.name == name)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.ranks import parse_ranks
 from verl_profiling.timeline.reader import Event, Trace
 from verl_profiling.timeline.sources import StepInputs
 
@@ -70,12 +71,7 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
     Raises:
         ConfigError: It is not a list of ranks, or selects nothing.
     """
-    wanted: set[int] = set()
-    for part in ranks.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
-            raise ConfigError("--ranks", f"{ranks!r} is no list of ranks such as 0,8-15")
-        wanted.update(range(int(first), int(last or first) + 1))
+    wanted = parse_ranks(ranks, "--ranks") or frozenset()
     sources = [source for source in inputs.sources if source.rank in wanted]
     if not sources:
         known = sorted({source.rank for source in inputs.sources})

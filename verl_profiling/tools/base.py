@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from verl_profiling.identity import artifact_name
-from verl_profiling.manifest import Artifact
+from verl_profiling.manifest import Artifact, expected_artifact
 from verl_profiling.tools.launch import Launch
 
 __all__ = ["Destination", "Marks", "NoOptions", "Output", "Recording", "Tool"]
@@ -49,14 +49,7 @@ class Destination:
 
     def artifact(self, tool: type[Tool]) -> Artifact:
         """Return the artifact as it is expected, before anything is written."""
-        return Artifact(
-            path=self.path(tool.suffix).name,
-            lane=self.lane,
-            tool=tool.name,
-            status="missing",
-            stage=self.stage,
-            occurrence=self.occurrence,
-        )
+        return expected_artifact(self.lane, tool.name, tool.suffix, self.stage, self.occurrence)
 
 
 @dataclass(frozen=True)

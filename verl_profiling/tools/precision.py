@@ -100,7 +100,7 @@ class PrecisionTool(Tool):
         """Start recording into the folder of this destination."""
         self.prepare()
         model = None if self.options.level == "L1" else _watched(destination.lane)
-        debugger = _own.get(self.options, destination.lane)
+        debugger = _debugger.get(self.options, destination.lane)
         recording = _PrecisionRecording(debugger, destination)
         recording.start(model)
         return recording
@@ -160,7 +160,7 @@ class _PrecisionRecording(Recording):
             service.api_register.restore_all_api()
 
 
-class _Own:
+class _Debugger:
     """The debugger of this process, if this tool made it, and the options it was made with."""
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class _Own:
         return debugger
 
 
-_own = _Own()
+_debugger = _Debugger()
 
 
 def _watched(lane: str) -> Any:

@@ -1,0 +1,77 @@
+"""The artifacts of one capture: what was expected of each, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.capture.finisher import Finisher
+from verl_profiling.manifest import Artifact
+from verl_profiling.tools import Destination, Output, Tool
+
+__all__ = ["ArtifactLedger"]
+
+
+class ArtifactLedger:
+    """Keeps one entry for each artifact, from the moment it is expected.
+
+    Args:
+        capture_id: The capture.
+        finisher: Takes the background work on artifacts.
+    """
+
+    def __init__(self, capture_id: str, finisher: Finisher) -> None:
+        self._capture_id = capture_id
+        self._finisher = finisher
+        self._entries: dict[str, Artifact] = {}
+
+    def artifacts(self) -> list[Artifact]:
+        """Return all entries, in the order in which they were expected."""
+        return list(self._entries.values())
+
+    def expect(self, tool: Tool, destination: Destination) -> None:
+        """Note that a tool is about to record; one that writes nothing has no entry."""
+        if tool.suffix:
+            expected = destination.artifact(type(tool))
+            self._entries[expected.path] = expected
+
+    def begin(self, stage: str | None) -> None:
+        """Note that everything expected of a stage records from now on."""
+        now_ns = clock.now_ns()
+        for path, artifact in self._entries.items():
+            if artifact.stage == stage and not artifact.begin_ns:
+                self._entries[path] = msgspec.structs.replace(artifact, begin_ns=now_ns)
+
+    def keep(self, outputs: Sequence[Output], end_ns: int) -> None:
+        """Note what a recording wrote, and have the rest of the work done in the background.
+
+        Args:
+            outputs: What it wrote.
+            end_ns: When it stopped.
+        """
+        for output in outputs:
+            expected = next(
+                (
+                    known
+                    for known in self._entries.values()
+                    if known.status == "missing" and known.is_run_of(output.artifact)
+                ),
+                output.artifact,
+            )
+            artifact = msgspec.structs.replace(output.artifact, begin_ns=expected.begin_ns, end_ns=end_ns)
+            self._entries.pop(expected.path, None)
+            self._entries[artifact.path] = artifact
+            if output.finish is not None:
+                finish = _keeping_times(output.finish, expected.begin_ns, end_ns)
+                self._finisher.submit(self._capture_id, artifact, finish)
+
+    def fail(self, tool: Tool, destination: Destination, reason: str) -> None:
+        """Note that a tool could not record, or not write."""
+        artifact = destination.artifact(type(tool))
+        self._entries[artifact.path] = msgspec.structs.replace(artifact, status="failed", reason=reason)
+
+
+def _keeping_times(finish: Callable[[], Artifact], begin_ns: int, end_ns: int) -> Callable[[], Artifact]:
+    return lambda: msgspec.structs.replace(finish(), begin_ns=begin_ns, end_ns=end_ns)
