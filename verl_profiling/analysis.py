@@ -1,4 +1,4 @@
-"""The Python way to what was captured: each command's work, as objects.
+"""The Python API of the analysis: what the commands do, as objects.
 
 >>> from verl_profiling.analysis import open_run, open_step
 >>> step = open_step("outputs/run/step_000012")
@@ -128,7 +128,7 @@ class CapturedRun:
         return [CapturedStep(inputs, alone=len(found) == 1) for inputs in found]
 
     def info(self) -> RunInfo | None:
-        """Return what holds for every step (settings as used, versions); ``None`` for plain traces.
+        """Return what is the same for every step (settings, versions); ``None`` for plain traces.
 
         Raises:
             TraceFormatError: ``run.json`` cannot be read.
@@ -154,7 +154,7 @@ class CapturedStep:
     """Everything captured for one step.
 
     Attributes:
-        inputs: What there is of it: the manifest, and a source for each trace.
+        inputs: What was found of it: the manifest, and a source for each trace.
     """
 
     def __init__(self, inputs: StepInputs, *, alone: bool = True) -> None:

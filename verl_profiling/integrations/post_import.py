@@ -15,7 +15,7 @@ Hook = Callable[[ModuleType], None]
 
 
 class _Watcher(MetaPathFinder):
-    """Finds the modules that are waited for, and has their hooks called once they have been executed."""
+    """Finds the awaited modules, and calls their hooks once they have been executed."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Hook]] = {}
@@ -44,13 +44,13 @@ _watcher = _Watcher()
 
 
 def when_imported(name: str, hook: Hook) -> None:
-    """Call ``hook`` with a module, now if it is imported already, else once it has been.
+    """Call ``hook`` with a module: now if it is imported already, otherwise right after its import.
 
     Several hooks of one module are called in the order in which they were given.
 
     Args:
         name: Full name of the module.
-        hook: What to call; an error in it is an error of that import.
+        hook: Function to call; an exception in it makes that import fail.
     """
     if name in sys.modules:
         hook(sys.modules[name])

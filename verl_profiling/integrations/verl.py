@@ -4,8 +4,8 @@ verl loads it in every process of a run, through the entry point in the group ``
 ``VERL_USE_EXTERNAL_MODULES=verl_profiling.integrations.verl``). That happens while ``verl`` itself
 is being imported, so nothing of verl is imported here: each hook waits for the module it concerns.
 
-What it hooks is in the table below, and in docs/verl.md. Without ``profiling`` in the
-configuration the hooks pass everything on.
+The table below and docs/verl.md list what is hooked. Without ``profiling`` in the configuration the
+hooks change nothing.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _problems: list[str] = []
 
 
 def check_support() -> None:
-    """Refuse a verl that this package does not know.
+    """Refuse a version of verl that is not supported.
 
     Raises:
-        ToolUnavailableError: It is of another version, or a hook of this process did not fit it.
+        ToolUnavailableError: The version is another, or a hook of this process did not fit it.
     """
     from verl import __version__ as version
 
@@ -53,10 +53,10 @@ def check_support() -> None:
 
 
 def _hook(place: str) -> Callable[[ModuleType], None]:
-    """Return what to call with an imported module of verl.
+    """Return the function to call with an imported module of verl.
 
-    A verl that has no such class must not fail because this package is installed, so an error is
-    kept until somebody asks for profiling.
+    A verl without that class must not fail just because this package is installed, so an error is
+    kept until profiling is asked for.
     """
     module_name, _, function_name = place.partition(":")
 

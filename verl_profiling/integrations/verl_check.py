@@ -51,7 +51,7 @@ def main(config: Any) -> None:
 
 
 def _check_plugin() -> None:
-    """Exit where verl does not load the plugin, or is not one that it fits: the run would not be profiled."""
+    """Exit if verl does not load the plugin or is not supported: the run would not be profiled."""
     loaded = _PLUGIN in sys.modules
     from verl_profiling.integrations.verl import check_support
 

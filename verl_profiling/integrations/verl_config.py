@@ -1,8 +1,8 @@
-"""What to profile, out of a configuration of verl.
+"""Reads from a configuration of verl what to profile.
 
-Either ``profiling`` holds settings of this package, or it is ``verl`` (``+profiling=verl``), and
-they are read from the ``global_profiler`` and ``profiler`` blocks that verl's own profiler uses.
-Which of their fields become what is in the table of docs/verl.md.
+Either ``profiling`` holds settings of this package, or it is ``verl`` (``+profiling=verl``) and the
+settings are read from the ``global_profiler`` and ``profiler`` blocks of verl's own profiler. The
+table in docs/verl.md says which of their fields become which settings.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _UNSUPPORTED = {
 
 
 def settings_of(config: Any) -> ProfilingConfig | None:
-    """Return what a verl configuration wants profiled, or ``None`` for nothing.
+    """Return the settings in a verl configuration, or ``None`` if nothing is to be profiled.
 
-    With ``profiling=verl``, verl's own profiler is switched off in ``config``: its place is taken.
+    With ``profiling=verl``, verl's own profiler is switched off in ``config``: this one replaces it.
 
     Raises:
         ConfigError: The settings are wrong, or verl's own profiler is switched on as well.
@@ -85,15 +85,15 @@ def _run_id(trainer: Mapping[str, Any]) -> str | None:
 
 
 def settings_from_verl(config: Any) -> ProfilingConfig:
-    """Return settings that mean what the profiler blocks of a verl configuration mean.
+    """Return the settings that correspond to the profiler blocks of a verl configuration.
 
-    What has no counterpart is logged as a warning with its key.
+    Fields without a counterpart are logged as warnings, by their key.
 
     Args:
         config: A whole verl configuration (of ``main_ppo``), as ``DictConfig``.
 
     Raises:
-        ConfigError: A value has no counterpart and cannot be left out, e.g. the tool.
+        ConfigError: A value without a counterpart cannot be ignored, e.g. the tool.
     """
     bridge = _Bridge(config)
     settings = ProfilingConfig.from_any(bridge.settings())
@@ -103,10 +103,10 @@ def settings_from_verl(config: Any) -> ProfilingConfig:
 
 
 class _Bridge:
-    """Goes through the profiler blocks of a configuration once.
+    """Reads the profiler blocks of a configuration once.
 
     Attributes:
-        notes: The fields that are set and have no counterpart, one sentence each.
+        notes: One sentence for each field that is set and has no counterpart.
     """
 
     def __init__(self, config: Any) -> None:
@@ -173,7 +173,7 @@ class _Bridge:
             everything = not contents
             for name in ("stack", "shapes", "memory"):
                 if role == "rollout" and name == "memory" and self._engine == "sglang":
-                    yield name, False  # SGLang has no such thing, for verl neither
+                    yield name, False  # SGLang does not have it, under verl neither
                 else:
                     yield name, everything or name in contents
             if not everything and "cuda" not in contents:
@@ -233,7 +233,7 @@ class _Bridge:
 
 
 def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
-    """Refuse rollout engines that cannot be captured, unless they are left out.
+    """Refuse rollout engines that cannot be captured, unless profiling is switched off for them.
 
     Raises:
         ConfigError: There is no adapter for the engine.

@@ -1,4 +1,4 @@
-"""The numbers of the reports, in verl's own trackers."""
+"""Logs the numbers of the reports to verl's own trackers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ONWARD_ONLY = ("wandb", "vemlp_wandb")
 def log_reports(tracking: Any, folders: Mapping[int, Path], last_step: int) -> None:
     """Report on the profiled steps, and log the numbers as ``profiling/...`` under their own steps.
 
-    This reads traces, which takes a while; it is for the end of training. Trackers that take no
-    step before the last one that they saw get the numbers of the last profiled step only.
+    This reads traces, which takes a while, so it is called at the end of training. Trackers that do
+    not accept steps before the last one that they saw get the numbers of the last profiled step only.
 
     Args:
         tracking: The run's ``Tracking``.

@@ -1,8 +1,8 @@
-"""Nsight Systems under verl: workers and servers are started under it, by what verl has for that.
+"""Starts verl's workers and servers under Nsight Systems, with verl's own means.
 
-verl starts the workers of a group under Nsight Systems when the group is given ``profile_steps``
-and ``worker_nsight_options``. Its trainer does so for its own profiler; here both are added to the
-groups that a profiled trainer makes, with the number of ranges that our tool will open. Servers are
+verl starts the workers of a group under Nsight Systems if the group is given ``profile_steps`` and
+``worker_nsight_options``. Its trainer does so for its own profiler. Here both are added to the groups
+that a profiled trainer makes, with the number of ranges that the ``nsys`` tool will open. Servers are
 plain Ray actors, and get the same in their runtime environment.
 """
 
@@ -26,7 +26,7 @@ _environment: dict[str, Any] = {}
 
 
 def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
-    """Return how many ranges a process of each role opens that records with Nsight Systems.
+    """Return, for each role that records with Nsight Systems, how many ranges a process opens.
 
     Raises:
         ConfigError: The number is not known, or verl cannot start that role under it.
@@ -49,9 +49,9 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
 
 
 def start_workers_under_nsys(settings: ProfilingConfig) -> None:
-    """Have the worker groups that this process makes from now on started as the settings say.
+    """Make this process start its worker groups under Nsight Systems from now on, if the settings say so.
 
-    Workers that several roles share are started as the first of them that is profiled.
+    Workers shared by several roles are started for the first of these roles that is profiled.
 
     Raises:
         ConfigError: The settings do not say how many ranges there will be.
@@ -63,13 +63,13 @@ def start_workers_under_nsys(settings: ProfilingConfig) -> None:
 
 
 def hook_worker_groups(module: Any) -> None:
-    """Give the groups of a trainer verl's own options for Nsight Systems."""
+    """Pass verl's own options for Nsight Systems to the groups of a trainer."""
     group_class = module.RayWorkerGroup
     original = group_class.__init__
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Groups of rollout and reward replicas have a name; those that are looked up have no pool.
+        # Groups of rollout and reward replicas have a name; groups that are looked up have no pool.
         if _environment and kwargs.get("resource_pool") is not None and "name_prefix" not in kwargs:
             kwargs["profile_steps"] = kwargs.get("profile_steps") or [0]
             kwargs["worker_nsight_options"] = dict(_environment["nsight"])
@@ -80,7 +80,7 @@ def hook_worker_groups(module: Any) -> None:
 
 
 def hook_vllm_replica(module: Any, settings_key: str) -> None:
-    """Start the servers of a replica under Nsight Systems, where the settings in its configuration say so."""
+    """Start the servers of a replica under Nsight Systems, if the settings in its configuration say so."""
     replica_class = module.vLLMReplica
     original = replica_class.launch_servers
 

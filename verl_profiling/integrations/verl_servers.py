@@ -1,7 +1,7 @@
 """Capture methods for verl's rollout servers.
 
-A server gets its settings inside ``rollout.engine_kwargs``, which verl hands to every server of
-the policy as it is (and to no server of a reward model or a teacher).
+A server gets its settings inside ``rollout.engine_kwargs``, which verl passes unchanged to every
+server of the policy, and to no server of a reward model or a teacher.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ async def _stop_capture(self: Any, capture_id: str | None = None, finish_s: floa
 def _add_methods(server_class: type[Any]) -> None:
     server_class.start_capture = _start_capture
     server_class.stop_capture = _stop_capture
-    server_class._verl_profiling = RolloutCaptureMixin()  # until it is set up, if a subclass ever does
+    server_class._verl_profiling = RolloutCaptureMixin()  # until a subclass sets it up, if it does
     set_global_steps = server_class.set_global_steps
 
     @functools.wraps(set_global_steps)
     async def noted_set_global_steps(self: Any, global_steps: int) -> None:
-        # verl tells every server when it has new weights, and calls them by the step that made them.
+        # verl notifies every server of new weights, and numbers them by the step that made them.
         await set_global_steps(self, global_steps)
         self._verl_profiling.set_policy_version(global_steps)
 

@@ -1,7 +1,8 @@
-"""The callback in verl's trainers.
+"""Connects the callback to verl's trainers.
 
-verl times every part of a step with ``marked_timer``; that is where the hooks of the callback are.
-The timer ``step`` is the step and ``gen`` is the rollout; the others are stages of the controller.
+verl times every part of a step with ``marked_timer``, and from there the hooks of the callback are
+called. The timer ``step`` is the step, ``gen`` is the rollout, and all others are stages of the
+controller.
 """
 
 from __future__ import annotations
@@ -72,14 +73,14 @@ class TrainerProfiler:
         _active = None
         self._callback.__exit__(kind, error, trace)
         if error is None and self._tracking is not None and self._folders:
-            # It reads traces, for which training must not wait.
+            # Reading traces takes a while, and training must not wait for it.
             from verl_profiling.integrations.verl_metrics import log_reports
 
             log_reports(self._tracking, self._folders, self._trainer.global_steps)
 
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
-        """Run one of verl's timers, and tell the callback."""
+        """Run one of verl's timers, and call the callback's hooks around it."""
         if name == _STEP:
             self._step_begin()
             with timer:
@@ -101,25 +102,25 @@ class TrainerProfiler:
                 self._policy_version = self._trainer.global_steps
 
     def rollout_begin(self) -> None:
-        """Note that generation begins, unless it has already."""
+        """Begin generation, unless it has begun already."""
         if not self._generating:
             self._generating = True
             self._callback.on_rollout_begin()
 
     def logged(self, tracking: Any, data: Mapping[str, Any], step: int) -> None:
-        """Take in what verl logs after a step, and where it does."""
+        """Keep the metrics that verl logs after a step, and the tracker that they go to."""
         self._tracking = tracking
         self._callback.add_metrics(step, data)
 
     def _step_begin(self) -> None:
-        # Every trainer of verl 0.9 hands the engines the weights of a step at its end.
+        # Every trainer of verl 0.9 sends the weights of a step to the engines at its end.
         step = self._trainer.global_steps
         self._policy_version = step - 1
         self._generating = False
         self._callback.on_step_begin(step, self._policy_version)
 
     def _add_workers(self) -> None:
-        """Add worker groups and servers; where groups share processes, a role that is profiled first."""
+        """Add worker groups and servers; of groups that share processes, first one that is profiled."""
         groups = [
             (role, getattr(self._trainer, name)) for role, name in _GROUPS if hasattr(self._trainer, name)
         ]
@@ -139,7 +140,7 @@ class TrainerProfiler:
             self._callback.add_rollout(servers)
 
     def _servers(self) -> list[Any]:
-        """Return the first node's server of every replica; it acts for the other nodes."""
+        """Return the server on the first node of every replica, which acts for the other nodes."""
         trainer = self._trainer
         if hasattr(trainer, "_rollout_server_managers"):
             managers = trainer._rollout_server_managers()
@@ -150,7 +151,7 @@ class TrainerProfiler:
 
 
 class ProfilingTrainerMixin:
-    """For a trainer with a ``fit`` of its own; the ``fit`` of verl's trainers is hooked already.
+    """A mixin for trainers that override ``fit``; the ``fit`` of verl's own trainers is hooked already.
 
     ``class MyTrainer(ProfilingTrainerMixin, RayPPOTrainer): def fit(self): ...``
     """
@@ -162,7 +163,7 @@ class ProfilingTrainerMixin:
 
 
 def hook_timers(module: Any) -> None:
-    """Have verl's timers tell the trainer that is profiled."""
+    """Make verl's timers call the trainer's profiler."""
     original = module.marked_timer
 
     @functools.wraps(original)
@@ -174,7 +175,7 @@ def hook_timers(module: Any) -> None:
 
 
 def hook_tracking(module: Any) -> None:
-    """Keep what verl logs for a profiled step with the capture."""
+    """Store the metrics that verl logs for a profiled step with its capture."""
     original = module.Tracking.log
 
     @functools.wraps(original)
@@ -193,7 +194,7 @@ def hook_v1_trainer(module: Any) -> None:
 
     @functools.wraps(original)
     def add_batch_to_generate(self: Any) -> Any:
-        # The prompts are handed to the engines here, ahead of the timer that waits for the responses.
+        # The prompts go to the engines here, before the timer that waits for the responses.
         if _active is not None:
             _active.rollout_begin()
         return original(self)
@@ -235,7 +236,7 @@ def _profiled_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hand_to_servers(config: Any, settings: ProfilingConfig) -> None:
-    """Put the settings where every rollout server of the policy finds them."""
+    """Put the settings into the configuration that every rollout server of the policy gets."""
     from omegaconf import open_dict
 
     rollout = config.actor_rollout_ref.rollout

@@ -1,7 +1,7 @@
 """Capture methods and stages for verl's training workers.
 
-The methods are registered for verl's dispatch, so that worker groups have them; a worker keeps its
-own base classes. Stages are put around verl's methods, whose bodies are not touched.
+The methods are registered for verl's dispatch, so that worker groups have them. The base classes of a
+worker do not change. Stages are put around verl's methods, whose bodies do not change either.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def hook_workers(module: Any) -> None:
 
 
 def hook_fsdp_engine(module: Any) -> None:
-    """Mark the micro-batches that FSDP engines go through."""
+    """Mark the micro-batches of FSDP engines as stages."""
     prepare = module.prepare_micro_batches
 
     @functools.wraps(prepare)
@@ -54,7 +54,7 @@ def hook_fsdp_engine(module: Any) -> None:
 
 
 class _MarkedMicroBatches(list[Any]):
-    """Micro-batches; the body of a loop over them is a stage each time."""
+    """Micro-batches; in a loop over them each pass of the body is a stage."""
 
     def __iter__(self) -> Iterator[Any]:
         micro_batch = stage("micro_batch")
@@ -64,9 +64,9 @@ class _MarkedMicroBatches(list[Any]):
 
 
 def _critic_stage(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a method of ``TrainingWorker`` where the worker is a critic.
+    """Mark a method of ``TrainingWorker`` as a stage if the worker is a critic.
 
-    Inside an actor the same class is a part of ``ActorRolloutRefWorker``, whose methods are marked.
+    In an actor the same class is a part of ``ActorRolloutRefWorker``, whose methods are marked already.
     """
     marked = stage(name)(method)
 
@@ -78,7 +78,7 @@ def _critic_stage(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counted_mini_batch(train_batch: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a mini-batch, and count it for the ``mini_batches`` window of the ``torch`` tool."""
+    """Mark a mini-batch as a stage, and count it for the ``mini_batches`` window of the ``torch`` tool."""
     mini_batch = stage("mini_batch")
 
     @functools.wraps(train_batch)
@@ -92,7 +92,7 @@ def _counted_mini_batch(train_batch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _add_methods(worker_class: type[Any]) -> None:
-    """Add the methods, and have worker groups bind them; only setting up is waited for there."""
+    """Add the methods so that worker groups bind them; a group waits only for the set-up."""
     from verl.single_controller.base.decorator import Dispatch, register
 
     everywhere = functools.partial(register, dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -102,7 +102,7 @@ def _add_methods(worker_class: type[Any]) -> None:
 
 
 def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> None:
-    """Set this worker up, under the first role that its process is profiled as."""
+    """Set this worker up under the first role of its process that is profiled."""
     engine = self.engine if hasattr(self, "engine") else (self.actor or self.ref).engine
     if engine.engine_config.strategy == "megatron":
         megatron = MegatronCaptureMixin()
@@ -117,7 +117,7 @@ def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> None:
 
 
 def _show_schedule(engine: Any) -> None:
-    """Have Megatron's schedule, which goes through the micro-batches itself, mark them."""
+    """Mark the micro-batches of Megatron's schedule, which loops over them itself."""
     from megatron.core.utils import get_model_config
 
     for chunk in engine.module:

@@ -1,4 +1,4 @@
-"""What the capture says of itself: numbers that workers recorded, what it cost, clocks that were set."""
+"""Rows on the capture itself: numbers that workers recorded, its cost, clocks that were set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["clock_notes", "costs", "measures", "requests"]
 
 _STAGE_PREFIX = "stage/"
 _SET_CLOCK_NS = 1_000_000
-_SET_CLOCK_SHARE = 0.001  # NTP slews a clock by half of this at most
+_SET_CLOCK_SHARE = 0.001  # NTP slews a clock by at most half of this
 
 
 def measures(manifest: Manifest) -> list[MeasureRow]:
@@ -44,7 +44,7 @@ def costs(manifest: Manifest, directory: Path) -> list[CostRow]:
 
 
 def _size(directory: Path, artifact: Artifact) -> int:
-    """Return an artifact's size; one that was still being compressed has it on disk."""
+    """Return an artifact's size, from the disk if it was still being compressed."""
     path = resolve_artifact(directory, artifact) if artifact.bytes is None else None
     return artifact.bytes or (path.stat().st_size if path and path.is_file() else 0)
 
@@ -85,7 +85,7 @@ def clock_notes(manifest: Manifest) -> Iterator[str]:
 
 
 def _clock_set_ns(worker: CaptureResult) -> int:
-    """Return by how much unix time ran ahead of monotonic time between a worker's first and last anchor."""
+    """Return how far unix time moved against monotonic time between a worker's first and last anchor."""
     if len(worker.anchors) < 2:
         return 0
     first, last = worker.anchors[0], worker.anchors[-1]

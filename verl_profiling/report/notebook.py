@@ -1,4 +1,4 @@
-"""A report that a notebook shows as its page."""
+"""A report that notebooks show as an HTML page."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["NotebookReport"]
 
 
 class NotebookReport(Report, frozen=True, kw_only=True):
-    """A report whose last line in a notebook's cell is its page.
+    """A report that a notebook shows as its HTML page.
 
-    The page is in a frame without an origin: its style and script cannot reach the notebook, nor
-    the notebook's the page. It loads nothing from anywhere.
+    The page is in a frame without an origin, so neither its style and script nor those of the
+    notebook can affect the other. It loads nothing.
     """
 
     @classmethod
     def of(cls, report: Report) -> NotebookReport:
-        """Return the same report, as one that a notebook shows."""
+        """Return the same report as a :class:`NotebookReport`."""
         return cls(**{name: getattr(report, name) for name in msgspec.structs.asdict(report)})
 
     def __repr__(self) -> str:

@@ -33,7 +33,7 @@ REPORT_TABLES: Mapping[str, type[msgspec.Struct]] = {
     "measures": MeasureRow,
     "costs": CostRow,
 }
-"""Fields of the report that are tables, and what their rows are."""
+"""Fields of the report that are tables, and the types of their rows."""
 
 _LOST = {cause: f"lost_{cause}_us" for cause in CAUSES}
 

@@ -1,4 +1,4 @@
-"""The mixin every training worker inherits."""
+"""The mixin that every training worker inherits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CaptureMixin:
 
         Args:
             config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
-            role: What the worker group is, e.g. ``actor``.
+            role: Role of the worker group, e.g. ``actor``.
             rank: Global rank inside the role.
             world_size: Number of ranks of the role.
             topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1}``.
@@ -78,7 +78,7 @@ class CaptureMixin:
         """Stop a capture; never raises for one that is not open. The callback calls this.
 
         Args:
-            capture_id: The capture meant; ``None`` for whichever is open.
+            capture_id: The capture to stop; ``None`` for any that is open.
             finish_s: Seconds to wait for background work on artifacts.
         """
         return process_session().stop(capture_id, finish_s)

@@ -16,7 +16,7 @@ __all__ = ["FSDPCaptureMixin"]
 
 
 class FSDPCaptureMixin(CaptureMixin):
-    """Like :class:`CaptureMixin`, with the rank read from the process group and the device mesh."""
+    """A :class:`CaptureMixin` that reads rank and coordinates from process group and device mesh."""
 
     def init_capture(  # type: ignore[override]
         self,
@@ -31,9 +31,9 @@ class FSDPCaptureMixin(CaptureMixin):
 
         Args:
             config: The same settings as the callback's.
-            role: What the worker group is, e.g. ``actor``.
-            rank: Global rank; read from the default process group when left out.
-            world_size: Number of ranks; read likewise.
+            role: Role of the worker group, e.g. ``actor``.
+            rank: Global rank; by default that of the default process group.
+            world_size: Number of ranks; by default that of the default process group.
             mesh: The device mesh; its named dimensions become the worker's topology.
 
         Raises:

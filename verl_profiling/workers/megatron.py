@@ -15,7 +15,7 @@ __all__ = ["CaptureTimers", "MegatronCaptureMixin"]
 
 
 class MegatronCaptureMixin(CaptureMixin):
-    """Like :class:`CaptureMixin`, with ranks, coordinates and sizes read from ``parallel_state``."""
+    """A :class:`CaptureMixin` that reads ranks, coordinates and sizes from ``parallel_state``."""
 
     def init_capture(  # type: ignore[override]
         self, config: ProfilingConfig | Mapping[str, Any] | None, *, role: str
@@ -24,7 +24,7 @@ class MegatronCaptureMixin(CaptureMixin):
 
         Args:
             config: The same settings as the callback's.
-            role: What the worker group is, e.g. ``actor``.
+            role: Role of the worker group, e.g. ``actor``.
 
         Raises:
             CaptureStateError: Megatron's model parallelism is not initialised.
@@ -68,28 +68,28 @@ class MegatronCaptureMixin(CaptureMixin):
 
 
 class CaptureTimers:
-    """A ``timers`` of Megatron's ``TransformerConfig`` that shows what is timed as stages.
+    """Shows what Megatron times as stages; set it as ``timers`` of the ``TransformerConfig``.
 
     Megatron's schedules time the forward and the backward of each micro-batch, and each wait for
-    a neighbour in the pipeline, by these names: ``forward-compute``, ``backward-compute``,
-    ``forward-recv``, ... With ``config.timers = CaptureTimers(config.timers)`` they are spans
-    inside of the stage that runs the schedule.
+    a neighbour in the pipeline, under the names ``forward-compute``, ``backward-compute``,
+    ``forward-recv``, ... With ``config.timers = CaptureTimers(config.timers)`` they become spans
+    inside the stage that runs the schedule.
 
     Args:
-        timers: Timers that go on timing (Megatron's ``Timers``); ``None`` for none.
+        timers: Timers to call as well (Megatron's ``Timers``); ``None`` for none.
     """
 
     def __init__(self, timers: Callable[..., Any] | None = None) -> None:
         self._timers = timers
 
     def __call__(self, name: str, log_level: int | None = None) -> _StageTimer:
-        """Return the timer of that name, as Megatron's own do."""
+        """Return the timer of that name, like Megatron's ``Timers``."""
         inner = self._timers(name, log_level=log_level) if self._timers is not None else None
         return _StageTimer(stage(name), inner)
 
     def __getattr__(self, name: str) -> Any:
-        """Offer whatever else the wrapped timers do (``log``, ``write``, ...)."""
-        if name == "_timers":  # asked for while a copy, which is still empty, is being made
+        """Return any other attribute of the wrapped timers (``log``, ``write``, ...)."""
+        if name == "_timers":  # looked up on a copy that has no attributes yet
             raise AttributeError(name)
         return getattr(self._timers, name)
 
@@ -100,7 +100,7 @@ class _StageTimer:
         self._inner = inner
 
     def start(self, barrier: bool = False) -> None:
-        """Begin the stage; the wrapped timer waits for the other ranks first, where asked to."""
+        """Begin the stage, after the wrapped timer, which may wait for the other ranks."""
         if self._inner is not None:
             self._inner.start(barrier=barrier)
         self._stage.__enter__()

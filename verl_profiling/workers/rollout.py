@@ -40,18 +40,18 @@ class RolloutCaptureMixin:
         engine: str | None = None,
         role: str = ROLLOUT_ROLE,
     ) -> dict[str, Any]:
-        """Return what to pass to the engine's constructor so that it can be captured.
+        """Return arguments for the engine's constructor with which it can be captured.
 
-        ``AsyncEngineArgs(model=..., **self.engine_args(config, engine="vllm"))``. Only vLLM needs
-        anything; for other engines, and when profiling is off, it is empty.
+        ``AsyncEngineArgs(model=..., **self.engine_args(config, engine="vllm"))``. Only vLLM needs any;
+        for other engines, and when profiling is off, the dict is empty.
 
         Args:
             config: The same settings as the callback's.
-            engine: Package of the engine; a mixin for one engine knows it.
+            engine: Package of the engine; not needed with a mixin for one engine.
             role: Role of the server.
 
         Raises:
-            ConfigError: The settings are wrong, or the installed engine cannot do what they ask for.
+            ConfigError: The settings are wrong, or the installed engine does not support them.
         """
         settings = ProfilingConfig.from_any(config)
         if not settings.enable:
@@ -80,22 +80,22 @@ class RolloutCaptureMixin:
 
         Args:
             config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
-            engine: The engine, or the object that holds it; left out, it is looked for on the
-                server (see :class:`VLLMCaptureMixin` and :class:`SGLangCaptureMixin`). ``None`` on
-                the nodes of a replica other than its first.
+            engine: The engine, or the object that holds it. By default it is looked up on the server
+                (see :class:`VLLMCaptureMixin` and :class:`SGLangCaptureMixin`). ``None`` on the nodes
+                of a replica other than its first.
             role: Role of the server.
             replica: Index of the replica.
-            rank: The replica's first global accelerator rank; replicas of equal size are
-                numbered one after another when it is left out.
-            node_rank: Index of this node in a replica that spans several; only node 0 acts. An
-                SGLang engine knows it when it is left out.
-            requests: The log that the server writes its requests to. An engine of your own, which
-                computes in this process, needs nothing else; of any other engine the requests are
-                noted without it, and are not when it is given.
+            rank: The replica's first global accelerator rank. By default replicas of equal size are
+                numbered one after another.
+            node_rank: Index of this node in a replica that spans several; only node 0 acts. By default
+                an SGLang engine is asked for it.
+            requests: The log to which the server writes its requests. An engine of your own that
+                computes in this process needs nothing else. The requests of a known engine are recorded
+                without a log; given one, only the log is used.
 
         Raises:
-            CaptureStateError: The engine was started in a way that it cannot be captured.
-            ConfigError: The settings are wrong, or the engine cannot do what they ask for.
+            CaptureStateError: The engine was not started so that it can be captured.
+            ConfigError: The settings are wrong, or the engine does not support them.
             ToolUnavailableError: The engine is unknown or too old.
         """
         settings = ProfilingConfig.from_any(config)
@@ -131,7 +131,7 @@ class RolloutCaptureMixin:
         """Stop a capture; never raises for one that is not open. The callback calls this.
 
         Args:
-            capture_id: The capture meant; ``None`` for whichever is open.
+            capture_id: The capture to stop; ``None`` for any that is open.
             finish_s: Seconds to wait for background work on artifacts.
         """
         if self._capture_recorder is not None:
@@ -141,7 +141,7 @@ class RolloutCaptureMixin:
         return stop_reply(skipped(identity, reason, capture_id), clock.now_ns())
 
     def set_policy_version(self, version: int) -> None:
-        """Note that the engine has other weights from now on; for servers that are told.
+        """Record that the engine has new weights from now on, if the server is notified of that.
 
         Args:
             version: Number of the policy version, as the training loop counts it.
