@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu test-package test-pythons verification demo demo-e2e demo-discrete lint docs tables bench bench-verl clean
+.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -160,6 +160,12 @@ lint: .venv/.ready ## Check style and types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+repository: .venv/.ready ## Check the workflow, the issue forms and the hooks
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yml
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/request.yml
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	.venv/bin/pre-commit validate-config
 
 docs: .venv/.ready ## Build the documentation (docs/_build/html)
 	.venv/bin/sphinx-build -W --keep-going -q -b html docs docs/_build/html

@@ -1,0 +1,72 @@
+"""What people expect of a repository: hooks, a workflow and forms that ask for what this project has."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def read(name: str) -> Any:
+    """Return what a YAML file of the repository holds."""
+    return msgspec.yaml.decode((ROOT / name).read_bytes())
+
+
+def dry_run(target: str) -> list[str]:
+    """Return the commands that a target of the Makefile would run, once its environment is there."""
+    command = ["make", "--dry-run", "--old-file=.venv/.ready", target]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_the_hooks_are_the_checks_of_make_lint() -> None:
+    """Each check of `make lint` is a hook with the same tool and the same options."""
+    hooks = [hook for repo in read(".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
+    entries = [hook["entry"].replace(" --force-exclude", "") for hook in hooks]
+    checks = [line.removesuffix(" .") for line in dry_run("lint") if line.startswith(".venv/bin/")]
+    assert len(checks) >= 3
+    assert set(checks) <= set(entries)
+    assert "make repository" in entries
+
+
+def test_the_workflow_runs_what_has_to_pass() -> None:
+    """The CI of a fork runs the script that CONTRIBUTING names, and every version of Python."""
+    jobs = read(".github/workflows/ci.yml")["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands == [".ci/run", "make test-pythons"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+@pytest.mark.parametrize("form", ["bug", "request"])
+def test_issues_ask_for_the_doctor(form: str) -> None:
+    """Versions and devices come with the question; a bug cannot be reported without them."""
+    fields = {field["id"]: field for field in read(f".github/ISSUE_TEMPLATE/{form}.yml")["body"]}
+    assert "verl-profiling doctor" in fields["doctor"]["attributes"]["label"]
+    assert fields["doctor"].get("validations", {}).get("required", False) == (form == "bug")
+
+
+def test_the_checkers_accept_them(tmp_path: Path) -> None:
+    """`make repository` passes, and does not for a form that GitHub would refuse."""
+    for package in ("check_jsonschema", "pre_commit"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed; `make env` does that")
+    lines = [line for line in dry_run("repository") if line.startswith(".venv/bin/")]
+    assert len(lines) == 4
+    programs = str(Path(sys.executable).parent)
+    for line in lines:
+        command = line.replace(".venv/bin", programs).split()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        broken = tmp_path / ".broken.yaml"
+        broken.write_text("name: without what it needs\n")
+        command = [word for word in command if not word.startswith(".github/")] + [str(broken)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode != 0, command
