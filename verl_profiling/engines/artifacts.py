@@ -1,4 +1,4 @@
-"""From the files an engine wrote to verified artifacts of a step folder."""
+"""Turns the files that an engine wrote into verified artifacts of a step folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def expected_artifacts(
 
 
 class Spool:
-    """The folder that an engine writes into, seen from the start of one capture.
+    """The folder that an engine writes into; it shows what appeared since one capture started.
 
     Args:
         engine: The engine.
@@ -60,7 +60,7 @@ class Spool:
         self._before = set(engine.spool.iterdir())
 
     def take(self) -> dict[EngineTrace, Path]:
-        """Return what the engine wrote since; the newest file where it wrote several of a kind."""
+        """Return what the engine wrote since then; of several files of a kind, the newest."""
         new = [path for path in _files_in(self._engine.spool) if path not in self._before]
         found: dict[EngineTrace, Path] = {}
         for path in sorted(new, key=lambda path: path.stat().st_mtime_ns):
@@ -70,7 +70,7 @@ class Spool:
         return found
 
     def keep_extras(self, folder: Path, name: str) -> list[str]:
-        """Move files that are no rank's trace and were asked for to the step folder; return notes on them."""
+        """Move requested files other than ranks' traces to the step folder; return notes on them."""
         notes = []
         for path in _files_in(self._engine.spool):
             if suffix := self._engine.extra_suffix(path):
@@ -80,13 +80,13 @@ class Spool:
         return notes
 
     def clear(self) -> None:
-        """Remove what nobody took: tables, traces of ranks that are not selected."""
+        """Remove the other files: tables, traces of ranks that are not selected."""
         if self._engine.spool.parent.name == SPOOL_PARENT:
             shutil.rmtree(self._engine.spool, ignore_errors=True)
             try:
                 self._engine.spool.parent.rmdir()
             except OSError:
-                pass  # another engine's spool is in there
+                pass  # it contains the spool of another engine
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -94,7 +94,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def output_of(raw: Path, folder: Path, expected: Artifact, level: int) -> Output:
-    """Bring an engine's file into the step folder and return the artifact it makes.
+    """Move an engine's file into the step folder and return its artifact.
 
     Args:
         raw: The file: JSON, or gzip-compressed JSON.
@@ -115,7 +115,7 @@ def output_of(raw: Path, folder: Path, expected: Artifact, level: int) -> Output
 def _move(source: Path, target: Path) -> None:
     try:
         source.replace(target)
-    except OSError:  # another file system
+    except OSError:  # on another file system
         shutil.move(source, target)
 
 

@@ -1,4 +1,4 @@
-"""What an engine adapter is: the only place that knows an engine's API and its versions."""
+"""The interface of an engine adapter, the only place that knows an engine's API and its versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPOOL_PARENT = ".engines"
 
 @dataclass(frozen=True)
 class TraceTool:
-    """The engine's own torch profiler, with these options."""
+    """The engine's own torch profiler, and its options."""
 
     options: TorchOptions
 
@@ -42,7 +42,7 @@ class RangeTool:
 
     Attributes:
         name: Name of the tool.
-        suffix: What names of its reports end in.
+        suffix: Suffix of its reports' names.
         launch: How processes are started under it.
     """
 
@@ -56,11 +56,11 @@ EngineTool = TraceTool | RangeTool
 
 @dataclass(frozen=True)
 class EngineTrace:
-    """What a file that an engine wrote is.
+    """The rank and stage of a trace file that an engine wrote.
 
     Attributes:
         rank: Rank inside the replica.
-        stage: ``prefill`` or ``decode`` when the engine records these apart.
+        stage: ``prefill`` or ``decode`` if the engine records them in separate traces.
     """
 
     rank: int
@@ -74,8 +74,8 @@ class EngineAdapter(ABC):
         name: Name of the engine.
         window: How much of a rollout is recorded.
         spool: Folder into which the engine writes its traces, whatever the step.
-        ranks: How many ranks write a trace.
-        stages: What is recorded apart; ``(None,)`` for one trace per rank.
+        ranks: Number of ranks that write a trace.
+        stages: Stages with separate traces; ``(None,)`` for one trace per rank.
     """
 
     name: ClassVar[str]
@@ -89,7 +89,7 @@ class EngineAdapter(ABC):
         """Open the recording window.
 
         Args:
-            label: Names the capture in file names where the engine allows it.
+            label: Name of the capture, used in file names if the engine allows it.
 
         Raises:
             CaptureStateError: The engine's profiler is on already.
@@ -98,21 +98,21 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Close the window and return when the traces are written.
+        """Close the window, and return once the traces are written.
 
-        Safe after the engine closed it by itself, and when it was never reached.
+        May also be called after the engine closed the window by itself, or never reached it.
         """
 
     @abstractmethod
     def identify(self, path: Path, label: str) -> EngineTrace | None:
-        """Return what a new file in the spool folder is, or ``None`` if it is no trace of this capture."""
+        """Return the rank and stage of a new file in the spool, or ``None`` if it is not a trace."""
 
     def died(self) -> str:
         """Return how the engine's processes ended, as far as this process can see; empty while they live."""
         return ""
 
     def extra_suffix(self, path: Path) -> str:
-        """Return what to call a file that is no rank's trace and was asked for; empty for any other."""
+        """Return the suffix for a requested file that is not a rank's trace; empty for other files."""
         return ""
 
 
@@ -122,7 +122,7 @@ def new_spool(save_path: str) -> Path:
 
 
 def engine_tool(role: RoleConfig, engine: str, range_apis: Container[str] = ()) -> EngineTool | None:
-    """Return what is to record an engine's processes, or ``None`` for nothing.
+    """Return the tool that is to record an engine's processes, or ``None``.
 
     Args:
         role: Settings of the server's role.
@@ -130,7 +130,7 @@ def engine_tool(role: RoleConfig, engine: str, range_apis: Container[str] = ()) 
         range_apis: APIs by which the engine can open ranges (see ``Launch.range_api``).
 
     Raises:
-        ConfigError: The engine cannot be recorded with that tool, with two tools, or with an option.
+        ConfigError: The engine does not support that tool, two tools, or one of the options.
     """
     key = f"roles.{role.role}.tool"
     found: EngineTool | None = None
@@ -158,6 +158,6 @@ def refuse_option(role: str, option: str, neutral: object, why: str) -> NoReturn
     """Refuse an option of the ``torch`` tool that an engine does not have.
 
     Raises:
-        ConfigError: Always; it names the key, and the role's own key that switches it off.
+        ConfigError: Always. It names the key, and the role's key that switches the option off.
     """
     raise ConfigError(f"tools.torch.{option}", f"{why}; set roles.{role}.tools.torch.{option}={neutral}")

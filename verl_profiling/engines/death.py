@@ -1,4 +1,4 @@
-"""What is said of an engine whose processes ended while they were needed."""
+"""Detects that the processes of an engine ended while they were needed, and describes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK_EVERY_S = 0.5
 
 
 def death_of(engine: EngineAdapter) -> str:
-    """Return that an engine died, how, and where its log is; empty while it lives."""
+    """Return a sentence on how an engine died and where its log is; empty while it lives."""
     how = engine.died()
     if not how:
         return ""
@@ -27,11 +27,11 @@ def death_of(engine: EngineAdapter) -> str:
 
 
 async def while_alive(engine: EngineAdapter, call: Awaitable[None]) -> None:
-    """Await a call to an engine; give up when the engine dies, because then no answer ever comes.
+    """Await a call to an engine, but give up if the engine dies, because no answer would come.
 
     Raises:
         CaptureStateError: The engine died.
-        Exception: Whatever the call raised, while the engine lives.
+        Exception: Whatever the call raised while the engine lives.
     """
     task = asyncio.ensure_future(call)
     death = ""

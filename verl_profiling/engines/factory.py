@@ -1,4 +1,4 @@
-"""From an engine to what records it. A new engine is one adapter and one branch here."""
+"""Chooses the recorder of an engine. A new engine is one adapter and one branch here."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def make_recorder(
     rank: int | None,
     requests: RequestLog | None = None,
 ) -> tuple[Recorder, WorkerIdentity]:
-    """Return what records an engine, and the identity of its replica.
+    """Return the recorder of an engine, and the identity of its replica.
 
     Args:
         engine: A vLLM ``AsyncLLM`` or ``LLM``, an SGLang ``Engine``, an object with a
-            ``tokenizer_manager``, the URL of an SGLang server, a transformers model, or anything
-            else in this process whose server logs its requests.
+            ``tokenizer_manager``, the URL of an SGLang server, a transformers model, or any other
+            engine in this process whose server logs its requests.
         config: All settings.
         role: Role of the server.
         replica: Index of the replica.
@@ -48,8 +48,8 @@ def make_recorder(
 
     Raises:
         ToolUnavailableError: No adapter knows the engine, or it is too old.
-        ConfigError: The engine cannot do what the settings ask for.
-        CaptureStateError: The engine was started in a way that it cannot be captured.
+        ConfigError: The engine does not support the settings.
+        CaptureStateError: The engine was not started so that it can be captured.
     """
     log = requests or RequestLog()
     log.serve(replica, config.rollout.requests)
@@ -92,7 +92,7 @@ def make_recorder(
 
 
 def _watch(engine: Any, package: str | None, log: RequestLog, identity: WorkerIdentity) -> None:
-    """Have the engine's requests noted."""
+    """Record the engine's requests."""
     if package == "transformers":
         watch_transformers(engine, log)
     elif package == "vllm":
@@ -102,7 +102,7 @@ def _watch(engine: Any, package: str | None, log: RequestLog, identity: WorkerId
 
 
 def _refuse_window(config: ProfilingConfig, settings: RoleConfig, identity: WorkerIdentity) -> None:
-    """Refuse a window in iterations of an engine that computes in this process."""
+    """Refuse a window counted in iterations for an engine that computes in this process."""
     for name in ("start", "count"):
         if getattr(config.rollout, name) and any(tool.suffix for tool in settings.tools):
             raise ConfigError(
@@ -112,13 +112,13 @@ def _refuse_window(config: ProfilingConfig, settings: RoleConfig, identity: Work
 
 
 def node_rank_of(engine: Any) -> int:
-    """Return which node of its replica an engine object belongs to, as far as it knows."""
+    """Return the node of its replica that an engine object belongs to, if it knows."""
     rank = getattr(getattr(engine, "server_args", None), "node_rank", 0)
     return rank if isinstance(rank, int) else 0
 
 
 def _package(engine: Any) -> str | None:
-    """Return which engine's package an object belongs to, subclasses included; a URL is SGLang's."""
+    """Return the engine's package of an object, also for subclasses; a URL is SGLang's."""
     if isinstance(engine, str) or hasattr(engine, "tokenizer_manager"):
         return "sglang"
     packages = {base.__module__.partition(".")[0] for base in type(engine).__mro__}

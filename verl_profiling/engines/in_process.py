@@ -26,12 +26,12 @@ __all__ = ["SessionRecorder", "watch_transformers"]
 
 
 class SessionRecorder(Recorder):
-    """Hands a replica's captures to the session of this process.
+    """Passes a replica's captures to the session of this process.
 
     Args:
         config: All settings.
         identity: The replica.
-        requests: Takes note of requests.
+        requests: The log of its requests.
     """
 
     def __init__(self, config: ProfilingConfig, identity: WorkerIdentity, requests: RequestLog) -> None:
@@ -72,7 +72,7 @@ class SessionRecorder(Recorder):
                 ],
             )
         finished = reply.finished
-        if finish_s:  # on a thread, to leave the event loop free
+        if finish_s:  # on a thread, so that the event loop is not blocked
             later = await asyncio.to_thread(process_session().stop, result.capture_id, finish_s)
             finished = [*finished, *later.finished]
         return msgspec.structs.replace(reply, result=result, finished=finished)
@@ -82,7 +82,7 @@ class SessionRecorder(Recorder):
 
 
 def watch_transformers(model: Any, log: RequestLog) -> None:
-    """Note every sequence of a ``generate`` call; transformers hands over a whole batch at its end."""
+    """Log every sequence of a ``generate`` call; transformers returns the whole batch at the end."""
     generate = model.generate
 
     @functools.wraps(generate)

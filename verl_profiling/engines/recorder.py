@@ -1,4 +1,4 @@
-"""One capture at a time of one engine, however many callers start and stop it."""
+"""Records one engine, one capture at a time, however many callers start and stop it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RECORD_LESS = "record less: rollout.count, rollout.max_window_s, tools.torch.st
 
 
 class Recorder(ABC):
-    """What a rollout server hands ``start_capture`` and ``stop_capture`` to."""
+    """The object to which a rollout server passes ``start_capture`` and ``stop_capture``."""
 
     @abstractmethod
     async def start(self, request: CaptureRequest) -> StartReply:
@@ -51,7 +51,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def set_policy_version(self, version: int) -> None:
-        """Note that the engine has other weights from now on."""
+        """Record that the engine has new weights from now on."""
 
 
 class _OpenCapture:
@@ -77,8 +77,8 @@ class EngineRecorder(Recorder):
         identity: The replica.
         role: Its settings.
         config: All settings.
-        recording: Makes what a window brings home.
-        requests: Takes note of requests.
+        recording: Makes the recording of a window.
+        requests: The log of its requests.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class EngineRecorder(Recorder):
             self._halt(capture)
 
     def _halt(self, capture: _OpenCapture) -> asyncio.Task[None]:
-        """Begin to stop the engine's profiler, once; return the task that does it."""
+        """Start the task that stops the engine's profiler, once; return it."""
         if capture.halting is None:
             self._machine.move(Event.HALT)
             capture.end_ns = clock.now_ns()
@@ -214,7 +214,7 @@ class EngineRecorder(Recorder):
         return self._last
 
     def _leave_overdue(self, capture: _OpenCapture, halting: asyncio.Task[None]) -> list[Artifact]:
-        """Give up waiting, and have the traces collected when the engine is done after all."""
+        """Stop waiting; the traces are collected if the engine finishes later."""
         reason = f"{self._engine.name} had not written it {self._stop_s:g} s after the stop; {_RECORD_LESS}"
         logger.error("%s: step %d: %s", self._identity, capture.request.step, reason)
 
@@ -231,7 +231,7 @@ class EngineRecorder(Recorder):
         ]
 
     def _fates(self, capture: _OpenCapture, problem: str) -> list[Artifact]:
-        """Bring what was recorded into the step folder; return what became of all expected."""
+        """Move what was recorded into the step folder; return all expected artifacts with their status."""
         outputs = capture.recording.gather(capture.end_ns, problem)
         for output in outputs:
             if output.finish is not None:
@@ -240,7 +240,7 @@ class EngineRecorder(Recorder):
 
     def _result(self, capture: _OpenCapture, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
         status, reason = worst_fate(artifacts)
-        if death := death_of(self._engine):  # its workers may have written whole traces before they ended
+        if death := death_of(self._engine):  # the workers may have written whole traces before they ended
             status, reason = "failed", death
         if not capture.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []

@@ -1,4 +1,4 @@
-"""What one window of an engine brings home: the engine's own traces, or a report of Nsight Systems."""
+"""The recording of one window of an engine: its own traces, or a report of Nsight Systems."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["EngineRecording", "RangeRecording", "RecordingMaker", "TraceRecordin
 
 
 class EngineRecording(ABC):
-    """What one window brings home.
+    """The recording of one window.
 
     Attributes:
         tool: Name of the tool that records.
-        expected: The artifacts that the window will have when all goes well.
-        notes: What else there is to say about it.
+        expected: The artifacts that the window will have if all goes well.
+        notes: Further notes on it.
     """
 
     tool: str
@@ -37,24 +37,24 @@ class EngineRecording(ABC):
 
     @abstractmethod
     def opened(self) -> None:
-        """Be told that the engine records from now on.
+        """Handle that the engine records from now on.
 
         Raises:
-            OSError: What that takes cannot be written.
+            OSError: A file that this needs cannot be written.
         """
 
     @abstractmethod
     def gather(self, end_ns: int, problem: str) -> list[Output]:
-        """Return what became of the expected artifacts, once the engine has stopped.
+        """Return the expected artifacts with their status, once the engine has stopped.
 
         Args:
             end_ns: When the window was closed.
-            problem: Why stopping failed; empty when it did not.
+            problem: Why stopping failed; empty if it did not.
         """
 
     @abstractmethod
     def drop(self) -> None:
-        """Be told that the engine did not start."""
+        """Handle that the engine did not start."""
 
     def _begin_now(self) -> None:
         now_ns = clock.now_ns()
@@ -71,7 +71,7 @@ class TraceRecording(EngineRecording):
     Args:
         engine: The engine.
         identity: The replica.
-        level: How much to compress.
+        level: Compression level.
         request: The capture.
         label: Its label.
         ranks: The ranks inside the replica that are selected.
@@ -174,4 +174,4 @@ class RangeRecording(EngineRecording):
         return [Output(pending)]
 
     def drop(self) -> None:
-        """Nothing was opened, so nothing was noted."""
+        """Do nothing: no range was opened."""

@@ -1,7 +1,7 @@
-"""Facts of inference requests: noted while a capture is open, next to nothing while none is.
+"""A log of inference requests, kept while a capture is open. Otherwise it costs next to nothing.
 
-The policy version is one of them. An engine may get new weights while it is captured, so a server
-that knows its version says so when it changes; else the version is the one that the loop reports.
+Each request has a policy version. An engine may get new weights while it is captured, so a server
+that knows its version reports every change; otherwise the version is the one that the loop reports.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RequestLog:
         self._versions: list[int] = []
 
     def serve(self, replica: int, enable: bool) -> None:
-        """Be told whose requests these are.
+        """Set whose requests these are.
 
         Args:
             replica: Index of the replica.
@@ -51,26 +51,26 @@ class RequestLog:
 
     @property
     def noting(self) -> bool:
-        """Whether a request that begins now would be noted; if not, an adapter passes it on untouched."""
+        """Whether a request that begins now would be logged; if not, an adapter does not wrap it."""
         return self._noted is not None
 
     @property
     def policy_versions(self) -> list[int]:
-        """Versions of the weights since :meth:`begin`, in order; empty where nobody knows them."""
+        """Versions of the weights since :meth:`begin`, in order; empty if unknown."""
         return list(self._versions)
 
     def set_policy_version(self, version: int) -> None:
-        """Note that the engine has other weights from now on."""
+        """Record that the engine has new weights from now on."""
         self._server_knows = True
         self._policy_version = version
         if self._versions and self._versions[-1] != version:
             self._versions.append(version)
 
     def begin(self, policy_version: int | None) -> None:
-        """Begin to take note.
+        """Start logging.
 
         Args:
-            policy_version: The version that the loop reports; the server's own is believed first.
+            policy_version: The version that the loop reports; the server's own takes precedence.
         """
         if not self._server_knows:
             self._policy_version = policy_version
@@ -79,12 +79,12 @@ class RequestLog:
             self._noted = []
 
     def end(self) -> list[Request]:
-        """Stop taking note; return the requests that ended since :meth:`begin`."""
+        """Stop logging; return the requests that ended since :meth:`begin`."""
         noted, self._noted = self._noted, None
         return noted or []
 
     def weight_updates(self, name: str, requests: Sequence[Request]) -> list[str]:
-        """Return a note where the weights changed since :meth:`begin`.
+        """Return a note if the weights changed since :meth:`begin`.
 
         Args:
             name: The replica's name.
@@ -100,7 +100,7 @@ class RequestLog:
         """Return a record of a request that begins now, to be used in a ``with`` block.
 
         Args:
-            prompt_tokens: Length of the prompt, where it is known already.
+            prompt_tokens: Length of the prompt, if it is known already.
         """
         return OpenRequest(self._noted, self._replica, self._policy_version, prompt_tokens)
 
@@ -108,7 +108,7 @@ class RequestLog:
 class OpenRequest:
     """A request that has begun and not ended; the end of its ``with`` block ends it.
 
-    A block that is left by an exception, a cancellation included, makes the request a failed one.
+    If an exception leaves the block, cancellation included, the request has failed.
 
     Attributes:
         prompt_tokens: Length of the prompt.
@@ -146,17 +146,17 @@ class OpenRequest:
             self.close(self.prompt_tokens, self.response_tokens, failed=kind is not None)
 
     def first_token(self) -> None:
-        """Note that the first output arrived; later calls change nothing."""
+        """Record that the first output arrived; later calls change nothing."""
         if not self._first_token_ns and self._noted is not None:
             self._first_token_ns = clock.now_ns()
 
     def close(self, prompt_tokens: int, response_tokens: int, *, failed: bool = False) -> None:
-        """Note that the request ended; for an engine that hands over a batch, once for each request of it.
+        """Record that the request ended; for an engine that returns a batch, once per request of it.
 
         Args:
             prompt_tokens: Length of the prompt.
             response_tokens: Length of the response.
-            failed: It raised, or was given up.
+            failed: It raised, or was cancelled.
         """
         self._closed = True
         if self._noted is None:

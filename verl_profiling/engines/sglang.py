@@ -1,7 +1,7 @@
 """The SGLang adapter: ``Engine``, an object with a ``tokenizer_manager``, or a server's URL.
 
-Its profiler is started with all options of the capture, and writes where that call says. What
-each version offers is read off its own code: docs/engines.md has the table.
+Its profiler is started with all options of the capture, and writes to the folder given in that call.
+What each version offers is read from its own code; docs/engines.md has the table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SGLangAdapter(EngineAdapter):
 
     Raises:
         CaptureStateError: The engine has no tokenizer manager, or the server does not answer.
-        ConfigError: The settings ask for what SGLang does not have, or what would end it.
+        ConfigError: The settings ask for something that SGLang does not have, or that would end it.
         ToolUnavailableError: This SGLang is too old.
     """
 
@@ -99,13 +99,13 @@ class SGLangAdapter(EngineAdapter):
 
     @property
     def _takes_label(self) -> bool:
-        # With a prefix, SGLang's merge finds none of the files it is to merge.
+        # With a prefix, SGLang's merge finds none of the files to merge.
         return "profile_prefix" in self._calls.offers and not self.window.sglang.merge
 
     async def _disarm(self) -> None:
-        """Take back a window that was not reached: it would open in a later capture, or outside any.
+        """Cancel a window that was not reached; it would open later, in another capture or outside any.
 
-        Only a recording that is stopped clears it, so an empty one is made and thrown away.
+        Only stopping a recording clears the window, so an empty one is made and discarded.
         """
         await self._calls.start(
             {
@@ -118,7 +118,7 @@ class SGLangAdapter(EngineAdapter):
         await self._calls.stop()
 
     def _stage(self, path: Path, stage: str | None) -> EngineStage | None:
-        """Return a trace's stage. One that was cut by the stop does not say which it is."""
+        """Return a trace's stage. The name of one that the stop cut short does not have it."""
         if not self.window.by_stage:
             return None
         if stage is not None:
@@ -127,7 +127,7 @@ class SGLangAdapter(EngineAdapter):
         return "decode" if prefill.exists() else "prefill"
 
     def _start_options(self, options: TorchOptions, role: str) -> dict[str, Any]:
-        """Return what ``start_profile`` gets in every capture."""
+        """Return the options that ``start_profile`` gets in every capture."""
         for name in ("memory", "flops"):
             if getattr(options, name):
                 refuse_option(role, name, "false", f"SGLang does not record {name}")
@@ -135,7 +135,7 @@ class SGLangAdapter(EngineAdapter):
         if rollout.start:
             raise ConfigError(
                 "rollout.start",
-                "SGLang counts iterations from the engine's start and tells nobody how far it is; "
+                "SGLang counts iterations from the engine's start and does not publish the count; "
                 "leave it out, or set rollout.sglang.start_step to an absolute number",
             )
         arguments: dict[str, Any] = {

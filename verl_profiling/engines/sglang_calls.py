@@ -1,4 +1,4 @@
-"""The ways to reach SGLang's profiler: its tokenizer manager, or its HTTP server."""
+"""The two ways to call SGLang's profiler: its tokenizer manager, or its HTTP server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SERVER_ARGS = ("tp_size", "pp_size", "dp_size", "enable_dp_attention", "device"
 
 
 class SGLangCalls(ABC):
-    """How one SGLang is told to start and stop.
+    """The calls that start and stop the profiler of one SGLang engine.
 
     Attributes:
         offers: Names of the options that its ``start_profile`` takes.
@@ -37,7 +37,7 @@ class SGLangCalls(ABC):
 
     @abstractmethod
     async def stop(self) -> bool:
-        """Stop and write; return whether something was recording."""
+        """Stop and write; return whether it was recording."""
 
     def ended(self) -> dict[str, int]:
         """Return the exit codes of SGLang's processes that have ended, as far as this process can see."""
@@ -45,7 +45,7 @@ class SGLangCalls(ABC):
 
 
 class ManagerCalls(SGLangCalls):
-    """Calls a tokenizer manager, on the event loop to which it belongs.
+    """Calls a tokenizer manager on its own event loop.
 
     ``start_profile`` takes keywords up to 0.5.14 and one request object from 0.5.15 on.
 
@@ -65,7 +65,7 @@ class ManagerCalls(SGLangCalls):
             self._request_class = ProfileReq
             parameters = inspect.signature(ProfileReq).parameters
         self.offers = frozenset(parameters)
-        # Asked for one by one: from 0.5.23 on they are not in vars().
+        # Read one by one: from 0.5.23 on they are not in vars().
         self.server_args = {name: getattr(manager.server_args, name, None) for name in _SERVER_ARGS}
 
     async def start(self, options: dict[str, Any]) -> None:
@@ -92,9 +92,9 @@ class ManagerCalls(SGLangCalls):
         return {name: process.exitcode for name, process in named if process.exitcode is not None}
 
     async def _on_its_loop(self, call: Callable[[], Awaitable[Any]]) -> None:
-        """Await a call where the manager listens for the scheduler's answers.
+        """Await a call on the event loop on which the manager receives the scheduler's answers.
 
-        It listens on the loop of its first call; on any other, an answer never arrives.
+        That is the loop of its first call; on any other, an answer never arrives.
         """
         loop: asyncio.AbstractEventLoop | None = getattr(self._manager, "event_loop", None)
 
@@ -139,7 +139,7 @@ class HTTPCalls(SGLangCalls):
         try:
             await asyncio.to_thread(self._send, "/stop_profile", {})
         except urllib.error.HTTPError as error:
-            if error.code != 500:  # the server's answer when nothing records
+            if error.code != 500:  # the server's answer when it is not recording
                 raise
             return False
         return True

@@ -1,4 +1,4 @@
-"""Noting the requests of an SGLang engine: a wrapper around its tokenizer manager."""
+"""Logs the requests of an SGLang engine with a wrapper around its tokenizer manager."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["watch_manager"]
 
 
 def watch_manager(manager: Any, log: RequestLog) -> None:
-    """Note every request, whichever of the engine's methods or routes it came by."""
+    """Log every request, by whichever method or route of the engine it came."""
     generate = manager.generate_request
 
     @functools.wraps(generate)
@@ -24,7 +24,7 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
 
 
 async def _noting(stream: AsyncGenerator[Any, None], record: OpenRequest) -> AsyncGenerator[Any, None]:
-    """Pass on what a request yields: its state so far, or a list of whole responses of a batch."""
+    """Yield what a request yields: its state so far, or the list of a batch's whole responses."""
     latest: dict[int, dict[str, Any]] = {}
     try:
         async for output in stream:
@@ -41,4 +41,4 @@ async def _noting(stream: AsyncGenerator[Any, None], record: OpenRequest) -> Asy
                 information.get("completion_tokens", 0),
                 failed=information.get("finish_reason") is None,
             )
-        await stream.aclose()  # an abandoned request is aborted at once, as without us
+        await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper

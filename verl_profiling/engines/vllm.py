@@ -1,6 +1,6 @@
 """The vLLM adapter: ``AsyncLLM`` and ``LLM``, from 0.8.5 on.
 
-vLLM's profiler has to be asked for before the engine starts (:mod:`~verl_profiling.engines.vllm_start`).
+vLLM's profiler has to be configured before the engine starts (:mod:`~verl_profiling.engines.vllm_start`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RANK_INSIDE = re.compile(rb'"distributedInfo":\s*\{[^}]*"rank":\s*(\d+)')
 
 
 def records_in_process(engine: Any) -> bool:
-    """Return whether a vLLM engine computes in this very process, where the session records it."""
+    """Return whether a vLLM engine computes in this process, in which case the session records it."""
     client = getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
     executor = getattr(getattr(client, "engine_core", None), "model_executor", None)
     return any(base.__name__ == "UniProcExecutor" for base in type(executor).__mro__)
@@ -51,7 +51,7 @@ class VLLMAdapter(EngineAdapter):
 
     Raises:
         CaptureStateError: The engine was started without a profiler, or with another window.
-        ConfigError: The settings ask for what this vLLM does not have.
+        ConfigError: The settings ask for something that this vLLM does not have.
         ToolUnavailableError: This vLLM is too old.
     """
 
@@ -127,7 +127,7 @@ class VLLMAdapter(EngineAdapter):
         return EngineTrace(_rank_inside(path))
 
     def _check_configured(self, profiler_config: Any, kind: str, variable: str) -> None:
-        """Check that the engine was started with the profiler that is asked for, and with its window."""
+        """Check that the engine was started with the profiler and the window of the settings."""
         remedy = f"{self._identity}: pass **engine_args(config) to its constructor"
         if profiler_config is None:
             if not os.environ.get(variable):
@@ -146,13 +146,13 @@ class VLLMAdapter(EngineAdapter):
 
 
 async def _result(answer: Any) -> None:
-    """Wait for what ``AsyncLLM`` returns; ``LLM`` has done it already."""
+    """Await the call if it is one of ``AsyncLLM``; ``LLM`` has executed it already."""
     if inspect.isawaitable(answer):
         await answer
 
 
 def _rank_inside(path: Path) -> int:
-    """Return the rank that torch wrote into a trace's head; versions before 0.11 name no rank."""
+    """Return the rank in the head of a trace, written by torch; vLLM before 0.11 does not name it."""
     with igzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         head: bytes = file.read(1 << 16)
     found = _RANK_INSIDE.search(head)

@@ -1,4 +1,4 @@
-"""Noting the requests of a vLLM engine: a wrapper around ``generate``, an if-statement while idle."""
+"""Logs the requests of a vLLM engine with a wrapper around ``generate``, an if-statement while idle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["watch_vllm"]
 
 
 def watch_vllm(engine: Any, log: RequestLog) -> None:
-    """Note every request of an ``LLM`` or an ``AsyncLLM``."""
+    """Log every request of an ``LLM`` or an ``AsyncLLM``."""
     if hasattr(engine, "llm_engine"):
         _watch_llm(engine, log)
     else:
@@ -20,7 +20,7 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
 
 
 def _watch_async_llm(engine: Any, log: RequestLog) -> None:
-    """Note every request of an ``AsyncLLM``."""
+    """Log every request of an ``AsyncLLM``."""
     generate = engine.generate
 
     @functools.wraps(generate)
@@ -34,7 +34,7 @@ def _watch_async_llm(engine: Any, log: RequestLog) -> None:
 
 
 def _watch_llm(engine: Any, log: RequestLog) -> None:
-    """Note every request of an ``LLM``. It hands over a whole batch, so they end together."""
+    """Log every request of an ``LLM``, which returns a whole batch, so that they end together."""
     generate = engine.generate
 
     @functools.wraps(generate)
@@ -71,7 +71,7 @@ async def _noting(
         if last is not None and not in_parts:
             lengths = _lengths(last)
         record.close(_prompt_tokens(last), sum(lengths.values()), failed=not done)
-        await stream.aclose()  # an abandoned request is aborted at once, as without us
+        await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper
 
 
 def _prompt_tokens(output: Any) -> int:

@@ -1,7 +1,7 @@
-"""What a vLLM engine is started with, so that it can be captured: its profiler is configured for life.
+"""Configures the profiler of a vLLM engine, which has to be done before the engine starts.
 
 Before vLLM 0.13 that is done by environment variables, since then by ``profiler_config``. What each
-version offers is read off its own code: docs/engines.md has the table.
+version offers is read from its own code; docs/engines.md has the table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
 
 
 def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
-    """Return what to pass to ``AsyncEngineArgs`` or ``LLM`` so that the engine can be captured.
+    """Return the arguments for ``AsyncEngineArgs`` or ``LLM`` with which the engine can be captured.
 
     Before vLLM 0.13 the profiler is configured by environment variables; these are set, and
     there is nothing to pass.
@@ -77,7 +77,7 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
 
 
 def _cuda_engine_args(window: RolloutOptions, role: str) -> dict[str, Any]:
-    """Have the engine open ranges of Nsight Systems: ``cudaProfilerStart`` in each of its workers."""
+    """Make the engine open ranges of Nsight Systems: ``cudaProfilerStart`` in each of its workers."""
     if find_spec("vllm.config.profiler") is None:
         known = _variables()
         if CUDA_VARIABLE not in known:
@@ -116,10 +116,10 @@ def profiler_settings(options: TorchOptions, window: RolloutOptions, spool: Path
         "torch_profiler_record_shapes": options.shapes,
         "torch_profiler_with_memory": options.memory,
         "torch_profiler_with_flops": options.flops,
-        # Compressing while the engine waits takes far longer than doing it afterwards.
+        # Compressing now, while the engine waits, takes far longer than compressing afterwards.
         "torch_profiler_use_gzip": False,
         "torch_profiler_dump_cuda_time_total": False,
-        # The front end runs in this process, where the session may record already.
+        # The front end runs in this process, which the session may be recording.
         "ignore_frontend": True,
         "delay_iterations": first_iteration(window, options.stack),
         "max_iterations": window.count or 0,
@@ -151,10 +151,10 @@ def first_iteration(window: RolloutOptions, stack: bool) -> int:
 
 
 def recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOptions:
-    """Return how much of a rollout is recorded.
+    """Return the window of a rollout that is recorded.
 
     Raises:
-        ConfigError: The installed vLLM cannot record that, or it might open no range.
+        ConfigError: The installed vLLM cannot record that window, or might open no range.
     """
     stack = not isinstance(tool, RangeTool) and tool.options.stack
     if isinstance(tool, RangeTool) and rollout.start:
@@ -164,7 +164,9 @@ def recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOption
             "set it to 0",
         )
     if rollout.by_stage:
-        raise ConfigError("rollout.by_stage", "vLLM cannot record prefill and decode apart; set it to false")
+        raise ConfigError(
+            "rollout.by_stage", "vLLM cannot record prefill and decode separately; set it to false"
+        )
     if find_spec("vllm.config.profiler") is not None or "VLLM_PROFILER_MAX_ITERS" in _variables():
         return rollout.with_stacks() if stack else rollout
     if rollout.start or rollout.count is not None:

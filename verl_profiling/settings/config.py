@@ -26,10 +26,10 @@ ONE_PER_PP_STAGE = "one_per_pp_stage"
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Ranks chosen by their place in the parallel dimensions; ``None`` means all.
+    """Ranks chosen by their coordinates in the parallel dimensions; ``None`` means all.
 
-    Written like ``ranks``, and -1 is the last: ``pp: [0, -1]``. A worker that does not have a
-    dimension is not concerned by it.
+    Written like ``ranks``, where -1 is the last: ``pp: [0, -1]``. A dimension that a worker does not
+    have does not restrict it.
 
     Attributes:
         tp: Tensor-parallel ranks.
@@ -51,7 +51,7 @@ DIMENSIONS = tuple(dimension.name for dimension in fields(Coordinates))
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(Coordinates):
-    """What is captured of a profiled step. ``None`` means all.
+    """The roles, ranks and stages that are captured. ``None`` means all.
 
     Attributes:
         roles: Roles that take part.
@@ -69,7 +69,7 @@ class Selection(Coordinates):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleOverride(Coordinates):
-    """What differs for one role. ``None`` means: as for all roles.
+    """Settings that differ for one role. ``None``: the same as for all roles.
 
     Attributes:
         enable: ``False`` leaves the role out.
@@ -95,9 +95,9 @@ class Timeouts:
     """How long the callback waits for workers, in seconds. A worker that needs longer is ``failed``.
 
     Attributes:
-        start_s: For a capture to start.
-        stop_s: For a capture to stop, the export of the trace included.
-        finish_s: At the end of the run, for compression in the background.
+        start_s: Time for a capture to start.
+        stop_s: Time for a capture to stop, including the export of the trace.
+        finish_s: Time at the end of the run for compression in the background.
     """
 
     start_s: float = 60.0
@@ -112,7 +112,7 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig:
-    """The configuration as one role sees it: overrides applied, ranks parsed, tools built."""
+    """The configuration of one role: overrides applied, ranks parsed, tools built."""
 
     role: str
     enable: bool
@@ -125,7 +125,7 @@ class RoleConfig:
 
     @property
     def launched_tool(self) -> Tool | None:
-        """The tool that must be there before the role's processes start, if one is chosen."""
+        """The chosen tool that has to start the role's processes, if there is one."""
         return next((tool for tool in self.tools if tool.launch is not None), None)
 
     def selects(
@@ -141,7 +141,7 @@ class RoleConfig:
             rank: Global rank inside the role.
             replica: Index of the rollout replica.
             topology: Its coordinates.
-            sizes: Number of ranks along these dimensions; counting from the end needs it.
+            sizes: Number of ranks along these dimensions, needed to count from the end.
         """
         if not self.enable or (self.ranks is not None and rank not in self.ranks):
             return False
@@ -160,19 +160,19 @@ class ProfilingConfig:
     Keywords are checked like a dict, and may be plain mappings and lists like its values.
 
     Attributes:
-        enable: Nothing is built and nothing is recorded unless this is set.
-        tool: What records: a name, ``"package.module:Class"``, or a list of such.
+        enable: Record anything at all. If not, nothing is built or imported.
+        tool: The tool that records: a name, ``"package.module:Class"``, or a list of these.
         mode: ``e2e``: one artifact per worker per step. ``discrete``: one per worker per stage.
         save_path: Folder of the run; step folders are made inside. Where another run has it, this one
             records into ``run_2``, ``run_3``, ... inside.
         run_id: Name of the run. A run that is started again with the same one, e.g. from a checkpoint,
             continues in its folder. ``None``: each start is a run of its own.
-        strict: Raise tool errors into the training loop instead of reporting them.
-        schedule: Which steps.
-        select: Which workers and stages.
-        roles: What differs by role.
-        tools: Options by tool name.
-        rollout: How much of a rollout its engine records.
+        strict: Raise errors of tools in the training loop instead of only reporting them.
+        schedule: The steps that are captured.
+        select: The workers and stages that are captured.
+        roles: Settings that differ for a role, by its name.
+        tools: Options of the tools, by name.
+        rollout: The part of a rollout that its engine records.
         timeouts: How long to wait for workers.
     """
 
@@ -220,7 +220,7 @@ class ProfilingConfig:
         return build(cls, config if config is not None else {}, "")
 
     def for_role(self, role: str) -> RoleConfig:
-        """Return the settings as one role sees them, computed once.
+        """Return the settings of one role, computed once.
 
         Raises:
             ConfigError: The role's settings are wrong.
@@ -273,7 +273,7 @@ class ProfilingConfig:
         return typing.cast("dict[str, Any]", msgspec.to_builtins(self))
 
     def _chosen(self, override: RoleOverride, name: str, key: str) -> tuple[Ranks, str]:
-        """Return a role's own choice, or the common one, and the key it stands under."""
+        """Return a role's own choice, or the common one, and its key."""
         own = getattr(override, name)
         return (own, f"{key}{name}") if own is not None else (getattr(self.select, name), f"select.{name}")
 

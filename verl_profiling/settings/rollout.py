@@ -16,7 +16,7 @@ _COUNT_WITH_STACKS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangOptions:
-    """What only SGLang has.
+    """Options that only SGLang has.
 
     Attributes:
         start_step: Number of the first forward pass that is recorded, counted from the engine's start;
@@ -39,7 +39,7 @@ class SGLangOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
-    """How much of a rollout its engine records.
+    """The part of a rollout that its engine records.
 
     An engine iteration is one forward pass of a whole batch. It makes one token for each request
     that is decoding, so the number of iterations is not a number of tokens.
@@ -51,8 +51,8 @@ class RolloutOptions:
         by_stage: Record prefill and decode in separate traces, ``count`` iterations of each (SGLang).
         stop_s: Seconds given to the engine to stop and write its traces; at most nine tenths of
             ``timeouts.stop_s`` are used, so that the result still reaches the callback.
-        requests: Note when each request began, got its first token and ended, and its lengths.
-        sglang: What only SGLang has.
+        requests: Log when each request began, got its first token and ended, and its lengths.
+        sglang: Options that only SGLang has.
     """
 
     start: int = 0
@@ -78,7 +78,9 @@ class RolloutOptions:
             )
         if self.by_stage and (self.start or self.sglang.start_step is not None):
             other = "rollout.start" if self.start else "rollout.sglang.start_step"
-            raise ConfigError("by_stage", f"excludes {other}; recording begins with the first of each stage")
+            raise ConfigError(
+                "by_stage", f"excludes {other}; recording begins with the first iteration of each stage"
+            )
         if self.sglang.stages is not None and not self.by_stage:
             raise ConfigError("sglang.stages", "needs rollout.by_stage=true")
 

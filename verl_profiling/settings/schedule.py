@@ -21,12 +21,12 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class StepRange:
-    """The run of steps that one capture covers, both ends included.
+    """The consecutive steps that one capture covers, both ends included.
 
     Attributes:
         first: First step; it names the step folder.
         last: Last step.
-        action: ``RECORD``, or ``WARMUP`` for a capture that is thrown away.
+        action: ``RECORD``, or ``WARMUP`` for a capture that is discarded.
     """
 
     first: int
@@ -46,9 +46,9 @@ class Schedule:
         steps: Listed steps. Excludes ``every`` and the cycle fields.
         every: Captures the steps that are divisible by it. Excludes the cycle fields.
         first_step: Number of the loop's first step (verl counts from 1). Cycles count from it.
-        skip_first: Steps left out before the first cycle.
+        skip_first: Steps before the first cycle.
         wait: Steps of a cycle in which nothing happens.
-        warmup: Steps of a cycle that run the tool and throw the recording away.
+        warmup: Steps of a cycle that run the tool and discard the recording.
         active: Steps of a cycle that are captured.
         repeat: Number of cycles; 0 for no end.
         continuous: Consecutive captured steps form one capture.

@@ -1,4 +1,4 @@
-"""Typed settings from plain values, with the dotted key of whatever is wrong."""
+"""Builds typed settings from plain values; errors name the dotted key of the wrong value."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build(cls: type[T], values: Any, key: str) -> T:
     """Build a dataclass from a mapping or a ``DictConfig``.
 
     Raises:
-        ConfigError: A key is unknown, or a value is wrong; ``key`` is put before its name.
+        ConfigError: A key is unknown, or a value is wrong; ``key`` is the prefix of its name.
     """
     values = _plain(values, key)
     if not isinstance(values, Mapping):
@@ -66,7 +66,7 @@ def value_of(kind: Any, value: Any, key: str) -> Any:
     """Return ``value`` as the type that a field is annotated with.
 
     Raises:
-        ConfigError: It is of another type.
+        ConfigError: The value has another type.
     """
     value = _plain(value, key)
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
