@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import msgspec
 
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
-from verl_profiling.manifest import RUN_NAME, Manifest, RunInfo
+from verl_profiling.manifest import Manifest, RunInfo, read_starts
 from verl_profiling.report.check import CheckResult, check
 from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
 from verl_profiling.timeline.inputs import find_steps
@@ -127,19 +127,15 @@ class CapturedRun:
         found = find_steps(self.directory)
         return [CapturedStep(inputs, alone=len(found) == 1) for inputs in found]
 
-    def info(self) -> RunInfo | None:
-        """Return what is the same for every step (settings, versions); ``None`` for plain traces.
+    def starts(self) -> list[RunInfo]:
+        """Return, for each start of the run, what is the same for all of its steps (settings, versions).
+
+        A resumed run started more than once; plain traces have no start.
 
         Raises:
-            TraceFormatError: ``run.json`` cannot be read.
+            TraceFormatError: ``run.json``, or one of its successors, cannot be read.
         """
-        path = self.directory / RUN_NAME
-        if not path.is_file():
-            return None
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=RunInfo)
-        except msgspec.MsgspecError as error:
-            raise TraceFormatError(path, f"not the file of a run: {error}") from error
+        return read_starts(self.directory) if self.directory.is_dir() else []
 
     def check(self) -> CheckResult:
         """Read every artifact to its last byte, and say what is missing, empty or damaged.

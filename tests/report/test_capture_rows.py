@@ -50,7 +50,7 @@ def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
     print_report(report, Console(file=text))
     shown = text.getvalue()
     assert re.search(r"update_actor +process_peak_rss_bytes +3\.00 GB +actor_rank0 +3\.00 GB", shown)
-    assert re.search(r"capture: actor_rank0 took longest, 0\.250 s to start and 1\.500 s to stop", shown)
+    assert re.search(r"capture: actor_rank0 took longest: 0\.250 s to start, 1\.500 s to stop", shown)
     page = render_html(report)
     assert '<section id="peaks-by-stage">' in page
     assert "process peak rss MB" in page

@@ -207,8 +207,8 @@ def _cost_sentence(rows: list[CostRow]) -> str:
     """Say what the capture cost the worker that it cost most, and all of them on disk."""
     most = max(rows, key=lambda row: row.start_s + row.stop_s)
     return (
-        f"capture: {most.worker} took longest, {most.start_s:.3f} s to start and {most.stop_s:.3f} s to stop "
-        f"({most.export_s:.3f} s to write); {quantity('_bytes', sum(row.bytes for row in rows))} on disk"
+        f"capture: {most.worker} took longest: {most.start_s:.3f} s to start, {most.stop_s:.3f} s to stop "
+        f"({most.export_s:.3f} s writing); {quantity('_bytes', sum(row.bytes for row in rows))} on disk"
     )
 
 
