@@ -47,6 +47,7 @@ class TrainWorker(CaptureMixin):
         if reset:
             process_session().leave()
             process_session().reset()
+            self._capture_roles = {}
         if clock_ns:
             self._clock.enter_context(shifted_clock(clock_ns))
         self.calls.clear()

@@ -542,8 +542,9 @@ def test_disabled_settings_set_nothing_up(session: Session, tmp_path: Path) -> N
 
     worker = Worker()
     worker.init_capture({"enable": False}, role="actor")
-    with pytest.raises(CaptureStateError, match="is not set up"):
-        worker.start_capture(request(tmp_path))
+    reply = worker.start_capture(request(tmp_path))
+    assert (reply.status, session.sink) == ("skipped", None)
+    assert reply.reason == "switched off for role actor in the settings that init_capture was given"
 
 
 def test_every_process_has_one_session() -> None:

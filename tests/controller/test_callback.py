@@ -220,6 +220,79 @@ def test_one_object_under_two_names_is_driven_once(tmp_path: Path, session: Sess
     assert worker.counts() == {"start_capture": 1, "stop_capture": 1}
 
 
+@pytest.mark.parametrize("added", ["actor", "ref"])
+def test_a_class_of_two_roles_is_recorded_as_what_it_was_added(
+    tmp_path: Path, session: Session, added: str
+) -> None:
+    """Whichever role its class names last; the settings are that role's, and the other's are noted."""
+    roles = {"actor": {"tool": "torch"}, "ref": {"mode": "discrete", "stages": ["ref_log_prob"]}}
+    config = configured(tmp_path, roles=roles)
+    worker = local_worker(config, "actor")
+    worker.also(config, "ref")
+    callback = ProfilingCallback(config)
+    callback.add_workers(added, worker)
+    run(callback, lambda step: worker.work(["ref_log_prob", "update_actor"]))
+    [result] = manifest(config).workers
+    other = {"actor": "ref", "ref": "actor"}[added]
+    assert (result.name, result.roles) == (f"{added}_rank0", [added, other])
+    assert result.identity.role == added
+    assert (result.mode, result.tools) == {"actor": ("e2e", ["torch"]), "ref": ("discrete", ["spans"])}[added]
+    unused = {
+        "actor": "mode=discrete, tool=spans, stages=ref_log_prob",
+        "ref": "mode=e2e, tool=torch",
+    }[added]
+    [note] = result.notes
+    assert note == (
+        f"role {other} is recorded as {added}_rank0, whose process it shares, "
+        f"with the settings of role {added}: its own {unused} is not used"
+    )
+
+
+def test_a_class_of_two_roles_with_equal_settings_needs_no_note(tmp_path: Path, session: Session) -> None:
+    """Added under both, it is called once and named after the first."""
+    config = configured(tmp_path)
+    worker = local_worker(config, "actor")
+    worker.also(config, "ref")
+    callback = ProfilingCallback(config)
+    for role in ("ref", "actor"):
+        callback.add_workers(role, worker)
+    run(callback, lambda step: worker.work())
+    [result] = manifest(config).workers
+    assert (result.name, result.roles, result.notes) == ("ref_rank0", ["ref", "actor"], [])
+    assert worker.counts() == {"start_capture": 1, "stop_capture": 1}
+
+
+def test_the_role_that_is_on_is_recorded_where_the_other_is_off(tmp_path: Path, session: Session) -> None:
+    """Also when the worker was added under the one that is off."""
+    config = configured(tmp_path)
+    worker = local_worker(configured(tmp_path, enable=False), "actor")
+    worker.also(config, "ref")
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    run(callback, lambda step: worker.work())
+    [result] = manifest(config).workers
+    assert (result.name, result.status) == ("ref_rank0", "ok")
+
+
+@pytest.mark.parametrize("given", [{"enable": False}, {"roles": {"actor": {"enable": False}}}])
+def test_a_worker_whose_role_is_off_says_so(
+    tmp_path: Path, session: Session, caplog: Any, given: dict[str, Any]
+) -> None:
+    """The loop's settings are on and the worker's own are not: nothing failed, and nothing is silent."""
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(configured(tmp_path, **given)))
+    run(callback, lambda step: None)
+    written = manifest(config)
+    assert written.workers == []
+    [note] = written.notes
+    assert note == (
+        "no worker of role actor is captured: "
+        "switched off for role actor in the settings that init_capture was given"
+    )
+    assert caplog.messages == [note]
+
+
 def test_a_role_is_added_once(tmp_path: Path, session: Session) -> None:
     """A second list of workers under the same role would be mistaken for the first ranks."""
     config = configured(tmp_path)

@@ -58,6 +58,7 @@ class Capture:
         self.request = request
         self.identity = identity
         self.roles = [identity.role]
+        self.notes: list[str] = []
         self._machine = StateMachine(TRANSITIONS, f"step {request.step}, {identity}")
         self._role = role
         self._handover_s = handover_s
@@ -301,7 +302,7 @@ class Capture:
             reason=reason,
             artifacts=artifacts,
             stages=stages,
-            notes=self._spans.notes(),
+            notes=[*self.notes, *self._spans.notes()],
             metrics=self._metrics,
             anchors=self._anchors,
             cost=CaptureCost(start_s=self._start_s, stop_s=self._stop_s, export_s=self._export_s),

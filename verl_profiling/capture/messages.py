@@ -26,6 +26,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         stage: The whole capture is this stage (a rollout's window in discrete mode).
         occurrence: Which run of that stage in this step, from 1.
         keep: ``False`` for a warm-up, which is thrown away.
+        roles: Under which roles the callback knows the worker, the first one first.
     """
 
     capture_id: str
@@ -36,6 +37,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     stage: str | None = None
     occurrence: int = 1
     keep: bool = True
+    roles: list[str] = []
 
 
 class Finished(msgspec.Struct, frozen=True):

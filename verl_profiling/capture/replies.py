@@ -18,6 +18,7 @@ __all__ = [
     "skipped",
     "start_reply",
     "stop_reply",
+    "switched_off",
 ]
 
 
@@ -52,6 +53,11 @@ def stop_reply(result: CaptureResult, received_ns: int, finished: Sequence[Finis
 def skipped(identity: WorkerIdentity, reason: str, capture_id: str | None = None) -> CaptureResult:
     """Return the result of a worker that recorded nothing, and was not to."""
     return CaptureResult(identity=identity, capture_id=capture_id or "", status="skipped", reason=reason)
+
+
+def switched_off(identity: WorkerIdentity) -> str:
+    """Return why a worker takes no part whose own settings say that it should not."""
+    return f"switched off for role {identity.role} in the settings that init_capture was given"
 
 
 def nothing_to_stop(

@@ -23,6 +23,7 @@ from verl_profiling.capture.replies import (
     nothing_to_stop,
     start_reply,
     stop_reply,
+    switched_off,
 )
 from verl_profiling.capture.stage import Stage, StageSink
 from verl_profiling.capture.states import State
@@ -89,6 +90,8 @@ class Session:
             role = self._roles.get(identity.name)
             if role is None:
                 raise not_set_up(request, identity, "")
+            if not role.enable:
+                return self._reply(identity, "skipped", received_ns, reason=switched_off(identity))
             if not role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
                 return self._reply(identity, "skipped", received_ns, reason="not selected")
             if self._capture is not None:
@@ -162,6 +165,11 @@ class Session:
             raise another_is_open(request, capture.identity, capture.state, capture.request)
         if identity.role not in capture.roles:
             capture.roles.append(identity.role)
+            if unused := _differences(self._roles[identity.name], self._roles[capture.identity.name]):
+                capture.notes.append(
+                    f"role {identity.role} is recorded as {capture.identity.name}, whose process it shares, "
+                    f"with the settings of role {capture.identity.role}: its own {unused} is not used"
+                )
         return self._reply(capture.identity, "joined", received_ns)
 
     def _reply(
@@ -174,6 +182,20 @@ class Session:
     ) -> StartReply:
         finished = self._finisher.take_finished()
         return start_reply(identity, status, received_ns, reason=reason, expected=expected, finished=finished)
+
+
+def _differences(role: RoleConfig, other: RoleConfig) -> str:
+    """Return what one role's settings say of its recording that another's do not, e.g. ``mode=discrete``."""
+    found = []
+    if role.mode != other.mode:
+        found.append(f"mode={role.mode}")
+    if [(tool.name, tool.options) for tool in role.tools] != [
+        (tool.name, tool.options) for tool in other.tools
+    ]:
+        found.append(f"tool={'+'.join(tool.name for tool in role.tools)}")
+    if role.mode == "discrete" and role.stages != other.stages:
+        found.append(f"stages={'all' if role.stages is None else ','.join(sorted(role.stages))}")
+    return ", ".join(found)
 
 
 _session = Session()

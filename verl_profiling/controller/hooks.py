@@ -346,7 +346,11 @@ class Controller:
         """Call all workers. One that has not answered yet gets the call too, and is not waited for."""
         self._unanswered = [call for call in self._unanswered if not call.future.done()]
         busy = {call.worker for call in self._unanswered}
-        calls = [call for target in targets for call in target.call(method, *arguments)]
+        calls = [
+            call
+            for target in targets
+            for call in target.call(method, *(_addressed(argument, target) for argument in arguments))
+        ]
         for call in calls:
             call.awaited = call.worker not in busy
         return calls
@@ -359,3 +363,10 @@ class Controller:
 
     def _has_windows(self, target: Target) -> bool:
         return target.is_rollout and self.config.for_role(target.roles[0]).mode == "discrete"
+
+
+def _addressed(argument: Any, target: Target) -> Any:
+    """Return an argument of a call; a request says under which roles the worker was added."""
+    if isinstance(argument, CaptureRequest):
+        return msgspec.structs.replace(argument, roles=list(target.roles))
+    return argument

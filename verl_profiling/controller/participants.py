@@ -69,7 +69,7 @@ class Participants:
             if reply is None:
                 entry.results.append(self._failed(entry, request, call.problem(round.timeout_s), call.target))
         self._note_twins()
-        self._note_empty_selections(round)
+        self._note_idle_roles(round)
 
     def take_stops(self, round: Round, request: CaptureRequest) -> None:
         """Note the answers to ``stop_capture``."""
@@ -180,18 +180,20 @@ class Participants:
                     f"two workers are called {twin.name} and overwrite each other: pass rank= to init_capture"
                 )
 
-    def _note_empty_selections(self, round: Round) -> None:
-        statuses: dict[str, list[str]] = {}
+    def _note_idle_roles(self, round: Round) -> None:
+        """Note roles of which every worker was told to start, and none is to record."""
+        reasons: dict[str, list[str]] = {}
         for call in round.calls:
-            entry = self._all[call.worker]
-            statuses.setdefault(call.target.roles[0], []).append(
-                entry.started.status if entry.started else "failed"
-            )
-        for role, found in statuses.items():
-            if set(found) == {"skipped"}:
+            started = self._all[call.worker].started
+            skipped = started is not None and started.status == "skipped"
+            reasons.setdefault(call.target.roles[0], []).append(started.reason if started and skipped else "")
+        for role, found in reasons.items():
+            if set(found) == {"not selected"}:
                 self._note(
                     f"the selection of ranks or replicas matches none of {len(found)} workers of role {role}"
                 )
+            elif all(found):
+                self._note(f"no worker of role {role} is captured: {', '.join(dict.fromkeys(found))}")
 
     def _note(self, text: str) -> None:
         if text not in self.notes:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.capture.replies import not_set_up
+from verl_profiling.capture.replies import not_set_up, start_reply, switched_off
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
@@ -22,7 +25,7 @@ class CaptureMixin:
     ``verl_profiling.stage("update_actor")``.
     """
 
-    _capture_identity: WorkerIdentity | None = None
+    _capture_roles: Mapping[str, tuple[WorkerIdentity, bool]] = {}
 
     def init_capture(
         self,
@@ -35,6 +38,9 @@ class CaptureMixin:
         sizes: Mapping[str, int] | None = None,
     ) -> None:
         """Set this worker up. Slow imports happen here, so that the first capture starts at once.
+
+        A worker that plays several roles calls it once for each. It is recorded once, under the role
+        that it was added to the callback as, with that role's settings.
 
         Args:
             config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
@@ -49,7 +55,7 @@ class CaptureMixin:
             ToolUnavailableError: A tool cannot work on this machine.
         """
         settings = ProfilingConfig.from_any(config)
-        self._capture_identity = WorkerIdentity(
+        identity = WorkerIdentity(
             role=role,
             rank=rank,
             world_size=world_size,
@@ -57,7 +63,8 @@ class CaptureMixin:
             sizes=dict(sizes or {}),
         )
         if settings.enable:
-            process_session().register(settings, self._capture_identity)
+            process_session().register(settings, identity)
+        self._capture_roles = {**self._capture_roles, role: (identity, settings.enable)}
 
     @property
     def capture(self) -> Session:
@@ -70,9 +77,23 @@ class CaptureMixin:
         Raises:
             CaptureStateError: ``init_capture`` was not called, or another capture is open.
         """
-        if self._capture_identity is None:
+        if not self._capture_roles:
             raise not_set_up(request, type(self).__name__, "config, role=..., rank=...")
-        return process_session().start(request, self._capture_identity)
+        added = [role for role in request.roles if role in self._capture_roles]
+        replies = [self._start_role(request, role) for role in dict.fromkeys([*added, *self._capture_roles])]
+        reply = next((reply for reply in replies if reply.status != "skipped"), replies[0])
+        return msgspec.structs.replace(
+            reply,
+            finished=[finished for reply in replies for finished in reply.finished],
+            received_ns=replies[0].received_ns,
+            replied_ns=replies[-1].replied_ns,
+        )
+
+    def _start_role(self, request: CaptureRequest, role: str) -> StartReply:
+        identity, enabled = self._capture_roles[role]
+        if enabled:
+            return process_session().start(request, identity)
+        return start_reply(identity, "skipped", clock.now_ns(), reason=switched_off(identity))
 
     def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         """Stop a capture; never raises for one that is not open. The callback calls this.

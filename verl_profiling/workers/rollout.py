@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.capture.replies import not_set_up, skipped, start_reply, stop_reply
+from verl_profiling.capture.replies import not_set_up, skipped, start_reply, stop_reply, switched_off
 from verl_profiling.engines.factory import ENGINES, make_recorder, node_rank_of
 from verl_profiling.engines.recorder import Recorder
 from verl_profiling.engines.request_log import RequestLog
@@ -104,7 +104,7 @@ class RolloutCaptureMixin:
         self._capture_recorder = None
         self._capture_identity = WorkerIdentity(role=role, rank=rank or 0, replica=replica, node_rank=node)
         if not settings.for_role(role).enable:
-            self._capture_idle_reason = "switched off"
+            self._capture_idle_reason = switched_off(self._capture_identity)
         elif node:
             self._capture_idle_reason = f"node {node} of the replica; node 0 records for all"
         else:
