@@ -128,6 +128,23 @@ async def test_a_start_that_nobody_answers_is_not_waited_for(
     assert (await recorder.stop(None, 0.0)).result.status == "skipped"
 
 
+async def test_an_error_of_an_engine_that_is_dying_is_not_taken_for_the_cause(
+    process: subprocess.Popen[bytes], recorder: EngineRecorder, tmp_path: Path
+) -> None:
+    """A core whose worker has died answers with some error first, and ends afterwards."""
+    engine: Any = recorder._engine
+
+    async def fail() -> None:
+        asyncio.get_running_loop().call_later(0.7, kill, process)
+        raise RuntimeError("cancelled")
+
+    order = request(tmp_path)
+    await recorder.start(order)
+    engine.stop = fail
+    result = (await recorder.stop(order.capture_id, 0.0)).result
+    assert result.reason.startswith("silent died (core ended with SIGKILL)")
+
+
 def test_how_a_process_ended_is_named() -> None:
     """A signal by its name, an exit code as such."""
     codes = {"EngineCore": -signal.SIGILL, "worker": 1, "other": -200}

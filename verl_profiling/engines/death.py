@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from verl_profiling.errors import CaptureStateError
 __all__ = ["death_of", "how_processes_ended", "while_alive"]
 
 _LOOK_EVERY_S = 0.5
+_DYING_S = 3.0  # an engine whose worker has died answers with some error first, and then ends
 
 
 def death_of(engine: EngineAdapter) -> str:
@@ -34,17 +36,22 @@ async def while_alive(engine: EngineAdapter, call: Awaitable[None]) -> None:
         Exception: Whatever the call raised while the engine lives.
     """
     task = asyncio.ensure_future(call)
-    death = ""
     try:
-        while not task.done() and not death:
+        while not task.done() and not death_of(engine):
             await asyncio.wait([task], timeout=_LOOK_EVERY_S)
-            death = death_of(engine)
     finally:
         task.cancel()
-    error = task.exception() if task.done() and not task.cancelled() else None
-    if death and (error is not None or not task.done()):
+    error = task.exception() if task.done() else None
+    if (error is not None or not task.done()) and (death := await _death_within(engine, _DYING_S)):
         raise CaptureStateError(death) from error
     await task
+
+
+async def _death_within(engine: EngineAdapter, seconds: float) -> str:
+    deadline = time.monotonic() + seconds
+    while not (death := death_of(engine)) and time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_EVERY_S)
+    return death
 
 
 def how_processes_ended(codes: Mapping[str, int]) -> str:
