@@ -5,8 +5,8 @@
 PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
-# Markers of tests that have an environment of their own.
-APART := vllm or sglang or npu or megatron or gpu or verl or package
+# Markers of tests that have an environment or a command of their own.
+APART := vllm or sglang or npu or megatron or gpu or verl or package or releases
 BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
 DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-megatron test-npu test-gpu test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-verl clean
+.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-releases test-megatron test-npu test-gpu test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -117,9 +117,15 @@ test-engines: .venv/.ready .venv-vllm/.ready .venv-sglang/.ready ## Test every e
 	for engine in vllm sglang; do \
 	  .venv-$$engine/bin/python -m pytest tests/engines -m $$engine $(PYTEST_ARGS) || failed=1; \
 	done; \
-	VERL_PROFILING_LARGE_RELEASES=1 .venv/bin/python -m pytest tests/engines -m "not ($(APART))" $(PYTEST_ARGS) \
-	  || failed=1; \
+	VERL_PROFILING_LARGE_RELEASES=1 .venv/bin/python -m pytest tests/engines \
+	  -m "releases or not ($(APART))" $(PYTEST_ARGS) || failed=1; \
 	exit $$failed
+
+test-releases: .venv/.ready ## Hold the adapters against releases that are not installed: downloads their wheels
+	.venv/bin/python -m pytest -m "releases and not verl" tests/engines $(PYTEST_ARGS)
+	if [ -e .venv-verl/.ready ]; then \
+	  .venv-verl/bin/python -m pytest -m "releases and verl" $(verl_TESTS) $(PYTEST_ARGS); \
+	fi
 
 demo: demo-e2e demo-discrete ## Profile the recipe in both modes, merge, report, check [ENGINE=vllm|sglang]
 	@echo
@@ -141,7 +147,7 @@ demo-e2e demo-discrete: demo-%: $(DEMO_ENV)/.ready
 env-verl: $(VERL_ENV)/.ready ## Build an environment with real verl and vLLM or SGLang, for CPU [ENGINE=sglang]
 
 test-verl: .venv-verl/.ready ## Run the tests that need real verl (whole runs: half an hour)
-	.venv-verl/bin/python -m pytest -m verl $(verl_TESTS) $(PYTEST_ARGS)
+	.venv-verl/bin/python -m pytest -m "verl and not releases" $(verl_TESTS) $(PYTEST_ARGS)
 
 test-verl-sglang: .venv-verl-sglang/.ready ## Run whole runs of real verl with SGLang (five minutes)
 	.venv-verl-sglang/bin/python -m pytest -m sglang tests/integrations/test_verl_sglang.py $(PYTEST_ARGS)

@@ -24,9 +24,10 @@ from verl_profiling.engines.vllm_start import (
     profiler_settings,
     profiler_variables,
 )
-from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.torch_profiler import TorchOptions
+
+pytestmark = pytest.mark.releases
 
 VLLM = [
     "0.8.5.post2",
@@ -264,8 +265,3 @@ def test_sglang_server_publishes_what_it_takes(release: Release) -> None:
     """The HTTP route's body is one of the two classes by which the adapter finds out what it may send."""
     text = release.find(r"/start_profile", "sglang/srt/entrypoints/http_server.py")
     assert "ProfileReqInput" in text or "ProfileReq" in text
-
-
-def test_defaults_are_in_the_configuration() -> None:
-    """The group `rollout` holds the window that the adapters compensate for."""
-    assert ProfilingConfig().rollout == RolloutOptions()

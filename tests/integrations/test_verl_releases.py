@@ -26,6 +26,7 @@ def program(*modules: str) -> str:
     return "\n".join([*lines, "plugin.check_support()", "print('supported')"])
 
 
+@pytest.mark.releases
 def test_the_hooks_fit_0_9_0(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     """The first release of 0.9 has everything that is hooked, V1 trainers included."""
     folder = sources("verl==0.9.0", pytestconfig.cache)
@@ -34,6 +35,7 @@ def test_the_hooks_fit_0_9_0(pytestconfig: pytest.Config, tmp_path: Path) -> Non
     assert "supported" in run.stdout
 
 
+@pytest.mark.releases
 def test_0_8_is_refused_by_name(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     """A trainer of 0.8, which loads no plugins by itself, is refused when the plugin was named."""
     folder = sources("verl==0.8.0", pytestconfig.cache)
@@ -42,6 +44,7 @@ def test_0_8_is_refused_by_name(pytestconfig: pytest.Config, tmp_path: Path) -> 
     assert "verl 0.8.0 is not supported; install verl>=0.9,<0.10" in run.stderr
 
 
+@pytest.mark.releases
 def test_0_8_is_refused_before_it_is_queued(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     """The check of a command says so too; the run itself would ignore ``profiling`` in silence."""
     folder = sources("verl==0.8.0", pytestconfig.cache)

@@ -15,6 +15,7 @@ import verl_profiling
 from verl_profiling import ConfigError, ProfilingConfig, ProfilingError
 from verl_profiling.ranks import parse_ranks
 from verl_profiling.settings.config import RoleOverride, Selection, Timeouts
+from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
 from verl_profiling.tools import Destination, Recording, Tool
 
@@ -445,3 +446,8 @@ def test_any_text_is_ranks_or_a_config_error(text: str) -> None:
         return
     assert ranks
     assert min(ranks) >= 0
+
+
+def test_the_default_window_is_the_one_of_the_engines() -> None:
+    """The group `rollout` holds the window that the adapters compensate for."""
+    assert ProfilingConfig().rollout == RolloutOptions()
