@@ -45,6 +45,7 @@ def test_a_step_has_a_report_lanes_and_its_manifest(folder: Path) -> None:
     for lane, row in zip(lanes, report.workers, strict=True):
         assert length(lane.observed) / 1000 == row.span_us
         assert (lane.is_engine, lane.source.rank) == (row.replica is not None, row.rank)
+        assert re.fullmatch(rf"<lane {lane.name}: busy \d+\.\d{{3}} s, observed \d+\.\d{{3}} s>", repr(lane))
 
 
 def test_a_run_lists_its_steps_and_what_holds_for_all(tmp_path: Path) -> None:

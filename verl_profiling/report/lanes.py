@@ -47,6 +47,10 @@ class Lane:
             return spans_of([(int(busy[0, 0]), int(busy[-1, 1]))]) if len(busy) else EMPTY
         return self.recorded if worker.mode == "discrete" else spans_of([(step.begin_ns, step.end_ns)])
 
+    def __repr__(self) -> str:
+        busy_s, observed_s = (length(spans) / 1e9 for spans in (self.activity.busy, self.observed))
+        return f"<lane {self.name}: busy {busy_s:.3f} s, observed {observed_s:.3f} s>"
+
     @property
     def name(self) -> str:
         """Name of the lane."""
