@@ -45,8 +45,8 @@ TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = ("errors", "clock", "identity", "ranks", "manifest", "nsys_ranges")
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
-# Looks at settings and machine before a run: on neither side, and known to its command alone.
-DOCTOR = ("doctor", "commands.doctor")
+# Look at settings and machine before a run: on neither side, and known to their commands alone.
+DOCTOR = ("doctor", "plan", "commands.doctor", "commands.plan")
 # Of a worker's process, the loop's knows the messages, and the stages it has of its own.
 TOLD_THE_CONTROLLER = ("capture.messages", "capture.stage")
 

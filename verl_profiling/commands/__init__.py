@@ -21,6 +21,7 @@ COMMANDS = {
     "split": "cut an e2e trace into its stages",
     "collect": "fetch reports that Nsight Systems finished after the run",
     "check": "verify that every expected artifact is there and whole",
+    "plan": "print what a configuration would capture, and in how many files",
     "doctor": "show what this machine can record, and whether a config can run here",
 }
 """Purpose of each command, in the order of ``--help``."""

@@ -1,0 +1,155 @@
+"""``verl-profiling plan``: what a configuration would capture, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from example_loops import settings
+
+from verl_profiling import ProfilingConfig
+from verl_profiling.cli import main
+from verl_profiling.plan import plan_of
+from verl_profiling.settings.schedule import Action
+
+
+def steps_of(schedule: dict[str, Any], steps: int | None = None) -> list[tuple[int, int]]:
+    """Return the first and last step of each planned capture."""
+    plan = plan_of(settings(schedule=schedule), steps)
+    return [(capture.first, capture.last) for capture in plan.captures]
+
+
+def planned(tmp_path: Path, config: Any, *arguments: str) -> int:
+    """Run the command on a configuration; return its exit code."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return main(["plan", str(path), *arguments])
+
+
+def test_the_plan_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings, steps, roles, workers, stages and files, in that order."""
+    config = {
+        "enable": True,
+        "mode": "discrete",
+        "select": {"ranks": "0,8-15", "stages": ["update_actor", "old_log_prob"]},
+        "schedule": {"every": 50},
+        "roles": {"rollout": {"mode": "e2e", "ranks": "0-3"}, "critic": {"enable": False}},
+    }
+    assert planned(tmp_path, {"profiling": config}, "--steps", "160") == 0
+    assert capsys.readouterr().out == (
+        "settings (the others are the defaults)\n"
+        "  enable = true\n"
+        '  mode = "discrete"\n'
+        "  schedule.every = 50\n"
+        '  select.ranks = "0,8-15"\n'
+        '  select.stages = ["update_actor","old_log_prob"]\n'
+        '  roles.rollout.mode = "e2e"\n'
+        '  roles.rollout.ranks = "0-3"\n'
+        "  roles.critic.enable = false\n"
+        "captures (schedule.every=50)\n"
+        "  step 50               step_000050/\n"
+        "  step 100              step_000100/\n"
+        "  step 150              step_000150/\n"
+        "role rollout\n"
+        "  mode     e2e\n"
+        "  workers  ranks 0-3\n"
+        "  files    torch: one *.torch.json.gz per rank of each replica\n"
+        "           at most 4 for each capture\n"
+        "role critic\n"
+        "  not captured\n"
+        "every other role\n"
+        "  mode     discrete\n"
+        "  workers  ranks 0, 8-15\n"
+        "  stages   old_log_prob, update_actor\n"
+        "  files    torch: one *.torch.json.gz per worker and stage, each time that it runs\n"
+        "           at most 18 for each capture, if every stage runs once\n"
+    )
+
+
+def test_json_holds_all_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They build the same configuration again."""
+    config = {"enable": True, "tool": ["torch", "spans"], "schedule": {"steps": [3, 900]}}
+    assert planned(tmp_path, config, "--json", "--steps", "100") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert ProfilingConfig.from_any(plan["settings"]) == ProfilingConfig.from_any(config)
+    assert [capture["folder"] for capture in plan["captures"]] == ["step_000003"]
+    assert plan["never"] == [900]
+    assert plan["roles"][0]["files"] == [
+        "torch: one *.torch.json.gz per worker",
+        "spans: none; its spans are in manifest.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        ({"enable": False}, "10"),
+        ({"enable": True, "schedule": {"steps": [100]}}, "10"),
+        ({"enable": True, "schedule": {"every": 50}}, "49"),
+        ({"enable": True, "roles": {"actor": {"enable": False}}, "select": {"roles": ["actor"]}}, "10"),
+    ],
+)
+def test_a_plan_that_captures_nothing_is_a_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], steps: str
+) -> None:
+    """Exit code 1, and the plan says where it ends."""
+    assert planned(tmp_path, config, "--steps", steps) == 1
+    printed = capsys.readouterr().out
+    assert any(word in printed for word in ("nothing is captured", "none up to", "not captured"))
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"), [({"enable": True, "mod": "e2e"}, []), ({"enable": True}, ["--steps", "many"])]
+)
+def test_bad_input_is_exit_2(tmp_path: Path, config: dict[str, Any], arguments: list[str]) -> None:
+    """Wrong settings are refused as the callback refuses them."""
+    try:
+        code = planned(tmp_path, config, *arguments)
+    except SystemExit as left:
+        code = int(left.code or 0)
+    assert code == 2
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"steps": [7, 2, 3, 90]},
+        {"steps": [2, 3, 4, 8], "continuous": True},
+        {"every": 7},
+        {"first_step": 0, "skip_first": 2, "wait": 1, "warmup": 1, "active": 2},
+        {"wait": 1, "warmup": 2, "active": 3, "repeat": 2, "continuous": True},
+        {},
+    ],
+)
+def test_the_planned_steps_are_those_of_the_schedule(schedule: dict[str, Any]) -> None:
+    """Asked step by step, as the loop does."""
+    config = settings(schedule=schedule)
+    wanted = [step for step in range(101) if config.schedule.action(step) is Action.RECORD]
+    plan = plan_of(config, 100)
+    assert [step for first, last in steps_of(schedule, 100) for step in range(first, last + 1)] == wanted
+    assert plan.warm_ups == [step for step in range(101) if config.schedule.action(step) is Action.WARMUP]
+    assert not plan.more_captures
+
+
+def test_a_loop_without_an_end_is_cut_off() -> None:
+    """The first captures are enough to see the pattern; far steps and long runs take no time."""
+    assert steps_of({"every": 1000})[-1] == (10_000, 10_000)
+    assert plan_of(settings(schedule={"every": 1000})).more_captures
+    assert steps_of({"steps": [10**12]}) == [(10**12, 10**12)]
+    assert plan_of(settings(), 10**12).more_captures
+
+
+def test_coordinates_and_tools_that_come_later_are_named() -> None:
+    """The last pipeline stage by -1, and reports that are collected after the run."""
+    roles = {"rollout": {"mode": "discrete"}, "actor": {"pp": [0, -1], "tp": 0}}
+    plan = plan_of(settings(tool="nsys", mode="e2e", roles=roles, schedule={"steps": [1]}))
+    rollout, actor, _ = plan.roles
+    assert rollout.stages == "from on_rollout_begin to on_rollout_end"
+    assert rollout.files == [
+        "nsys: one *.nsys-rep per replica and stage, each time that it runs; collected after the run"
+    ]
+    assert actor.workers == "tp 0; pp -1, 0"
+    assert msgspec.json.encode(plan)
