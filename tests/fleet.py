@@ -92,6 +92,18 @@ class TrainWorker(CaptureMixin):
             time.sleep(0.01)
 
 
+class Reborn(TrainWorker):
+    """A worker that sets itself up, so that it is ready again after Ray has restarted it."""
+
+    def __init__(self, config: ProfilingConfig) -> None:
+        super().__init__()
+        self.set_up(config)
+
+    def die(self) -> None:
+        """End the process as a crash does."""
+        os._exit(1)
+
+
 class AsyncWorker(TrainWorker):
     """As an inference server: one coroutine makes all methods of a Ray actor run on its event loop."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 import ray
 from conftest import Pool
 from example_loops import spans
-from fleet import AsyncWorker, TrainWorker
+from fleet import AsyncWorker, Reborn, TrainWorker
 from test_callback import configured, local_worker, manifest, run, set_up
 
 from verl_profiling import ProfilingCallback, ProfilingError
 from verl_profiling.capture.session import Session
+from verl_profiling.cli import main
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.trace_file import output_of_raw_trace
 
@@ -135,6 +137,40 @@ def test_a_dead_actor_is_a_failed_entry(tmp_path: Path, pool: Pool, mortal: Any)
         assert (dead.name, dead.status) == ("actor_rank1", "failed")
         assert "ActorDiedError" in dead.reason
     assert [a.status for a in manifest(config, 1).workers[1].artifacts] == ["missing"]
+
+
+def test_a_restarted_actor_is_not_taken_for_the_one_that_recorded(
+    tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What died with its process is missing, and both processes are named; the next step works."""
+    config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2]})
+    worker = ray.remote(num_cpus=0, max_restarts=1)(Reborn).remote(config)
+    try:
+        callback = ProfilingCallback(config)
+        callback.add_workers("actor", [worker])
+        with callback:
+            callback.on_step_begin(1)
+            ray.get(worker.work.remote())
+            with pytest.raises(ray.exceptions.RayActorError):
+                ray.get(worker.die.remote())
+            while True:
+                try:
+                    ray.get(worker.work.remote())
+                    break
+                except ray.exceptions.RayActorError:
+                    time.sleep(0.1)
+            callback.on_step_end()
+            callback.on_step_begin(2)
+            ray.get(worker.work.remote())
+            callback.on_step_end()
+    finally:
+        ray.kill(worker)
+    [lost] = manifest(config, 1).workers
+    assert (lost.status, [artifact.status for artifact in lost.artifacts]) == ("failed", ["missing"])
+    assert re.search(r"pid \d+ on .* recorded, but pid \d+ on .* answered the stop", lost.reason)
+    assert manifest(config, 2).workers[0].status == "ok"
+    assert main(["check", str(Path(config.save_path) / "step_000001")]) == 1
+    assert "restarted" in capsys.readouterr().out
 
 
 def test_a_hung_actor_is_a_failed_entry_until_it_answers_again(

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from verl_profiling.identity import WorkerIdentity
+from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 
 __all__ = ["CaptureRequest", "Finished", "StartReply", "StopReply"]
@@ -56,7 +56,8 @@ class StartReply(msgspec.Struct, frozen=True, kw_only=True):
             started this capture already) or ``skipped`` (not selected, or switched off).
         reason: Why it was skipped.
         expected: The artifacts that will exist when all goes well, as far as known now.
-        finished: News of earlier captures.
+        process: The process that answered.
+        finished: Artifacts of earlier captures that were finished since.
         received_ns: When the call arrived, on the worker's clock.
         replied_ns: When it returned, on the worker's clock.
     """
@@ -65,6 +66,7 @@ class StartReply(msgspec.Struct, frozen=True, kw_only=True):
     status: StartStatus
     reason: str = ""
     expected: list[Artifact] = []
+    process: ProcessId
     finished: list[Finished] = []
     received_ns: int
     replied_ns: int
@@ -75,12 +77,14 @@ class StopReply(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         result: What was recorded. Status ``skipped`` when nothing was recording.
-        finished: News of this and earlier captures.
+        process: The process that answered; another one than started, where a worker was restarted.
+        finished: Artifacts of this and earlier captures that were finished since.
         received_ns: When the call arrived, on the worker's clock.
         replied_ns: When it returned, on the worker's clock.
     """
 
     result: CaptureResult
+    process: ProcessId
     finished: list[Finished] = []
     received_ns: int
     replied_ns: int

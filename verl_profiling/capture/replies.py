@@ -8,7 +8,7 @@ from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, Finished, StartReply, StartStatus, StopReply
 from verl_profiling.capture.states import State
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.identity import WorkerIdentity
+from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 
 __all__ = [
@@ -34,6 +34,7 @@ def start_reply(
     """Return the answer to ``start_capture``, given now; see :class:`StartReply`."""
     return StartReply(
         identity=identity,
+        process=ProcessId.current(),
         status=status,
         reason=reason,
         expected=list(expected),
@@ -46,7 +47,11 @@ def start_reply(
 def stop_reply(result: CaptureResult, received_ns: int, finished: Sequence[Finished] = ()) -> StopReply:
     """Return the answer to ``stop_capture``, given now; see :class:`StopReply`."""
     return StopReply(
-        result=result, finished=list(finished), received_ns=received_ns, replied_ns=clock.now_ns()
+        result=result,
+        process=ProcessId.current(),
+        finished=list(finished),
+        received_ns=received_ns,
+        replied_ns=clock.now_ns(),
     )
 
 

@@ -15,7 +15,7 @@ from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.targets import Call, Round, Target, Worker
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import CaptureCost, CaptureResult, CaptureStatus, HostClock, Rpc
+from verl_profiling.manifest import CaptureCost, CaptureResult, CaptureStatus, HostClock, Rpc, worst_fate
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["Participants"]
@@ -80,8 +80,17 @@ class Participants:
             reply = self._reply(call, StopReply)
             if reply is not None:
                 self._shake(self._closing, call, entry.identity, reply)
-                if entry.started.status != "skipped":
-                    entry.results.append(_labelled(reply.result, request, call.target))
+                if entry.started.status == "skipped":
+                    pass
+                elif reply.process != entry.started.process:
+                    reason = (
+                        f"{entry.started.process} recorded, but {reply.process} answered the stop: the "
+                        "worker was restarted, and what it had recorded is lost"
+                    )
+                    entry.results.append(self._failed(entry, request, reason, call.target))
+                else:
+                    result = _labelled(reply.result, request, call.target)
+                    entry.results.append(_with_all_promised(result, entry.started, request))
             else:
                 entry.results.append(self._failed(entry, request, call.problem(round.timeout_s), call.target))
             entry.started = None
@@ -239,6 +248,23 @@ def _labelled(result: CaptureResult, request: CaptureRequest, target: Target) ->
             for artifact in result.artifacts
         ],
     )
+
+
+def _with_all_promised(result: CaptureResult, started: StartReply, request: CaptureRequest) -> CaptureResult:
+    """Return a result with an entry for every artifact that was promised at the start."""
+    if not request.keep:
+        return result
+    reason = "the worker promised it, and did not say what became of it"
+    lost = [
+        msgspec.structs.replace(promised, status="missing", step=request.step, reason=reason)
+        for promised in started.expected
+        if not any(promised.is_run_of(artifact) for artifact in result.artifacts)
+    ]
+    if not lost:
+        return result
+    artifacts = [*result.artifacts, *lost]
+    status, why = worst_fate(artifacts)
+    return msgspec.structs.replace(result, artifacts=artifacts, status=status, reason=why)
 
 
 def _merge(results: list[CaptureResult]) -> CaptureResult:
