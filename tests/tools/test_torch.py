@@ -393,3 +393,42 @@ def test_counts_do_not_depend_on_where_a_chunk_ends(tmp_path: Path) -> None:
     finished = output.finish()
     assert (finished.status, finished.events) == ("ok", number)
     assert len(read_trace(final)["traceEvents"]) == number
+
+
+@pytest.mark.parametrize("ends", ["inside the capture", "after the capture"])
+def test_a_profiler_of_the_users_own_inside_a_capture_keeps_its_profile(
+    run_python: Any, tmp_path: Path, ends: str
+) -> None:
+    """Torch has one a process: the process lives on, ours is failed and says why, the next capture works."""
+    run_python(
+        """
+        import json, sys
+        import torch
+        from pathlib import Path
+        from torch.profiler import ProfilerActivity, profile
+        from verl_profiling.testing import record_step
+
+        folder, ends = Path(sys.argv[1]), sys.argv[2]
+        config = {"enable": True, "tool": "torch"}
+        own = profile(activities=[ProfilerActivity.CPU])
+        with record_step(config, folder / "first") as first:
+            own.start()
+            torch.ones(8, 8) @ torch.ones(8, 8)
+            if ends == "inside the capture":
+                own.stop()
+        if ends == "after the capture":
+            torch.ones(8, 8) @ torch.ones(8, 8)
+            own.stop()
+        own.export_chrome_trace(str(folder / "own.json"))
+        with record_step(config, folder / "second") as second:
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        names = [event["name"] for event in json.loads((folder / "own.json").read_text())["traceEvents"]]
+        assert "aten::mm" in names
+        [artifact] = first.result.artifacts
+        assert artifact.status == "failed", artifact
+        assert "another torch profiler was started" in artifact.reason, artifact
+        assert second.result.artifacts[0].status == "ok", second.result
+        """,
+        tmp_path,
+        ends,
+    )

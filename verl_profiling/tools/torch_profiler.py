@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -189,9 +190,11 @@ class _TorchRecording(Recording):
         self._options = options
         self._mini_batches = 0
         self._shown = _ShownNames()
+        self._other = _OtherProfiler()
         self._on_accelerator = activities != [torch.profiler.ProfilerActivity.CPU]
         profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
         profiler.start()
+        self._other.watch()
 
     @property
     def marks(self) -> Marks:
@@ -213,10 +216,16 @@ class _TorchRecording(Recording):
     def step(self) -> None:
         self._mini_batches += 1
         if self._options.mini_batches is not None:
+            self._other.unwatch()  # a step may start ours, after its wait
             self._profiler.step()
+            self._other.watch()
 
     def stop(self) -> list[Output]:
-        self._profiler.stop()
+        if not self._stop():
+            raise CaptureStateError(
+                "another torch profiler was started in this process during the capture and took the "
+                "recording over: its profile is kept, this one is lost; switch one of the two off"
+            )
         expected = self._destination.artifact(TorchTool)
         window = self._options.mini_batches
         if window is not None and self._mini_batches < window.wait + window.warmup:
@@ -235,4 +244,42 @@ class _TorchRecording(Recording):
         return [replace(output, export_s=time.perf_counter() - begin)]
 
     def discard(self) -> None:
+        self._stop()
+
+    def _stop(self) -> bool:
+        """Stop the profiler and return True, unless another one took over: that would end the process."""
+        self._other.unwatch()
+        if self._other.started:
+            return False
         self._profiler.stop()
+        return True
+
+
+class _OtherProfiler:
+    """Notices a torch profiler that starts while ours records; torch itself tells neither of them.
+
+    Attributes:
+        started: One has.
+    """
+
+    def __init__(self) -> None:
+        self.started = False
+        self._original: Callable[[], None] | None = None
+
+    def watch(self) -> None:
+        from torch.autograd import profiler
+
+        self._original = getattr(profiler, "_run_on_profiler_start", None)
+        if self._original is not None:
+            profiler._run_on_profiler_start = self._notice
+
+    def unwatch(self) -> None:
+        from torch.autograd import profiler
+
+        if self._original is not None:
+            profiler._run_on_profiler_start = self._original
+
+    def _notice(self) -> None:
+        self.started = True
+        if self._original is not None:
+            self._original()
