@@ -1,4 +1,4 @@
-"""One capture in one process: its recordings, its stage spans, and the result they make."""
+"""One capture in one process: its recordings, its stage spans, and its result."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ HANDOVER_S = 30.0
 
 
 class Capture:
-    """Takes note of stages (it is a ``StageSink``) and drives the tools of one worker.
+    """Receives stages (it is a ``StageSink``) and drives the tools of one worker.
 
     In e2e mode the tools record from :meth:`open` to :meth:`close`. In discrete mode they
     record inside each outermost selected stage; a stage inside it is a span of that artifact.
 
     Args:
-        request: What the callback asked for.
+        request: The callback's request.
         role: The worker's settings.
         identity: The worker.
-        finisher: Takes the background work on artifacts.
-        handover_s: How long a stop on another thread waits for the thread that owns the recording.
+        finisher: Does the background work on artifacts.
+        handover_s: How long a stop on another thread waits for the thread that owns the recording, in
+            seconds.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class Capture:
 
     @property
     def state(self) -> State:
-        """What the capture is doing."""
+        """State of the capture."""
         return self._machine.state
 
     def open(self) -> list[Artifact]:
-        """Start recording, or arm; return the artifacts expected as far as known.
+        """Start recording, or arm; return the expected artifacts, as far as they are known.
 
         Raises:
             Exception: Whatever the tool raised; nothing records then.
@@ -98,12 +99,12 @@ class Capture:
 
     @property
     def sink(self) -> StageSink:
-        """Where stages go: straight into the span log, where no stage makes a tool start or stop."""
+        """The receiver of stages: the span log itself, if stages do not start and stop tools."""
         bound = any(not tool.any_thread for tool in self._role.tools)
         return self._spans if self._whole and not bound else self
 
     def close(self) -> CaptureResult:
-        """Stop what records and return what was recorded. Tool errors become part of the result."""
+        """Stop recording and return the result, of which the tools' errors are a part."""
         begin = time.perf_counter()
         try:
             self._on_owner_thread(self._stop_for_good)
@@ -123,7 +124,7 @@ class Capture:
                 logger.exception("%s: tool %s failed in step()", self.identity, tool.name)
 
     def begin(self, name: str) -> None:
-        """Note that a stage begins; in discrete mode, start the tools for it."""
+        """Begin a stage; in discrete mode, start the tools for it."""
         if self._owner.waiting:
             self._owner.serve()
         records = self.state is State.ARMED and self._begin_recorded_stage(name)
@@ -132,7 +133,7 @@ class Capture:
             self._recorded = span
 
     def end(self, name: str, failed: bool) -> None:
-        """Note that a stage ends; in discrete mode, stop the tools that were started for it."""
+        """End a stage; in discrete mode, stop the tools that were started for it."""
         span = self._spans.end(name, failed)
         if self._owner.waiting:
             self._owner.serve()
@@ -146,7 +147,7 @@ class Capture:
             self._stop_s += time.perf_counter() - begin
 
     def _begin_recorded_stage(self, name: str) -> bool:
-        """Start the tools if the stage is selected and no other thread was faster; say whether."""
+        """Start the tools if the stage is selected and no other thread did; return whether."""
         if self._role.stages is not None and name not in self._role.stages:
             return False
         with self._lock:
@@ -162,7 +163,7 @@ class Capture:
             return True
 
     def _start_tools(self, stage: str | None, occurrence: int) -> None:
-        """Start all tools; when one fails, stop those already started, note why, and raise."""
+        """Start all tools; if one fails, stop those already started, record the reason, and raise."""
         begin = time.perf_counter()
         destination = Destination(
             folder=Path(self.request.folder),
@@ -228,7 +229,7 @@ class Capture:
             ]
 
     def _report(self, tool: Tool, destination: Destination, doing: str, error: Exception) -> None:
-        """The one failure boundary around tools: log once, note it in the artifact."""
+        """The one failure boundary around tools: log the error once and record it in the artifact."""
         logger.error(
             "%s: tool %s failed to %s in step %d: %s",
             self.identity,
@@ -240,7 +241,7 @@ class Capture:
         self._ledger.fail(tool, destination, f"{doing} raised {type(error).__name__}: {error}")
 
     def _give_up(self, reason: str) -> None:
-        """Throw away what cannot be stopped properly, so that the process can record again."""
+        """Discard recordings that cannot be stopped properly, so that the process can record again."""
         logger.error("%s: %s", self.identity, reason)
         with self._lock:
             recordings, self._recordings = self._recordings, []
@@ -253,7 +254,7 @@ class Capture:
             self._stop_for_good()
 
     def _on_owner_thread(self, action: Callable[[], None]) -> None:
-        """Run ``action`` here, or on the thread that owns the recording where a tool asks for that.
+        """Run ``action`` here, or on the thread that owns the recording if a tool requires that.
 
         Raises:
             CaptureStateError: That thread did not run it.

@@ -41,13 +41,13 @@ class Finisher:
                 threading.Thread(target=self._run, name="verl-profiling-finisher", daemon=True).start()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all work is done; return whether it was, in time."""
+        """Wait until all work is done; return whether it was done in time."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             return self._changed.wait_for(lambda: not self._unfinished, max(0.0, deadline - time.monotonic()))
 
     def take_finished(self) -> list[Finished]:
-        """Return what was finished since the last call."""
+        """Return the artifacts that were finished since the last call."""
         with self._lock:
             finished, self._finished = self._finished, []
         return finished

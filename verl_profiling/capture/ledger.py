@@ -1,4 +1,4 @@
-"""The artifacts of one capture: what was expected of each, and what became of it."""
+"""The artifacts of one capture, from being expected to their final status."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["ArtifactLedger"]
 
 
 class ArtifactLedger:
-    """Keeps one entry for each artifact, from the moment it is expected.
+    """Keeps one entry per artifact, from the moment it is expected.
 
     Args:
         capture_id: The capture.
-        finisher: Takes the background work on artifacts.
+        finisher: Does the background work on artifacts.
     """
 
     def __init__(self, capture_id: str, finisher: Finisher) -> None:
@@ -32,20 +32,20 @@ class ArtifactLedger:
         return list(self._entries.values())
 
     def expect(self, tool: Tool, destination: Destination) -> None:
-        """Note that a tool is about to record; one that writes nothing has no entry."""
+        """Add the artifact of a tool that is about to record; a tool that writes none has no entry."""
         if tool.suffix:
             expected = destination.artifact(type(tool))
             self._entries[expected.path] = expected
 
     def begin(self, stage: str | None) -> None:
-        """Note that everything expected of a stage records from now on."""
+        """Set the begin of everything expected of a stage, which records from now on."""
         now_ns = clock.now_ns()
         for path, artifact in self._entries.items():
             if artifact.stage == stage and not artifact.begin_ns:
                 self._entries[path] = msgspec.structs.replace(artifact, begin_ns=now_ns)
 
     def keep(self, outputs: Sequence[Output], end_ns: int) -> None:
-        """Note what a recording wrote, and have the rest of the work done in the background.
+        """Enter what a recording wrote, and queue the rest of the work for the background.
 
         Args:
             outputs: What it wrote.
@@ -68,7 +68,7 @@ class ArtifactLedger:
                 self._finisher.submit(self._capture_id, artifact, finish)
 
     def fail(self, tool: Tool, destination: Destination, reason: str) -> None:
-        """Note that a tool could not record, or not write."""
+        """Enter that a tool failed to record or to write."""
         artifact = destination.artifact(type(tool))
         self._entries[artifact.path] = msgspec.structs.replace(artifact, status="failed", reason=reason)
 

@@ -1,4 +1,4 @@
-"""What the callback and the workers say to each other: plain, picklable values."""
+"""The messages between callback and workers: plain, picklable values."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ StartStatus = Literal["recording", "armed", "joined", "skipped"]
 
 
 class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to capture. Sent again with the same ``capture_id``, it joins the running capture.
+    """A request to capture. Sent again with the same ``capture_id``, it joins the running capture.
 
     Attributes:
         capture_id: Unique within the run; different for each window of a rollout.
         run_id: The run.
         step: First step of the capture.
-        folder: Absolute path of the step folder; made if it does not exist.
-        policy_version: Version of the weights, where the loop reports one.
-        stage: The whole capture is this stage (a rollout's window in discrete mode).
+        folder: Absolute path of the step folder; it is created if it does not exist.
+        policy_version: Version of the weights, if the loop reports one.
+        stage: Stage that the whole capture is (a rollout's window in discrete mode).
         occurrence: Which run of that stage in this step, from 1.
-        keep: ``False`` for a warm-up, which is thrown away.
+        keep: ``False`` for a warm-up, which is discarded.
         roles: Under which roles the callback knows the worker, the first one first.
     """
 
@@ -48,16 +48,16 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class StartReply(msgspec.Struct, frozen=True, kw_only=True):
-    """How starting went.
+    """The answer to ``start_capture``.
 
     Attributes:
         identity: The worker; its ``pid`` tells the callback which names share a process.
         status: ``recording``, ``armed`` (waits for a stage), ``joined`` (a colocated role
             started this capture already) or ``skipped`` (not selected, or switched off).
         reason: Why it was skipped.
-        expected: The artifacts that will exist when all goes well, as far as known now.
+        expected: The artifacts that will exist if all goes well, as far as they are known now.
         process: The process that answered.
-        finished: Artifacts of earlier captures that were finished since.
+        finished: Artifacts of earlier captures that were finished since the last answer.
         received_ns: When the call arrived, on the worker's clock.
         replied_ns: When it returned, on the worker's clock.
     """
@@ -73,12 +73,12 @@ class StartReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StopReply(msgspec.Struct, frozen=True, kw_only=True):
-    """How stopping went.
+    """The answer to ``stop_capture``.
 
     Attributes:
-        result: What was recorded. Status ``skipped`` when nothing was recording.
-        process: The process that answered; another one than started, where a worker was restarted.
-        finished: Artifacts of this and earlier captures that were finished since.
+        result: What was recorded. Its status is ``skipped`` if nothing was recording.
+        process: The process that answered; another one than at the start if a worker was restarted.
+        finished: Artifacts of this and earlier captures that were finished since the last answer.
         received_ns: When the call arrived, on the worker's clock.
         replied_ns: When it returned, on the worker's clock.
     """

@@ -10,16 +10,16 @@ __all__ = ["OwnerAbsentError", "OwnerThread"]
 
 
 class OwnerAbsentError(RuntimeError):
-    """The owner cannot run what it was handed: it has ended, or passed no stage in time."""
+    """The owner did not run the action: it has ended, or passed no stage in time."""
 
 
 class OwnerThread:
-    """Takes work from other threads over to the thread that owns a recording.
+    """Passes actions from other threads to the thread that owns a recording.
 
-    The owner looks for work whenever it passes a stage, in :meth:`serve`.
+    The owner looks for an action whenever it passes a stage, in :meth:`serve`.
 
     Attributes:
-        waiting: Something was handed over, and the owner has not taken it yet.
+        waiting: Whether an action was handed over that the owner has not taken yet.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class OwnerThread:
         return self._id == threading.get_native_id()
 
     def serve(self) -> None:
-        """Run what was handed over, if the current thread is the owner."""
+        """Run the action that was handed over, if the current thread is the owner."""
         action = self._action
         if action is not None and self.is_current():
             self._withdraw()
@@ -45,7 +45,7 @@ class OwnerThread:
             self._done.set()
 
     def hand_over(self, action: Callable[[], None], timeout_s: float) -> None:
-        """Have the owner run ``action``, and wait until it did.
+        """Let the owner run ``action``, and wait until it has.
 
         Raises:
             OwnerAbsentError: The owner has ended, or passed no stage for ``timeout_s`` seconds.
@@ -62,6 +62,6 @@ class OwnerThread:
         self._action, self.waiting = None, False
 
     def _is_alive(self) -> bool:
-        """Look for the native id: Python's own ids are used again at once."""
+        """Look for the native id, because Python's own ids are reused at once."""
         tasks = Path("/proc/self/task")
         return not tasks.exists() or (tasks / str(self._id)).exists()

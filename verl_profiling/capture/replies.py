@@ -1,4 +1,4 @@
-"""What a recorded process answers, and the sentences by which it refuses."""
+"""The answers of a recorded process, and the sentences of its refusals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def stop_reply(result: CaptureResult, received_ns: int, finished: Sequence[Finis
 
 
 def skipped(identity: WorkerIdentity, reason: str, capture_id: str | None = None) -> CaptureResult:
-    """Return the result of a worker that recorded nothing, and was not to."""
+    """Return the result of a worker that was not to record."""
     return CaptureResult(identity=identity, capture_id=capture_id or "", status="skipped", reason=reason)
 
 
@@ -68,11 +68,11 @@ def switched_off(identity: WorkerIdentity) -> str:
 def nothing_to_stop(
     identity: WorkerIdentity, capture_id: str | None, request: CaptureRequest | None
 ) -> CaptureResult:
-    """Return the result of a stop that means no capture of this worker.
+    """Return the result of a stop for a capture that this worker does not have.
 
     Args:
         identity: The worker.
-        capture_id: The capture that was meant.
+        capture_id: The capture that was to be stopped.
         request: The capture that is open, if there is one.
     """
     open_now = f"capture {request.capture_id} is open" if request else "nothing is open"
@@ -90,12 +90,12 @@ def another_is_open(
 
 
 def not_set_up(request: CaptureRequest, who: object, arguments: str) -> CaptureStateError:
-    """Return the refusal of a start on a worker that nobody set up.
+    """Return the refusal of a start on a worker that was not set up.
 
     Args:
-        request: What was asked for.
+        request: The request to start.
         who: The worker, or its class.
-        arguments: What to pass to ``init_capture``.
+        arguments: Arguments to suggest for ``init_capture``.
     """
     return CaptureStateError(
         f"start_capture(step={request.step}): {who} is not set up; call init_capture({arguments}) first"

@@ -40,14 +40,14 @@ class Session:
     """Holds at most one capture. All methods may be called from any thread.
 
     Attributes:
-        sink: Where stages go; ``None`` whenever nothing records.
+        sink: Receives stages; ``None`` whenever nothing records.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything. A forked child does: it inherits the slot, and records nothing."""
+        """Forget everything. A forked child calls this: it inherits the slot, but records nothing."""
         self.sink: StageSink | None = None
         self._capture: Capture | None = None
         self._last: CaptureResult | None = None
@@ -58,14 +58,14 @@ class Session:
         self._handover_s = HANDOVER_S
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """A worker class whose methods are decorated with stages travels to other processes."""
+        """Pickle as a reference, because decorated methods of a worker class refer to the session."""
         return process_session, ()
 
     def register(self, config: ProfilingConfig, identity: WorkerIdentity) -> None:
-        """Make a worker of this process known, and do its tools' slow preparations.
+        """Register a worker of this process, and do its tools' slow preparations.
 
         Raises:
-            ToolUnavailableError: A tool that the worker is to use cannot work here.
+            ToolUnavailableError: A tool of the worker cannot work here.
         """
         role = config.for_role(identity.role)
         with self._lock:
@@ -107,12 +107,12 @@ class Session:
         """Stop the open capture.
 
         Args:
-            capture_id: The capture meant; ``None`` for whichever is open. A capture that has
-                ended already gives its result again.
+            capture_id: The capture to stop; ``None`` for any that is open. For the capture that ended
+                last, the same result is returned again.
             finish_s: Seconds to wait for background work on artifacts.
 
         Returns:
-            The result; its status is ``skipped`` when there was nothing to stop.
+            The result; its status is ``skipped`` if there was nothing to stop.
         """
         received_ns = clock.now_ns()
         with self._lock:
@@ -129,13 +129,13 @@ class Session:
         return stop_reply(result, received_ns, self._finisher.take_finished())
 
     def step(self) -> None:
-        """Note that a mini-batch is done; the ``torch`` tool's ``mini_batches`` window counts these."""
+        """Count a finished mini-batch, for the ``mini_batches`` window of the tools that have one."""
         capture = self._capture
         if capture is not None:
             capture.step()
 
     def leave(self) -> None:
-        """Stop what is open and finish what is pending, before the process ends."""
+        """Stop an open capture and finish pending artifacts, before the process ends."""
         with self._lock:
             capture = self._capture
             if capture is not None:

@@ -1,8 +1,7 @@
 """Stages: named spans, as context manager and decorator, for sync and async code.
 
-A :class:`Stage` holds no state of its own, so one object per name serves every call,
-thread and task. What is open is kept in a context variable: each thread and each asyncio
-task has its own nesting.
+A :class:`Stage` has no state, so one object per name serves every call, thread and task. The open
+stages are in a context variable, so each thread and each asyncio task has its own nesting.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StageSink(Protocol):
-    """What takes note of stages while something records."""
+    """Receives stages while something records."""
 
     def begin(self, name: str) -> object:
-        """Note that a stage begins on this thread or task."""
+        """Begin a stage on this thread or task."""
 
     def end(self, name: str, failed: bool) -> object:
-        """Note that it ends."""
+        """End it."""
 
 
 class StageSource(Protocol):
-    """Owner of stages."""
+    """The owner of stages."""
 
     @property
     def sink(self) -> StageSink | None:
-        """Where stages go; ``None`` whenever nothing records."""
+        """The receiver of its stages; ``None`` whenever nothing records."""
 
 
 class Stage:
@@ -108,7 +107,7 @@ class Stage:
 
 
 def _checked_name(name: object) -> str:
-    """Return a stage's name as plain text; what no step could record is refused before any step."""
+    """Return a stage's name as plain text; a name that cannot be recorded is refused at once."""
     if isinstance(name, str):
         if not name.strip():
             raise ValueError(f'stage({str(name)!r}): the name is empty; write stage("update_actor")')
@@ -127,9 +126,9 @@ def _checked_name(name: object) -> str:
 class OpenSpan(msgspec.Struct, eq=False, gc=False):
     """A stage that has begun. ``end_ns`` is 0 until it has ended.
 
-    ``parent`` is what lies around it, also where that is in another log: a loop and its worker may
-    share a process. Spans are not tracked by the garbage collector, so that thousands of them do
-    not make it run: :meth:`SpanLog.close` breaks the circle of a log and its spans.
+    ``parent`` is the span around it, even one of another log: a loop and its worker may share a
+    process. The garbage collector does not track spans, so that thousands of them do not make it
+    run; :meth:`SpanLog.close` breaks the reference cycle of a log and its spans.
     """
 
     log: SpanLog
@@ -142,7 +141,7 @@ class OpenSpan(msgspec.Struct, eq=False, gc=False):
     failed: bool = False
 
     def depth(self) -> int:
-        """Return how many spans of the same log lie around it."""
+        """Return the number of spans of the same log around it."""
         depth, outer = 0, self.parent
         while outer is not None:
             depth += outer.log is self.log
@@ -151,19 +150,19 @@ class OpenSpan(msgspec.Struct, eq=False, gc=False):
 
 
 _innermost: ContextVar[OpenSpan | None] = ContextVar("verl_profiling_innermost_stage", default=None)
-"""The span that began last in this thread or task; where it has ended, the innermost is around it."""
+"""The span that began last in this thread or task; if it has ended, the innermost span is around it."""
 
 
 class SpanLog:
     """The spans of one capture. Written for speed: one object and no lock per span.
 
-    A stage inside a hot loop must not fill the memory, so only the first ``MAX_SPANS`` are kept.
+    Only the first ``MAX_SPANS`` are kept, so that a stage inside a hot loop does not fill the memory.
 
     Attributes:
         begin_mark: Called with the name when a span begins, to show it in an artifact.
         end_mark: Called with what ``begin_mark`` returned when the span ends.
-        long_stage_ended: Called with the name when a span ends that lies in no other and took at
-            least ``LONG_NS``. For a shorter one, a system call would cost more than the span itself.
+        long_stage_ended: Called with the name when an outermost span ends that took at least
+            ``LONG_NS``. For a shorter one, a system call would cost more than the span itself.
     """
 
     def __init__(self) -> None:
@@ -193,7 +192,7 @@ class SpanLog:
     def end(self, name: str, failed: bool) -> OpenSpan | None:
         """Close the innermost open span of that name; a stage entered before the capture has none.
 
-        Spans inside of it that nobody ended (timers, when user code raised) end with it, as failed.
+        Spans inside it that are still open (timers, when user code raised) end with it, as failed.
         """
         span = _innermost.get()
         while span is not None and span.end_ns:
@@ -234,7 +233,7 @@ class SpanLog:
             self.long_stage_ended(span.name)
 
     def stop_marking(self) -> None:
-        """Leave the marks that this thread has open; those of other threads are left open."""
+        """End the open marks of this thread; those of other threads stay open."""
         here, end_mark = get_ident(), self.end_mark
         self.begin_mark = self.end_mark = None
         for span in reversed(self._spans):
@@ -242,7 +241,7 @@ class SpanLog:
                 end_mark(span.mark)
 
     def close(self) -> list[StageSpan]:
-        """Close what is still open, as failed, and hand over all spans in order of their begin."""
+        """Close open spans as failed, and return all spans in order of their begin."""
         closed_ns = clock.now_ns()
         spans, self._spans, self.long_stage_ended = self._spans, [], None
         for span in spans:
@@ -264,7 +263,7 @@ class SpanLog:
         return sorted(found, key=lambda span: (span.begin_ns, span.depth))
 
     def notes(self) -> list[str]:
-        """Return what a user should know of the spans."""
+        """Return notes for the user on the spans."""
         if not self._left_out:
             return []
         return [f"{self._left_out} stages after the first {MAX_SPANS} were left out; is one in a hot loop?"]

@@ -1,4 +1,4 @@
-"""The states of a capture, and the two tables of what may follow what."""
+"""The states of a capture, and the two tables of allowed transitions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ENGINE_TRANSITIONS", "TRANSITIONS", "Event", "State", "StateMachine"
 
 
 class State(Enum):
-    """What a process, or an engine, is doing."""
+    """State of a process, or of an engine."""
 
     IDLE = "idle"
     ARMED = "armed"
@@ -22,7 +22,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What changes it."""
+    """An event that changes the state."""
 
     START = "start"
     ARM = "arm"
@@ -48,7 +48,7 @@ TRANSITIONS: Transitions = {
     (State.ARMED, Event.FAIL): State.ARMED,
     (State.RECORDING, Event.FAIL): State.IDLE,
 }
-"""Of a process that records itself."""
+"""Transitions of a process that records itself."""
 
 ENGINE_TRANSITIONS: Transitions = {
     (State.IDLE, Event.START): State.RECORDING,
@@ -58,15 +58,15 @@ ENGINE_TRANSITIONS: Transitions = {
     (State.STOPPING, Event.GIVE_UP): State.OVERDUE,
     (State.OVERDUE, Event.WRITTEN): State.IDLE,
 }
-"""Of an engine, whose profiler is stopped by a deadline too: the capture then holds what was written."""
+"""Transitions of an engine. A deadline may stop its profiler too; the capture then has what was written."""
 
 
 class StateMachine:
     """A state, and the only way to change it.
 
     Args:
-        transitions: What may follow what.
-        who: Whose state it is, for the message.
+        transitions: The allowed transitions.
+        who: Whose state it is, for messages.
     """
 
     def __init__(self, transitions: Transitions, who: str) -> None:

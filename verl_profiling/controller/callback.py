@@ -36,16 +36,16 @@ logger = logging.getLogger(__name__)
 
 
 class _Callback:
-    """What both callbacks share: setting up, and stages.
+    """The common part of both callbacks: setting up, and stages.
 
     Args:
         config: Settings: a :class:`ProfilingConfig`, a dict, or an OmegaConf ``DictConfig``.
 
     Raises:
-        ConfigError: The settings are wrong. Nothing later complains about them.
+        ConfigError: The settings are wrong. All are checked here, and none later.
 
     Attributes:
-        sink: Where stages go when profiling is disabled: nowhere.
+        sink: Receiver of stages when profiling is disabled: none.
     """
 
     sink: StageSink | None = None
@@ -60,8 +60,8 @@ class _Callback:
         """Add the workers of a role.
 
         Args:
-            role: What they are, e.g. ``actor``. One group may be added under several roles;
-                each process is driven once.
+            role: Their role, e.g. ``actor``. A group may be added under several roles; each process is
+                called once.
             workers: A verl worker group, a Ray actor handle, a local object, or an iterable of
                 the latter two in order of rank. Each has the methods of ``CaptureMixin``.
             loop: Event loop on which a local object's coroutines run.
@@ -99,7 +99,7 @@ class _Callback:
             return self._stages.setdefault(made.name, made)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Keep numbers that the loop computed after ``on_step_end`` with their step, if it was captured.
+        """Add numbers that the loop computed after ``on_step_end`` to their step, if it was captured last.
 
         Args:
             step: Number of the step.
@@ -139,7 +139,7 @@ class _Callback:
     def _failed(self, hook: str, error: Exception, loop_raised: bool = False) -> None:
         """The one failure boundary of the hooks: training goes on unless the settings are strict.
 
-        An error of the loop's own is under way when ``loop_raised``; no other one takes its place.
+        With ``loop_raised`` an exception of the loop is propagating, which no other may replace.
         """
         if self.config.strict and not loop_raised:
             raise error
@@ -151,8 +151,8 @@ class ProfilingCallback(_Callback):
     """Profiles a training loop that runs outside of an event loop.
 
     ``with ProfilingCallback(config) as profiling:`` around the loop calls :meth:`on_train_begin` and
-    :meth:`on_train_end`, and :meth:`on_exception` when the loop raises. The loop's exception goes on as
-    it is. The same callback may be entered again after it was left, but not inside of itself.
+    :meth:`on_train_end`, and :meth:`on_exception` if the loop raises. The loop's exception propagates
+    unchanged. The same callback may be entered again after it was left, but not while it is entered.
     """
 
     def __enter__(self) -> ProfilingCallback:
@@ -172,7 +172,7 @@ class ProfilingCallback(_Callback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End training; what an exception cut short is kept."""
+        """End training; after an exception, what was recorded is kept."""
         self._entered = False
         try:
             if error is not None:
@@ -195,16 +195,16 @@ class ProfilingCallback(_Callback):
 
         Args:
             step: Number of the step, as the loop counts it.
-            policy_version: Version of the weights that generate, where the loop reports one.
+            policy_version: Version of the weights that generate, if the loop has one.
 
         Raises:
-            TypeError: The step is no whole number.
+            TypeError: The step is not a whole number.
         """
         if (controller := self._wanting(step)) is not None:
             self._drive("on_step_begin", controller.step_begin(step, policy_version))
 
     def on_rollout_begin(self) -> None:
-        """Begin generation: opens the window of rollout engines in discrete mode."""
+        """Begin generation: opens the stage ``rollout``, and in discrete mode the engines' window."""
         if (controller := self._live(LoopOrder.rollout_begins)) is not None:
             self._drive("on_rollout_begin", controller.rollout_begin())
 
@@ -234,14 +234,14 @@ class ProfilingCallback(_Callback):
     def on_exception(self, error: BaseException) -> None:
         """Close an open capture after the step raised, and keep what was recorded.
 
-        It raises nothing, strict settings or not: ``error`` is what the user is to see.
+        It never raises, not even with strict settings, because ``error`` is what the user has to see.
         """
         if (controller := self._live()) is not None:
             logger.warning("closing the capture after %s: %s", type(error).__name__, error)
             self._drive("on_exception", controller.close(complete=False), loop_raised=True)
 
     def on_train_end(self) -> None:
-        """Close what is open, and wait for artifacts that are being compressed."""
+        """Close an open capture, and wait for artifacts that are being compressed."""
         self._train_end(loop_raised=False)
 
     def _train_end(self, loop_raised: bool) -> None:
@@ -260,7 +260,8 @@ class ProfilingCallback(_Callback):
 class AsyncProfilingCallback(_Callback):
     """Profiles a training loop that is a coroutine: nothing in it blocks the event loop.
 
-    ``async with AsyncProfilingCallback(config) as profiling:`` is :class:`ProfilingCallback`'s ``with``.
+    ``async with AsyncProfilingCallback(config) as profiling:`` works like ``with`` of
+    :class:`ProfilingCallback`.
     """
 
     async def __aenter__(self) -> AsyncProfilingCallback:
