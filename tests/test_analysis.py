@@ -116,6 +116,8 @@ def test_a_timeline_is_what_the_command_writes(folder: Path, tmp_path: Path) -> 
         step.merge(tmp_path / "none.json.gz", stages=["rolout"])
     with pytest.raises(ConfigError, match="selects nothing"):
         step.merge(tmp_path / "none.json.gz", ranks="7")
+    with pytest.raises(ConfigError, match="not a list of ranks"):
+        step.merge(tmp_path / "none.json.gz", ranks="")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part.json.gz", "whole.json.gz"]
     assert len(step.split(tmp_path / "split")) == 3
 

@@ -262,7 +262,7 @@ class CapturedStep:
             TraceFormatError: There is no trace in the step that can be read.
             OSError: The timeline cannot be written.
         """
-        inputs = select_ranks(self.inputs, ranks) if ranks else self.inputs
+        inputs = self.inputs if ranks is None else select_ranks(self.inputs, ranks)
         windows = stage_windows(inputs, stages) if stages else ()
         return merge(
             inputs,
@@ -295,7 +295,7 @@ class CapturedStep:
             TraceFormatError: There is no trace in the step that can be read.
             OSError: The archive cannot be written.
         """
-        inputs = select_ranks(self.inputs, ranks) if ranks else self.inputs
+        inputs = self.inputs if ranks is None else select_ranks(self.inputs, ranks)
         return write_archive(inputs, self._output(output, ARCHIVE_NAME), on_progress=on_progress)
 
     def split(

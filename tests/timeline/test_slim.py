@@ -43,7 +43,9 @@ def test_ranks_select_lanes(step: StepInputs) -> None:
     assert len(select_ranks(step, "0,1-7").sources) == 3
 
 
-@pytest.mark.parametrize(("ranks", "problem"), [("x", "no list"), ("9", "selects nothing"), ("", "no list")])
+@pytest.mark.parametrize(
+    ("ranks", "problem"), [("x", "not a list"), ("9", "selects nothing"), ("", "not a list")]
+)
 def test_bad_ranks_are_refused(step: StepInputs, ranks: str, problem: str) -> None:
     """A selection that selects nothing is an error, not an empty timeline."""
     with pytest.raises(ConfigError, match=problem):
