@@ -6,7 +6,7 @@ PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
 # Markers of tests that have an environment or a command of their own.
-APART := vllm or sglang or npu or megatron or gpu or verl or package or releases
+APART := vllm or sglang or npu or megatron or gpu or verl or package or npu_device or releases
 BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
 DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-releases test-megatron test-npu test-gpu test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-verl clean
+.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-releases test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,12 @@ env: .venv/.ready ## Build the environment for development (.venv)
 
 .venv-verl/.ready .venv-verl-sglang/.ready: requirements/verl-common.txt
 .venv-verl-sglang/.ready: requirements/sglang.txt requirements/sglang-no-deps.txt
+
+# The machines of users: torch as their index has it, with CUDA, or the one that torch_npu asks for.
+.venv-gpu/.ready .venv-npu-device/.ready: setup.cfg
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install -e '.[train,test,$(if $(findstring npu,$@),npu,nsys)]'
+	touch $@
 
 # One version of Python each, for `make test-pythons`: what the analysis needs, and what training needs too.
 .venv-py%/.ready: setup.cfg
@@ -99,10 +105,17 @@ test-pythons: ## Run the light suite on every Python found, the default suite on
 sglang_TESTS := tests/engines tests/recipes tests/test_readme.py
 megatron_TESTS := tests/workers/test_megatron.py
 verl_TESTS := tests/integrations
+gpu_TESTS := tests/gpu
+npu-device_TESTS := tests/npu/test_device.py
 npu_TESTS := tests/tools/test_npu.py tests/tools/test_precision.py
 
-test-gpu: ## Run the tests that need a CUDA device, with PYTHON and its torch
-	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+test-gpu: .venv-gpu/.ready ## Run the tests that need a CUDA device, and print what to send back
+test-npu-device: .venv-npu-device/.ready ## Run the tests that need an Ascend NPU, and print what to send back
+test-gpu test-npu-device: test-%:
+	mkdir -p outputs/devices && rm -f outputs/devices/$*.xml
+	-.venv-$*/bin/python -m pytest -m $(subst -,_,$*) $($(*)_TESTS) --junitxml=outputs/devices/$*.xml $(PYTEST_ARGS)
+	.venv-$*/bin/verl-profiling doctor --device-report --junit outputs/devices/$*.xml --json > outputs/devices/$*.json; \
+	  code=$$?; cat outputs/devices/$*.json; exit $$code
 
 verification: ## Run the suites behind the README's table, and print what was verified
 	mkdir -p outputs/verification

@@ -168,7 +168,7 @@ def test_landing_page_shows_what_the_readme_shows() -> None:
     landing = (ROOT / "docs" / "index.md").read_text()
     loop = re.findall(r"^```python\n.*?^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[0]
     assert loop in landing
-    listed = set(re.findall(r"^(\w+)$", landing, re.MULTILINE))
+    listed = set(re.findall(r"^([\w-]+)$", landing, re.MULTILINE))
     assert listed == {page.stem for page in PAGES} - {"index"}
 
 
@@ -187,5 +187,5 @@ def test_layout_names_every_room() -> None:
     rooms = {
         path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    doors = {"__init__", "cli", "conf", "doctor", "plan", "testing", "nsys_ranges"}
+    doors = {"__init__", "cli", "conf", "device_report", "doctor", "plan", "testing", "nsys_ranges"}
     assert rooms - doors <= named

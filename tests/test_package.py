@@ -46,7 +46,7 @@ TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
 SHARED = ("errors", "clock", "identity", "ranks", "manifest", "nsys_ranges")
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.
-DOCTOR = ("doctor", "plan", "commands.doctor", "commands.plan")
+DOCTOR = ("doctor", "device_report", "plan", "commands.doctor", "commands.plan")
 # Of a worker's process, the loop's knows the messages, and the stages it has of its own.
 TOLD_THE_CONTROLLER = ("capture.messages", "capture.stage")
 
