@@ -19,6 +19,7 @@ import msgspec
 from verl_profiling.clock import ClockAnchor
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId, WorkerIdentity, artifact_name
+from verl_profiling.named_files import check_lane
 
 __all__ = [
     "MANIFEST_NAME",
@@ -402,7 +403,7 @@ def read_starts(run: Path) -> list[RunInfo]:
             return starts
         except OSError as error:
             raise TraceFormatError(path, f"cannot be read ({error.strerror})") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TraceFormatError(path, f"not the file of a run: {error}") from error
 
 
@@ -423,6 +424,10 @@ def read_manifest(step_dir: Path) -> Manifest:
             raise TraceFormatError(
                 path, f"schema version {version}, newer than {SCHEMA_VERSION}: update verl-profiling"
             )
-        return msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceFormatError(path, f"not a manifest: {error}") from error
+    for worker in manifest.workers:
+        for artifact in worker.artifacts:
+            check_lane(path, artifact.lane)
+    return manifest

@@ -7,11 +7,14 @@ loses nothing.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import msgspec
 
 __all__ = ["NOTES_SUFFIX", "NSYS_FOLDER", "NsysRange", "read_ranges"]
+
+logger = logging.getLogger(__name__)
 
 NSYS_FOLDER = "nsys"
 """Folder of the run in which Nsight Systems leaves its reports."""
@@ -46,7 +49,12 @@ def read_ranges(folder: Path) -> dict[Path, list[NsysRange]]:
     for path in sorted(folder.glob(f"*{NOTES_SUFFIX}")):
         latest: dict[int, NsysRange] = {}
         for line in path.read_bytes().splitlines():
-            noted = msgspec.json.decode(line, type=NsysRange)
+            try:
+                noted = msgspec.json.decode(line, type=NsysRange)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                # A process that was killed leaves half a line; the whole ones hold.
+                logger.warning("%s: a line is torn, and the range it noted is lost: %s", path, error)
+                continue
             latest[noted.number] = noted
         found[path.with_name(path.name.removesuffix(NOTES_SUFFIX))] = sorted(
             latest.values(), key=lambda noted: noted.number

@@ -98,7 +98,10 @@ def _check_artifact(where: str, folder: Path, artifact: Artifact) -> Checked:
     name = where + artifact.path
     if artifact.status == "skipped":
         return Checked(path=name, fate="skipped", reason=artifact.reason)
-    path = resolve_artifact(folder, artifact)
+    try:
+        path = resolve_artifact(folder, artifact)
+    except TraceFormatError as error:
+        return Checked(path=name, fate="unreadable", reason=error.problem)
     if path is None:
         fate = artifact.status if artifact.status in ("empty", "failed") else "missing"
         return Checked(path=name, fate=fate, reason=artifact.reason)

@@ -20,6 +20,7 @@ from verl_profiling.manifest import (
     worst_fate,
     write_json_atomically,
 )
+from verl_profiling.named_files import named_file
 from verl_profiling.nsys_ranges import NSYS_FOLDER, NsysRange, read_ranges
 from verl_profiling.timeline.nsys import convert_nsys
 
@@ -91,14 +92,17 @@ def _finished_report(output: Path, number: int, of: int) -> Path | None:
 
 
 def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> Iterator[Collected]:
-    folder = run / noted.folder
-    target = folder / noted.artifact
+    name = f"{noted.folder}/{noted.artifact}"
+    try:
+        folder, target = named_file(run, noted.folder), named_file(run, name)
+    except TraceFormatError as error:
+        yield Collected(path=name, fate="missing", reason=f"refused: {error.problem}")
+        return
     if report is not None:
         exported = report.with_suffix(".sqlite")
         if exported.is_file():
             shutil.move(exported, target.with_suffix(".sqlite"))
         shutil.move(report, target)
-    name = f"{noted.folder}/{noted.artifact}"
     if not target.is_file():
         reason = "there is no report of this range yet; has its process ended?"
         _enter(folder, noted, None, reason)

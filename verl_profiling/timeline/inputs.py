@@ -15,6 +15,7 @@ from verl_profiling.manifest import (
     Manifest,
     read_manifest,
 )
+from verl_profiling.named_files import named_file
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.sources import Source, StepInputs, sorted_sources
 
@@ -57,11 +58,14 @@ def resolve_artifact(directory: Path, artifact: Artifact) -> Path | None:
     """Return the file that holds an artifact's bytes, or ``None``.
 
     While the artifact is being compressed, that is the raw file beside it.
+
+    Raises:
+        TraceFormatError: It is not a file or a folder inside of the step folder.
     """
-    path = directory / artifact.path
+    path = named_file(directory, artifact.path)
     if path.exists():
         return path
-    raw = path.with_name(path.name.removesuffix(".gz"))
+    raw = named_file(directory, artifact.path.removesuffix(".gz"))
     return raw if raw.exists() else None
 
 
@@ -82,7 +86,11 @@ def _from_manifest(directory: Path) -> StepInputs:
         for artifact in worker.artifacts:
             if artifact.status == "skipped":
                 continue
-            path = resolve_artifact(directory, artifact)
+            try:
+                path = resolve_artifact(directory, artifact)
+            except TraceFormatError as error:
+                inputs.absent.append(f"{artifact.path} is refused: {error.problem}")
+                continue
             if path is None:
                 because = f": {artifact.reason}" if artifact.reason else ""
                 state = "empty" if artifact.status == "empty" else "missing"
@@ -115,6 +123,7 @@ def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path:
 def _traces_in(path: Path) -> Iterator[Path]:
     """Yield the Chrome traces of an artifact: itself, or what torch_npu put into its folder."""
     if path.is_dir():
-        yield from sorted(path.rglob("trace_view.json"))
+        for found in sorted(path.rglob("trace_view.json")):
+            yield named_file(path, str(found.relative_to(path)))
     elif path.name.endswith((".json", ".json.gz")):
         yield path

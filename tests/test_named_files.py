@@ -1,0 +1,123 @@
+"""A folder of traces that somebody else made: what it names does not lead out of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from step_folders import build_step
+
+from verl_profiling.cli import main
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import MANIFEST_NAME, read_manifest, write_json_atomically
+from verl_profiling.named_files import named_file
+from verl_profiling.nsys_ranges import NsysRange, read_ranges
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../x", "/etc/passwd", "a\0b"])
+def test_a_name_that_is_not_a_path_inside_is_refused(tmp_path: Path, name: str) -> None:
+    """Empty, absolute, upwards, with a NUL: none is opened; the folder itself is no file of its own."""
+    if name == ".":
+        assert named_file(tmp_path, name) == tmp_path
+        return
+    with pytest.raises(TraceFormatError, match="not a path inside"):
+        named_file(tmp_path, name)
+
+
+def link_out(path: Path) -> None:
+    """A link to a file of the system."""
+    path.symlink_to("/etc/hostname")
+
+
+def link_to_a_device(path: Path) -> None:
+    """A link to a file without an end."""
+    path.symlink_to("/dev/zero")
+
+
+def link_in_a_circle(path: Path) -> None:
+    """A link to itself."""
+    path.symlink_to(path)
+
+
+SPECIAL: list[Callable[[Path], object]] = [link_out, link_to_a_device, link_in_a_circle, os.mkfifo]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", SPECIAL)
+@pytest.mark.parametrize("command", ["check", "report", "merge", "split"])
+def test_a_command_opens_no_special_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], object], command: str
+) -> None:
+    """A link that leads out, an endless device and a pipe that nobody writes: named, and not waited for."""
+    folder = build_step(tmp_path)
+    victim = folder / read_manifest(folder).workers[0].artifacts[0].path
+    victim.unlink()
+    make(victim)
+    code = main([command, str(folder)])
+    printed = capsys.readouterr()
+    if command == "check":
+        assert code == 1
+        assert "unreadable" in printed.out
+        assert victim.name in printed.out
+    else:
+        assert code in (0, 2)
+        assert "localhost" not in printed.out
+
+
+@pytest.mark.parametrize("command", ["check", "report", "merge", "split"])
+@pytest.mark.parametrize(
+    "change",
+    [{"path": "../../x.torch.json.gz"}, {"path": "/etc/hostname"}, {"lane": "../../x"}, {"lane": ""}],
+)
+def test_a_manifest_cannot_name_what_is_outside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, str], command: str
+) -> None:
+    """A path or a lane that leads upwards is refused; nothing appears beside the step folder."""
+    run = tmp_path / "a" / "run"
+    folder = build_step(run)
+    manifest = read_manifest(folder)
+    worker = manifest.workers[0]
+    artifacts = [msgspec.structs.replace(artifact, **change) for artifact in worker.artifacts]
+    workers = [msgspec.structs.replace(worker, artifacts=artifacts), *manifest.workers[1:]]
+    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    before = {path for path in tmp_path.rglob("*") if folder not in path.parents}
+    code = main([command, str(folder)])
+    assert code != 0 or command in ("report", "merge", "split")
+    assert {path for path in tmp_path.rglob("*") if folder not in path.parents} == before
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("folder", "artifact"), [("..", "victim"), ("step_000001", "../../victim")])
+def test_a_note_of_nsys_cannot_overwrite_a_file_outside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, artifact: str
+) -> None:
+    """``collect`` moves a report into a step folder of the run, or nowhere."""
+    run = tmp_path / "run"
+    (run / "nsys").mkdir(parents=True)
+    (run / "step_000001").mkdir()
+    (tmp_path / "victim").write_text("precious")
+    noted = NsysRange(number=1, folder=folder, artifact=artifact, begin_ns=1, end_ns=2)
+    (run / "nsys" / "actor.7.ranges.jsonl").write_bytes(msgspec.json.encode(noted) + b"\n")
+    (run / "nsys" / "actor.7.nsys-rep").write_text("report")
+    assert main(["collect", str(run)]) != 0
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_torn_line_of_notes_costs_that_line(tmp_path: Path) -> None:
+    """A process that was killed while it wrote, and a byte that is not UTF-8: the whole lines hold."""
+    noted = NsysRange(number=1, folder="step_000001", artifact="a.nsys-rep", begin_ns=1, end_ns=2)
+    whole = msgspec.json.encode(noted)
+    (tmp_path / "actor.7.ranges.jsonl").write_bytes(whole + b"\n\xff\n" + whole[:20])
+    [[found]] = read_ranges(tmp_path).values()
+    assert found == noted
+
+
+def test_a_manifest_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    """Its bytes are an error of the manifest, not of the program."""
+    (tmp_path / MANIFEST_NAME).write_bytes(b'{"run_id": "\xff"}')
+    with pytest.raises(TraceFormatError, match="not a manifest"):
+        read_manifest(tmp_path)
