@@ -1,4 +1,4 @@
-"""What a configuration would capture: which steps, whom, which stages, and how many files that makes."""
+"""Computes what a configuration would capture: steps, workers, stages, and the number of files."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class PlannedCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
-    """What is recorded of one role.
+    """What would be recorded of one role.
 
     Attributes:
-        role: The role; empty for all that the settings do not name.
+        role: The role; empty for all roles that the settings do not name.
         captured: Whether it is captured at all.
         mode: ``e2e`` or ``discrete``.
-        workers: Which of its workers.
-        stages: Which stages are recorded, in discrete mode.
-        files: What each tool writes.
-        most_files: At most so many files for each capture, where ranks and stages are named.
+        workers: Workers that are captured, in words.
+        stages: Stages that are recorded in discrete mode, in words.
+        files: Files that each tool writes, in words.
+        most_files: Largest number of files per capture, if the settings name ranks and stages.
     """
 
     role: str
@@ -53,14 +53,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a configuration would capture.
 
     Attributes:
-        captures_something: Whether there is a step and a role to capture, as far as is known.
+        captures_something: Whether a step and a role would be captured, as far as is known.
         settings: All settings, as they were understood.
-        changed: Dotted keys of those that are not the defaults, with their values.
-        schedule: Which steps the settings choose, in words.
-        captures: The captures: all of them, or the first ones where the run's length is not known.
-        more_captures: Whether there are others after them.
-        warm_ups: Steps that run the tools and throw the recording away, among these.
-        never: Listed steps that lie outside of the run.
+        changed: Dotted keys of the settings that differ from the defaults, with their values.
+        schedule: The chosen steps, in words.
+        captures: The captures: all, or the first ones if the length of the run is not known.
+        more_captures: Whether further captures follow.
+        warm_ups: Steps up to there that run the tools and discard the recording.
+        never: Listed steps that are outside of the run.
         roles: One entry for each role that the settings name, and one for all others.
     """
 

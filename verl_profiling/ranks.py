@@ -26,7 +26,7 @@ def parse_ranks(value: Ranks, key: str) -> frozenset[int] | None:
     """Return the ranks in ``"0,8-15"``, ``3`` or ``[0, 1]``; ``None`` stays ``None``.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: The value is none of these.
     """
     if value is None:
         return None

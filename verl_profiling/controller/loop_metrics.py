@@ -1,4 +1,4 @@
-"""What is kept of the metrics that a loop hands over: finite numbers, by name."""
+"""Selects from the metrics of a loop what is kept: finite numbers, by name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def finite_numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float],
     """Return the entries that are finite numbers, and notes on numbers that are not finite.
 
     Args:
-        metrics: Whatever the loop handed over; scalars of NumPy and torch are numbers. It raises for
-            nothing in there: a step that is captured must not fail where another one does not.
+        metrics: The loop's metrics, of any type; scalars of NumPy and torch are numbers. Nothing in
+            them raises: a captured step must not fail where another one does not.
     """
     numbers: dict[str, float] = {}
     infinite: list[str] = []

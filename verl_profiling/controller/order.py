@@ -1,4 +1,4 @@
-"""The order in which the loop calls the hooks, on every step: what does not add up is said once."""
+"""Checks the order in which the loop calls the hooks, in every step; warns once of each mistake."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoopOrder:
-    """Follows the loop. Written for speed: the hooks of a step that is not captured pass here too."""
+    """Follows the loop. Written for speed: the hooks of every step call it, captured or not."""
 
     def __init__(self) -> None:
         self._first: int | None = None
@@ -23,7 +23,7 @@ class LoopOrder:
         self._said: set[str] = set()
 
     def step_begins(self, step: int, captured: bool) -> None:
-        """Note that a step begins."""
+        """Follow the begin of a step."""
         self._in_step = True
         self._last = step
         if self._first is None:
@@ -32,17 +32,17 @@ class LoopOrder:
             self._captured.add(step)
 
     def step_ends(self) -> None:
-        """Note that it ends."""
+        """Follow its end."""
         if not self._in_step:
             self._say("on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first")
         self._in_step = False
 
     def rollout_begins(self) -> None:
-        """Note that generation begins."""
+        """Follow the begin of generation."""
         self._in_rollout = True
 
     def rollout_ends(self) -> None:
-        """Note that it ends."""
+        """Follow its end."""
         if not self._in_rollout:
             self._say(
                 "on_rollout_end without on_rollout_begin: the rollout has no begin and is in no timeline; "
@@ -51,14 +51,14 @@ class LoopOrder:
         self._in_rollout = False
 
     def train_ends(self, schedule: Schedule) -> None:
-        """Say which steps the schedule chose and the loop never began."""
+        """Warn of steps that the schedule chose and the loop never began."""
         if self._first is None:
             self._say("training ends and on_step_begin(step) was never called: nothing was captured")
             return
         ran = f"the loop ran from step {self._first} to step {self._last}"
         never = [step for step in schedule.steps or () if step not in self._captured]
         if self._captured:
-            # A run that was resumed has left the earlier ones to the run before it.
+            # Of a resumed run, the earlier steps were those of the start before it.
             never = [step for step in never if step > self._first]
         if never:
             self._say(f"schedule.steps: {_listed(never)} never came; {ran}")

@@ -1,8 +1,8 @@
-"""Which folder a run records into: its own, and nobody else's.
+"""Claims the folder that a run records into, which belongs to this run alone.
 
-Each start of a run leaves a file of its own there, ``run.json`` for the first and ``run.<n>.json`` for the
-n-th. It is created exclusively and never changed, so two processes that start at once cannot both have
-a folder, and a crash leaves nothing to clean up.
+Each start of a run leaves a file there, ``run.json`` for the first and ``run.<n>.json`` for the n-th. It
+is created exclusively and never changed, so of two processes that start at once only one gets the
+folder, and after a crash there is nothing to clean up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _VERSIONS_OF = (
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, and which start of the run this is (from 1)."""
+    """The folder of a run, and the number of this start of the run, from 1."""
 
     path: Path
     run_id: str
@@ -48,9 +48,9 @@ class RunFolder:
 
 
 def claim_run_folder(config: ProfilingConfig) -> RunFolder:
-    """Take ``save_path``, or ``save_path/run_2`` and so on where it belongs to another run.
+    """Claim ``save_path``, or ``save_path/run_2`` and so on if it belongs to another run.
 
-    A folder belongs to one run. Whoever brings the same ``run_id`` continues in it, unless the process
+    A folder belongs to one run. A start with the same ``run_id`` continues in it, unless the process
     that recorded there last is still alive.
 
     Raises:
@@ -77,11 +77,11 @@ def claim_run_folder(config: ProfilingConfig) -> RunFolder:
 
 
 def _owner(folder: Path, run_id: str) -> str | None:
-    """Return who else a folder belongs to, as a sentence; ``None``: this run may have it."""
+    """Return a sentence on the run that a folder belongs to; ``None`` if this run may have it."""
     try:
         starts = read_starts(folder)
     except TraceFormatError as error:
-        return f"save_path {folder} belongs to a run that cannot be told: {error}"
+        return f"save_path {folder} belongs to a run whose file cannot be read: {error}"
     if not starts:
         strangers = any(folder.glob("step_*"))
         return f"save_path {folder} holds step folders of a run without run.json" if strangers else None
