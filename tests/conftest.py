@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,19 @@ def run_python(tmp_path: Path) -> RunPython:
     return run
 
 
+@pytest.fixture(scope="session")
+def _ray_ends() -> Iterator[None]:
+    """Ray is shut down when all tests have run."""
+    yield
+    pytest.importorskip("ray").shutdown()
+
+
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """One small Ray cluster for a test file: other files start clusters of their own kind."""
+def ray_cluster(_ray_ends: None) -> None:
+    """The small Ray cluster that the test files share; started anew after a file with one of its own kind."""
     ray = pytest.importorskip("ray")
+    if ray.is_initialized():
+        return
     ray.init(
         num_cpus=4,
         num_gpus=0,
@@ -113,8 +123,6 @@ def ray_cluster() -> Iterator[None]:
         configure_logging=False,
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}},
     )
-    yield
-    ray.shutdown()
 
 
 @dataclass
@@ -128,7 +136,14 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None) -> Pool:
-    """Three ordinary actors, an async one and one with several threads."""
+    """Three ordinary actors, an async one and one with several threads: the same in every file."""
+    import ray
+
+    return _pool_of(ray.get_runtime_context().get_node_id())
+
+
+@cache
+def _pool_of(cluster: str) -> Pool:
     import fleet
     import ray
 

@@ -64,6 +64,7 @@ def stand_in_cluster(folder: Path, num_cpus: int) -> Iterator[Path]:
     install(folder, folder / "log")
     path = os.environ["PATH"]
     os.environ["PATH"] = os.pathsep.join([str(folder), str(Path(sys.executable).parent), path])
+    ray.shutdown()  # from the cluster of the other tests: its nodes would not find the stand-in
     try:
         ray.init(
             num_cpus=num_cpus,
