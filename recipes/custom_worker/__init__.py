@@ -1,1 +1,1 @@
-"""A worker of one's own on verl's single controller."""
+"""A custom worker on verl's single controller."""

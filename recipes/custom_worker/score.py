@@ -1,4 +1,4 @@
-"""A worker class of one's own on verl's single controller, profiled from a loop of one's own.
+"""A custom worker class on verl's single controller, profiled from a custom loop.
 
 python -m recipes.custom_worker.score profiling=discrete
 """

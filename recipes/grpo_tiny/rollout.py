@@ -1,4 +1,4 @@
-"""The rollout: one process per replica, each with an inference engine of its own."""
+"""The rollout: one process per replica, each with its own inference engine."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class Engine(Protocol):
-    """What the recipe asks of an inference engine. ``handle`` is the object that the engine's users hold."""
+    """The interface of the recipe's engines. ``handle`` is the object that the mixin captures."""
 
     handle: Any
 
@@ -55,7 +55,7 @@ class TransformersEngine:
 
 
 class VLLMEngine:
-    """vLLM's ``AsyncLLM``, whose engine core and workers are processes of their own."""
+    """vLLM's ``AsyncLLM``, whose engine core and workers are separate processes."""
 
     def __init__(self, config: DictConfig, seed: int, engine_args: dict[str, Any]) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -91,7 +91,7 @@ class VLLMEngine:
         return list(response)
 
     async def load_weights(self, weights: Weights) -> None:
-        """Write them as a checkpoint and have the engine's workers read it."""
+        """Write a checkpoint and let the engine's workers read it."""
         from safetensors.torch import save_file
 
         save_file(weights, Path(self._folder.name, "model.safetensors"))
@@ -100,7 +100,7 @@ class VLLMEngine:
 
 
 class SGLangEngine:
-    """SGLang's ``Engine``, whose schedulers are processes of their own."""
+    """SGLang's ``Engine``, whose schedulers are separate processes."""
 
     def __init__(self, config: DictConfig, seed: int, engine_args: dict[str, Any]) -> None:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -131,7 +131,7 @@ class SGLangEngine:
         return [list(response["output_ids"]) for response in responses]
 
     async def load_weights(self, weights: Weights) -> None:
-        """Write them as a checkpoint and have the engine read it."""
+        """Write a checkpoint and let the engine read it."""
         from safetensors.torch import save_file
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 

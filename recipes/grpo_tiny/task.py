@@ -34,7 +34,7 @@ def sample_prompts(count: int, rng: random.Random) -> list[list[int]]:
 
 
 def reward(prompt: list[int], response: list[int]) -> float:
-    """Return half a point for the share of tokens that follow rightly, and half for the exact answer."""
+    """Return half a point times the share of correct tokens, plus half a point for the exact answer."""
     start = prompt[-1]
     answer = [*range(start - 1, -1, -1), END]
     follows = sum(

@@ -1,4 +1,4 @@
-"""GRPO on Ray, small enough to read at one sitting: ``python -m recipes.grpo_tiny.train``."""
+"""GRPO on Ray, small enough to read in one sitting: ``python -m recipes.grpo_tiny.train``."""
 
 import json
 import random

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 
 class PlainAttention(MegatronModule):
-    """Causal attention on torch's own kernel; Megatron's default one keeps buffers on the GPU."""
+    """Causal attention with torch's kernel; Megatron's default attention has buffers on the GPU."""
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config)

@@ -45,10 +45,9 @@ class MegatronWorker(MegatronCaptureMixin):
         return sum(output.item() for _, output in passes) / len(passes)
 
     def _forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Run one micro-batch through this pipeline stage; return what came in and what went out.
+        """Run one micro-batch through this pipeline stage; return its input and output.
 
-        Megatron's own schedules need a GPU; this one sends with the same groups, and times with the
-        same timers.
+        Megatron's own schedules need a GPU; this one uses the same process groups and timers.
         """
         timers = self.model.config.timers
         received = None

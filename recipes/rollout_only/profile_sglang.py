@@ -1,4 +1,4 @@
-"""Profile a bare SGLang engine, prefill and decode apart: no training loop, no Ray."""
+"""Profile a bare SGLang engine, prefill and decode in separate traces: no training loop, no Ray."""
 
 import asyncio
 import sys

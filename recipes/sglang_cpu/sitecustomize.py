@@ -18,7 +18,7 @@ ABSENT = {
 
 
 class Interpolation(enum.Enum):
-    """What transformers looks up by name when it is imported."""
+    """A name that transformers looks up when it is imported."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
@@ -30,7 +30,7 @@ class Interpolation(enum.Enum):
 
 
 class AbsentModule(ModuleType):
-    """Has every name; using what it names raises."""
+    """A module that has every name; using one raises."""
 
     __path__: list[str] = []
     __version__ = "0.0.0"
@@ -47,7 +47,7 @@ class AbsentModule(ModuleType):
 
 
 class AbsentFinder:
-    """Finds the modules that SGLang imports unasked; it checks by itself for all others."""
+    """Finds the modules that SGLang imports unconditionally; for all others it checks whether they exist."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return a spec for a module of an absent package."""

@@ -1,4 +1,4 @@
-"""What verl expects of a ``torch.<device>`` module, for the CPU.
+"""The interface that verl expects of a ``torch.<device>`` module, for the CPU.
 
 ``torch.cpu`` has streams and events but no memory statistics; verl asks for both. Names that are
 not defined here come from ``torch.cpu``.

@@ -114,9 +114,9 @@ dist.init_process_group = dist.distributed_c10d.init_process_group = _gloo_once(
 
 
 def _keep_weights(module: ModuleType) -> None:
-    """Have vLLM's linear layers compute with their weights.
+    """Make vLLM's linear layers compute with their own weights.
 
-    On CPU it packs a copy and drops them, so that verl could not load new ones.
+    On CPU vLLM packs a copy and drops the weights, after which verl could not load new ones.
     """
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -126,13 +126,13 @@ def _keep_weights(module: ModuleType) -> None:
 
 
 def _do_not_pin(module: ModuleType) -> None:
-    """Have parameters that FSDP2 keeps on the CPU not pinned, which is for copies to an accelerator."""
+    """Keep FSDP2 from pinning parameters on the CPU; pinned memory is for copies to an accelerator."""
     policy = module.CPUOffloadPolicy
     module.CPUOffloadPolicy = lambda pin_memory: policy(pin_memory=False)
 
 
 def _plain_attention(module: ModuleType) -> None:
-    """Have critics load with torch's attention; verl asks for flash attention, which has no CPU version."""
+    """Load critics with torch's attention; verl asks for flash attention, which has no CPU version."""
 
     def load_valuehead_model(
         local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
@@ -152,9 +152,9 @@ def _plain_attention(module: ModuleType) -> None:
 
 
 def _share_by_name(module: ModuleType) -> None:
-    """Have SGLang get new weights through shared memory, in place of handles of an accelerator's memory.
+    """Send new weights to SGLang through shared memory instead of handles of an accelerator's memory.
 
-    The memory has a name, as engine and trainer are no relatives that could pass file descriptors on.
+    The memory has a name, because engine and trainer have no common parent to inherit it from.
     """
     module.monkey_patch_torch_reductions = functools.partial(
         torch.multiprocessing.set_sharing_strategy, "file_system"

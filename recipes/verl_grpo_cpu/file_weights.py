@@ -1,7 +1,7 @@
-"""Weights by file, for trainer and engines that share a machine without an accelerator.
+"""Transfers weights by file, for a trainer and engines on the same machine without an accelerator.
 
-The asynchronous trainer of verl with engines of its own (``separate_async``) hands weights over with
-NCCL, NIXL and the like. This is a checkpoint engine for it that needs none of them; name it in
+verl's asynchronous trainer with separate engines (``separate_async``) transfers weights with NCCL or
+NIXL. This checkpoint engine needs neither; name it in
 ``rollout.checkpoint_engine.custom_backend_module``, with ``backend=file``.
 """
 
@@ -41,22 +41,22 @@ class FileCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Tell everybody the file."""
+        """Return the file's name to every rank."""
         path = metadata[0]["path"]
         return {"path": [path] * actor_wg_world_size}, {"path": [path] * rollout_world_size}
 
     def init_process_group(self, path: str) -> None:
-        """Take note of the file."""
+        """Keep the file's name."""
         self._path = Path(path)
 
     def finalize(self) -> None:
-        """Remove the file; whoever comes first does."""
+        """Remove the file, if no other process has done so."""
         self._path.unlink(missing_ok=True)
 
     async def send_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> None:
-        """Write the weights; every rank goes through them, as gathering is collective."""
+        """Write the weights; every rank iterates over them, because gathering is collective."""
         # The tensors may share storage that is used again for the next ones.
         named = [(name, tensor.detach().clone()) for name, tensor in weights]
         if self._is_master:

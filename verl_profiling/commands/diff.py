@@ -54,4 +54,4 @@ def _share(text: str) -> float:
     try:
         return float(text.removesuffix("%")) / 100
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no percentage such as 5%") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage such as 5%") from None

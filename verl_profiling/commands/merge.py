@@ -80,5 +80,5 @@ def run(arguments: argparse.Namespace) -> int:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.upper())
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 200M")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 200M")
     return int(float(match[1]) * _UNITS[match[2]])

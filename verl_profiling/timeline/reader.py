@@ -260,7 +260,7 @@ class Trace:
                 value, position = scanner.raw_decode(characters, position)
                 events += self._decoder.decode(msgspec.json.encode([value]))
             except msgspec.ValidationError as error:
-                self._warn(offset(position), f"skipped something that is no event ({error})")
+                self._warn(offset(position), f"skipped something that is not an event ({error})")
             except json.JSONDecodeError as error:
                 following = _BOUNDARY.search(characters[error.pos :].encode())
                 if following is None:
