@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import verl_profiling
 from verl_profiling.commands import COMMANDS, EXIT_BAD_INPUT, EXIT_OK
 from verl_profiling.errors import ProfilingError
+from verl_profiling.visible import visible
 
 __all__ = ["main"]
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    print(f"verl-profiling: error: {message}", file=sys.stderr)
+    print(f"verl-profiling: error: {visible(message)}", file=sys.stderr)
     return EXIT_BAD_INPUT
 
 

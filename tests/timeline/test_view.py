@@ -66,6 +66,14 @@ def test_the_online_ui_may_fetch_the_timeline(online: TimelineServer) -> None:
     assert online.timeline_address("t").startswith("https://ui.perfetto.dev/#!/?url=http://127.0.0.1:")
 
 
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:9001", "127.0.0.1.evil.example:80", ""])
+def test_a_page_under_another_name_gets_nothing(online: TimelineServer, host: str) -> None:
+    """DNS rebinding: the browser believes that this server is the page's own, and says so in Host."""
+    request = urllib.request.Request(online.address("timeline.json.gz"), headers={"Host": host})
+    with pytest.raises(urllib.error.HTTPError, match="421"):
+        urllib.request.urlopen(request, timeout=5)
+
+
 @pytest.mark.parametrize("path", ["../secret", "%2e%2e/secret", "nothing.txt"])
 def test_nothing_else_is_served(
     offline: TimelineServer, online: TimelineServer, folder: Path, path: str

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.timeline.collect import collect
+from verl_profiling.visible import visible
 
 __all__ = ["configure", "run"]
 
@@ -27,5 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Collect what is finished."""
     collected = collect(arguments.path, export=arguments.export)
     for entry in collected:
-        print(f"{entry.fate:<10}  {entry.path}{f'  {entry.reason}' if entry.reason else ''}")
+        reason = f"  {entry.reason}" if entry.reason else ""
+        print(visible(f"{entry.fate:<10}  {entry.path}{reason}"))
     return EXIT_OK if all(entry.fate == "ok" for entry in collected) else EXIT_FINDING

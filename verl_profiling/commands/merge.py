@@ -11,6 +11,7 @@ from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.commands.common import add_path, progress
 from verl_profiling.errors import ConfigError
+from verl_profiling.visible import visible
 
 __all__ = ["configure", "run"]
 
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
                 left_out = f", {result.left_out:,} left out" if result.left_out else ""
                 summary = f"{result.path}  ({result.bytes / 1e6:.1f} MB, {result.events:,} events{left_out})"
             for problem in problems:
-                print(f"warning: {problem}", file=sys.stderr)
+                print(f"warning: {visible(str(problem))}", file=sys.stderr)
             print(summary)
     return EXIT_OK
 

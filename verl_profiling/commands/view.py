@@ -45,7 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     page = step.directory / "report.html"
     if not page.is_file():
         page.write_text(render_html(step.report()), encoding="utf-8")
-    with TimelineServer({timeline.name: timeline, page.name: page}, ui, arguments.port) as server:
+    try:
+        server = TimelineServer({timeline.name: timeline, page.name: page}, ui, arguments.port)
+    except OSError as error:
+        raise ConfigError("--port", f"{arguments.port} cannot be used: {error.strerror}") from error
+    with server:
         print(f"timeline  {server.timeline_address(timeline.name)}")
         print(f"report    {server.address(page.name)}", flush=True)
         if not arguments.no_browser:

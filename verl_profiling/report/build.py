@@ -25,6 +25,7 @@ from verl_profiling.report.metrics import (
 )
 from verl_profiling.report.model import Clock, Coverage, GanttSpan, Report
 from verl_profiling.timeline.sources import Source, StepInputs
+from verl_profiling.visible import visible_text_of
 
 __all__ = ["StepRead", "build_report", "read_step"]
 
@@ -126,7 +127,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         measures=measures(manifest) if manifest else [],
         costs=costs(manifest, inputs.directory) if manifest else [],
     )
-    return find(report)
+    return visible_text_of(find(report))
 
 
 def _marks(manifest: Manifest | None, source: Source) -> set[str]:

@@ -13,6 +13,7 @@ from verl_profiling.timeline.blocks import Blocks
 from verl_profiling.timeline.inputs import resolve_artifact, step_folders
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.reader import Trace
+from verl_profiling.visible import visible_text_of
 
 __all__ = ["CheckResult", "Checked", "check"]
 
@@ -70,7 +71,7 @@ def check(path: Path) -> CheckResult:
     if not checked:
         raise TraceFormatError(path, "holds nothing to check")
     ok = all(entry.fate in ("ok", "skipped") for entry in checked)
-    return CheckResult(directory=str(path), ok=ok, artifacts=checked)
+    return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked))
 
 
 def _check_step(root: Path, folder: Path) -> list[Checked]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from verl_profiling.report.model import Report
 from verl_profiling.report.tables import REPORT_TABLES, columns, flat_rows
@@ -32,6 +33,11 @@ def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, fieldnames=list(columns(row)))
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows({name: _plain(value) for name, value in row.items()} for row in rows)
         written.append(path)
     return written
+
+
+def _plain(value: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula (OWASP, "CSV Injection")."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value

@@ -22,6 +22,7 @@ PERFETTO_PORT = 9001
 """The only port that ``ui.perfetto.dev`` may fetch a local trace from."""
 
 _ONLINE_UI = "https://ui.perfetto.dev"
+_OWN_NAMES = ("127.0.0.1", "localhost")
 _TYPES = {".gz": "application/gzip", ".tar": "application/x-tar", ".html": "text/html; charset=utf-8"}
 
 
@@ -68,6 +69,10 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     server: TimelineServer
 
     def do_GET(self) -> None:
+        # A page elsewhere whose name was made to mean this machine (DNS rebinding) sends its own name.
+        if (self.headers["Host"] or "").rpartition(":")[0] not in _OWN_NAMES:
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
+            return
         path = self.server.files.get(urlsplit(self.path).path.removeprefix("/"))
         if path is None:
             if self.server.ui is None:

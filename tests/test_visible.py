@@ -1,0 +1,70 @@
+"""What other programs called their things is shown as it is, and moves no cursor and no eye."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from step_folders import build_step
+
+from verl_profiling.cli import main
+from verl_profiling.manifest import MANIFEST_NAME, read_manifest, write_json_atomically
+from verl_profiling.visible import visible
+
+HOSTILE = "=cmd\x1b]0;owned\x07\x9b2J\u202egnp.exe"
+
+
+@given(st.text(alphabet=st.characters()))
+def test_what_is_shown_is_printable(text: str) -> None:
+    """Lone surrogates too, which no UTF-8 terminal takes; printable text is left alone."""
+    shown = visible(text)
+    assert shown.isprintable()
+    assert text.isprintable() <= (shown == text)
+    shown.encode()
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A step folder whose stages and reasons have names that a terminal or a spreadsheet would obey."""
+    folder = build_step(tmp_path)
+    manifest = read_manifest(folder)
+    stages = [msgspec.structs.replace(stage, name=HOSTILE) for stage in manifest.stages]
+    worker = manifest.workers[0]
+    artifacts = [
+        msgspec.structs.replace(artifact, path=f"{HOSTILE}.json", status="failed", reason=HOSTILE)
+        for artifact in worker.artifacts
+    ]
+    workers = [msgspec.structs.replace(worker, artifacts=artifacts, notes=[HOSTILE]), *manifest.workers[1:]]
+    changed = msgspec.structs.replace(manifest, stages=stages, workers=workers, notes=[HOSTILE])
+    write_json_atomically(folder / MANIFEST_NAME, changed)
+    return folder
+
+
+@pytest.mark.parametrize("command", ["report", "check", "merge", "split"])
+def test_no_command_sends_control_characters(
+    hostile: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Neither to the output nor to the error stream; they are written out instead."""
+    main([command, str(hostile)])
+    printed = capsys.readouterr()
+    for stream in (printed.out, printed.err):
+        assert not set("\x1b\x07\x9b\u202e") & set(stream)
+    if command in ("report", "check"):
+        assert "\\x1b" in printed.out
+
+
+def test_a_spreadsheet_takes_no_name_for_a_formula(hostile: Path, tmp_path: Path) -> None:
+    """A cell that begins like a formula is quoted; numbers are not."""
+    assert main(["report", str(hostile), "--csv", str(tmp_path / "csv")]) == 0
+    cells = [
+        cell
+        for path in (tmp_path / "csv").glob("*.csv")
+        for row in csv.reader(path.open(newline=""))
+        for cell in row
+    ]
+    assert any(cell.startswith("'=cmd") for cell in cells)
+    assert not any(cell.startswith(("=", "+", "@")) for cell in cells)
