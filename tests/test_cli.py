@@ -27,7 +27,7 @@ def test_merge_writes_a_timeline_per_step(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_merging_twice_gives_the_same(tmp_path: Path) -> None:
-    """A timeline in the folder is not taken for a trace."""
+    """A timeline in the folder does not count as a trace."""
     folder = build_step(tmp_path)
     main(["merge", str(folder)])
     first = (folder / "timeline.json.gz").read_bytes()
@@ -187,7 +187,7 @@ def test_split_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_view_serves_until_interrupted(tmp_path: Path) -> None:
-    """It makes what is missing, prints both addresses, and ends with Ctrl-C as if all were well."""
+    """It merges and reports if needed, prints both addresses, and exits with 0 after Ctrl-C."""
     pytest.importorskip("viztracer")
     folder = build_step(tmp_path)
     command = [sys.executable, "-m", "verl_profiling.cli", "view", str(folder), "--no-browser", "--port", "0"]

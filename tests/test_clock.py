@@ -31,7 +31,7 @@ def test_the_offset_is_found_within_its_bound(
 
 
 def test_the_shortest_round_trip_is_the_best() -> None:
-    """It bounds the offset most tightly, whatever offset it shows."""
+    """It bounds the offset most tightly, for any offset."""
     slow, fast = Handshake(0, 1000, 1000, 1800), Handshake(0, 130, 140, 210)
     assert best_handshake([slow, fast, slow]) is fast
     with pytest.raises(ValueError, match="empty"):

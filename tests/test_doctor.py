@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """It names this torch and every tool, and what is missing is no failure by itself."""
+    """It names this torch and every tool; a missing tool is not a failure by itself."""
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert f"torch {torch.__version__}" in printed

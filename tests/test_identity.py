@@ -77,7 +77,7 @@ def test_step_folders_sort_by_step() -> None:
 
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=2, unique=True))
 def test_stages_of_different_names_have_different_files(names: list[str]) -> None:
-    """However alike they become when what is unsafe in a file name is replaced, or cut off."""
+    """Even if they become equal once unsafe characters are replaced or the name is shortened."""
     for ending in ("", "x" * 100):
         first, second = (artifact_name("actor_rank0", ".json", name + ending) for name in names)
         assert first != second

@@ -88,7 +88,7 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes | None, p
 
 
 def test_every_cut_of_a_manifest_is_refused(tmp_path: Path) -> None:
-    """A file that was cut off anywhere is never taken for a whole one."""
+    """A file that is cut off at any place is never read as a whole one."""
     write_json_atomically(tmp_path / MANIFEST_NAME, example())
     data = (tmp_path / MANIFEST_NAME).read_bytes().rstrip()
     for length in range(0, len(data), 7):
@@ -98,7 +98,7 @@ def test_every_cut_of_a_manifest_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    """The error comes out, and neither the old content nor the folder is harmed."""
+    """The error is raised, and the old content and the folder are unchanged."""
     write_json_atomically(tmp_path / MANIFEST_NAME, example())
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError, match="taken"):

@@ -92,7 +92,7 @@ def test_there_are_modules_to_look_at() -> None:
 
 
 def test_no_module_imports_in_a_circle() -> None:
-    """Nor inside of functions: whoever reads from the ground up meets nothing that is explained above."""
+    """Not even inside functions, so the modules can be read from the ground up."""
     below: dict[str, set[str]] = {module: own_imports(module) - {module} for module in MODULES}
     while free := {module for module, known in below.items() if not known & set(below)}:
         below = {module: known for module, known in below.items() if module not in free}

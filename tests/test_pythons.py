@@ -55,7 +55,7 @@ def test_readme_and_metadata_name_the_same_versions() -> None:
 
 
 def test_the_light_suite_skips_by_name_what_is_not_installed(tmp_path: Path) -> None:
-    """Imports of its own and of processes it started, and whole files; every other failure stays one."""
+    """Of its own imports, of processes that it started and of whole files; any other failure stays one."""
     suite = pytest_in(tmp_path, "-p", "tests.light")
     assert suite.failed
     assert suite.counts == {"passed": 1, "failed": 2, "skipped": 4}

@@ -25,7 +25,7 @@ def threads() -> list[str]:
 
 
 def test_work_is_done_in_order_and_told_once() -> None:
-    """News come in the order of submission, with the capture they belong to."""
+    """Finished artifacts are returned in order of submission, each with its capture."""
     finisher = Finisher()
     for number in range(5):
         finisher.submit(f"c{number}", PENDING, lambda number=number: done(str(number)))
@@ -36,7 +36,7 @@ def test_work_is_done_in_order_and_told_once() -> None:
 
 
 def test_draining_waits_no_longer_than_told() -> None:
-    """It says whether all was done; what was not goes on."""
+    """It returns whether all work was done in time; the rest continues."""
     finisher, go = Finisher(), threading.Event()
     finisher.submit("c", PENDING, lambda: go.wait() and done())
     begin = time.monotonic()

@@ -139,7 +139,7 @@ def test_a_worker_that_is_not_selected_is_skipped(session: Session, tmp_path: Pa
 @pytest.mark.parametrize("event", list(Event))
 @pytest.mark.parametrize("state", list(State))
 def test_the_transition_table_is_the_documented_one(state: State, event: Event) -> None:
-    """Every state with every event; what is not listed is not possible."""
+    """Every event in every state: only the listed transitions are possible."""
     allowed = {
         State.IDLE: {Event.START: State.RECORDING, Event.ARM: State.ARMED, Event.FAIL: State.IDLE},
         State.ARMED: {
@@ -390,7 +390,7 @@ def test_a_thread_bound_recording_is_stopped_at_the_next_stage_of_its_thread(
 def test_a_hand_over_that_never_comes_fails_and_the_next_capture_works(
     session: Session, tmp_path: Path
 ) -> None:
-    """A thread that passes no stage loses its recording; it costs neither the process nor later captures."""
+    """A thread that passes no stage loses its recording, but the process lives and can be captured again."""
     config = settings(tools={"torch": {"memory": True}}, timeouts={"stop_s": 1})
     session.register(config, ACTOR)
     started, leave = threading.Event(), threading.Event()
@@ -420,7 +420,7 @@ def test_a_hand_over_that_never_comes_fails_and_the_next_capture_works(
 def test_a_recording_whose_thread_has_ended_is_failed_and_does_not_crash(
     tmp_path: Path, run_python: Any
 ) -> None:
-    """Python's thread ids are used again at once: a new thread must not be taken for the owner."""
+    """Python reuses thread ids at once, and a new thread with the owner's id is not the owner."""
     run_python(
         """
         import sys, threading, time

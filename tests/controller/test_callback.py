@@ -501,7 +501,7 @@ def test_ray_actors_record_a_step_together(tmp_path: Path, pool: Pool) -> None:
 
 
 def test_a_worker_group_is_called_by_its_convention(tmp_path: Path, pool: Pool) -> None:
-    """``execute_all_async`` once for a start and once for a stop, whatever the number of workers."""
+    """``execute_all_async`` is called once per start and once per stop, for any number of workers."""
     config = configured(tmp_path)
     set_up(config, pool.sync[:2])
     group = WorkerGroup(pool.sync[:2])
@@ -514,7 +514,7 @@ def test_a_worker_group_is_called_by_its_convention(tmp_path: Path, pool: Pool) 
 
 
 def test_a_process_under_several_names_is_driven_once(tmp_path: Path, pool: Pool) -> None:
-    """A group, the same group again and the same handles apart are the same workers."""
+    """A group, the same group again and the same handles one by one are the same workers."""
     config = configured(tmp_path)
     set_up(config, pool.sync[:2])
     callback = ProfilingCallback(config)

@@ -87,7 +87,7 @@ def test_a_step_that_begins_while_another_is_open_closes_it(tmp_path: Path, sess
 
 
 def test_training_that_ends_inside_a_capture_keeps_it(tmp_path: Path, session: Session) -> None:
-    """``on_train_end`` closes what is open."""
+    """``on_train_end`` closes an open capture."""
     config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2, 3], "continuous": True})
     worker = local_worker(config)
     callback = ProfilingCallback(config)

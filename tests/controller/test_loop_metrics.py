@@ -22,7 +22,7 @@ from verl_profiling.controller.loop_metrics import finite_numbers
 
 
 class Hostile:
-    """A value, and a name, that raises whatever is done with it."""
+    """A value or a name that raises on every operation."""
 
     def __float__(self) -> float:
         raise AttributeError("lazy")
@@ -66,7 +66,7 @@ ODD: dict[Any, Any] = {
 
 
 def test_numbers_are_kept_and_what_is_not_finite_is_named() -> None:
-    """Names become text; what is no number is left out."""
+    """Names become text; values that are not numbers are left out."""
     numbers, notes = finite_numbers(ODD)
     assert numbers == {
         "plain": 1.0,
@@ -155,7 +155,7 @@ def test_a_step_that_is_no_whole_number_is_refused_on_every_step_alike(
 
 
 def test_a_policy_version_that_is_no_number_is_noted(tmp_path: Path, session: Session) -> None:
-    """The step is captured without it; on other steps nobody looks at it."""
+    """The step is captured without it; in other steps it is not looked at."""
     config = configured(tmp_path, strict=True)
     callback = ProfilingCallback(config)
     callback.add_workers("actor", local_worker(config))

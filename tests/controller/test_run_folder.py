@@ -166,7 +166,7 @@ def test_runs_that_start_at_the_same_moment_have_different_folders(tmp_path: Pat
 def test_a_folder_whose_run_cannot_be_told_is_left_alone(
     tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture, damage: bytes
 ) -> None:
-    """Even by a run that brings the same name."""
+    """Not even by a run of the same name."""
     config = configured(tmp_path, run_id="r")
     root = Path(config.save_path)
     root.mkdir()

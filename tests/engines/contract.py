@@ -54,7 +54,7 @@ async def finished(server: Any, result: CaptureResult) -> list[Artifact]:
 
 
 async def stop(server: Any, capture_id: str | None = None) -> CaptureResult:
-    """Stop a capture, keeping news of artifacts for :func:`finished`."""
+    """Stop a capture; keep its finished artifacts for :func:`finished`."""
     reply = await server.stop_capture(capture_id)
     server.news.extend(reply.finished)
     result: CaptureResult = reply.result
@@ -267,7 +267,7 @@ class EngineContract:
 
 
 class WindowContract(EngineContract):
-    """Tests that every engine passes whose profiler runs in processes of its own."""
+    """Tests that every engine passes whose profiler runs in separate processes."""
 
     windows: tuple[dict[str, Any], ...] = (
         {"count": 1},
@@ -344,7 +344,7 @@ class WindowContract(EngineContract):
     async def test_a_stop_past_its_deadline_fails_and_delivers_later(
         self, server: Any, tmp_path: Path
     ) -> None:
-        """The result says `failed` after `rollout.stop_s`; what the engine writes later arrives as news."""
+        """The result is `failed` after `rollout.stop_s`; later artifacts arrive with a later answer."""
         server.reconfigure(rollout={"stop_s": 0.001})
         order = request(tmp_path)
         await server.start_capture(order)

@@ -34,7 +34,7 @@ class EngineServer:
         self._others = set(multiprocessing.active_children())
 
     def close(self) -> None:
-        """End the engine's processes, and collect what is left of them."""
+        """End the engine's processes, and reap them."""
         self.engine.shutdown()
         for process in set(multiprocessing.active_children()) - self._others:
             process.join(30)

@@ -87,5 +87,5 @@ def test_verl_on_a_cpu_rolls_out_in_float32() -> None:
     "path", ["recipes/verl_grpo_cpu/make_assets.py", "tests/engines/conftest.py", "recipes/grpo_tiny/task.py"]
 )
 def test_models_for_a_cpu_are_saved_in_float32(path: str) -> None:
-    """What an engine takes for its type where nobody names one is the model's."""
+    """Without a dtype in the settings an engine uses that of the model."""
     assert not re.search(r"bfloat16|float16|\.half\(", (ROOT / path).read_text())

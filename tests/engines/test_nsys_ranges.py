@@ -29,7 +29,7 @@ IDENTITY = WorkerIdentity(role="rollout", rank=0, replica=1)
 
 
 class Launched(NsysLaunch):
-    """A process of its own for each test, as far as ranges go."""
+    """Each test starts without ranges, like a new process."""
 
     def __init__(self, options: NsysOptions, check_device: Callable[[], object]) -> None:
         super().__init__(options, check_device)
@@ -40,7 +40,7 @@ class Launched(NsysLaunch):
 
 
 class Engine(EngineAdapter):
-    """Notes what it is told to do, and fails where it is told to."""
+    """Records its calls, and fails those that it is configured to fail."""
 
     name = "noting"
     window = RolloutOptions()
@@ -100,7 +100,7 @@ def request(run: Path, step: int, keep: bool = True) -> CaptureRequest:
 
 
 async def test_a_window_is_one_range(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
-    """One report for all ranks of the replica, noted with the step folder it belongs to."""
+    """One report for all ranks of the replica, recorded with its step folder."""
     reply = await recorder.start(request(tmp_path, 1))
     assert [artifact.path for artifact in reply.expected] == ["rollout1.rollout.nsys-rep"]
     result = (await recorder.stop("c1", 0)).result

@@ -57,7 +57,7 @@ def roll_out(config: dict[str, Any], servers: list[Any]) -> None:
 def test_replicas_tail_and_requests_are_in_report_and_timeline(
     settings: dict[str, Any], artifact: str | None, ray_cluster: None, tmp_path: Path
 ) -> None:
-    """Two Ray actors with an engine that nobody knows, whatever records their processes."""
+    """Two Ray actors with an unknown engine, whatever tool records their processes."""
     import ray
 
     config = {"enable": True, "save_path": str(tmp_path), **settings}

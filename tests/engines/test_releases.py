@@ -239,7 +239,7 @@ def test_sglang_windows_are_exact_from_a_start_step_on(release: Release) -> None
 
 @releases("sglang", SGLANG)
 def test_sglang_says_when_nothing_is_in_progress(release: Release) -> None:
-    """The message by which the adapter tells a window that ended from an error."""
+    """The message by which the adapter distinguishes the end of a window from an error."""
     text = release.find(r"Profiling is not in progress", "sglang/srt/managers/")
     assert "already in progress" in text
     assert "profiler_start_forward_ct = None" in text, "only a stop that recorded takes a window back"
@@ -262,6 +262,6 @@ def test_sglang_file_names_are_understood(release: Release) -> None:
 
 @releases("sglang", SGLANG)
 def test_sglang_server_publishes_what_it_takes(release: Release) -> None:
-    """The HTTP route's body is one of the two classes by which the adapter finds out what it may send."""
+    """The HTTP route's body is one of the two classes from which the adapter reads the allowed options."""
     text = release.find(r"/start_profile", "sglang/srt/entrypoints/http_server.py")
     assert "ProfileReqInput" in text or "ProfileReq" in text

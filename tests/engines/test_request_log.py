@@ -103,7 +103,7 @@ def test_a_batch_closes_one_record_for_each_of_its_requests(log: RequestLog) -> 
 
 
 async def test_requests_of_many_tasks_do_not_mix(log: RequestLog) -> None:
-    """Each keeps its own lengths and times, whatever their order."""
+    """Each keeps its own lengths and times, in any order."""
 
     async def answer(length: int) -> None:
         with log.open(length) as request:

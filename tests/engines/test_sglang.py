@@ -78,7 +78,7 @@ def engine_of_the_table(record_property: Any) -> None:
 
 
 class TestEngine(WindowContract):
-    """The contract, on a scheduler in a process of its own."""
+    """The contract, with a scheduler in a separate process."""
 
     windows = ({"count": 1}, {"count": 3})
     unreached = NEVER

@@ -94,7 +94,7 @@ def engine_of_the_table(record_property: Any) -> None:
 
 
 class TestAsyncLLM(WindowContract):
-    """The contract, on an engine core in a process of its own."""
+    """The contract, with an engine core in a separate process."""
 
 
 class TestTensorParallel(WindowContract):
@@ -161,7 +161,7 @@ async def test_window_of_engine_args(tiny_model: Path, tmp_path: Path) -> None:
 
 
 async def test_engine_without_a_profiler(tiny_model: Path, tmp_path: Path, session: Session) -> None:
-    """Asked for traces it is refused at init, with the remedy; asked for spans it has its requests noted."""
+    """With the tool torch it is refused at init, with the remedy; with spans its requests are logged."""
     server = Server(tiny_model, tmp_path, changes={"enable": False})
     try:
         with pytest.raises(CaptureStateError, match=r"no profiler.*engine_args\(config\)"):

@@ -179,7 +179,7 @@ def test_llm_with_a_core_process(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_llm_in_this_process(tiny_model: Path, tmp_path: Path) -> None:
-    """An `LLM` without any process of its own is recorded by the session: complete folders in both modes."""
+    """The session records an `LLM` without separate processes: complete folders in both modes."""
     assert_complete(LLM_SCRIPT, tiny_model, tmp_path, "uni", VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 

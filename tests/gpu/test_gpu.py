@@ -67,7 +67,7 @@ def test_kernels_of_a_cuda_graph_are_in_the_trace(tmp_path: Path) -> None:
     torch.cuda.device_count() < 2, reason="NCCL launches no kernel for one rank; this needs two CUDA devices"
 )
 def test_nccl_kernels_are_in_the_trace(tmp_path: Path) -> None:
-    """A collective of NCCL is a kernel of its own, on both of its ranks."""
+    """A collective of NCCL is a separate kernel on both of its ranks."""
     torch.multiprocessing.spawn(all_reduce, args=(tmp_path,), nprocs=2)
     for rank in (0, 1):
         assert any("nccl" in name.lower() for name in kernels(tmp_path / f"actor_rank{rank}.torch.json.gz"))
@@ -119,7 +119,7 @@ def test_a_failed_allocation_leaves_a_snapshot_of_its_own(tmp_path: Path) -> Non
 
 
 def test_ranges_of_nsight_systems_open_and_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA profiler API and NVTX take what the nsys tool does, also where no nsys listens."""
+    """The CUDA profiler API and NVTX accept the calls of the nsys tool even if no nsys is attached."""
     pytest.importorskip("nvtx", reason="nvtx is not installed")
     monkeypatch.setenv("VERL_PROFILING_NSYS_OUTPUT", str(tmp_path / "actor"))
     monkeypatch.setenv("VERL_PROFILING_NSYS_RANGES", "1000")

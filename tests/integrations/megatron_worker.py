@@ -71,7 +71,7 @@ def train(engine: MegatronEngine) -> None:
 
 
 def main(folder: Path) -> None:
-    """Capture one update, and print what the worker answered."""
+    """Capture one update, and print the worker's answer."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     parallel_state.initialize_model_parallel(1, 1)
     config = OmegaConf.load("recipes/megatron_tiny/config.yaml")

@@ -8,7 +8,7 @@ from verl_profiling.integrations.post_import import when_imported
 
 
 def hook(module: Any) -> None:
-    """Put a subclass with a ``fit`` of its own in the place of verl's trainer."""
+    """Replace verl's trainer with a subclass that overrides ``fit``."""
     from verl_profiling.integrations.verl_trainer import ProfilingTrainerMixin
 
     name = "colocate_async"

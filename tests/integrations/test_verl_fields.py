@@ -97,7 +97,7 @@ def dataclass_fields() -> dict[str, set[str]]:
 def outcome(
     config: DictConfig, caplog: pytest.LogCaptureFixture, key: str, value: object
 ) -> tuple[bool, str]:
-    """Change one field; return whether that changes the settings, and what the bridge says."""
+    """Change one field; return whether that changes the settings, and the bridge's notes."""
     changed = config.copy()
     block, _, rest = key.partition(".tool_config.")
     if rest:

@@ -42,7 +42,7 @@ def started(log: Path) -> list[dict[str, str]]:
 
 
 def group_of(**options: Any) -> Any:
-    """Return one of verl's worker groups of two workers that say what they were started with."""
+    """Return a worker group of verl with two workers that report how they were started."""
     import ray
     from verl.single_controller.base.decorator import Dispatch, register
     from verl.single_controller.base.worker import Worker

@@ -34,7 +34,7 @@ def run_script(*command: str, **environment: str) -> subprocess.CompletedProcess
 
 
 def verl_settings(*overrides: str) -> ProfilingConfig:
-    """Return what the bridge makes of verl's real configuration with these overrides."""
+    """Return the bridge's settings for verl's real configuration with these overrides."""
     with initialize_config_module("verl.trainer.config", version_base=None):
         return settings_from_verl(compose("ppo_trainer", list(overrides)))
 

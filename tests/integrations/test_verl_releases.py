@@ -21,7 +21,7 @@ HOOKED = (
 
 
 def program(*modules: str) -> str:
-    """Return a program that imports what is hooked, and has the support checked."""
+    """Return a program that imports the hooked classes and checks the support."""
     lines = [*(f"import {module}" for module in modules), f"import {PLUGIN} as plugin"]
     return "\n".join([*lines, "plugin.check_support()", "print('supported')"])
 
@@ -59,7 +59,7 @@ def test_0_8_is_refused_before_it_is_queued(pytestconfig: pytest.Config, tmp_pat
 
 
 def test_0_10_is_refused_by_name(tmp_path: Path) -> None:
-    """A verl that is newer than what is known is refused, whatever its hooks look like."""
+    """A verl newer than the supported versions is refused, even if the hooks would fit."""
     text = f"import verl; verl.__version__ = '0.10.0.dev0'\n{program()}"
     run = run_python("-c", text, cwd=tmp_path)
     assert run.returncode != 0

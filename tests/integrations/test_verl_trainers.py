@@ -27,7 +27,7 @@ def colocate(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An engine with a process of its own, and two updates of the weights' copy in the trainer per step."""
+    """An engine in a separate process, and two updates of the trainer's copy of the weights per step."""
     return run_verl(
         tmp_path_factory.mktemp("separate"),
         "profiling=discrete",
@@ -93,7 +93,7 @@ def test_requests_of_the_asynchronous_trainer_lie_between_its_updates(colocate: 
 
 
 def test_step_and_policy_version_are_on_every_rollout_artifact(separate: Run) -> None:
-    """Each window of generation is an artifact of its own, of a known step with known weights."""
+    """Each window of generation is a separate artifact, with its step and the version of its weights."""
     assert separate.code == 0, separate.output[-4000:]
     for step in (2, 3):
         manifest = separate.manifest(step)

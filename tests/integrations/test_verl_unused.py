@@ -74,7 +74,7 @@ def counted(run: Run) -> dict[int, dict[str, Any]]:
 
 
 def results(step: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics that are no measurements of time or memory."""
+    """Return the metrics that do not measure time or memory."""
     return {name: value for name, value in step["metrics"].items() if not MEASURED.match(name)}
 
 

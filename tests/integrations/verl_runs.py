@@ -85,7 +85,7 @@ def run_verl(folder: Path, *overrides: str, **environment: str) -> Run:
 
 
 def _end_session(session: int) -> None:
-    """Kill what a run left: after a failure that may be all of Ray."""
+    """Kill the processes that a run left; after a failure that may be all of Ray."""
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == session:

@@ -167,7 +167,7 @@ def beside_torch_profiler(root: Path) -> Any:
 
 
 def own_profiler_running(root: Path) -> Any:
-    """The user records with torch_npu already; what that recorder wrote is whole afterwards."""
+    """The user already records with torch_npu; that recording is whole afterwards."""
     mixin = worker()
     api = torch_npu.profiler
     handler = api.tensorboard_trace_handler(str(root / "own"), analyse_flag=False)

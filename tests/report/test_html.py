@@ -64,7 +64,7 @@ def test_what_the_loop_reported_is_on_the_page(report: Report) -> None:
 
 
 def test_names_cannot_break_out_of_the_page(report: Report) -> None:
-    """A stage or kernel is shown as it is called, whatever characters that has."""
+    """The name of a stage or kernel is shown as it is, with any characters."""
     nasty = '</script><img src=x onerror=alert(1)>"&'
     spans = [GanttSpan(lane="controller", name=nasty, begin_us=0, end_us=9, depth=0)]
     page = render_html(msgspec.structs.replace(report, gantt=spans, notes=[nasty]))
@@ -112,7 +112,7 @@ def test_all_sections_are_there(seen: dict) -> None:
 
 
 def test_the_theme_switches_by_button_and_by_key(seen: dict) -> None:
-    """It begins with what the system prefers, and the colours do change."""
+    """It starts with the system's preference, and switching changes the colours."""
     assert seen["theme"] == ["light", "dark", "light"]
     assert len(set(seen["paper"])) == 2
 

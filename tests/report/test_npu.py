@@ -60,7 +60,7 @@ OVERLAP = {
 
 
 def device_events(begin_us: Decimal, collectives: str) -> list[dict[str, Any]]:
-    """Return what msprof writes about the device, names behind the events as it does for its tasks."""
+    """Return a trace as msprof writes it of the device, with the names after the events."""
 
     def event(
         process: str, tid: int, name: str, begin: int, end: int, args: dict[str, Any]
@@ -150,7 +150,7 @@ def test_the_figures_are_those_of_the_overlap_analysis(report: Report) -> None:
 
 
 def test_kernels_are_those_of_the_device(report: Report) -> None:
-    """No operator of the host stands in for them, and the calls of one collective are one row."""
+    """Operators of the host are not counted instead, and the calls of one collective are one row."""
     rows = {row.name: (row.calls, row.self_us) for row in report.ops}
     assert rows == {
         "aclnnMatmul_MatMulV3_MatMulV3": (1, 100),
@@ -164,7 +164,7 @@ def test_kernels_are_those_of_the_device(report: Report) -> None:
 def test_the_timeline_names_the_lanes_of_the_device(
     step: StepInputs, collectives: str, tmp_path: Path
 ) -> None:
-    """Each process of the device is called what msprof calls it, beside the worker it belongs to."""
+    """Each process of the device has msprof's name, after that of its worker."""
     merged = merge(step, tmp_path / "timeline.json.gz")
     events = read_events(merged.path)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -180,7 +180,7 @@ def test_the_timeline_names_the_lanes_of_the_device(
 
 
 def test_a_stage_is_no_operator(tmp_path: Path) -> None:
-    """Without a device, what torch_npu writes of our stages (as operators) is not taken for work."""
+    """Without a device, stages, which torch_npu writes as operators, do not count as computation."""
     shutil.copy(HOST, tmp_path / "plain.json")
     events = read_events(HOST)
     begin = min(Decimal(event["ts"]) for event in events if "ts" in event)

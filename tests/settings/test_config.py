@@ -197,7 +197,7 @@ def test_keywords_are_checked_like_a_dict(keywords: dict[str, Any], key: str) ->
 
 
 def test_keywords_take_plain_values_too() -> None:
-    """Mappings and lists as keywords become what they stand for."""
+    """Mappings and lists as keywords become settings and tuples."""
     config = ProfilingConfig(
         enable=True,
         tool=["torch"],  # type: ignore[arg-type]
@@ -208,7 +208,7 @@ def test_keywords_take_plain_values_too() -> None:
 
 
 def test_an_unused_tool_may_have_options_only_if_it_exists() -> None:
-    """Options of a known tool that this run does not use are no mistake."""
+    """Options of a known tool that the run does not use are accepted."""
     assert on(tool="spans", tools={"torch": {"stack": True}}).tools == {"torch": {"stack": True}}
 
 
@@ -227,7 +227,7 @@ def test_tools_that_exclude_each_other_are_refused() -> None:
 
 
 class LonelyTool(Tool):
-    """Cannot stand the spans tool."""
+    """A tool that conflicts with the spans tool."""
 
     name = "lonely"
     suffix = ".lonely"

@@ -243,7 +243,7 @@ def test_a_broken_controller_trace_costs_only_its_lanes(tmp_path: Path) -> None:
 
 
 def test_bytes_still_being_compressed_are_read_raw(tmp_path: Path) -> None:
-    """While only the raw file of a pending artifact is there, it stands in for the final one."""
+    """As long as only the raw file of a pending artifact exists, it is used instead of the final one."""
     folder = build_step(tmp_path)
     whole, _ = merged(folder)
     path = folder / "actor_rank0.torch.json.gz"

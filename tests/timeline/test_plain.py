@@ -44,7 +44,7 @@ def test_every_real_trace_is_read_whole(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
 def test_every_real_trace_can_be_merged(path: Path, tmp_path: Path) -> None:
-    """A single file is a step of its own."""
+    """A single file is a step."""
     (inputs,) = find_steps(path)
     result = merge(inputs, tmp_path / "timeline.json.gz")
     assert result.events == sum(event["ph"] != "M" for event in read_events(path))

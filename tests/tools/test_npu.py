@@ -133,7 +133,7 @@ class TestRealTorchNpu:
         assert abs(begin_ns - span["begin_ns"]) < 50_000_000, "the parser's clock is the session's clock"
 
     def test_each_stage_apart(self, outcomes: Outcome) -> None:
-        """In discrete mode each run of a stage is a folder of its own, all analysed."""
+        """In discrete mode each run of a stage has its own folder, and all are analysed."""
         assert artifacts(outcomes["discrete"]) == [
             ("actor_rank0.old_log_prob.npu", "ok"),
             ("actor_rank0.update_actor.npu", "ok"),
@@ -238,5 +238,5 @@ class TestRealTorchNpu:
         ]
 
     def test_every_level_and_metric_is_taken(self, outcomes: Outcome) -> None:
-        """What our options allow torch_npu keeps as it is, where it would reset it with a printed warning."""
+        """torch_npu keeps all values that the options allow; others it would reset with a printed warning."""
         assert outcomes["levels_and_metrics"] == {"taken": 20, "changed": []}

@@ -41,7 +41,7 @@ def test_a_wrong_option_is_named(options: Outcome, key: str, problem: str) -> No
 
 @pytest.mark.parametrize("other", ["torch", "torch_memory", "nsys", "npu"])
 def test_it_does_not_record_beside_what_measures(other: str) -> None:
-    """It runs statistics of its own on the device: times and memory beside it would be msprobe's."""
+    """It computes on the device itself, so times and memory recorded beside it would be msprobe's."""
     with pytest.raises(ConfigError, match=f"precision cannot record together with {other}"):
         ProfilingConfig.from_any({"enable": True, "tool": [other, "precision"]})
 
@@ -147,7 +147,7 @@ class TestRealMsprobe:
         assert outcome["result"]["status"] == "failed"
 
     def test_a_recording_of_nothing_is_empty(self, ran: Callable[[str], Outcome]) -> None:
-        """Msprobe writes a file without entries; it is not taken for data."""
+        """Msprobe writes a file without entries, which does not count as data."""
         [artifact] = ran("calls")["idle"]["artifacts"]
         assert artifact["status"] == "empty"
         assert "nothing that msprobe records ran" in artifact["reason"]
@@ -157,7 +157,7 @@ class TestRealMsprobe:
         assert ran("calls")["warm_up"] == {"status": "skipped", "left": False}
 
     def test_torch_is_itself_between_recordings(self, ran: Callable[[str], Outcome]) -> None:
-        """The functions that msprobe wrapped are put back, so steps that are not recorded pay nothing."""
+        """The functions that msprobe wrapped are restored, so steps that are not recorded cost nothing."""
         outcome = ran("calls")
         assert outcome["restored"]
         assert not outcome["open"]
@@ -167,7 +167,7 @@ class TestRealMsprobe:
         assert "cannot be made again" in ran("calls")["other_options"]
 
     def test_a_debugger_of_the_application_is_left_alone(self, ran: Callable[[str], Outcome]) -> None:
-        """We refuse, and it records what it would have recorded."""
+        """The capture fails, and the application's debugger records as it would have."""
         outcome = ran("own_debugger")
         assert "has a PrecisionDebugger of its own" in outcome["message"]
         assert set(LINEAR) <= set(outcome["own"])

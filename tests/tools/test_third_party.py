@@ -68,7 +68,7 @@ def test_options_of_a_tool_are_checked_like_all_others() -> None:
 
 
 def test_every_tool_that_is_listed_can_be_loaded() -> None:
-    """The names in the table lead to classes that bear them."""
+    """The names in the table are those of the classes."""
     for name in TOOLS:
         assert load_tool(name).name == name
 
@@ -93,7 +93,7 @@ class Flawed(Tool):
 
 
 class FlawedRecording(Recording):
-    """Fails where it is told to."""
+    """Fails in the method that it is configured to fail in."""
 
     discarded: list[str] = []
 

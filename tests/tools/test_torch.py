@@ -107,7 +107,7 @@ def test_flops_reach_the_trace(tmp_path: Path) -> None:
 
 
 def test_activities_that_the_machine_has_are_recorded(tmp_path: Path) -> None:
-    """The CPU alone, when that is what is asked for."""
+    """Only the CPU, if only that is asked for."""
     path, artifact = recorded_artifact(tmp_path, activities=["cpu"])
     assert artifact.status == "ok"
     assert spans(path, "aten::addmm")
@@ -115,7 +115,7 @@ def test_activities_that_the_machine_has_are_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_activities_that_the_machine_lacks_are_refused_at_set_up(tmp_path: Path) -> None:
-    """The error names the key, what is missing and what there is."""
+    """The error names the key, the missing activity and the available ones."""
     with (
         pytest.raises(
             ToolUnavailableError, match=r"tools\.torch\.activities: .* cannot record cuda here, only cpu"
@@ -250,7 +250,7 @@ def test_a_profiler_of_another_thread_is_refused_too(tmp_path: Path) -> None:
 
 
 def test_every_stage_name_makes_a_readable_trace(tmp_path: Path) -> None:
-    """Kineto writes quotes as they are and drops what is not ASCII, so it gets what it can write."""
+    """Kineto writes quotes unescaped and drops non-ASCII characters, so it gets a name without either."""
     shown = {
         'say "hi"': "say 'hi'",
         "back\\slash": "back/slash",
@@ -311,7 +311,7 @@ def test_stages_that_are_open_on_another_thread_when_it_stops_do_no_harm(
 
 
 def test_a_folder_that_is_gone_when_the_trace_is_written_fails_the_artifact(tmp_path: Path) -> None:
-    """Torch reports nothing; the artifact says that there is no file and why."""
+    """Torch reports no error; the artifact says that there is no file and why."""
     with record_step(settings(), tmp_path / "step") as recorded:
         train()
         (tmp_path / "step").rmdir()
@@ -340,7 +340,7 @@ def output_of(tmp_path: Path, content: bytes | None) -> tuple[Output, Path]:
 
 @pytest.mark.parametrize("content", [None, b""])
 def test_a_profiler_that_wrote_nothing_is_a_failure(tmp_path: Path, content: bytes | None) -> None:
-    """Its success report is not believed; the reason says what is known of the folder."""
+    """Its report of success is not trusted; the reason says what is known of the folder."""
     output, _ = output_of(tmp_path, content)
     assert output.finish is None
     assert output.artifact.status == "failed"
@@ -360,7 +360,7 @@ def test_a_trace_that_is_cut_off_is_kept_for_salvage(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_spans_is_empty(tmp_path: Path) -> None:
-    """A whole file that holds nothing is named as what it is."""
+    """A whole file without events is reported as empty."""
     output, _ = output_of(tmp_path, b'{"traceEvents": [{"ph": "M"}]}')
     assert output.finish is not None
     finished = output.finish()

@@ -15,7 +15,7 @@ from verl_profiling.workers import CaptureMixin
 
 
 class Base:
-    """A framework's worker, with a constructor of its own."""
+    """A framework's worker with its own constructor."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -98,7 +98,7 @@ def test_slow_imports_are_paid_at_set_up(run_python: Any) -> None:
 
 
 def test_a_rank_that_is_not_selected_prepares_no_tool(session: Session) -> None:
-    """A tool that is missing on unselected ranks is no problem there."""
+    """A tool that is missing on unselected ranks does no harm there."""
     tool = "tools.test_third_party:FailsAtPrepare"
     Worker(1, settings(tool=tool, select={"ranks": "0"}), rank=1)
     with pytest.raises(ToolUnavailableError, match="install something"):

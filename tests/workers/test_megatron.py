@@ -135,7 +135,7 @@ def test_pipeline_stages(tmp_path: Path) -> None:
 
 
 class UsersTimers:
-    """Timers that a training script brings along. (Megatron's own synchronise with a GPU.)"""
+    """Timers of a training script. (Megatron's own synchronise with a GPU.)"""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
