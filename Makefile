@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-releases test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-verl clean
+.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-releases test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-instructions bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -192,10 +192,15 @@ docs: .venv/.ready ## Build the documentation (docs/_build/html)
 tables: .venv/.ready ## Write the tables of settings and options into the pages, from the dataclasses
 	.venv/bin/python docs/make_tables.py
 
-bench: .venv-bench/.ready .venv-hta/.ready ## Print the benchmarks, against named peers
-	@for bench in $(filter-out benchmarks/bench_verl.py,$(wildcard benchmarks/bench_*.py)); do echo "== $$bench" && .venv-bench/bin/python $$bench || exit; done
+bench: .venv-bench/.ready .venv-hta/.ready ## Measure all but verl, against named peers, and write results and tables
+	@for bench in $(filter-out benchmarks/bench_verl.py,$(wildcard benchmarks/bench_*.py)); do \
+	  echo "== $$bench" && .venv-bench/bin/python $$bench $$(test $$bench = benchmarks/bench_instructions.py && echo --record) || exit; done
+	.venv-bench/bin/python docs/make_tables.py
 
-bench-verl: .venv-verl/.ready ## Print what profiling costs a real verl run (half an hour)
+bench-instructions: .venv-bench/.ready ## Hold the three cheapest ratios, counted in instructions (needs valgrind)
+	.venv-bench/bin/python benchmarks/bench_instructions.py
+
+bench-verl: .venv-verl/.ready ## Measure what profiling costs a real verl run (an hour)
 	.venv-verl/bin/python benchmarks/bench_verl.py
 
 pictures: browser .venv-vllm/.ready ## Run the recipe with vLLM and take the documentation's pictures of it

@@ -7,13 +7,14 @@ interleaved rounds in CPU time, and ratios to the same requests without a wrappe
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from results import record, row
+
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.engines.vllm_requests import watch_async_llm
+from verl_profiling.engines.vllm_requests import watch_vllm
 
 ROUNDS = 15
 REQUESTS = 2000
@@ -63,8 +64,8 @@ async def main() -> None:
     bare, idle, recording = Engine(), Engine(), Engine()
     idle_log, log = RequestLog(), RequestLog()
     log.serve(0, enable=True)
-    watch_async_llm(idle, idle_log)
-    watch_async_llm(recording, log)
+    watch_vllm(idle, idle_log)
+    watch_vllm(recording, log)
     found: dict[str, list[float]] = {"bare": [], "idle": [], "recording": []}
     for _ in range(ROUNDS):
         found["bare"].append(await seconds_per_request(bare))
@@ -72,14 +73,20 @@ async def main() -> None:
         log.begin(None)
         found["recording"].append(await seconds_per_request(recording))
         log.end()
-    bare_s = statistics.median(found["bare"])
-    print(f"{OUTPUTS} outputs per request, median of {ROUNDS} rounds of {REQUESTS} requests")
-    for name, values in found.items():
-        value_s = statistics.median(values)
-        extra_us = (value_s - bare_s) * 1e6
-        print(
-            f"{name:<10} {value_s * 1e6:7.2f} us per request   +{extra_us:6.2f} us   {value_s / bare_s:5.2f}x"
-        )
+    us = {name: [1e6 * value for value in values] for name, values in found.items()}
+    bare_label = "a request without a watcher"
+    record(
+        "engines",
+        [
+            row(bare_label, us["bare"], "us"),
+            row("watched, nothing records", us["idle"], "us", against=bare_label, of=us["bare"]),
+            row("watched and noted", us["recording"], "us", against=bare_label, of=us["bare"]),
+        ],
+        method=f"A generator that yields {OUTPUTS} outputs at once. {ROUNDS} rounds in turn, {REQUESTS:,} "
+        "requests each, CPU time.",
+        code=("verl_profiling/engines/request_log.py", "verl_profiling/engines/vllm_requests.py"),
+        peers={},
+    )
 
 
 if __name__ == "__main__":

@@ -2,23 +2,42 @@
 
 Run: ``python benchmarks/bench_hooks.py``. With verl 0.9.1 installed (see
 ``requirements/bench.txt``) its ``DistProfiler.annotate`` is measured in the same run.
+Times are CPU times of the thread, so that other work on the machine counts less.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from results import record, row
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.workers import CaptureMixin
 
-ROUNDS = 9
-CALLS = 20_000
+ROUNDS = 21
+CALLS = 10_000
+RECORDED_CALLS = 2_000
+METRICS = {"loss": 1.0}
 STAGES = ("rollout", "reward", "old_log_prob", "ref_log_prob", "advantage", "update_actor", "update_weights")
+CODE = (
+    "verl_profiling/capture/stage.py",
+    "verl_profiling/capture/session.py",
+    "verl_profiling/capture/capture.py",
+    "verl_profiling/tools/torch_profiler.py",
+    "verl_profiling/controller/callback.py",
+    "verl_profiling/controller/hooks.py",
+)
+METHOD = f"{ROUNDS} rounds, one after another in every round, {{calls:,}} calls each, CPU time."
+ANNOTATE = "verl `DistProfiler.annotate`"
+VERL_SETUP = (
+    "as verl's workers hold it: tool torch, contents [cpu], one recording per step (discrete off), "
+    "all ranks, no finish command, no RL-Insight"
+)
 
 
 class CountingWorker(CaptureMixin):
@@ -35,26 +54,34 @@ class CountingWorker(CaptureMixin):
         return super().stop_capture(capture_id, finish_s)
 
 
-def ns_per_call(function: Callable[[], None], calls: int = CALLS) -> float:
-    """Return the time of one call in nanoseconds, the empty loop's taken off."""
+def ns_per_call(function: Callable[[], None], calls: int) -> float:
+    """Return the CPU time of one call in nanoseconds, the empty loop's taken off."""
     loop = range(calls)
-    begin = time.perf_counter_ns()
+    begin = time.thread_time_ns()
     for _ in loop:
         pass
-    empty = time.perf_counter_ns() - begin
-    begin = time.perf_counter_ns()
+    empty = time.thread_time_ns() - begin
+    begin = time.thread_time_ns()
     for _ in loop:
         function()
-    return (time.perf_counter_ns() - begin - empty) / calls
+    return (time.thread_time_ns() - begin - empty) / calls
 
 
-def medians(functions: dict[str, Callable[[], None]], calls: int = CALLS) -> dict[str, float]:
-    """Measure functions in turn, several rounds, so that a slow spell of the machine hits all."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(ROUNDS):
-        for name, function in functions.items():
-            times[name].append(ns_per_call(function, calls))
-    return {name: statistics.median(values) for name, values in times.items()}
+def in_turn(measured: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Measure in turn, several rounds, so that a slow spell of the machine hits all."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for _ in range(ROUNDS + 1):
+        for name, measure in measured.items():
+            found[name].append(measure())
+    return {name: values[1:] for name, values in found.items()}
+
+
+def hooks_of_a_step(callback: ProfilingCallback) -> None:
+    """Call the hooks that a loop calls in every step."""
+    callback.on_step_begin(7)
+    callback.on_rollout_begin()
+    callback.on_rollout_end(METRICS)
+    callback.on_step_end(METRICS)
 
 
 def unprofiled_step() -> None:
@@ -66,88 +93,125 @@ def unprofiled_step() -> None:
         callback = ProfilingCallback(config)
         callback.add_workers("actor", [worker])
         callback.on_train_begin()
-        metrics = {"loss": 1.0}
 
         def hooks() -> None:
-            callback.on_step_begin(7)
-            callback.on_rollout_begin()
-            callback.on_rollout_end(metrics)
-            callback.on_step_end(metrics)
+            hooks_of_a_step(callback)
 
         def hooks_and_stages() -> None:
-            hooks()
+            hooks_of_a_step(callback)
             for name in STAGES:
                 with callback.stage(name):
                     pass
 
-        found = medians({"hooks": hooks, "hooks and stages": hooks_and_stages})
+        found = in_turn(
+            {
+                "hooks": lambda: ns_per_call(hooks, CALLS) / 1000,
+                "stages": lambda: ns_per_call(hooks_and_stages, CALLS) / 1000,
+            }
+        )
         callback.on_train_end()
-    print("unprofiled step")
-    _row("the four hooks", f"{found['hooks'] / 1000:.2f} us", "goal: under 5")
-    _row(
-        f"with {len(STAGES)} controller stages", f"{found['hooks and stages'] / 1000:.2f} us", "goal: under 5"
+    record(
+        "hooks",
+        [
+            row("the four hooks of an unprofiled step", found["hooks"], "us"),
+            row(f"the hooks and {len(STAGES)} controller stages", found["stages"], "us"),
+            row("calls to workers (counted)", [worker.calls], ""),
+        ],
+        method=METHOD.format(calls=CALLS),
+        code=CODE,
+        peers={},
     )
-    _row("calls to workers", f"{worker.calls}", "goal: 0")
+
+
+def null() -> None:
+    """Enter what does nothing."""
+    with contextlib.nullcontext():
+        pass
+
+
+def ours() -> None:
+    """Enter a stage."""
+    with stage("update_actor"):
+        pass
+
+
+@stage("update_actor")
+def ours_decorated() -> None:
+    """Be a stage."""
 
 
 def stages() -> None:
     """``stage()`` idle and recording, against ``nullcontext`` and verl's ``annotate``."""
-
-    def null() -> None:
-        with contextlib.nullcontext():
-            pass
-
-    def ours() -> None:
-        with stage("update_actor"):
-            pass
-
-    @stage("update_actor")
-    def ours_decorated() -> None:
-        pass
-
-    peers: dict[str, Callable[[], None]] = {"nullcontext": null, "stage": ours, "decorator": ours_decorated}
-    verl = _verl_worker()
+    verl = verl_worker()
+    idle = {"null": null, "with": ours, "decorator": ours_decorated}
     if verl is not None:
-        peers["verl"] = verl.annotated
-    idle = medians(peers)
-    print("stage, nothing records (verl: enabled, step not profiled)")
-    _row("with contextlib.nullcontext()", f"{idle['nullcontext']:.0f} ns")
-    ratio = idle["stage"] / idle["nullcontext"]
-    _row("with stage(...)", f"{idle['stage']:.0f} ns", f"ratio {ratio:.2f}, goal: at most 1.0")
-    _row("@stage(...)", f"{idle['decorator']:.0f} ns")
+        idle["verl"] = verl.annotated
+    found = in_turn({name: lambda f=f: ns_per_call(f, CALLS) for name, f in idle.items()})
+    nullcontext, decorator = "`with contextlib.nullcontext():`", '`@stage("update_actor")`'
+    rows = [
+        row(nullcontext, found["null"], "ns"),
+        row('`with stage("update_actor"):`', found["with"], "ns", against=nullcontext, of=found["null"]),
+        row(decorator, found["decorator"], "ns", against=nullcontext, of=found["null"]),
+    ]
     if verl is not None:
-        ratio = idle["verl"] / idle["decorator"]
-        _row("verl DistProfiler.annotate", f"{idle['verl']:.0f} ns", f"{ratio:.1f}x ours, goal: 8x")
+        rows.append(
+            row(
+                f"{ANNOTATE}, enabled, step not profiled",
+                found["verl"],
+                "ns",
+                against=decorator,
+                of=found["decorator"],
+            )
+        )
+    peers = {ANNOTATE: VERL_SETUP} if verl is not None else {}
+    record("stage_idle", rows, method=METHOD.format(calls=CALLS), code=CODE, peers=peers)
 
-    calls = 2_000
-    print("stage, recording")
-    _row("with stage(...), tool spans", f"{_recording('spans', ours, calls):.0f} ns", "goal: under 3000")
-    _row("with stage(...), tool torch", f"{_recording('torch', ours, calls):.0f} ns", "goal: under 3000")
-    decorated = _recording("torch", ours_decorated, calls)
-    _row("@stage(...), tool torch", f"{decorated:.0f} ns")
+    recorded = {
+        "null": lambda: ns_per_call(null, RECORDED_CALLS),
+        "spans": lambda: recorded_ns("spans", ours),
+        "torch": lambda: recorded_ns("torch", ours),
+        "decorator": lambda: recorded_ns("torch", ours_decorated),
+    }
     if verl is not None:
-        theirs = verl.recording(calls)
-        _row("verl DistProfiler.annotate", f"{theirs:.0f} ns", f"{theirs / decorated:.1f}x ours, goal: 5x")
+        recorded["verl"] = verl.recorded_ns
+    found = in_turn(recorded)
+    decorator = f"{decorator}, tool `torch`"
+    rows = [
+        row(
+            f'`with stage("update_actor"):`, tool `{tool}`',
+            found[tool],
+            "ns",
+            against=nullcontext,
+            of=found["null"],
+        )
+        for tool in ("spans", "torch")
+    ]
+    rows.append(row(decorator, found["decorator"], "ns", against=nullcontext, of=found["null"]))
+    if verl is not None:
+        rows.append(
+            row(f"{ANNOTATE}, recording", found["verl"], "ns", against=decorator, of=found["decorator"])
+        )
+    record("stage_recorded", rows, method=METHOD.format(calls=RECORDED_CALLS), code=CODE, peers=peers)
 
 
-def _row(label: str, value: str, note: str = "") -> None:
-    print(f"  {label:32}{value:>10}   {note}")
-
-
-def _recording(tool: str, function: Callable[[], None], calls: int) -> float:
+@contextlib.contextmanager
+def recording(tool: str) -> Iterator[None]:
+    """Keep a capture open."""
     worker = CaptureMixin()
     worker.init_capture({"enable": True, "tool": tool}, role="actor")
-    times = []
-    for number in range(ROUNDS):
-        with tempfile.TemporaryDirectory() as folder:
-            request = CaptureRequest(capture_id=str(number), run_id="bench", step=1, folder=folder)
-            worker.start_capture(request)
-            times.append(ns_per_call(function, calls))
-            worker.stop_capture(finish_s=30.0)
-    return statistics.median(times)
+    with tempfile.TemporaryDirectory() as folder:
+        worker.start_capture(CaptureRequest(capture_id=folder, run_id="bench", step=1, folder=folder))
+        yield
+        worker.stop_capture(finish_s=30.0)
 
 
-class _VerlWorker:
+def recorded_ns(tool: str, function: Callable[[], None]) -> float:
+    """Return nanoseconds per call in a capture of its own."""
+    with recording(tool):
+        return ns_per_call(function, RECORDED_CALLS)
+
+
+class VerlWorker:
     """Holds verl's profiler the way verl's workers do."""
 
     def __init__(self, folder: str) -> None:
@@ -161,23 +225,23 @@ class _VerlWorker:
         self.profiler = DistProfiler(rank=0, config=settings, tool_config=tool)
 
         @DistProfiler.annotate(role="update_actor")
-        def update_actor(self: _VerlWorker) -> None:
+        def update_actor(self: VerlWorker) -> None:
             pass
 
         self.annotated: Callable[[], None] = update_actor.__get__(self)
 
-    def recording(self, calls: int) -> float:
-        times = []
-        for number in range(ROUNDS):
-            self.profiler.start(role="actor", profile_step=str(number))
-            times.append(ns_per_call(self.annotated, calls))
-            self.profiler.stop(run_command=False)
-        return statistics.median(times)
+    def recorded_ns(self) -> float:
+        """Return nanoseconds per call in a recording of its own."""
+        self.profiler.start(role="actor", profile_step="1")
+        took = ns_per_call(self.annotated, RECORDED_CALLS)
+        self.profiler.stop(run_command=False)
+        return took
 
 
-def _verl_worker() -> _VerlWorker | None:
+def verl_worker() -> VerlWorker | None:
+    """Return verl's side, or ``None`` where it is not installed."""
     try:
-        return _VerlWorker(tempfile.mkdtemp())
+        return VerlWorker(tempfile.mkdtemp())
     except ImportError as error:
         print(f"verl is not measured: {error} (pip install -r requirements/bench.txt)")
         return None

@@ -21,8 +21,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
+
+from results import record, row
 
 OURS = "verl-profiling"
 OURS_RAW = "verl-profiling, raw"
@@ -78,9 +79,28 @@ MERGERS = {
     ),
 }
 """The input that each merger takes, what it imports (not counted), what it does (counted)."""
+LABELS = {
+    OURS: "`merge`, from `.json.gz`",
+    "SGLang": "SGLang's merger, from `.json.gz`",
+    OURS_RAW: "`merge`, from `.json`",
+    "viztracer": "viztracer's merger, from `.json`",
+    "archive": "`merge --format archive`, from `.json`",
+    "archive, unpacking": "`merge --format archive`, from `.json.gz`",
+    "copy": "a copy of the files, `.json`",
+}
+PEERS = {
+    "SGLang": "`ProfileMerger.merge_chrome_traces()` of its wheel, as it is",
+    "viztracer": "`ReportBuilder(files).save()` with orjson, as its extra `full` has it; it reads no gzip",
+}
+CODE = (
+    "verl_profiling/timeline/merge.py",
+    "verl_profiling/timeline/member.py",
+    "verl_profiling/timeline/reader.py",
+    "verl_profiling/timeline/archive.py",
+)
 
 
-def record(path: str, events: int) -> None:
+def record_trace(path: str, events: int) -> None:
     """Record a real torch trace of about ``events`` events (in a process of its own)."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -137,12 +157,11 @@ def main() -> None:
             if title in arguments.parts:
                 folder = root / title.replace(" ", "")
                 record_all(folder, count, events)
-                print(f"\n{title} events, {megabytes(folder / 'raw'):.0f} MB, {arguments.runs} runs")
-                compare(folder, names, arguments.runs, scratch, arguments.sglang)
+                compare(title, folder, names, arguments.runs, scratch, arguments.sglang)
         if GROWTH in arguments.parts:
             folder = root / SETS[0][0].replace(" ", "")
             record_all(folder, *SETS[0][1:])
-            linearity(folder, scratch, arguments.runs)
+            growth(folder, scratch, arguments.runs)
 
 
 def installed_merger() -> Path | None:
@@ -164,57 +183,65 @@ def record_all(folder: Path, count: int, events: int) -> None:
     for rank in range(count):
         raw = folder / "raw" / f"trace-TP-{rank}.trace.json"
         if not raw.exists():
-            command = f"import bench_merge; bench_merge.record({str(raw)!r}, {events})"
+            command = f"import bench_merge; bench_merge.record_trace({str(raw)!r}, {events})"
             subprocess.run([sys.executable, "-c", command], check=True, cwd=Path(__file__).parent)
             compressed = folder / "gz" / f"{raw.name}.gz"
             with raw.open("rb") as source, gzip.open(compressed, "wb", compresslevel=1) as target:
                 shutil.copyfileobj(source, target)
 
 
-def compare(folder: Path, names: list[str], runs: int, scratch: Path, merger: Path | None) -> None:
-    """Print CPU seconds and peak memory of each merger, and the ratio to ours on the same input."""
+def compare(
+    title: str, folder: Path, names: list[str], runs: int, scratch: Path, merger: Path | None
+) -> None:
+    """Record CPU seconds and peak memory of each merger, and the ratio to ours on the same input."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(runs):
         for name in names:
             found[name].append(measure(name, folder, scratch, merger))
-    cpus = {name: statistics.median(cpu for cpu, _ in results) for name, results in found.items()}
-    print(f"{'merger':<22}{'CPU s':>8}{'  min - max':<16}{'peak MB':>10}{'CPU / ours':>12}")
+    rows = []
     for name, results in found.items():
-        ours = cpus.get(OURS if MERGERS[name][0] == "gz" else OURS_RAW)
-        ratio = f"{cpus[name] / ours:>12.2f}" if ours else ""
-        peak = max(peak for _, peak in results)
-        print(f"{name:<22}{cpus[name]:>8.2f}{spread(cpu for cpu, _ in results)}{peak:>10.0f}{ratio}")
-    if "archive" in cpus and "copy" in cpus:
-        print(f"archive over copy: {cpus['archive'] / cpus['copy']:.2f}")
+        ours = "copy" if name == "archive" else OURS if MERGERS[name][0] == "gz" else OURS_RAW
+        compared = ours != name and ours in found and name != "copy"
+        rows.append(
+            row(
+                f"{LABELS[name]} (peak {max(peak for _, peak in results):,.0f} MB)",
+                [cpu for cpu, _ in results],
+                "CPU s",
+                against=LABELS[ours] if compared else "",
+                of=[cpu for cpu, _ in found[ours]] if compared else (),
+            )
+        )
+    record(
+        f"merge_{title.replace(' ', '')}",
+        rows,
+        method=f"{title} events, {megabytes(folder / 'raw'):.0f} MB of JSON. {runs} runs each, in turn, in "
+        "fresh processes, without imports.",
+        code=CODE,
+        peers=PEERS,
+    )
 
 
-def spread(sample: Iterable[float]) -> str:
-    """Return the smallest and the largest value, to print."""
-    values = sorted(sample)
-    return f"{f'  {values[0]:.2f} - {values[-1]:.2f}':<16}"
-
-
-def linearity(folder: Path, scratch: Path, runs: int) -> None:
-    """Print the cost of 1x, 2x and 4x the bytes, and project 64 ranks of 200 MB on 2 cores."""
-    print(f"\n{'files':>5}{'MB':>8}{'CPU s':>8}{'  min - max':<16}{'peak MB':>10}{'CPU s / 100 MB':>16}")
-    points = []
+def growth(folder: Path, scratch: Path, runs: int) -> None:
+    """Record the cost of 1x, 2x and 4x the bytes, and project 64 ranks of 200 MB on 2 cores."""
+    points, rows = [], []
     for count in (2, 4, 8):
         part = scratch / f"part{count}"
         (part / "gz").mkdir(parents=True)
-        for rank in range(count):
-            name = f"trace-TP-{rank}.trace.json"
+        names = [f"trace-TP-{rank}.trace.json" for rank in range(count)]
+        for name in names:
             (part / "gz" / f"{name}.gz").symlink_to(folder / "gz" / f"{name}.gz")
-        size_mb = (
-            sum((folder / "raw" / f"trace-TP-{rank}.trace.json").stat().st_size for rank in range(count))
-            / 1e6
-        )
+        size_mb = sum((folder / "raw" / name).stat().st_size for name in names) / 1e6
         results = [measure(OURS, part, scratch, None) for _ in range(runs)]
-        points.append((size_mb, statistics.median(cpu for cpu, _ in results)))
-        cpu, peak = points[-1][1], max(peak for _, peak in results)
-        print(
-            f"{count:>5}{size_mb:>8.0f}{cpu:>8.2f}{spread(cpu for cpu, _ in results)}{peak:>10.0f}"
-            f"{100 * cpu / size_mb:>16.2f}"
-        )
+        cpus, peak = [cpu for cpu, _ in results], max(peak for _, peak in results)
+        points.append((size_mb, statistics.median(cpus)))
+        rows.append(row(f"{count} traces, {size_mb:.0f} MB (peak {peak:,.0f} MB)", cpus, "CPU s"))
+    record(
+        "merge_growth",
+        rows,
+        method=f"{LABELS[OURS]}. {runs} runs each, in fresh processes, without imports.",
+        code=CODE,
+        peers={},
+    )
     (small, cheap), _, (large, dear) = points
     slope = (dear - cheap) / (large - small)
     print(

@@ -14,17 +14,27 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from results import record, row
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "tests" / "data" / "nccl_data.json.gz"
 HTA_PYTHON = ROOT / ".venv-hta" / "bin" / "python"
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 RANKS = 8
+CODE = (
+    "verl_profiling/report/build.py",
+    "verl_profiling/report/metrics.py",
+    "verl_profiling/timeline/reader.py",
+)
+PEERS = {
+    "HolisticTraceAnalysis 0.5.0": "`TraceAnalysis` of the files, `get_temporal_breakdown()` and "
+    "`get_comm_comp_overlap()` without plots; all steps included, no rounding to nanoseconds"
+}
 OURS = f"""
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
@@ -105,16 +115,29 @@ def main() -> None:
         for _ in range(arguments.runs):
             found["verl-profiling"].append(measure(sys.executable, OURS, folder))
             found["HTA 0.5"].append(measure(arguments.hta, HTA, folder))
-    ours = statistics.median(cpu for cpu, _, _ in found["verl-profiling"])
-    print(
-        f"\n{arguments.runs} runs\n{'':<16}{'CPU s':>8}{'  min - max':<16}{'peak MB':>10}{'CPU / ours':>12}"
+    ours, theirs = found.values()
+    whole = "`report`, all of it"
+    rows = [
+        row(
+            f"{whole} (peak {max(peak for _, peak, _ in ours):,.0f} MB)", [cpu for cpu, _, _ in ours], "CPU s"
+        ),
+        row(
+            "HolisticTraceAnalysis: load, temporal breakdown, overlap "
+            f"(peak {max(peak for _, peak, _ in theirs):,.0f} MB)",
+            [cpu for cpu, _, _ in theirs],
+            "CPU s",
+            against=whole,
+            of=[cpu for cpu, _, _ in ours],
+        ),
+    ]
+    record(
+        "report",
+        rows,
+        method=f"{RANKS} GPU traces of {arguments.events:,} events each. {arguments.runs} runs each, "
+        "in turn, in fresh processes, imports included.",
+        code=CODE,
+        peers=PEERS,
     )
-    for name, results in found.items():
-        cpus = sorted(result[0] for result in results)
-        cpu = statistics.median(cpus)
-        spread = f"  {cpus[0]:.2f} - {cpus[-1]:.2f}"
-        peak = max(result[1] for result in results)
-        print(f"{name:<16}{cpu:>8.2f}{spread:<16}{peak:>10.0f}{cpu / ours:>12.1f}")
     pairs = zip(found["verl-profiling"][0][2], found["HTA 0.5"][0][2], strict=True)
     apart = max(abs(a - b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
     print(f"largest difference of idle and compute: {apart:.3f} percentage points")

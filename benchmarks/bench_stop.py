@@ -13,11 +13,17 @@ import time
 from pathlib import Path
 
 import torch
+from results import record, row
 
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.workers import CaptureMixin
 
 ROUNDS = 7
+CODE = (
+    "verl_profiling/capture/capture.py",
+    "verl_profiling/tools/torch_profiler.py",
+    "verl_profiling/tools/trace_file.py",
+)
 
 FIRST_START = """
 import tempfile, time
@@ -25,13 +31,13 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.workers import CaptureMixin
 import torch
 worker = CaptureMixin()
-begin = time.perf_counter()
+begin = time.process_time()
 worker.init_capture({"enable": True}, role="actor")
-init = time.perf_counter() - begin
+init = time.process_time() - begin
 with tempfile.TemporaryDirectory() as folder:
-    begin = time.perf_counter()
+    begin = time.process_time()
     worker.start_capture(CaptureRequest(capture_id="1", run_id="bench", step=1, folder=folder))
-    start = time.perf_counter() - begin
+    start = time.process_time() - begin
     worker.stop_capture(finish_s=30.0)
 print(init, start)
 """
@@ -49,21 +55,21 @@ def torch_alone(events: int, folder: Path) -> float:
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     profiler.start()
     make_events(events)
-    begin = time.perf_counter()
+    begin = time.process_time()
     profiler.stop()
     profiler.export_chrome_trace(str(folder / "torch.json"))
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def ours(events: int, folder: Path, worker: CaptureMixin, number: int) -> tuple[float, float, int]:
     """Return seconds of ``stop_capture``, seconds until the artifact is finished, and its events."""
     worker.start_capture(CaptureRequest(capture_id=str(number), run_id="bench", step=1, folder=str(folder)))
     make_events(events)
-    begin = time.perf_counter()
+    begin = time.process_time()
     reply = worker.stop_capture()
-    stopped = time.perf_counter() - begin
+    stopped = time.process_time() - begin
     finished = [*reply.finished, *worker.stop_capture(finish_s=60.0).finished]
-    done = time.perf_counter() - begin
+    done = time.process_time() - begin
     (artifact,) = (news.artifact for news in finished)
     if artifact.status != "ok":
         raise SystemExit(f"the artifact is {artifact.status}: {artifact.reason}")
@@ -77,10 +83,7 @@ def main(events: int) -> None:
         command = [sys.executable, "-c", FIRST_START]
         output = subprocess.run(command, capture_output=True, text=True, check=True)
         starts.append([float(word) for word in output.stdout.split()])
-    init_s, start_s = (statistics.median(column) for column in zip(*starts, strict=True))
-    print(f"first start_capture after init_capture {start_s * 1000:8.1f} ms   (goal: under 50)")
-    print(f"  init_capture itself, in a new process {init_s:6.2f} s")
-
+    inits, firsts = zip(*starts, strict=True)
     worker = CaptureMixin()
     worker.init_capture({"enable": True, "tools": {"torch": {"activities": ["cpu"]}}}, role="actor")
     alone, stopped, done, counts = [], [], [], []
@@ -93,12 +96,28 @@ def main(events: int) -> None:
             stopped.append(second[0])
             done.append(second[1])
             counts.append(second[2])
-    ratios = [mine / theirs for mine, theirs in zip(stopped, alone, strict=True)]
-    print(f"stopping a trace of {statistics.median(counts)} events, {ROUNDS} rounds in turn")
-    print(f"  torch stop + raw JSON export  {statistics.median(alone) * 1000:8.0f} ms")
-    print(f"  stop_capture                  {statistics.median(stopped) * 1000:8.0f} ms")
-    print(f"  ratio, pair by pair           {statistics.median(ratios):8.2f}      (goal: at most 1.15)")
-    print(f"  compressed and verified after {statistics.median(done) * 1000:8.0f} ms")
+    theirs = "torch's own stop and raw JSON export"
+    record(
+        "stop",
+        [
+            row("`init_capture` in a new process (torch's slow imports)", inits, "CPU s"),
+            row("first `start_capture` after it", [1000 * start for start in firsts], "CPU ms"),
+            row(f"{theirs}, {statistics.median(counts):,.0f} events", alone, "CPU s"),
+            row("`stop_capture` of as many", stopped, "CPU s", against=theirs, of=alone),
+            row(
+                "until the artifact is compressed and read back, in the background",
+                done,
+                "CPU s",
+                against="`stop_capture`",
+                of=stopped,
+            ),
+        ],
+        method=f"{ROUNDS} rounds of both in turn, {len(starts)} new processes, CPU time of all threads.",
+        code=CODE,
+        peers={
+            theirs: "torch.profiler.profile, activities CPU, no options, stop() and export_chrome_trace()"
+        },
+    )
 
 
 if __name__ == "__main__":

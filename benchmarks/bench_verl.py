@@ -22,13 +22,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from results import record, row
+
 ROOT = Path(__file__).resolve().parents[1]
 PLATFORM = "recipes.verl_grpo_cpu.cpu_platform"
 PLUGIN = "verl_profiling.integrations.verl"
 PROBE = "benchmarks.verl_probe"
 WARM_UP = 4  # the first steps are slower
+CODE = (
+    "verl_profiling/integrations/verl.py",
+    "verl_profiling/integrations/verl_trainer.py",
+    "verl_profiling/integrations/verl_workers.py",
+    "verl_profiling/integrations/verl_servers.py",
+)
 UNPROFILED, PROFILED = 24, 8
-CONTENTS = {"cpu": "[cpu]", "cpu, stack, shapes, memory": "[cpu,stack,shapes,memory]"}
+CONTENTS = {"CPU operators": "[cpu]", "with stacks, shapes and memory": "[cpu,stack,shapes,memory]"}
 
 
 @dataclass
@@ -37,6 +45,7 @@ class Step:
 
     begin_ns: int
     took_ns: int
+    cpu_ns: int = 0
     hooks: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     pauses: dict[str, int] = field(default_factory=dict)
     calls: int = 0
@@ -87,6 +96,8 @@ def steps_of(lines: Iterable[tuple[str, str, int, int]]) -> list[Step]:
                     step.hooks[name].append(took)
                 elif kind in ("start", "stop"):
                     step.pauses[kind] = step.pauses.get(kind, 0) + took
+                elif kind == "cpu":
+                    step.cpu_ns = took
                 elif kind == "call":
                     step.calls += 1
     return steps[WARM_UP:]
@@ -96,48 +107,58 @@ def _begin(step: Step) -> int:
     return step.begin_ns
 
 
-def ms(times_ns: Iterable[float]) -> str:
-    """Return a median in milliseconds, and the range."""
-    times = sorted(time / 1e6 for time in times_ns)
-    return f"{statistics.median(times):8.2f} ms ({times[0]:.2f} to {times[-1]:.2f})"
-
-
 def hooks() -> None:
-    """Print the hooks' own time on steps that are not profiled, and the calls made there."""
-    steps = run("hooks", UNPROFILED, "profiling=e2e", "profiling.schedule.steps=[2]")
-    own = statistics.median(step.own_ns for step in steps)
-    took = statistics.median(step.took_ns for step in steps)
-    print(f"{len(steps)} unprofiled steps of a run in which another step is profiled")
-    print(f"  a step                                     {ms(s.took_ns for s in steps)}")
-    print(f"  the hooks' own time, all processes         {ms(s.own_ns for s in steps)}")
-    print(f"  share of the step                          {own / took:9.4%}   (goal: 0.1%)")
-    print(f"  calls by which a capture is driven         {sum(s.calls for s in steps)}")
-    for name in sorted(steps[0].hooks):
-        times = [time for step in steps for time in step.hooks[name]]
+    """Record the hooks' own time on steps that are not profiled, and the calls made there."""
+    found = run("hooks", UNPROFILED, "profiling=e2e", "profiling.schedule.steps=[2]")
+    took = [step.took_ns / 1e6 for step in found]
+    rows = [
+        row("the step", took, "ms"),
+        row(
+            "all hooks' own time, in trainer, worker and server together",
+            [step.own_ns / 1e6 for step in found],
+            "ms",
+            against="the step",
+            of=took,
+        ),
+        row("remote calls by which a capture is driven (counted)", [sum(step.calls for step in found)], ""),
+    ]
+    method = (
+        f"{len(found)} unprofiled steps of a whole run in which another step was profiled, by the clock, "
+        "with what measuring adds."
+    )
+    record("verl_hooks", rows, method=method, code=CODE, peers={})
+    for name in sorted(found[0].hooks):
+        times = [time for step in found for time in step.hooks[name]]
         each = statistics.median(times) / 1000
-        print(f"    {name:28} {len(times) / len(steps):5.1f} a step, {each:6.1f} us each")
+        print(f"{name:28} {len(times) / len(found):5.1f} a step, {each:6.1f} us each")
 
 
 def steps(pairs: int) -> None:
-    """Print medians of the steps of alternating runs with and without the plugin."""
-    medians: dict[bool, list[float]] = {False: [], True: []}
+    """Record the steps of alternating runs with and without the plugin: clock and CPU time."""
+    settings = {False: ["profiling.enable=false"], True: ["profiling=e2e", "profiling.schedule.steps=[2]"]}
+    taken: dict[bool, list[list[Step]]] = {False: [], True: []}
     for _ in range(pairs):
-        for plugin in (False, True):
-            given = (
-                ["profiling=e2e", "profiling.schedule.steps=[2]"] if plugin else ["profiling.enable=false"]
-            )
-            taken = run("steps", UNPROFILED, *given, plugin=plugin)
-            medians[plugin].append(statistics.median(step.took_ns for step in taken))
-    print(f"medians of {UNPROFILED} unprofiled steps in each of {pairs} alternating runs")
-    for plugin, name in ((False, "without the plugin"), (True, "with the plugin")):
-        print(f"  {name:24} {ms(medians[plugin])}")
-    ratio = statistics.median(medians[True]) / statistics.median(medians[False])
-    print(f"  with / without           {ratio:8.3f}")
+        for plugin, given in settings.items():
+            taken[plugin].append(run("steps", UNPROFILED, *given, plugin=plugin))
+    rows = []
+    for what, clock in (("took_ns", "by the clock"), ("cpu_ns", "CPU time of all processes")):
+        without, with_plugin = (
+            [statistics.median(getattr(step, what) for step in found) / 1e6 for found in taken[plugin]]
+            for plugin in (False, True)
+        )
+        label = f"a step without the plugin, {clock}"
+        rows += [
+            row(label, without, "ms"),
+            row(f"with it, {clock}", with_plugin, "ms", against=label, of=without),
+        ]
+    method = f"Medians of {UNPROFILED} unprofiled steps in each of {pairs} pairs of runs, alternating."
+    record("verl_steps", rows, method=method, code=CODE, peers={})
 
 
 def profilers(pairs: int) -> None:
-    """Print profiled steps with this package and with verl's own torch profiler, same contents."""
+    """Record profiled steps with this package and with verl's own torch profiler, same contents."""
     profiled = list(range(WARM_UP + 1, WARM_UP + PROFILED + 1))
+    rows = []
     for name, contents in CONTENTS.items():
         taken: dict[str, list[Step]] = {"verl": [], "ours": []}
         flags = [
@@ -162,16 +183,23 @@ def profilers(pairs: int) -> None:
         for _ in range(pairs):
             for whose, given in settings.items():
                 taken[whose] += run("pauses", PROFILED, *(text.replace(" ", "") for text in given))
-        print(f"contents {name}: {PROFILED} profiled steps in each of {pairs} alternating runs")
-        for whose, found in taken.items():
-            stops = [step.pauses["stop"] for step in found]
-            print(f"  {whose:5} step {ms(step.took_ns for step in found)}, pause at stop {ms(stops)}")
-        ratios = [
-            statistics.median(value(step) for step in taken["ours"])
-            / statistics.median(value(step) for step in taken["verl"])
-            for value in (lambda step: step.took_ns, lambda step: step.pauses["stop"])
-        ]
-        print(f"  ours / verl's: step {ratios[0]:.3f} (goal: 1), pause at stop {ratios[1]:.3f} (goal: 0.5)")
+        for what, value in (
+            ("the step", lambda step: step.took_ns / 1e9),
+            ("the pause at the stop", lambda step: step.pauses["stop"] / 1e9),
+        ):
+            theirs, ours = ([value(step) for step in taken[whose]] for whose in ("verl", "ours"))
+            rows += [
+                row(f"{name}, verl's profiler: {what}", theirs, "s"),
+                row(f"{name}, this package: {what}", ours, "s", against="verl's profiler", of=theirs),
+            ]
+    setup = "`global_profiler.tool=torch`, discrete off, the same contents; without the rollout"
+    record(
+        "verl_profiled",
+        rows,
+        method=f"{PROFILED} profiled steps in each of {pairs} pairs of runs, alternating, by the clock.",
+        code=CODE,
+        peers={"verl's torch profiler": setup},
+    )
 
 
 if __name__ == "__main__":

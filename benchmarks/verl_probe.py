@@ -47,6 +47,28 @@ def note(kind: str, name: str, begin_ns: int, took_ns: int) -> None:
     _lines.write(json.dumps([kind, name, begin_ns, took_ns]) + "\n")
 
 
+def cpu_ns() -> int:
+    """Return the CPU time so far of trainer, workers, server and engine, user and system.
+
+    They are the processes that have loaded this probe, and what Ray's workers among them started; Ray's
+    own daemons, which poll by the clock, are not.
+    """
+    parents, used_ticks = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        parents[folder.name] = fields[1]
+        used_ticks[folder.name] = int(fields[11]) + int(fields[12])
+    ours = {path.stem for path in Path(os.environ["VERL_PROBE"]).iterdir()} & set(parents)
+    workers = {pid for pid in ours if parents[pid] not in ours and parents[parents[pid]] in ours}
+    while more := {pid for pid, parent in parents.items() if parent in workers} - workers:
+        workers |= more
+    ours |= workers
+    return sum(used_ticks[pid] for pid in ours) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
 class Span:
     """Takes the time of a ``with`` block: ``outer`` around a hook, ``inner`` around what it wraps."""
 
@@ -101,6 +123,7 @@ class TimedTimer:
 
     def __enter__(self) -> None:
         self._begin_unix = time.time_ns()
+        self._begin_cpu = cpu_ns() if self._name == "step" else 0
         with Span(self._name, self._inner):
             self._timer.__enter__()
 
@@ -111,6 +134,7 @@ class TimedTimer:
             handled = self._timer.__exit__(kind, error, trace)
         if self._name == "step" and not self._inner:
             note("step", self._name, self._begin_unix, time.time_ns() - self._begin_unix)
+            note("cpu", self._name, self._begin_unix, cpu_ns() - self._begin_cpu)
         return handled
 
 

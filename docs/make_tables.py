@@ -5,10 +5,12 @@ every reader renders::
 
     <!-- table: verl_profiling.settings.schedule:Schedule schedule. -->
     <!-- file: ../tests/tools/example_tool.py python -->
+    <!-- results: hooks -->
     <!-- end -->
 
 A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning that its
-docstring gives. With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
+docstring gives. Results are a table of ``benchmarks/results.json``, with where it was measured.
+With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-BLOCK = re.compile(r"(<!-- (table|file): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (table|file|results): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
 ATTRIBUTE = re.compile(r"^    (\w+): (.*)$")
 TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "`null`"}
 RANKS = frozenset({int, str, tuple[int, ...], type(None)})
@@ -117,6 +119,14 @@ def quoted(page: Path, path: str, language: str) -> str:
     return f"```{language}\n{(page.parent / path).read_text().rstrip()}\n```"
 
 
+def measured(name: str) -> str:
+    """Return a table of the benchmarks' results."""
+    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+    results = import_module("results")
+    found: str = results.markdown(json.loads(results.RESULTS.read_text())[name])
+    return found
+
+
 def tables_in(page: Path) -> Iterator[str]:
     """Yield the locations of the dataclasses that a page has tables of."""
     for _, kind, what, _, _ in BLOCK.findall(page.read_text()):
@@ -129,7 +139,11 @@ def filled(page: Path) -> str:
 
     def fill(match: re.Match[str]) -> str:
         begin, kind, what, extra, end = match.groups()
-        content = table(what, extra) if kind == "table" else quoted(page, what, extra)
+        content = {
+            "table": lambda: table(what, extra),
+            "file": lambda: quoted(page, what, extra),
+            "results": lambda: measured(what),
+        }[kind]()
         return f"{begin}\n{content}\n\n{end}"
 
     return BLOCK.sub(fill, page.read_text())

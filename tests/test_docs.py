@@ -6,12 +6,15 @@ import ast
 import asyncio
 import dataclasses
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +31,8 @@ from verl_profiling.workers import CaptureMixin
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(verl_profiling.__file__).parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+results = import_module("results")
 SCRIPT = ROOT / "docs" / "make_tables.py"
 # The pages that only the site can show: the API reference, and the contents.
 FOR_THE_SITE = {"api.md", "index.md"}
@@ -60,6 +65,36 @@ def test_tables_are_up_to_date() -> None:
         [sys.executable, str(SCRIPT), "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_published_numbers_are_of_this_release_or_the_one_before() -> None:
+    """And every table of the results is on the page. Code that changed since is a warning, not a failure."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    tables = json.loads(results.RESULTS.read_text())
+    assert set(re.findall(r"<!-- results: (\S+) -->", page)) == set(tables)
+    for name, table in tables.items():
+        version = table["measured"]["version"]
+        assert results.releases_since(version, changelog) <= 1, f"{name} is of {version}: make bench"
+        if files := results.changed(table):
+            warnings.warn(f"{name} was measured before {', '.join(files)} changed", stacklevel=1)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/bench_*.py")), ids=lambda path: path.stem)
+def test_benchmarks_know_the_package_as_it_is(path: Path) -> None:
+    """Nobody runs them every day: what they import exists, and the files that they measure do."""
+    pytest.importorskip("torch", reason="the benchmarks measure against torch")
+    module = import_module(path.stem)
+    assert [file for file in getattr(module, "CODE", ()) if not (ROOT / file).is_file()] == []
+
+
+def test_the_age_of_numbers_is_counted_in_releases() -> None:
+    """The changelog lists the newest first, and the one in preparation is a release too."""
+    changelog = "# Changelog\n\n## 0.3.0 (unreleased)\n\n## 0.2.0\n\n### Added\n\n## 0.1.0\n"
+    ages = [results.releases_since(version, changelog) for version in ("0.3.0", "0.2.0", "0.1.0")]
+    assert ages == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"0\.0\.9"):
+        results.releases_since("0.0.9", changelog)
 
 
 def test_every_setting_is_in_a_table(make_tables: types.ModuleType) -> None:

