@@ -21,6 +21,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import OpenSpan, SpanLog
+from verl_profiling.controller.late import LateStops, OverdueStop
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.participants import Participants
@@ -58,6 +59,7 @@ class _Live:
     spans: SpanLog = field(default_factory=SpanLog)
     metrics: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    overdue: list[OverdueStop] = field(default_factory=list)
     rollout_request: CaptureRequest | None = None
     rollout_span: OpenSpan | None = None
 
@@ -93,6 +95,7 @@ class Controller:
         self.last_folder: Path | None = None
         self._token = uuid.uuid4().hex[:12]
         self._folders = StepFolders(config)
+        self._late = LateStops(self._folders)
         self._identity = WorkerIdentity(role="controller")
         self._targets: list[Target] = []
         self._known: dict[Worker, WorkerIdentity] = {}
@@ -247,8 +250,9 @@ class Controller:
             notes=[*self._notes, *live.notes, *participants.notes, *live.spans.notes()],
         )
         if live.request.keep:
-            self._folders.write(live.folder, manifest)
+            self._late.expect(live.overdue, self._folders.write(live.folder, manifest))
             self.last_folder = live.folder
+        self._take_late_answers()
         for finished in participants.finished:
             self._folders.note(finished)
         failed = [worker for worker in manifest.workers if worker.status not in ("ok", "skipped")]
@@ -260,10 +264,13 @@ class Controller:
     def train_end(self) -> Iterator[Round]:
         """Close what is open, and wait for artifacts that are being compressed."""
         yield from self.close(complete=False)
+        finish_s = self.config.timeouts.finish_s
+        if calls := self._late.calls:
+            yield Round(calls, finish_s)
+        self._take_late_answers()
         pending = self._folders.pending_workers()
         owners = {id(target) for (target, _), identity in self._known.items() if identity.name in pending}
         targets = [target for target in self._targets if id(target) in owners]
-        finish_s = self.config.timeouts.finish_s
         calls = self._send(targets, "stop_capture", None, finish_s)
         yield (round_ := Round(calls, finish_s + self.config.timeouts.start_s))
         self._remember_unanswered(round_)
@@ -318,7 +325,8 @@ class Controller:
         )
         yield round_
         self._remember_unanswered(round_)
-        participants.take_stops(round_, request)
+        overdue = participants.take_stops(round_, request)
+        live.overdue += [OverdueStop(call, request, participants) for call in overdue]
         yield from self._shake_hands(live, "stop_capture", request.capture_id, remote)
 
     def _shake_hands(
@@ -344,8 +352,7 @@ class Controller:
 
     def _send(self, targets: Iterable[Target], method: str, *arguments: Any) -> list[Call]:
         """Call all workers. One that has not answered yet gets the call too, and is not waited for."""
-        self._unanswered = [call for call in self._unanswered if not call.future.done()]
-        busy = {call.worker for call in self._unanswered}
+        busy = {call.worker for call in self._unanswered if not call.future.done()}
         calls = [
             call
             for target in targets
@@ -354,6 +361,15 @@ class Controller:
         for call in calls:
             call.awaited = call.worker not in busy
         return calls
+
+    def _take_late_answers(self) -> None:
+        """Bring manifests up to date with answers that nobody waited for."""
+        self._late.take()
+        answered = [call for call in self._unanswered if call.future.done()]
+        self._unanswered = [call for call in self._unanswered if not call.future.done()]
+        for call in answered:
+            for finished in getattr(call.reply(), "finished", ()):
+                self._folders.note(finished)
 
     def _remember_unanswered(self, round_: Round) -> None:
         self._unanswered += [call for call in round_.calls if not call.future.done()]

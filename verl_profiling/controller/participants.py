@@ -71,8 +71,9 @@ class Participants:
         self._note_twins()
         self._note_idle_roles(round)
 
-    def take_stops(self, round: Round, request: CaptureRequest) -> None:
-        """Note the answers to ``stop_capture``."""
+    def take_stops(self, round: Round, request: CaptureRequest) -> list[Call]:
+        """Note the answers to ``stop_capture``; return the calls that may still bring a recording."""
+        overdue = []
         for call in round.calls:
             entry = self._all.get(call.worker)
             if entry is None or entry.started is None:
@@ -93,7 +94,29 @@ class Participants:
                     entry.results.append(_with_all_promised(result, entry.started, request))
             else:
                 entry.results.append(self._failed(entry, request, call.problem(round.timeout_s), call.target))
+                if not call.future.done() and entry.started.status != "skipped":
+                    overdue.append(call)
             entry.started = None
+        return overdue
+
+    def take_late_stop(self, call: Call, request: CaptureRequest) -> CaptureResult | None:
+        """Note an answer to ``stop_capture`` that came late; return the worker's result, if there is one."""
+        reply = call.reply()
+        if not isinstance(reply, StopReply) or reply.result.capture_id != request.capture_id:
+            return None
+        late = _labelled(reply.result, request, call.target)
+        seconds = (call.returned_ns - call.sent_ns) / 1e9
+        note = (
+            f"{late.name} stopped {seconds:.1f} s after it was told to, later than timeouts.stop_s="
+            f"{self._config.timeouts.stop_s:g}; its recording is taken up, and may reach beyond the step"
+        )
+        logger.warning("step %d: %s", request.step, note)
+        late = msgspec.structs.replace(late, notes=[*late.notes, note])
+        entry = self._all[call.worker]
+        entry.results = [
+            late if result.capture_id == request.capture_id else result for result in entry.results
+        ]
+        return next(result for result in self.results() if result.name == late.name)
 
     def take_handshakes(self, round: Round, closing: bool) -> None:
         """Note repeated calls, which only measure clocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -21,11 +22,13 @@ from verl_profiling.manifest import (
 )
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["StepFolders"]
+__all__ = ["StepFolders", "WrittenStep"]
 
 
 @dataclass
-class _Written:
+class WrittenStep:
+    """A step folder, and what its manifest says."""
+
     folder: Path
     manifest: Manifest
 
@@ -42,8 +45,8 @@ class StepFolders:
     def __init__(self, config: ProfilingConfig) -> None:
         self._config = config
         self._run: RunFolder | None = None
-        self._last: _Written | None = None
-        self._unfinished: list[_Written] = []
+        self._last: WrittenStep | None = None
+        self._unfinished: list[WrittenStep] = []
 
     @property
     def run(self) -> RunFolder:
@@ -74,13 +77,26 @@ class StepFolders:
             return []
         return [f"step {step} was recorded before, in {first}; this is start {self.run.start} of the run"]
 
-    def write(self, folder: Path, manifest: Manifest) -> None:
+    def write(self, folder: Path, manifest: Manifest) -> WrittenStep:
         """Write the controller's trace, then the manifest."""
         write_controller_trace(folder, manifest)
         write_json_atomically(folder / MANIFEST_NAME, manifest)
-        self._last = _Written(folder, manifest)
+        self._last = WrittenStep(folder, manifest)
         if _pending(manifest):
             self._unfinished.append(self._last)
+        return self._last
+
+    def replace_worker(self, written: WrittenStep, result: CaptureResult) -> None:
+        """Put a worker's result into a manifest in the place of the one that was written."""
+        workers = [
+            _with_finished(result, worker.artifacts) if worker.name == result.name else worker
+            for worker in written.manifest.workers
+        ]
+        written.manifest = msgspec.structs.replace(written.manifest, workers=workers)
+        write_controller_trace(written.folder, written.manifest)
+        write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
+        if _pending(written.manifest) and not any(step is written for step in self._unfinished):
+            self._unfinished.append(written)
 
     def wrote_last(self, step: int) -> bool:
         """Return whether the capture that was written last is of that step."""
@@ -122,13 +138,21 @@ class StepFolders:
         for unfinished in list(self._unfinished):
             self._rewrite(unfinished)
 
-    def _rewrite(self, unfinished: _Written) -> None:
+    def _rewrite(self, unfinished: WrittenStep) -> None:
         self._unfinished.remove(unfinished)
         write_json_atomically(unfinished.folder / MANIFEST_NAME, unfinished.manifest)
 
 
 def _pending(manifest: Manifest) -> bool:
     return any(artifact.status == "pending" for worker in manifest.workers for artifact in worker.artifacts)
+
+
+def _with_finished(result: CaptureResult, known: Iterable[Artifact]) -> CaptureResult:
+    """Return a result in which artifacts are finished that are known to be."""
+    for artifact in known:
+        if artifact.status not in ("pending", "missing", "failed"):
+            result = _with_artifact(result, artifact)
+    return result
 
 
 def _with_artifact(worker: CaptureResult, finished: Artifact) -> CaptureResult:

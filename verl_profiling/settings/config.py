@@ -97,7 +97,8 @@ class Timeouts:
     Attributes:
         start_s: Time for a capture to start.
         stop_s: Time for a capture to stop, including the export of the trace.
-        finish_s: Time at the end of the run for compression in the background.
+        finish_s: Time at the end of the run for workers that were too late to stop, and again for compression
+            in the background.
     """
 
     start_s: float = 60.0

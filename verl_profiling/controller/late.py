@@ -1,0 +1,57 @@
+"""Answers to ``stop_capture`` that come too late to be waited for: what was recorded is taken up then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.controller.participants import Participants
+from verl_profiling.controller.step_folder import StepFolders, WrittenStep
+from verl_profiling.controller.targets import Call
+
+__all__ = ["LateStops", "OverdueStop"]
+
+
+@dataclass(frozen=True)
+class OverdueStop:
+    """A call that has not returned in time, and the capture that it was to stop."""
+
+    call: Call
+    request: CaptureRequest
+    participants: Participants
+
+
+class LateStops:
+    """Keeps calls that are overdue until they return.
+
+    Args:
+        folders: Where their step folders are.
+    """
+
+    def __init__(self, folders: StepFolders) -> None:
+        self._folders = folders
+        self._overdue: list[tuple[OverdueStop, WrittenStep]] = []
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that have not returned yet."""
+        return [stop.call for stop, _ in self._overdue if not stop.call.future.done()]
+
+    def expect(self, overdue: list[OverdueStop], written: WrittenStep) -> None:
+        """Keep the calls of a capture whose manifest has been written without them."""
+        for stop in overdue:
+            stop.call.awaited = True
+            self._overdue.append((stop, written))
+
+    def take(self) -> None:
+        """Bring the manifests up to date with the answers that have come.
+
+        Raises:
+            OSError: A step folder cannot be written.
+        """
+        returned = [item for item in self._overdue if item[0].call.future.done()]
+        self._overdue = [item for item in self._overdue if not item[0].call.future.done()]
+        for stop, written in returned:
+            result = stop.participants.take_late_stop(stop.call, stop.request)
+            if result is not None:
+                self._folders.replace_worker(written, result)
