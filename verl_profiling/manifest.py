@@ -261,7 +261,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         step: First step captured; names the folder.
         start: Which start of the run recorded it, from 1: a run that is resumed starts again.
         steps: All steps captured (several for a continuous capture).
-        policy_version: Version of the weights, where the loop reports one.
+        policy_version: Version of the weights, if the loop reports one.
         begin_ns: When ``on_step_begin`` returned to the loop, on the controller's clock.
         end_ns: When the loop called ``on_step_end``. The calls that start and stop the capture are
             not part of the step.
