@@ -20,6 +20,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import hypothesis
 import psutil
 import pytest
+from reader import Reader
 
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.testing import leaks
@@ -76,6 +77,12 @@ def session() -> Iterator[Session]:
     yield process_session()
     process_session().leave()
     process_session().reset()
+
+
+@pytest.fixture(scope="session")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    """Types the commands of the documentation, each once, however many tests look at what they leave."""
+    return Reader(tmp_path_factory.mktemp("reader"))
 
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import configparser
 import importlib.util
-import os
 import re
 import shlex
 import subprocess
-import sys
-from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from reader import FIRST, RUNNABLE, Reader, assignments
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.capture.session import Session
@@ -22,8 +20,6 @@ from verl_profiling.workers import CaptureMixin
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "recipes/grpo_tiny/README.md", "docs/quickstart.md")
-ASSIGNMENT = re.compile(r"[A-Z_]+=")
-RUNNABLE = {"python": [sys.executable], "verl-profiling": [sys.executable, "-m", "verl_profiling.cli"]}
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -37,11 +33,6 @@ def shell_lines() -> list[list[str]]:
     text = "\n".join(block for _, block in blocks("bash"))
     lines = text.replace("\\\n", " ").replace("$PWD", str(ROOT)).splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
-def assignments(words: list[str]) -> dict[str, str]:
-    """Return the variables that are set in front of a command's program."""
-    return dict(word.split("=", 1) for word in takewhile(ASSIGNMENT.match, words))
 
 
 def commands(*programs: str) -> list[list[str]]:
@@ -62,34 +53,23 @@ def engine_marks(words: list[str]) -> list[pytest.MarkDecorator]:
     ]
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty folder in which the commands run one after the other, as a reader would run them."""
-    return tmp_path_factory.mktemp("reader")
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "words",
     [pytest.param(words, marks=engine_marks(words)) for words in commands(*RUNNABLE)],
     ids=command_id,
 )
-def test_command_runs(words: list[str], workplace: Path) -> None:
+def test_command_runs(words: list[str], reader: Reader) -> None:
     """Each command exits with 0, in the order of the pages."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **assignments(words)}
-    program, *arguments = words[len(assignments(words)) :]
-    if program == "verl-profiling" and importlib.util.find_spec("ray") is None:
+    if words[0] == "verl-profiling" and importlib.util.find_spec("ray") is None:
         pytest.skip("the run that it reads needs Ray")
-    done = subprocess.run(
-        [*RUNNABLE[program], *arguments],
-        cwd=workplace,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = reader.type(words)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_first_command_is_the_one_that_is_shared() -> None:
+    """The tests of the recipe look at what it leaves in a folder that was empty."""
+    assert tuple(commands(*RUNNABLE)[0]) == FIRST
 
 
 @pytest.mark.parametrize("words", commands("make"), ids=command_id)
