@@ -144,6 +144,13 @@ WRONG: list[tuple[Any, str, str]] = [
     ),
     ({"timeouts": {"stop_s": 0}}, "timeouts.stop_s", "must be greater than 0, is 0"),
     ({"timeouts": {"stop_s": float("nan")}}, "timeouts.stop_s", "must be greater than 0, is nan"),
+    ({"timeouts": {"start_s": float("inf")}}, "timeouts.start_s", "must be at most"),
+    ({"timeouts": {"finish_s": 1e300}}, "timeouts.finish_s", "must be at most"),
+    ({"rollout": {"stop_s": float("inf")}}, "rollout.stop_s", "must be at most"),
+    ({"save_path": "a\0b"}, "save_path", "holds a NUL character"),
+    ({"save_path": "$NO_SUCH_VARIABLE/x"}, "save_path", "$NO_SUCH_VARIABLE in"),
+    ({"save_path": "${NO_SUCH_VARIABLE}/x"}, "save_path", "${NO_SUCH_VARIABLE} in"),
+    ({"save_path": "~nobody-of-that-name/x"}, "save_path", "~ in"),
     ({"timeouts": {"stop_s": "long"}}, "timeouts.stop_s", "Expected `float`"),
     ({"rollout": {"count": 0}}, "rollout.count", "must be at least 1, is 0"),
     ({"rollout": {"start": -1}}, "rollout.start", "must not be negative, is -1"),
@@ -451,3 +458,10 @@ def test_any_text_is_ranks_or_a_config_error(text: str) -> None:
 def test_the_default_window_is_the_one_of_the_engines() -> None:
     """The group `rollout` holds the window that the adapters compensate for."""
     assert ProfilingConfig().rollout == RolloutOptions()
+
+
+def test_a_save_path_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As a shell does it, so that no folder is called ``~`` or ``$SCRATCH``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", "fast")
+    assert ProfilingConfig(save_path="~/$SCRATCH/${SCRATCH}").save_path == f"{tmp_path}/fast/fast"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -15,7 +17,7 @@ from verl_profiling.ranks import Ranks, coordinates_in, parse_ranks
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
 from verl_profiling.settings.tool_names import load_tool
-from verl_profiling.settings.typed_values import build, field_types, value_of
+from verl_profiling.settings.typed_values import build, check_seconds, field_types, value_of
 from verl_profiling.tools import TOOLS, Tool
 
 __all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts"]
@@ -107,8 +109,7 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for name in ("start_s", "stop_s", "finish_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(name, f"must be greater than 0, is {getattr(self, name)}")
+            check_seconds(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +165,8 @@ class ProfilingConfig:
         enable: Record anything at all. If not, nothing is built or imported.
         tool: The tool that records: a name, ``"package.module:Class"``, or a list of these.
         mode: ``e2e``: one artifact per worker per step. ``discrete``: one per worker per stage.
-        save_path: Folder of the run; step folders are made inside. Where another run has it, this one
-            records into ``run_2``, ``run_3``, ... inside.
+        save_path: Folder of the run; step folders are made inside. ``~`` and environment variables are
+            expanded. Where another run has it, this one records into ``run_2``, ``run_3``, ... inside.
         run_id: Name of the run. A run that is started again with the same one, e.g. from a checkpoint,
             continues in its folder. ``None``: each start is a run of its own.
         strict: Raise errors of tools in the training loop instead of only reporting them.
@@ -193,8 +194,7 @@ class ProfilingConfig:
     def __post_init__(self) -> None:
         for name, kind in field_types(ProfilingConfig).items():
             object.__setattr__(self, name, value_of(kind, getattr(self, name), name))
-        if not self.save_path:
-            raise ConfigError("save_path", "is empty")
+        object.__setattr__(self, "save_path", _expanded("save_path", self.save_path))
         if self.run_id == "":
             raise ConfigError("run_id", "is empty; leave it out, or name the run")
         if not self.enable:
@@ -294,3 +294,17 @@ class ProfilingConfig:
         common, own = self.tools.get(name, {}), override.tools.get(name, {})
         where = f"{key}tools.{name}" if own else f"tools.{name}"
         return tool_class(build(tool_class.options_class, {**common, **own}, where))
+
+
+def _expanded(key: str, path: str) -> str:
+    """Return a path with ``~`` and environment variables in their meaning.
+
+    Raises:
+        ConfigError: It is empty, holds a NUL, or names a variable or a user that does not exist.
+    """
+    if not path or "\0" in path:
+        raise ConfigError(key, "holds a NUL character" if path else "is empty")
+    expanded = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111 (pathlib has no variables)
+    if unknown := re.search(r"\$\w+|\$\{\w+\}|^~", expanded):
+        raise ConfigError(key, f"{unknown[0]} in {path!r} has no value here; set it, or write the path out")
+    return expanded

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from verl_profiling.errors import ConfigError
+from verl_profiling.settings.typed_values import check_seconds
 
 __all__ = ["EngineStage", "RolloutOptions", "SGLangOptions"]
 
@@ -70,8 +71,8 @@ class RolloutOptions:
             raise ConfigError("count", f"must be at least 1, is {self.count}; leave it out for no limit")
         for name in ("max_window_s", "stop_s"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(name, f"must be greater than 0, is {value}")
+            if value is not None:
+                check_seconds(name, value)
         if self.by_stage and self.count is None:
             raise ConfigError(
                 "by_stage", "needs rollout.count: how many iterations of prefill and of decode to record"

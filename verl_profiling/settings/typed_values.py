@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import types
 import typing
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 
-__all__ = ["build", "field_types", "value_of"]
+__all__ = ["build", "check_seconds", "field_types", "value_of"]
 
 T = TypeVar("T")
 
@@ -93,3 +94,14 @@ def _choices(options: tuple[Any, ...]) -> str:
             if typing.get_origin(literal) is Literal:
                 return f"; choose from: {', '.join(map(str, typing.get_args(literal)))}"
     return ""
+
+
+def check_seconds(key: str, value: float) -> None:
+    """Check that one can wait for so long.
+
+    Raises:
+        ConfigError: It is not greater than 0, or longer than a wait can be; ``inf`` is.
+    """
+    if not 0 < value <= threading.TIMEOUT_MAX:
+        bound = "greater than 0" if not value > 0 else f"at most {threading.TIMEOUT_MAX:.0f}"
+        raise ConfigError(key, f"must be {bound}, is {value}")
