@@ -15,6 +15,7 @@ from verl_profiling.manifest import Artifact
 from verl_profiling.settings.tool_names import load_tool
 from verl_profiling.testing import record_step
 from verl_profiling.tools import TOOLS, Destination, Output, Recording, Tool
+from verl_profiling.tools.base import Marks
 
 EXAMPLE = "tests.tools.example_tool:CProfileTool"
 
@@ -219,6 +220,56 @@ def test_a_tool_that_cannot_count_mini_batches_does_not_stop_training(tmp_path: 
     """``capture.step()`` never raises."""
     with record_step(of(FailsAtStep), tmp_path):
         session.step()
+
+
+class MarksFail(FlawedRecording):
+    """Cannot show stages: neither their begin, nor their end."""
+
+    @property
+    def marks(self) -> Marks:
+        """Fail at one of the two."""
+
+        def fail(argument: object) -> object:
+            raise OSError("no range")
+
+        return Marks(fail, str) if self.fails == "begin" else Marks(str, fail)
+
+
+class FailsAtBegin(Flawed):
+    """Cannot begin to show a stage."""
+
+    fails = "begin"
+
+    def start(self, destination: Destination) -> Recording:
+        """Record without being able to show stages."""
+        return MarksFail(destination, self.fails)
+
+
+class FailsAtEnd(FailsAtBegin):
+    """Cannot end to show a stage."""
+
+    fails = "end"
+
+
+@pytest.mark.parametrize("tool", [FailsAtBegin, FailsAtEnd])
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_tool_that_cannot_show_stages_costs_no_stage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, tool: type[Tool], cut_off: bool
+) -> None:
+    """User code in the stage goes on, as on a step that is not captured; it is logged once and noted."""
+    done = []
+    with record_step(of(tool), tmp_path) as recorded:
+        if cut_off:
+            stage("open").__enter__()
+        for name in ("old_log_prob", "update_actor"):
+            with stage(name):
+                done.append(name)
+    assert done == ["old_log_prob", "update_actor"]
+    assert recorded.result is not None
+    assert [span.name for span in recorded.result.stages][-2:] == done
+    [note] = recorded.result.notes
+    assert note.endswith("shows no others: OSError: no range")
+    assert caplog.messages.count(note) == 1
 
 
 def test_a_warm_up_is_discarded(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -21,6 +22,8 @@ from verl_profiling import clock
 from verl_profiling.manifest import StageSpan
 
 __all__ = ["OpenSpan", "SpanLog", "Stage", "StageSink", "StageSource"]
+
+logger = logging.getLogger(__name__)
 
 MAX_SPANS = 20_000
 LONG_NS = 1_000_000
@@ -167,6 +170,7 @@ class SpanLog:
 
     def __init__(self) -> None:
         self._left_out = 0
+        self._marks_failed = ""
         self.begin_mark: Callable[[str], object] | None = None
         self.end_mark: Callable[[Any], object] | None = None
         self.long_stage_ended: Callable[[str], object] | None = None
@@ -179,7 +183,11 @@ class SpanLog:
             parent = parent.parent
         begin_ns = clock.now_ns()
         begin_mark = self.begin_mark
-        mark = None if begin_mark is None else begin_mark(name)
+        try:
+            mark = None if begin_mark is None else begin_mark(name)
+        except Exception as error:
+            mark = None
+            self._mark_nothing_more(error)
         span = OpenSpan(self, parent, name, get_ident(), begin_ns, mark)
         spans = self._spans
         if len(spans) < MAX_SPANS:
@@ -224,7 +232,10 @@ class SpanLog:
     def _end(self, span: OpenSpan, failed: bool) -> None:
         mark = span.mark
         if mark is not None and self.end_mark is not None:
-            self.end_mark(mark)
+            try:
+                self.end_mark(mark)
+            except Exception as error:
+                self._mark_nothing_more(error)
             span.mark = None
         span.end_ns = end_ns = clock.now_ns()
         if failed:
@@ -232,13 +243,24 @@ class SpanLog:
         if end_ns - span.begin_ns >= LONG_NS and self.long_stage_ended is not None and not span.depth():
             self.long_stage_ended(span.name)
 
+    def _mark_nothing_more(self, error: Exception) -> None:
+        """Keep a tool's error out of user code: log it once, and note it."""
+        self.begin_mark = self.end_mark = None
+        problem = f"{type(error).__name__}: {error}"
+        self._marks_failed = f"a tool could not show a stage in its artifact and shows no others: {problem}"
+        logger.error("%s", self._marks_failed)
+
     def stop_marking(self) -> None:
         """End the open marks of this thread; those of other threads stay open."""
         here, end_mark = get_ident(), self.end_mark
         self.begin_mark = self.end_mark = None
         for span in reversed(self._spans):
             if not span.end_ns and span.thread == here and span.mark is not None and end_mark is not None:
-                end_mark(span.mark)
+                try:
+                    end_mark(span.mark)
+                except Exception as error:
+                    self._mark_nothing_more(error)
+                    return
 
     def close(self) -> list[StageSpan]:
         """Close open spans as failed, and return all spans in order of their begin."""
@@ -264,6 +286,8 @@ class SpanLog:
 
     def notes(self) -> list[str]:
         """Return notes for the user on the spans."""
-        if not self._left_out:
-            return []
-        return [f"{self._left_out} stages after the first {MAX_SPANS} were left out; is one in a hot loop?"]
+        notes = [self._marks_failed] if self._marks_failed else []
+        if self._left_out:
+            text = f"{self._left_out} stages after the first {MAX_SPANS} were left out; is one in a hot loop?"
+            notes.append(text)
+        return notes
