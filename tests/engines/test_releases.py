@@ -265,3 +265,14 @@ def test_sglang_server_publishes_what_it_takes(release: Release) -> None:
     """The HTTP route's body is one of the two classes from which the adapter reads the allowed options."""
     text = release.find(r"/start_profile", "sglang/srt/entrypoints/http_server.py")
     assert "ProfileReqInput" in text or "ProfileReq" in text
+
+
+@releases("sglang", SGLANG)
+def test_sglang_watches_its_processes_where_the_adapter_looks(release: Release) -> None:
+    """The names by which the adapter finds the processes of a tokenizer manager's watchdog."""
+    path = "sglang/srt/utils/watchdog.py"
+    if not release.has(path) or "class SubprocessWatchdog" not in release.text(path):
+        pytest.skip("this release watches no processes; a stop that is not answered ends by its deadline")
+    assert "self._processes = processes" in release.text(path)
+    assert "self._names = " in release.text(path)
+    assert "._subprocess_watchdog = subprocess_watchdog" in release.text("sglang/srt/entrypoints/engine.py")
