@@ -1,4 +1,4 @@
-"""What a user's accelerator showed: versions, device, tests that ran, and what a capture costs there."""
+"""Reports on a user's accelerator: versions, device, test results, and the cost of a capture."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcomes(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the tests of a JUnit report; ``skipped`` holds the reason of each."""
+    """The test results of a JUnit report; ``skipped`` holds the reason of each skipped test."""
 
     passed: list[str]
     failed: list[str]
@@ -76,7 +76,7 @@ class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
         verl_profiling: Version of the package.
         machine: What the doctor says about the machine.
         device: Its accelerators; ``None`` if torch sees none.
-        tests: What became of the tests; ``None`` if no report of them was given.
+        tests: Results of the tests; ``None`` if no report of them was given.
         costs: What recording costs.
     """
 
@@ -115,7 +115,7 @@ def device_report(junit: Path | None = None) -> DeviceReport:
         junit: The JUnit report of a test run on this machine.
 
     Raises:
-        ConfigError: That is no JUnit report.
+        ConfigError: The file is not a JUnit report.
     """
     tests = None if junit is None else read_tests(junit)
     device = _device()
@@ -129,19 +129,19 @@ def device_report(junit: Path | None = None) -> DeviceReport:
 
 
 def read_tests(junit: Path) -> Outcomes:
-    """Return what became of the tests of a JUnit report.
+    """Return the results of the tests of a JUnit report.
 
     Raises:
-        ConfigError: The file cannot be read, or is no JUnit report.
+        ConfigError: The file cannot be read, or is not a JUnit report.
     """
     try:
         cases = list(ET.parse(junit).iter("testcase"))
     except OSError as error:
         raise ConfigError(str(junit), f"cannot be read ({error.strerror})") from error
     except (ET.ParseError, ValueError) as error:
-        raise ConfigError(str(junit), f"is no JUnit report: {error}") from error
+        raise ConfigError(str(junit), f"is not a JUnit report: {error}") from error
     if not cases:
-        raise ConfigError(str(junit), "is no JUnit report: it names no test")
+        raise ConfigError(str(junit), "is not a JUnit report: it names no test")
     tests = Outcomes(passed=[], failed=[], skipped={})
     for case in cases:
         name = f"{case.get('classname')}::{case.get('name')}"

@@ -1,6 +1,6 @@
-"""Files that a manifest or a note names: inside of their folder, or refused.
+"""Checks the files that a manifest or a note names: they have to be inside its folder.
 
-A folder of traces may come from anybody, so what it names decides nothing about other files.
+A folder of traces may come from anybody, so it must not make a reader open other files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def named_file(folder: Path, name: str) -> Path:
     """Return the path of a file, or of a folder, that may not exist.
 
     Args:
-        folder: Where it must lie, links resolved.
+        folder: The folder that has to contain it, with links resolved.
         name: Its path, relative to ``folder``.
 
     Raises:
@@ -44,7 +44,7 @@ def check_lane(manifest: Path, lane: str) -> None:
     """Check that a lane can be part of a file name.
 
     Raises:
-        TraceFormatError: It cannot.
+        TraceFormatError: It cannot be.
     """
     if not lane or "/" in lane or "\0" in lane or lane.startswith("."):
         raise TraceFormatError(manifest, f"names a lane {lane!r}, which is not a name")
