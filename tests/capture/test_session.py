@@ -75,6 +75,16 @@ def test_stop_without_start_is_skipped(session: Session) -> None:
     assert result.reason == "stop_capture: nothing is open; call start_capture(...) first"
 
 
+def test_stop_without_start_is_said_once(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+    """To whoever calls it; the callback, which stops what failed to start too, is told nothing."""
+    session.stop("a capture of the callback")
+    session.stop(None, finish_s=0.1)
+    assert not caplog.messages
+    for _ in range(2):
+        assert session.stop().result.status == "skipped"
+    assert caplog.messages == ["stop_capture: nothing is open; call start_capture(...) first"]
+
+
 def test_stop_twice_gives_the_same_result_again(spans_only: Session, tmp_path: Path) -> None:
     """A repeated stop, as colocated roles and retries send it, changes nothing."""
     spans_only.start(request(tmp_path), ACTOR)

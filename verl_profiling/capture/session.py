@@ -55,6 +55,7 @@ class Session:
         self._lock = threading.RLock()
         self._finisher = Finisher()
         self._finish_s = 0.0
+        self._said_nothing_to_stop = False
         self._handover_s = HANDOVER_S
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -124,6 +125,10 @@ class Session:
             else:
                 identity = capture.identity if capture else WorkerIdentity(role="unknown")
                 result = nothing_to_stop(identity, capture_id, capture.request if capture else None)
+                # The callback names its captures, and asks for none when it waits for artifacts.
+                if capture_id is None and not finish_s and not self._said_nothing_to_stop:
+                    self._said_nothing_to_stop = True
+                    logger.warning("%s", result.reason)
         if finish_s:
             self._finisher.drain(finish_s)
         return stop_reply(result, received_ns, self._finisher.take_finished())
