@@ -1,7 +1,7 @@
-"""What the callbacks do, without waiting: each hook yields the rounds of calls that it needs.
+"""Implements the hooks without waiting: each one yields the rounds of calls that it needs.
 
 The two callbacks of :mod:`~verl_profiling.controller.callback` differ only in how they wait for a
-round, so a hook is a generator here, and they drive it.
+round. So a hook is a generator here, which they run.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Controller:
 
     Attributes:
         live: The capture that is open; ``None`` whenever nothing records.
-        sink: Where the controller's stages go; ``None`` whenever nothing records.
+        sink: Receives the controller's stages; ``None`` whenever nothing records.
         last_folder: Step folder of the last capture, once written.
         order: The order of the loop's calls.
     """
@@ -123,7 +123,7 @@ class Controller:
         """Take note that a step begins; return whether it needs any work at all.
 
         Raises:
-            TypeError: The step is no whole number.
+            TypeError: The step is not a whole number.
         """
         try:
             number = index(step)

@@ -1,4 +1,4 @@
-"""What became of each worker in one capture: answers gathered, failures named, results merged."""
+"""The workers of one capture: gathers their answers, names failures, merges results."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class _Participant:
 
 
 class Participants:
-    """Keeps what every worker answered during one capture.
+    """Keeps the answers of every worker during one capture.
 
     Args:
         config: The settings.
-        known: Who each worker is, learnt from its answers; kept from capture to capture.
+        known: Identity of each worker, from its answers; kept from capture to capture.
 
     Attributes:
         rpcs: All calls made.
         finished: Artifacts of earlier captures that were finished since.
-        notes: Things a user should know.
+        notes: Notes for the user.
     """
 
     def __init__(self, config: ProfilingConfig, known: dict[Worker, WorkerIdentity]) -> None:
@@ -57,7 +57,7 @@ class Participants:
         self._closing: dict[str, list[Handshake]] = {}
 
     def take_starts(self, round: Round, request: CaptureRequest) -> None:
-        """Note the answers to ``start_capture``."""
+        """Take the answers to ``start_capture``."""
         for call in round.calls:
             reply = self._reply(call, StartReply)
             if reply is not None:
@@ -119,7 +119,7 @@ class Participants:
         return next(result for result in self.results() if result.name == late.name)
 
     def take_handshakes(self, round: Round, closing: bool) -> None:
-        """Note repeated calls, which only measure clocks."""
+        """Take the answers to repeated calls, which only measure clocks."""
         for call in round.calls:
             reply = call.reply()
             if isinstance(reply, StartReply | StopReply):
@@ -128,7 +128,7 @@ class Participants:
                 self._shake(side, call, self._identity(call.worker), reply)
 
     def called(self, targets: Iterable[Target]) -> list[Target]:
-        """Return those of ``targets`` that were told to start."""
+        """Return those of ``targets`` that were called to start."""
         told = {id(target) for target, _ in self._all}
         return [target for target in targets if id(target) in told]
 
@@ -173,7 +173,7 @@ class Participants:
         return usable
 
     def _identity(self, worker: Worker) -> WorkerIdentity:
-        """Return who a worker is, or who it must be when it has never answered."""
+        """Return a worker's identity, derived from its target if it has never answered."""
         target, index = worker
         number = target.first + index
         replica = number if target.is_rollout else None
@@ -213,7 +213,7 @@ class Participants:
                 )
 
     def _note_idle_roles(self, round: Round) -> None:
-        """Note roles of which every worker was told to start, and none is to record."""
+        """Note roles of which all workers were called to start, but none records."""
         reasons: dict[str, list[str]] = {}
         for call in round.calls:
             started = self._all[call.worker].started
@@ -259,7 +259,7 @@ class Participants:
 
 
 def _labelled(result: CaptureResult, request: CaptureRequest, target: Target) -> CaptureResult:
-    """Return a result with what the worker does not know, or says of all its artifacts together."""
+    """Return a result with its roles, checked metrics, and step and versions on its artifacts."""
     metrics, notes = finite_numbers(result.metrics)
     return msgspec.structs.replace(
         result,

@@ -1,4 +1,4 @@
-"""Step folders on disk: made, filled with the manifest, and brought up to date afterwards."""
+"""Creates step folders, writes their manifests, and updates them afterwards."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class StepFolders:
         write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
 
     def note(self, finished: Finished) -> None:
-        """Take in what became of an artifact; the manifest is rewritten when it was the last."""
+        """Enter the final status of an artifact; after the last one the manifest is rewritten."""
         for unfinished in self._unfinished:
             manifest = unfinished.manifest
             if finished.capture_id.partition("/")[0] == manifest.capture_id:
@@ -125,7 +125,7 @@ class StepFolders:
                 return
 
     def pending_workers(self) -> set[str]:
-        """Return the names of the workers whose artifacts are not finished, as far as known."""
+        """Return the names of the workers with unfinished artifacts, as far as is known."""
         return {
             worker.name
             for unfinished in self._unfinished
@@ -134,7 +134,7 @@ class StepFolders:
         }
 
     def flush(self) -> None:
-        """Write down what is known; what is still pending stays so."""
+        """Write what is known; artifacts that are still pending stay so."""
         for unfinished in list(self._unfinished):
             self._rewrite(unfinished)
 

@@ -1,7 +1,7 @@
-"""Whom the callback drives: Ray actors, worker groups, local objects, behind one way of calling.
+"""The workers that the callback calls: Ray actors, worker groups and local objects, with one interface.
 
-A call fans out to all targets at once and is waited for with one deadline. Calling never
-raises: a worker that is dead, hung or wrong becomes a :class:`Call` without a reply.
+A call goes to all targets at once and has one deadline. Calling never raises: a worker that is dead,
+hung or of a wrong type becomes a :class:`Call` without a reply.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Call:
 
     @property
     def worker(self) -> Worker:
-        """The worker called: a target and an index in it."""
+        """The called worker: a target and an index in it."""
         return self.target, self.index
 
     def reply(self) -> Any:
-        """Return the worker's answer, or ``None`` when there is none."""
+        """Return the worker's answer, or ``None`` if there is none."""
         return self.future.result() if self.future.done() and self._error() is None else None
 
     def _error(self) -> BaseException | None:
@@ -59,7 +59,7 @@ class Call:
             return error
 
     def problem(self, waited_s: float) -> str:
-        """Return in one line why there is no answer."""
+        """Return the reason why there is no answer, in one line."""
         if not self.awaited and not self.future.done():
             return f"{self.method} was not waited for: the worker has not answered an earlier call yet"
         if not self.future.done():
@@ -89,7 +89,7 @@ class Round:
         self.timeout_s = timeout_s
 
     def wait(self) -> None:
-        """Block until all calls returned or the time is up."""
+        """Block until all calls have returned or the time is up."""
         concurrent.futures.wait([call.future for call in self.calls if call.awaited], self.timeout_s)
 
     async def wait_async(self) -> None:
@@ -102,8 +102,8 @@ class Target(ABC):
     """One worker, or a group that can only be called as a whole.
 
     Attributes:
-        roles: The names it was added under; several for one process with several roles.
-        size: How many workers answer a call.
+        roles: The roles under which it was added; several for a process with several roles.
+        size: Number of workers that answer a call.
         first: Index of the first of them among the workers of its role.
     """
 
@@ -150,9 +150,9 @@ class _RayActor(Target):
 
 
 class _WorkerGroup(Target):
-    """Anything with verl's convention: ``execute_all_async(method, *args)`` -> one reference a worker.
+    """A group with verl's convention: ``execute_all_async(method, *args)`` returns a reference per worker.
 
-    A method that the group binds itself is called by it: colocated workers have it under another name.
+    A method that the group itself has is called directly: colocated workers have it under another name.
     """
 
     def __init__(self, role: str, group: Any) -> None:
@@ -174,13 +174,13 @@ class _WorkerGroup(Target):
 
 
 class _Local(Target):
-    """An object of this process. Sync methods run on the calling thread, or on an executor's.
+    """An object of this process. Its plain methods run on the calling thread, or on another under a loop.
 
     Args:
         role: Its role.
         first: Its index in the role.
         worker: The object.
-        loop: Where its coroutines run; the caller's loop, or a new one, when left out.
+        loop: Event loop of its coroutines; by default the caller's, or a new one.
     """
 
     def __init__(self, role: str, first: int, worker: Any, loop: asyncio.AbstractEventLoop | None) -> None:
@@ -212,7 +212,7 @@ Worker = tuple[Target, int]
 def make_targets(
     role: str, workers: Any, loop: asyncio.AbstractEventLoop | None = None, method: str = "start_capture"
 ) -> list[Target]:
-    """Return the targets in what a user handed over.
+    """Return the targets for the workers that a user added.
 
     Args:
         role: The role they are added under.
@@ -221,7 +221,7 @@ def make_targets(
         method: A method that each must have.
 
     Raises:
-        ConfigError: There is no worker in it, or one that has no capture methods.
+        ConfigError: There are no workers, or one has no capture methods.
     """
     if callable(getattr(workers, "execute_all_async", None)):
         return [_WorkerGroup(role, workers)]
