@@ -68,8 +68,8 @@ class Call:
         if error is None:
             answer = type(self.future.result()).__name__
             return (
-                f"{self.method} returned {answer}, which is no answer; let the worker's class inherit a "
-                "mixin of verl_profiling.workers"
+                f"{self.method} returned {answer}, not an answer to the callback; "
+                "let the worker's class inherit a mixin of verl_profiling.workers"
             )
         cause = getattr(error, "cause", None) or error
         lines = str(cause).strip().splitlines() or [""]
