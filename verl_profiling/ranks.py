@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 
 from verl_profiling.errors import ConfigError
 
-__all__ = ["Ranks", "coordinates_in", "parse_ranks"]
+__all__ = ["Ranks", "coordinates_in", "parse_ranks", "process_rank"]
 
 Ranks = str | int | tuple[int, ...] | None
 
@@ -54,3 +56,19 @@ def _ranks_in(text: str, key: str) -> Iterator[int]:
         if high < low or room < 0:
             raise ConfigError(key, f'{part.strip()!r} is not a range of ranks; write e.g. "8-15"')
         yield from range(low, high + 1)
+
+
+def process_rank() -> tuple[int, int] | None:
+    """Return rank and world size of this process, or ``None`` where nothing says so.
+
+    ``torch.distributed`` knows them once it is initialised; else the launcher's RANK and WORLD_SIZE do.
+    It imports no torch.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    try:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return None
+    return (rank, world_size) if 0 <= rank < world_size else None

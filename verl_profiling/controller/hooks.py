@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 from asyncio import AbstractEventLoop
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from operator import index
@@ -25,6 +25,7 @@ from verl_profiling.controller.late import LateStops, OverdueStop
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.participants import Participants
+from verl_profiling.controller.spmd import Alone, find_peers
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.controller.targets import Call, Round, Target, Worker, make_targets
 from verl_profiling.errors import ConfigError, ProfilingError, choices_hint
@@ -96,6 +97,7 @@ class Controller:
         self._token = uuid.uuid4().hex[:12]
         self._folders = StepFolders(config)
         self._late = LateStops(self._folders)
+        self._peers: Alone | None = None
         self._identity = WorkerIdentity(role="controller")
         self._targets: list[Target] = []
         self._known: dict[Worker, WorkerIdentity] = {}
@@ -164,12 +166,16 @@ class Controller:
         if step_range is None:
             return
         self.check_selection(capturing=True)
-        live = self._open(step_range, step, policy_version)
+        live = yield from self._open(step_range, step, policy_version)
+        if live is None:
+            return
         self.live, self.sink = live, live.spans
         targets = [
             target for target in self._targets if self._is_driven(target) and not self._has_windows(target)
         ]
         yield from self._start(live, targets, live.request)
+        if self._peers is not None:
+            self._peers.begun(live.participants.identities())
         live.begin_ns = clock.now_ns()
 
     def rollout_begin(self) -> Iterator[Round]:
@@ -235,7 +241,6 @@ class Controller:
             run_id=live.request.run_id,
             capture_id=live.request.capture_id,
             step=live.request.step,
-            start=self._folders.run.start,
             steps=live.steps,
             policy_version=live.request.policy_version,
             begin_ns=live.begin_ns,
@@ -249,8 +254,11 @@ class Controller:
             metrics=live.metrics,
             notes=[*self._notes, *live.notes, *participants.notes, *live.spans.notes()],
         )
-        if live.request.keep:
-            self._late.expect(live.overdue, self._folders.write(live.folder, manifest))
+        if live.request.keep and self._peers is not None:
+            whole = yield from self._peers.conclude(manifest, live.folder, participants.finished)
+            if whole is not None:
+                self._late.expect(live.overdue, self._folders.write(live.folder, whole))
+                manifest = whole
             self.last_folder = live.folder
         self._take_late_answers()
         for finished in participants.finished:
@@ -270,17 +278,21 @@ class Controller:
         self._take_late_answers()
         pending = self._folders.pending_workers()
         owners = {id(target) for (target, _), identity in self._known.items() if identity.name in pending}
-        targets = [target for target in self._targets if id(target) in owners]
+        peers = self._peers or Alone()
+        targets = [target for target in self._targets if id(target) in owners or not peers.writes]
         calls = self._send(targets, "stop_capture", None, finish_s)
         yield (round_ := Round(calls, finish_s + self.config.timeouts.start_s))
         self._remember_unanswered(round_)
-        for call in calls:
-            for finished in getattr(call.reply(), "finished", ()):
-                self._folders.note(finished)
+        finished = [item for call in calls for item in getattr(call.reply(), "finished", ())]
+        for item in finished:
+            self._folders.note(item)
+        yield from peers.end(finished)
         self._folders.flush()
         self.order.train_ends(self.config.schedule)
 
-    def _open(self, step_range: StepRange, step: int, policy_version: int | None) -> _Live:
+    def _open(
+        self, step_range: StepRange, step: int, policy_version: int | None
+    ) -> Generator[Round, None, _Live | None]:
         notes = []
         try:
             policy_version = None if policy_version is None else index(policy_version)
@@ -289,15 +301,23 @@ class Controller:
             notes = [f"policy_version is a {kind}, not a whole number: left out"]
             policy_version = None
         keep = step_range.action is Action.RECORD
-        folder = self._folders.make(step) if keep else self._folders.path(step)
-        request = CaptureRequest(
-            capture_id=f"{self._token}-{next(self._captures)}",
-            run_id=self._folders.run.run_id,
-            step=step,
-            folder=str(folder),
-            policy_version=policy_version,
-            keep=keep,
-        )
+
+        def make_request() -> CaptureRequest:
+            folder = self._folders.make(step) if keep else self._folders.path(step)
+            return CaptureRequest(
+                capture_id=f"{self._token}-{next(self._captures)}",
+                run_id=self._folders.run.run_id,
+                step=step,
+                folder=str(folder),
+                policy_version=policy_version,
+                keep=keep,
+            )
+
+        self._peers = self._peers or find_peers(self.config, self._targets, self._folders)
+        request = yield from self._peers.agree(step, make_request)
+        if request is None:
+            return None
+        folder = Path(request.folder)
         windows = (
             msgspec.structs.replace(
                 request, capture_id=f"{request.capture_id}/{number}", stage=ROLLOUT, occurrence=number
@@ -305,7 +325,7 @@ class Controller:
             for number in count(1)
         )
         participants = Participants(self.config, self._known)
-        if keep:
+        if keep and self._peers.writes:
             participants.notes += self._folders.notes_on(folder, step)
         return _Live(step_range, request, folder, participants, clock.now_ns(), [step], windows, notes=notes)
 

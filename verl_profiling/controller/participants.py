@@ -132,6 +132,14 @@ class Participants:
         told = {id(target) for target, _ in self._all}
         return [target for target in targets if id(target) in told]
 
+    def identities(self) -> list[WorkerIdentity]:
+        """Return who records, in no particular order."""
+        return [
+            entry.identity
+            for entry in self._all.values()
+            if entry.started is not None and entry.started.status in ("recording", "armed")
+        ]
+
     def remote_clocks(self) -> list[Target]:
         """Return one target for each clock that is not the controller's."""
         found: dict[str, Target] = {}

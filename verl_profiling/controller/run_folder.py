@@ -62,8 +62,11 @@ def claim_run_folder(config: ProfilingConfig) -> RunFolder:
     for number in count(1):
         path = root if number == 1 else root / f"run_{number}"
         path.mkdir(parents=True, exist_ok=True)
-        while (owner := _owner(path, run_id)) is None:
-            start = len(read_starts(path)) + 1
+        while True:
+            owner, start = _look(path, run_id)
+            if owner:
+                break
+            # Another process may have come in between: then there is an owner, or one start more.
             if write_json_exclusively(path / run_file_name(start), _describe(config, run_id, start)):
                 if owners:
                     logger.warning(
@@ -76,23 +79,23 @@ def claim_run_folder(config: ProfilingConfig) -> RunFolder:
     raise AssertionError("count() ends")
 
 
-def _owner(folder: Path, run_id: str) -> str | None:
-    """Return a sentence on the run that a folder belongs to; ``None`` if this run may have it."""
+def _look(folder: Path, run_id: str) -> tuple[str, int]:
+    """Return a sentence on the run that a folder belongs to, or the number of the start that may have it."""
     try:
         starts = read_starts(folder)
     except TraceFormatError as error:
-        return f"save_path {folder} belongs to a run whose file cannot be read: {error}"
+        return f"save_path {folder} belongs to a run whose file cannot be read: {error}", 0
     if not starts:
         strangers = any(folder.glob("step_*"))
-        return f"save_path {folder} holds step folders of a run without run.json" if strangers else None
+        return (f"save_path {folder} holds step folders of a run without run.json" if strangers else ""), 1
     last = starts[-1]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.begin_ns / 1e9))
     whose = f"save_path {folder} belongs to run {last.run_id}, started {when} by {last.process}"
     if last.run_id != run_id:
-        return whose
+        return whose, 0
     if last.process.alive() and last.process != ProcessId.current():
-        return f"{whose}, which is still running"
-    return None
+        return f"{whose}, which is still running", 0
+    return "", len(starts) + 1
 
 
 def _describe(config: ProfilingConfig, run_id: str, start: int) -> RunInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -18,6 +18,7 @@ from verl_profiling.manifest import (
     Artifact,
     CaptureResult,
     Manifest,
+    read_manifest,
     write_json_atomically,
 )
 from verl_profiling.settings.config import ProfilingConfig
@@ -79,6 +80,7 @@ class StepFolders:
 
     def write(self, folder: Path, manifest: Manifest) -> WrittenStep:
         """Write the controller's trace, then the manifest."""
+        manifest = msgspec.structs.replace(manifest, start=self.run.start)
         write_controller_trace(folder, manifest)
         write_json_atomically(folder / MANIFEST_NAME, manifest)
         self._last = WrittenStep(folder, manifest)
@@ -92,11 +94,15 @@ class StepFolders:
             _with_finished(result, worker.artifacts) if worker.name == result.name else worker
             for worker in written.manifest.workers
         ]
-        written.manifest = msgspec.structs.replace(written.manifest, workers=workers)
-        write_controller_trace(written.folder, written.manifest)
-        write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
-        if _pending(written.manifest) and not any(step is written for step in self._unfinished):
-            self._unfinished.append(written)
+        self._change(written, msgspec.structs.replace(written.manifest, workers=workers))
+
+    def update(self, folder: Path, change: Callable[[Manifest], Manifest]) -> None:
+        """Change the manifest of a capture that was written."""
+        known = (written for written in (self._last, *self._unfinished) if written is not None)
+        written = next((w for w in known if w.folder == folder), None)
+        if written is None:
+            written = WrittenStep(folder, read_manifest(folder))
+        self._change(written, change(written.manifest))
 
     def wrote_last(self, step: int) -> bool:
         """Return whether the capture that was written last is of that step."""
@@ -137,6 +143,13 @@ class StepFolders:
         """Write what is known; artifacts that are still pending stay so."""
         for unfinished in list(self._unfinished):
             self._rewrite(unfinished)
+
+    def _change(self, written: WrittenStep, manifest: Manifest) -> None:
+        written.manifest = manifest
+        write_controller_trace(written.folder, manifest)
+        write_json_atomically(written.folder / MANIFEST_NAME, manifest)
+        if _pending(manifest) and not any(step is written for step in self._unfinished):
+            self._unfinished.append(written)
 
     def _rewrite(self, unfinished: WrittenStep) -> None:
         self._unfinished.remove(unfinished)

@@ -105,7 +105,10 @@ class Target(ABC):
         roles: The roles under which it was added; several for a process with several roles.
         size: Number of workers that answer a call.
         first: Index of the first of them among the workers of its role.
+        is_local: It is an object of this process.
     """
+
+    is_local = False
 
     def __init__(self, role: str, first: int, size: int) -> None:
         self.roles = [role]
@@ -182,6 +185,8 @@ class _Local(Target):
         worker: The object.
         loop: Event loop of its coroutines; by default the caller's, or a new one.
     """
+
+    is_local = True
 
     def __init__(self, role: str, first: int, worker: Any, loop: asyncio.AbstractEventLoop | None) -> None:
         super().__init__(role, first, 1)

@@ -169,6 +169,9 @@ class ProfilingConfig:
             expanded. Where another run has it, this one records into ``run_2``, ``run_3``, ... inside.
         run_id: Name of the run. A run that is started again with the same one, e.g. from a checkpoint,
             continues in its folder. ``None``: each start is a run of its own.
+        spmd: Whether the callbacks of several ranks record together, where each process builds its own.
+            ``None``: they do when the process is a rank of several and all its workers are objects of its
+            own. ``False``: this callback is the only one. ``True``: they do, workers or not.
         strict: Raise errors of tools in the training loop instead of only reporting them.
         schedule: The steps that are captured.
         select: The workers and stages that are captured.
@@ -183,6 +186,7 @@ class ProfilingConfig:
     mode: Mode = "e2e"
     save_path: str = "outputs/profiling"
     run_id: str | None = None
+    spmd: bool | None = None
     strict: bool = False
     schedule: Schedule = field(default_factory=Schedule)
     select: Selection = field(default_factory=Selection)

@@ -12,6 +12,7 @@ from verl_profiling.capture.messages import CaptureRequest, StartReply, StopRepl
 from verl_profiling.capture.replies import not_set_up, start_reply, switched_off
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.identity import WorkerIdentity
+from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["CaptureMixin"]
@@ -32,8 +33,8 @@ class CaptureMixin:
         config: ProfilingConfig | Mapping[str, Any] | None,
         *,
         role: str,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         topology: Mapping[str, int] | None = None,
         sizes: Mapping[str, int] | None = None,
     ) -> None:
@@ -45,8 +46,9 @@ class CaptureMixin:
         Args:
             config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
             role: Role of the worker group, e.g. ``actor``.
-            rank: Global rank inside the role.
-            world_size: Number of ranks of the role.
+            rank: Global rank inside the role. Left out: the process's, as torch.distributed or the launcher
+                (RANK, WORLD_SIZE) says, or 0.
+            world_size: Number of ranks of the role; left out, likewise, or 1.
             topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1}``.
             sizes: Number of ranks along these dimensions, e.g. ``{"dp": 4}``.
 
@@ -55,10 +57,11 @@ class CaptureMixin:
             ToolUnavailableError: A tool cannot work on this machine.
         """
         settings = ProfilingConfig.from_any(config)
+        own_rank, own_world_size = process_rank() or (0, 1)
         identity = WorkerIdentity(
             role=role,
-            rank=rank,
-            world_size=world_size,
+            rank=own_rank if rank is None else rank,
+            world_size=own_world_size if world_size is None else world_size,
             topology=dict(topology or {}),
             sizes=dict(sizes or {}),
         )

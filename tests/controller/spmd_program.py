@@ -1,0 +1,111 @@
+"""What one rank runs in the tests of SPMD: ``spmd_program.py SAVE_PATH SCENARIO``, started once per rank."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from fleet import TrainWorker
+
+from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig, stage
+from verl_profiling.testing import shifted_clock
+
+RANK = int(os.environ["RANK"])
+
+
+def work(scenario: str, step: int, folder: Path) -> None:
+    """Do what the scenario has this rank do in a step."""
+    with stage("update_actor"):
+        time.sleep(0.01)
+    if RANK == 1 and step == 2:
+        if scenario == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if scenario == "late":
+            wait_for(folder / "step_000002" / "manifest.json")
+        if scenario == "raises":
+            raise ValueError("out of memory")
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file exists."""
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def loop(config: ProfilingConfig, scenario: str) -> None:
+    """Run the training loop."""
+    profiling = ProfilingCallback(config)
+    worker = TrainWorker()
+    worker.init_capture(config, role="actor")
+    profiling.add_workers("actor", worker)
+    with profiling:
+        for step in (1, 2, 3, 4):
+            profiling.on_step_begin(step)
+            with profiling.stage("reward"):
+                time.sleep(0.001)
+            work(scenario, step, Path(config.save_path))
+            profiling.on_step_end({"reward": RANK})
+
+
+async def async_loop(config: ProfilingConfig) -> None:
+    """The same as a coroutine; its event loop goes on while the callback waits."""
+    profiling = AsyncProfilingCallback(config)
+    worker = TrainWorker()
+    worker.init_capture(config, role="actor")
+    profiling.add_workers("actor", worker)
+    beats: list[float] = []
+
+    async def beat() -> None:
+        while True:
+            beats.append(time.monotonic())
+            await asyncio.sleep(0.005)
+
+    heart = asyncio.create_task(beat())
+    async with profiling:
+        for step in (1, 2, 3, 4):
+            await profiling.on_step_begin(step)
+            await asyncio.sleep(0.5 if RANK else 0.0)
+            await profiling.on_step_end()
+    heart.cancel()
+    gaps = [after - before for before, after in itertools.pairwise(beats)]
+    assert max(gaps) < 0.4, f"the event loop stood still for {max(gaps)} s"
+
+
+def main() -> None:
+    """Run one rank."""
+    save_path, scenario, *given = sys.argv[1:]
+    settings = {
+        "enable": True,
+        "tool": "spans",
+        "save_path": save_path,
+        "schedule": {"steps": [2, 3]},
+        "timeouts": {"start_s": 20, "stop_s": 20, "finish_s": 20},
+    }
+    config = ProfilingConfig.from_any({**settings, **json.loads(given[0] if given else "{}")})
+    if scenario == "no callback" and RANK == 1:
+        return
+    clock = shifted_clock(5_000_000_000, "elsewhere") if scenario == "clock" and RANK else None
+    with clock or contextlib.nullcontext():
+        if "MASTER_ADDR" in os.environ and scenario != "environment":
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo")
+        if scenario == "async":
+            asyncio.run(async_loop(config))
+        else:
+            with contextlib.suppress(ValueError):
+                loop(config, scenario)
+        if scenario == "environment":
+            assert "torch" not in sys.modules
+
+
+if __name__ == "__main__":
+    main()

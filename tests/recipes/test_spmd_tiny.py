@@ -1,0 +1,62 @@
+"""The recipe without Ray, started with torchrun as its page says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_profiling.cli import main
+from verl_profiling.manifest import read_manifest
+
+pytest.importorskip("hydra", reason="hydra-core is not installed; `make env` builds an environment")
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(*overrides: str) -> str:
+    """Run the recipe on two ranks; return what it printed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "recipes.spmd_tiny.train", *overrides],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_both_ranks_are_in_each_step(tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every artifact of both is whole when the run ends, and one timeline and one report hold them."""
+    printed = torchrun(f"output_dir={tmp_path}", f"profiling={mode}")
+    rewards = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step")]
+    assert len(rewards) == 4
+    assert rewards[-1] > rewards[0], "it learns"
+    run = tmp_path / "profiling"
+    for step in (2, 3):
+        manifest = read_manifest(run / f"step_{step:06d}")
+        assert [(worker.name, worker.status, worker.mode) for worker in manifest.workers] == [
+            ("actor_rank0", "ok", mode),
+            ("actor_rank1", "ok", mode),
+        ]
+        artifacts = [artifact for worker in manifest.workers for artifact in worker.artifacts]
+        assert [artifact.status for artifact in artifacts] == ["ok"] * (2 if mode == "e2e" else 4)
+        assert [span.name for span in manifest.stages] == ["rollout", "reward", "update_actor"]
+        assert manifest.notes == []
+    assert main(["check", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["report", str(run / "step_000002"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [worker["name"] for worker in report["workers"]] == ["actor_rank0", "actor_rank1"]
+    assert [stage["name"] for stage in report["stages"] if stage["name"] in ("rollout", "update_actor")]
+    assert main(["merge", str(run)]) == 0
