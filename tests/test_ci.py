@@ -15,7 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / ".ci" / "run"
 SHELL_SCRIPTS = [SCRIPT, *sorted((ROOT / "recipes").rglob("*.sh"))]
 BEFORE_TESTS = ["lint", "repository", "docs", "browser"]
-SUITES = ["test", "test-hta", "test-sglang", "test-megatron", "test-npu", "test-package", "test-releases"]
+SUITES = [
+    *("test", "test-hta", "test-sglang", "test-megatron", "test-npu"),
+    *("bench-instructions", "test-package", "test-releases"),
+]
 TARGETS = BEFORE_TESTS + SUITES
 # Notes its target, reads its input to the end, and fails for the target that it is told.
 MAKE = """#!/bin/sh
