@@ -21,7 +21,7 @@ from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import Manifest, RunInfo, read_starts
 from verl_profiling.report.check import CheckResult, check
 from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.inputs import steps_in, the_run
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.slim import Keep, select_ranks, stage_windows
 from verl_profiling.timeline.sources import TIMELINE_NAME, StepInputs
@@ -80,12 +80,12 @@ def open_run(path: str | os.PathLike[str]) -> CapturedRun:
         path: Run folder, or anything that :func:`open_step` takes.
 
     Raises:
-        TraceFormatError: There is no such file or folder.
+        TraceFormatError: There is no such file or folder, or it holds several runs.
     """
     directory = Path(path)
     if not directory.exists():
         raise TraceFormatError(directory, "no such file or folder")
-    return CapturedRun(directory)
+    return CapturedRun(the_run(directory))
 
 
 def load_reports(path: str | os.PathLike[str]) -> list[Report]:
@@ -124,7 +124,7 @@ class CapturedRun:
         Raises:
             TraceFormatError: There is nothing to analyse, or a manifest cannot be read.
         """
-        found = find_steps(self.directory)
+        found = steps_in(self.directory)
         return [CapturedStep(inputs, alone=len(found) == 1) for inputs in found]
 
     def starts(self) -> list[RunInfo]:

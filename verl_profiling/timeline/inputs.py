@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,16 +11,18 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import (
     CONTROLLER_TRACE_NAME,
     MANIFEST_NAME,
+    RUN_NAME,
     Artifact,
     CaptureResult,
     Manifest,
     read_manifest,
+    read_starts,
 )
 from verl_profiling.named_files import named_file
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.sources import Source, StepInputs, sorted_sources
 
-__all__ = ["find_steps", "resolve_artifact", "step_folders"]
+__all__ = ["find_steps", "resolve_artifact", "step_folders", "steps_in", "the_run"]
 
 _STEP_FOLDER = re.compile(r"step_(\d+)(?:\.(\d+))?")
 
@@ -28,7 +31,16 @@ def find_steps(path: Path) -> list[StepInputs]:
     """Return the steps under ``path``: a step folder, a run folder, or plain traces.
 
     Raises:
-        TraceFormatError: There is nothing to analyse, or a manifest cannot be read.
+        TraceFormatError: There is nothing to analyse, a manifest cannot be read, or there are several runs.
+    """
+    return steps_in(the_run(path))
+
+
+def steps_in(path: Path) -> list[StepInputs]:
+    """Return the steps of a run in its own folder, whatever other runs are in folders below.
+
+    Raises:
+        TraceFormatError: As for :func:`find_steps`.
     """
     if (path / MANIFEST_NAME).is_file():
         return [_from_manifest(path)]
@@ -36,6 +48,7 @@ def find_steps(path: Path) -> list[StepInputs]:
         finished = [folder for folder in step_folders(path) if (folder / MANIFEST_NAME).is_file()]
         steps = [_from_manifest(folder) for folder in finished]
         if steps:
+            _refuse_mixture(path, steps)
             return steps
     elif not path.exists():
         raise TraceFormatError(path, "no such file or folder")
@@ -43,6 +56,56 @@ def find_steps(path: Path) -> list[StepInputs]:
     if not steps:
         raise TraceFormatError(path, f"holds no {MANIFEST_NAME}, no step folders and no trace files")
     return steps
+
+
+def the_run(path: Path) -> Path:
+    """Return the folder of the one run that a path names or holds; other paths are returned as they are.
+
+    ``run.json`` names the run in whose folder it is, without those in folders below.
+
+    Raises:
+        TraceFormatError: The path holds several runs.
+    """
+    if path.name == RUN_NAME and path.is_file():
+        return path.parent
+    if not path.is_dir() or (path / MANIFEST_NAME).is_file():
+        return path
+    below = {file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{RUN_NAME}")}
+    runs = sorted(below)
+    if (path / RUN_NAME).is_file() or step_folders(path):
+        runs.insert(0, path)
+    if len(runs) > 1:
+        named = ", ".join(f"{_name(run)} ({_described(run)})" for run in runs)
+        raise TraceFormatError(path, f"holds {len(runs)} runs; name one of them: {named}")
+    return runs[0] if runs else path
+
+
+def _name(run: Path) -> Path:
+    return run / RUN_NAME if (run / RUN_NAME).is_file() else run
+
+
+def _described(run: Path) -> str:
+    steps = len(step_folders(run))
+    count = f"{steps} step{'s' if steps != 1 else ''}"
+    try:
+        starts = read_starts(run)
+    except TraceFormatError:
+        return f"{count}, {RUN_NAME} cannot be read"
+    if not starts:
+        return f"{count}, without {RUN_NAME}: name a step folder"
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(starts[0].begin_ns / 1e9))
+    return f"{count}, run {starts[0].run_id}, started {began}"
+
+
+def _refuse_mixture(path: Path, steps: list[StepInputs]) -> None:
+    """Refuse step folders of several runs that lie side by side, e.g. copied there."""
+    runs: dict[str, list[str]] = {}
+    for step in steps:
+        if step.manifest is not None:
+            runs.setdefault(step.manifest.run_id, []).append(step.directory.name)
+    if len(runs) > 1:
+        named = "; ".join(f"run {run_id}: {', '.join(names)}" for run_id, names in runs.items())
+        raise TraceFormatError(path, f"holds steps of {len(runs)} runs; name a step folder ({named})")
 
 
 def step_folders(run: Path) -> list[Path]:
