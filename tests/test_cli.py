@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from step_folders import WORKERS, build_step
 
-from verl_profiling.cli import main
-from verl_profiling.commands import COMMANDS, EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.cli import COMMANDS, main
+from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 
 ANSI = "\x1b["
 
@@ -109,7 +109,7 @@ def test_analysis_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
     folder = build_step(tmp_path)
     program = (
         "import sys; sys.modules.update(torch=None, ray=None, vllm=None)\n"
-        "from verl_profiling.cli import main\n"
+        "from verl_profiling.cli import COMMANDS, main\n"
         f"sys.exit(main(['merge', {str(folder)!r}]) or main(['report', {str(folder)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -221,9 +221,9 @@ class CapturedStep:
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
         from verl_profiling.report.capture_rows import requests
+        from verl_profiling.report.flat_rows import REPORT_TABLES
         from verl_profiling.report.frames import data_frame
         from verl_profiling.report.model import RequestRow
-        from verl_profiling.report.tables import REPORT_TABLES
 
         choices = get_args(FrameName)
         if name not in choices:

@@ -9,11 +9,24 @@ import sys
 from collections.abc import Sequence
 
 import verl_profiling
-from verl_profiling.commands import COMMANDS, EXIT_BAD_INPUT, EXIT_OK
+from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
 from verl_profiling.errors import ProfilingError
 from verl_profiling.visible import visible
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "merge": "write one timeline of a step, to open in Perfetto",
+    "report": "show where the time of a step went",
+    "view": "open a step's timeline and report in the browser",
+    "diff": "compare two steps or two runs",
+    "split": "cut an e2e trace into its stages",
+    "collect": "fetch reports that Nsight Systems finished after the run",
+    "check": "verify that every expected artifact is there and whole",
+    "plan": "print what a configuration would capture, and in how many files",
+    "doctor": "show what this machine can record, and whether a config can run here",
+}
+"""Purpose of each command, in the order of ``--help``."""
 
 _EPILOG = """\
 exit codes: 0 success; 1 success, and it found what it looks for (a damaged artifact,

@@ -1,4 +1,4 @@
-"""Ranks as users write them: ``"0,8-15"``, a number, or a list."""
+"""Ranks as users write them: ``"0,8-15"``, a number, a list, or a word; and the rank a launcher gave."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections.abc import Iterator
 
 from verl_profiling.errors import ConfigError
 
-__all__ = ["Ranks", "coordinates_in", "parse_ranks", "process_rank"]
+__all__ = ["ONE_PER_PP_STAGE", "Ranks", "coordinates_in", "parse_ranks", "process_rank"]
 
 Ranks = str | int | tuple[int, ...] | None
+
+ONE_PER_PP_STAGE = "one_per_pp_stage"
+"""In place of ranks: the first rank of each pipeline stage."""
 
 _MOST_RANKS = 1 << 20
 

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.finisher import Finisher
+from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.ledger import ArtifactLedger
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.owner_thread import OwnerAbsentError, OwnerThread
+from verl_profiling.capture.recording_thread import OwnerAbsentError, OwnerThread
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.capture.states import TRANSITIONS, Event, State, StateMachine
 from verl_profiling.errors import CaptureStateError

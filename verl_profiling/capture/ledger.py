@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.finisher import Finisher
+from verl_profiling.capture.background import Finisher
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools import Destination, Output, Tool
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_profiling import clock
+from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.capture import HANDOVER_S, Capture
-from verl_profiling.capture.finisher import Finisher
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.capture.replies import (
     another_is_open,

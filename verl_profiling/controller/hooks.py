@@ -21,9 +21,9 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import OpenSpan, SpanLog
-from verl_profiling.controller.late import LateStops, OverdueStop
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.order import LoopOrder
+from verl_profiling.controller.overdue_stops import OverdueStop, OverdueStops
 from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.spmd import Alone, find_peers
 from verl_profiling.controller.step_folder import StepFolders
@@ -96,7 +96,7 @@ class Controller:
         self.last_folder: Path | None = None
         self._token = uuid.uuid4().hex[:12]
         self._folders = StepFolders(config)
-        self._late = LateStops(self._folders)
+        self._late = OverdueStops(self._folders)
         self._peers: Alone | None = None
         self._identity = WorkerIdentity(role="controller")
         self._targets: list[Target] = []
@@ -270,7 +270,7 @@ class Controller:
             )
 
     def train_end(self) -> Iterator[Round]:
-        """Close what is open, and wait for artifacts that are being compressed."""
+        """Close what is open; wait for overdue stops, then for artifacts that are being compressed."""
         yield from self.close(complete=False)
         finish_s = self.config.timeouts.finish_s
         if calls := self._late.calls:

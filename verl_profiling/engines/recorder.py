@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.finisher import Finisher
+from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.capture.replies import another_is_open, nothing_to_stop, start_reply, stop_reply
 from verl_profiling.capture.states import ENGINE_TRANSITIONS, Event, State, StateMachine

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_profiling.report.flat_rows import REPORT_TABLES, columns, flat_rows
 from verl_profiling.report.model import Report
-from verl_profiling.report.tables import REPORT_TABLES, columns, flat_rows
 
 __all__ = ["write_csv"]
 

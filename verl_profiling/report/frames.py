@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.report.tables import columns, flat_rows
+from verl_profiling.report.flat_rows import columns, flat_rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.ranks import Ranks, coordinates_in, parse_ranks
+from verl_profiling.ranks import ONE_PER_PP_STAGE, Ranks, coordinates_in, parse_ranks
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
 from verl_profiling.settings.tool_names import load_tool
@@ -23,7 +23,6 @@ from verl_profiling.tools import TOOLS, Tool
 __all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts"]
 
 Mode = Literal["e2e", "discrete"]
-ONE_PER_PP_STAGE = "one_per_pp_stage"
 
 
 @dataclass(frozen=True, kw_only=True)

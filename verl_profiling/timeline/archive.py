@@ -119,7 +119,7 @@ def _entries(inputs: StepInputs) -> tuple[list[_Entry], list[str]]:
             problems.append(str(error))
             continue
         name = f"{source.lane}/{source.path.name.removesuffix('.gz')}"
-        entries.append(_Entry(name, source.path, source.lane, base - source.offset_ns))
+        entries.append(_Entry(name, source.path, source.title, base - source.offset_ns))
     return entries, problems
 
 

@@ -184,17 +184,12 @@ def _plan(sources: list[Source], scratch: Path, base_ns: int, keep: Keep) -> lis
                 index=index,
                 pid=lanes[source.lane],
                 lane_index=lane_index,
-                title=_title(source),
+                title=source.title,
                 base_ns=base_ns,
                 keep=keep,
             )
         )
     return plan
-
-
-def _title(source: Source) -> str:
-    where = " ".join(f"{dimension}{index}" for dimension, index in source.topology.items())
-    return f"{source.lane} [{where}]" if where else source.lane
 
 
 def _run(plan: list[MemberJob], jobs: int) -> Iterator[tuple[MemberJob, Member]]:

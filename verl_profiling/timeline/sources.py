@@ -43,6 +43,12 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     error_ns: int = 0
     stage: str | None = None
 
+    @property
+    def title(self) -> str:
+        """Name of the lane in the timeline: ``actor_rank1 [tp1 pp0]``."""
+        where = " ".join(f"{dimension}{index}" for dimension, index in self.topology.items())
+        return f"{self.lane} [{where}]" if where else self.lane
+
 
 class StepInputs(msgspec.Struct, kw_only=True):
     """Everything found of one step.

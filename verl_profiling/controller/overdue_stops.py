@@ -1,4 +1,7 @@
-"""Answers to ``stop_capture`` that come too late to be waited for: what was recorded is taken up then."""
+"""Answers to ``stop_capture`` that come after its timeout: what was recorded is taken up then.
+
+How long they are waited for at the end of training is in ``Controller.train_end``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.step_folder import StepFolders, WrittenStep
 from verl_profiling.controller.targets import Call
 
-__all__ = ["LateStops", "OverdueStop"]
+__all__ = ["OverdueStop", "OverdueStops"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class OverdueStop:
     participants: Participants
 
 
-class LateStops:
+class OverdueStops:
     """Keeps calls that are overdue until they return.
 
     Args:

@@ -1,4 +1,7 @@
-"""Background work on artifacts: one thread per process, started when there is work."""
+"""Runs what is left to do on artifacts on one background thread, which is started when there is work.
+
+What that is, a tool says: the ``finish`` of its ``Output`` (compression is in ``tools/trace_file.py``).
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from verl_profiling.capture.finisher import Finisher
+from verl_profiling.capture.background import Finisher
 from verl_profiling.manifest import Artifact
 
 PENDING = Artifact(path="a", lane="a", tool="t", status="pending")

@@ -1,4 +1,7 @@
-"""A report as flat tables: what is written as CSV, and what becomes a data frame."""
+"""The rows of a report without nesting, for CSV files and data frames.
+
+A new column of a table belongs in :mod:`~verl_profiling.report.model`; it appears here by itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The thread that owns a recording, for tools that must be stopped where they were started."""
+"""The thread that owns a recording, for tools that must be stopped where they were started.
+
+On which thread a stage may end is in :mod:`~verl_profiling.capture.stage`.
+"""
 
 from __future__ import annotations
 
