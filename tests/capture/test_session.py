@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from example_loops import read_trace, settings, spans, train
 from verl_profiling import CaptureStateError, ProfilingConfig, stage
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session, process_session
+from verl_profiling.capture.stage import Stage
 from verl_profiling.capture.states import ENGINE_TRANSITIONS, TRANSITIONS, Event, State, StateMachine
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
@@ -572,3 +574,44 @@ def test_settings_may_differ_by_role(session: Session, tmp_path: Path) -> None:
     assert session.start(request(tmp_path), CRITIC).status == "skipped"
     assert session.start(request(tmp_path), ACTOR).status == "recording"
     assert session.stop("run-1").result.roles == ["actor"]
+
+
+def test_a_recorded_stage_may_end_on_another_thread(session: Session, tmp_path: Path) -> None:
+    """``asyncio.to_thread`` carries the stage along: its recording ends with it, and the next is made."""
+    session.register(settings(tool="torch", mode="discrete"), ACTOR)
+    session.start(request(tmp_path), ACTOR)
+    first = Stage(session, "update_actor")
+    first.__enter__()
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(first.__exit__, None, None, None))
+    thread.start()
+    thread.join()
+    with Stage(session, "reward"), Stage(session, "inside"):
+        pass
+    result = session.stop("run-1", 30).result
+    assert [artifact.stage for artifact in result.artifacts] == ["update_actor", "reward"]
+    assert {artifact.status for artifact in result.artifacts} <= {"ok", "pending"}
+
+
+def test_a_stage_beside_the_recorded_one_is_skipped_and_says_why(session: Session, tmp_path: Path) -> None:
+    """A process has one profiler: of stages on two threads at once the second is named, not forgotten."""
+    session.register(settings(tool="torch", mode="discrete"), ACTOR)
+    session.start(request(tmp_path), ACTOR)
+
+    def score() -> None:
+        with Stage(session, "reward"):
+            pass
+
+    with Stage(session, "update_actor"):
+        thread = threading.Thread(target=score)
+        thread.start()
+        thread.join()
+        with Stage(session, "inside"):
+            pass
+    result = session.stop("run-1", 30).result
+    fates = {artifact.stage: (artifact.status, artifact.reason) for artifact in result.artifacts}
+    assert fates.keys() == {"update_actor", "reward"}
+    assert fates["reward"][0] == "skipped"
+    assert "'update_actor' of another thread or task was being recorded" in fates["reward"][1]
+    assert fates["update_actor"][0] in ("ok", "pending")
+    assert result.status == "ok"

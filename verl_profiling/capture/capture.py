@@ -74,6 +74,7 @@ class Capture:
         self._ledger = ArtifactLedger(request.capture_id, finisher)
         self._stages: list[StageSpan] = []
         self._occurrences: Counter[str] = Counter()
+        self._skipped: set[str] = set()
         self._anchors = [clock.read_anchor()]
         self._start_s = self._stop_s = self._export_s = 0.0
 
@@ -131,13 +132,15 @@ class Capture:
         span = self._spans.begin(name)
         if records:
             self._recorded = span
+        elif self._misses(span):
+            self._skip(name)
 
     def end(self, name: str, failed: bool) -> None:
         """End a stage; in discrete mode, stop the tools that were started for it."""
         span = self._spans.end(name, failed)
         if self._owner.waiting:
             self._owner.serve()
-        if span is not None and span is self._recorded and self._owner.is_current():
+        if span is not None and span is self._recorded and self._may_stop_here():
             begin = time.perf_counter()
             with self._lock:
                 self._stop_tools()
@@ -146,9 +149,43 @@ class Capture:
                     self._machine.move(Event.STAGE_END)
             self._stop_s += time.perf_counter() - begin
 
+    def _selects(self, name: str) -> bool:
+        return self._role.stages is None or name in self._role.stages
+
+    def _misses(self, span: OpenSpan) -> bool:
+        """Return whether a selected stage begins beside the one that is recorded, not inside of it.
+
+        Runs of one stage at once share a recording.
+        """
+        recorded = self._recorded
+        if self._whole or recorded is None or recorded.end_ns or recorded.name == span.name:
+            return False
+        if not self._selects(span.name):
+            return False
+        outer = span.parent
+        while outer is not None and outer is not recorded:
+            outer = outer.parent
+        return outer is None
+
+    def _skip(self, name: str) -> None:
+        """Say, once of each stage, that it was not recorded because another thread's or task's was."""
+        with self._lock:
+            if name in self._skipped:
+                return
+            self._skipped.add(name)
+            recorded = self._recorded
+            self._occurrences[name] += 1
+            other = recorded.name if recorded is not None else "another stage"
+            reason = f"stage {other!r} of another thread or task was being recorded; a process records one"
+            for tool in self._role.tools:
+                self._ledger.skip(tool, self._destination(name, self._occurrences[name]), reason)
+
+    def _may_stop_here(self) -> bool:
+        return self._owner.is_current() or all(tool.any_thread for tool, _, _ in self._recordings)
+
     def _begin_recorded_stage(self, name: str) -> bool:
         """Start the tools if the stage is selected and no other thread did; return whether."""
-        if self._role.stages is not None and name not in self._role.stages:
+        if not self._selects(name):
             return False
         with self._lock:
             if self.state is not State.ARMED:
@@ -165,13 +202,7 @@ class Capture:
     def _start_tools(self, stage: str | None, occurrence: int) -> None:
         """Start all tools; if one fails, stop those already started, record the reason, and raise."""
         begin = time.perf_counter()
-        destination = Destination(
-            folder=Path(self.request.folder),
-            lane=self.identity.lane(),
-            stage=stage,
-            occurrence=occurrence,
-            metadata=self._metadata(stage),
-        )
+        destination = self._destination(stage, occurrence)
         with self._lock:
             self._owner.claim()
             for tool in self._role.tools:
@@ -270,6 +301,15 @@ class Capture:
                 f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
                 f"started recording, {absence} ({self.identity}); start and stop on one thread"
             ) from absence
+
+    def _destination(self, stage: str | None, occurrence: int) -> Destination:
+        return Destination(
+            folder=Path(self.request.folder),
+            lane=self.identity.lane(),
+            stage=stage,
+            occurrence=occurrence,
+            metadata=self._metadata(stage),
+        )
 
     def _metadata(self, stage: str | None) -> dict[str, Any]:
         request = self.request

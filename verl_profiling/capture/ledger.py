@@ -67,6 +67,14 @@ class ArtifactLedger:
                 finish = _keeping_times(output.finish, expected.begin_ns, end_ns)
                 self._finisher.submit(self._capture_id, artifact, finish)
 
+    def skip(self, tool: Tool, destination: Destination, reason: str) -> None:
+        """Note that a tool did not record on purpose; one that writes nothing has no entry."""
+        if tool.suffix:
+            skipped = msgspec.structs.replace(
+                destination.artifact(type(tool)), status="skipped", reason=reason
+            )
+            self._entries[skipped.path] = skipped
+
     def fail(self, tool: Tool, destination: Destination, reason: str) -> None:
         """Enter that a tool failed to record or to write."""
         artifact = destination.artifact(type(tool))
