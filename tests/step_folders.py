@@ -29,9 +29,8 @@ from verl_profiling.manifest import (
     Request,
     Rpc,
     StageSpan,
-    read_manifest,
-    write_json_atomically,
 )
+from verl_profiling.run_files import read_manifest, write_json_atomically
 
 STEP = 12
 WORKERS = ("actor_rank0", "actor_rank1", "rollout0_rank0")

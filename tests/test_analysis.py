@@ -19,9 +19,10 @@ from step_folders import STEP, WORKERS, build_step, with_facts
 
 from verl_profiling.analysis import FrameName, load_reports, open_run, open_step
 from verl_profiling.errors import ConfigError, ToolUnavailableError, TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME, Request, read_manifest, write_json_atomically
+from verl_profiling.manifest import MANIFEST_NAME, Request
 from verl_profiling.report.intervals import length
 from verl_profiling.report.model import REPORT_SCHEMA_VERSION
+from verl_profiling.run_files import read_manifest, write_json_atomically
 
 DATA = Path(__file__).parent / "data"
 

@@ -17,10 +17,9 @@ from verl_profiling.manifest import (
     Manifest,
     Rpc,
     StageSpan,
-    read_manifest,
     worst_fate,
-    write_json_atomically,
 )
+from verl_profiling.run_files import read_manifest, write_json_atomically
 
 
 def artifact(status: str, **more: object) -> Artifact:

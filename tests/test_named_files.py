@@ -12,9 +12,10 @@ from step_folders import build_step
 
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME, read_manifest, write_json_atomically
+from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.named_files import named_file
 from verl_profiling.nsys_ranges import NsysRange, read_ranges
+from verl_profiling.run_files import read_manifest, write_json_atomically
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../x", "/etc/passwd", "a\0b"])

@@ -15,7 +15,7 @@ from reader import FIRST, RUNNABLE, Reader, assignments
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.capture.session import Session
-from verl_profiling.manifest import read_manifest
+from verl_profiling.run_files import read_manifest
 from verl_profiling.workers import CaptureMixin
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from step_folders import build_step
 
 from verl_profiling.cli import main
-from verl_profiling.manifest import MANIFEST_NAME, read_manifest, write_json_atomically
+from verl_profiling.manifest import MANIFEST_NAME
+from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.visible import visible
 
 HOSTILE = "=cmd\x1b]0;owned\x07\x9b2J\u202egnp.exe"

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 import msgspec
 
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
-from verl_profiling.manifest import Manifest, RunInfo, read_starts
+from verl_profiling.manifest import Manifest, RunInfo
 from verl_profiling.report.check import CheckResult, check
+from verl_profiling.run_files import read_starts
 from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
 from verl_profiling.timeline.inputs import steps_in, the_run
 from verl_profiling.timeline.merge import MergeResult, merge

@@ -7,19 +7,13 @@ became of it. All times are unix nanoseconds on the clock of the process that to
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
 from verl_profiling.clock import ClockAnchor
-from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId, WorkerIdentity, artifact_name
-from verl_profiling.named_files import check_lane
 
 __all__ = [
     "MANIFEST_NAME",
@@ -34,12 +28,7 @@ __all__ = [
     "RunInfo",
     "StageSpan",
     "expected_artifact",
-    "read_manifest",
-    "read_starts",
-    "run_file_name",
     "worst_fate",
-    "write_json_atomically",
-    "write_json_exclusively",
 ]
 
 SCHEMA_VERSION = 1
@@ -337,97 +326,3 @@ def worst_fate(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
             if artifact.status == fate:
                 return status, artifact.reason or f"{artifact.path} is {fate}"
     return "ok", ""
-
-
-def write_json_atomically(path: Path, value: msgspec.Struct) -> None:
-    """Write ``value`` as indented JSON, so that readers see the old file or the new one.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
-    with _written_beside(path, value) as part:
-        part.replace(path)
-
-
-def write_json_exclusively(path: Path, value: msgspec.Struct) -> bool:
-    """Write ``value`` unless ``path`` exists; return whether it was written. One of several writers wins.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
-    with _written_beside(path, value) as part:
-        try:
-            os.link(part, path)
-        except FileExistsError:
-            return False
-        except OSError:  # a file system without hard links
-            try:
-                with path.open("xb") as file:
-                    file.write(part.read_bytes())
-            except FileExistsError:
-                return False
-    return True
-
-
-@contextmanager
-def _written_beside(path: Path, value: msgspec.Struct) -> Iterator[Path]:
-    """Yield a finished temporary file beside ``path``; gone afterwards, unless it was renamed."""
-    part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(value), indent=2))
-            file.flush()
-            os.fsync(file.fileno())
-        yield part
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def run_file_name(start: int) -> str:
-    """Return the name of the file that a start of a run leaves: ``run.json``, ``run.2.json``, ..."""
-    return RUN_NAME if start == 1 else f"run.{start}.json"
-
-
-def read_starts(run: Path) -> list[RunInfo]:
-    """Read what the starts of a run left in its folder, in order.
-
-    Raises:
-        TraceFormatError: One cannot be read.
-    """
-    starts: list[RunInfo] = []
-    while True:
-        path = run / run_file_name(len(starts) + 1)
-        try:
-            starts.append(msgspec.json.decode(path.read_bytes(), type=RunInfo))
-        except FileNotFoundError:
-            return starts
-        except OSError as error:
-            raise TraceFormatError(path, f"cannot be read ({error.strerror})") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise TraceFormatError(path, f"not the file of a run: {error}") from error
-
-
-def read_manifest(step_dir: Path) -> Manifest:
-    """Read ``manifest.json`` of a step folder.
-
-    Raises:
-        TraceFormatError: It is missing, is not a manifest, or has a newer schema.
-    """
-    path = step_dir / MANIFEST_NAME
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read ({error.strerror}); is this a step folder?") from error
-    try:
-        version = msgspec.json.decode(data, type=dict[str, Any]).get("schema_version")
-        if isinstance(version, int) and version > SCHEMA_VERSION:
-            raise TraceFormatError(
-                path, f"schema version {version}, newer than {SCHEMA_VERSION}: update verl-profiling"
-            )
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceFormatError(path, f"not a manifest: {error}") from error
-    for worker in manifest.workers:
-        for artifact in worker.artifacts:
-            check_lane(path, artifact.lane)
-    return manifest

@@ -18,8 +18,9 @@ from fleet import CoroutineWorker, TrainWorker, WorkerGroup
 from verl_profiling import CaptureStateError, ConfigError, ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.messages import StopReply
 from verl_profiling.capture.session import Session
-from verl_profiling.manifest import Manifest, Request, read_manifest
+from verl_profiling.manifest import Manifest, Request
 from verl_profiling.report.check import check
+from verl_profiling.run_files import read_manifest
 
 Work = Callable[[int], object]
 

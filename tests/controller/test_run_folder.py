@@ -16,8 +16,8 @@ from test_callback import configured, local_worker, manifest, run
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
 from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import read_manifest, read_starts
 from verl_profiling.report.check import check
+from verl_profiling.run_files import read_manifest, read_starts
 from verl_profiling.timeline.inputs import find_steps
 
 

@@ -23,8 +23,9 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.controller.channel import FileChannel, StoreChannel, find_leader_files, lead_files
 from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import Manifest, read_manifest, read_starts
+from verl_profiling.manifest import Manifest
 from verl_profiling.report.check import check
+from verl_profiling.run_files import read_manifest, read_starts
 
 PROGRAM = Path(__file__).with_name("spmd_program.py")
 PATHS = os.pathsep.join((str(ROOT), str(ROOT / "tests")))

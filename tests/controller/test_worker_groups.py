@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.example_loops import settings
 from verl_profiling import ProfilingCallback
-from verl_profiling.manifest import read_manifest
+from verl_profiling.run_files import read_manifest
 from verl_profiling.workers import CaptureMixin
 
 

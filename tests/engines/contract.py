@@ -20,7 +20,8 @@ import pytest
 from verl_profiling import AsyncProfilingCallback
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.manifest import Artifact, CaptureResult, read_manifest
+from verl_profiling.manifest import Artifact, CaptureResult
+from verl_profiling.run_files import read_manifest
 
 
 def request(folder: Path, step: int = 1, **fields: Any) -> CaptureRequest:

@@ -15,8 +15,8 @@ from verl_profiling import ProfilingCallback, ToolUnavailableError
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
-from verl_profiling.manifest import read_manifest
 from verl_profiling.report.build import build_report
+from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from verl_profiling.cli import main
-from verl_profiling.manifest import read_manifest
+from verl_profiling.run_files import read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = ["device=cpu", "attention_backend=torch_native", "sampling_backend=pytorch", "dtype=float32"]

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_module
 
 from verl_profiling import ProfilingConfig
 from verl_profiling.integrations.verl_config import settings_from_verl
-from verl_profiling.manifest import read_manifest
+from verl_profiling.run_files import read_manifest
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 

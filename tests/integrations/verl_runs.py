@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from verl_profiling.manifest import CaptureResult, Manifest, read_manifest
+from verl_profiling.manifest import CaptureResult, Manifest
+from verl_profiling.run_files import read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes/verl_grpo_cpu/run.sh"

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; `make
 
 from recipes.grpo_tiny import task
 from verl_profiling.cli import main
-from verl_profiling.manifest import read_manifest
+from verl_profiling.run_files import read_manifest
 
 ROOT = Path(__file__).parents[2]
 STEPS = (2, 3)

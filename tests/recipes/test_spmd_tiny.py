@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from verl_profiling.cli import main
-from verl_profiling.manifest import read_manifest
+from verl_profiling.run_files import read_manifest
 
 pytest.importorskip("hydra", reason="hydra-core is not installed; `make env` builds an environment")
 

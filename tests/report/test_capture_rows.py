@@ -13,11 +13,12 @@ from rich.console import Console
 from step_folders import build_step, with_facts
 
 from verl_profiling.analysis import open_step
-from verl_profiling.manifest import MANIFEST_NAME, ClockAnchor, read_manifest, write_json_atomically
+from verl_profiling.manifest import MANIFEST_NAME, ClockAnchor
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import CostRow, MeasureRow, Report
 from verl_profiling.report.terminal import print_report, quantity
+from verl_profiling.run_files import read_manifest, write_json_atomically
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 from step_folders import build_step
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import read_manifest, write_json_atomically
 from verl_profiling.report.check import check
+from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
 
 VICTIM = "actor_rank0.torch.json.gz"

@@ -13,7 +13,8 @@ from step_folders import WORKERS, build_step, read_events, recordings, unix_ns
 
 from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import StageSpan, read_manifest
+from verl_profiling.manifest import StageSpan
+from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.slim import Keep

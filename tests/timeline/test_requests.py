@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 from step_folders import build_step, read_events
 
-from verl_profiling.manifest import MANIFEST_NAME, Request, read_manifest, write_json_atomically
+from verl_profiling.manifest import MANIFEST_NAME, Request
+from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 

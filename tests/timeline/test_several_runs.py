@@ -12,13 +12,8 @@ from verl_profiling.analysis import open_run
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import (
-    MANIFEST_NAME,
-    RunInfo,
-    read_manifest,
-    run_file_name,
-    write_json_atomically,
-)
+from verl_profiling.manifest import MANIFEST_NAME, RunInfo
+from verl_profiling.run_files import read_manifest, run_file_name, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
 
 BEGIN_NS = 1_700_000_000_000_000_000

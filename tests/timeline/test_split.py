@@ -9,9 +9,10 @@ import pytest
 from step_folders import build_step, read_events, recordings
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME, read_manifest, write_json_atomically
+from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.report.build import build_report
 from verl_profiling.report.check import check
+from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.split import split_step
 

@@ -14,8 +14,9 @@ import pytest
 from tests.tools.nsys_stand_in import TOOL, Worker, stand_in_cluster
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig, ToolUnavailableError
 from verl_profiling.cli import main
-from verl_profiling.manifest import Artifact, read_manifest
+from verl_profiling.manifest import Artifact
 from verl_profiling.nsys_ranges import read_ranges
+from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.launch import expected_ranges
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.nsys import convert_nsys

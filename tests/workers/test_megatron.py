@@ -16,7 +16,8 @@ import pytest
 
 from verl_profiling import CaptureStateError, ToolUnavailableError, stage
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.manifest import CaptureResult, Manifest, StageSpan, read_manifest
+from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
+from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.reader import Trace

@@ -15,7 +15,14 @@ from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.targets import Call, Round, Target, Worker
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import CaptureCost, CaptureResult, CaptureStatus, HostClock, Rpc, worst_fate
+from verl_profiling.manifest import (
+    CaptureCost,
+    CaptureResult,
+    CaptureStatus,
+    HostClock,
+    Rpc,
+    worst_fate,
+)
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["Participants"]

@@ -18,7 +18,8 @@ from pathlib import Path
 from verl_profiling import clock
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import RunInfo, read_starts, run_file_name, write_json_exclusively
+from verl_profiling.manifest import RunInfo
+from verl_profiling.run_files import read_starts, run_file_name, write_json_exclusively
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["RunFolder", "claim_run_folder"]

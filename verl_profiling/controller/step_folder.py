@@ -13,14 +13,8 @@ from verl_profiling.capture.messages import Finished
 from verl_profiling.controller.run_folder import RunFolder, claim_run_folder
 from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import step_folder_name
-from verl_profiling.manifest import (
-    MANIFEST_NAME,
-    Artifact,
-    CaptureResult,
-    Manifest,
-    read_manifest,
-    write_json_atomically,
-)
+from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, Manifest
+from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["StepFolders", "WrittenStep"]

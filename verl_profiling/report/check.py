@@ -8,7 +8,8 @@ from typing import Literal
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, Artifact, read_manifest
+from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, Artifact
+from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.blocks import Blocks
 from verl_profiling.timeline.inputs import resolve_artifact, step_folders
 from verl_profiling.timeline.plain import plain_steps

@@ -16,12 +16,11 @@ from verl_profiling.manifest import (
     Artifact,
     CaptureResult,
     Manifest,
-    read_manifest,
     worst_fate,
-    write_json_atomically,
 )
 from verl_profiling.named_files import named_file
 from verl_profiling.nsys_ranges import NSYS_FOLDER, NsysRange, read_ranges
+from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.nsys import convert_nsys
 
 __all__ = ["Collected", "collect"]

@@ -15,10 +15,9 @@ from verl_profiling.manifest import (
     Artifact,
     CaptureResult,
     Manifest,
-    read_manifest,
-    read_starts,
 )
 from verl_profiling.named_files import named_file
+from verl_profiling.run_files import read_manifest, read_starts
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.sources import Source, StepInputs, sorted_sources
 

@@ -22,8 +22,8 @@ from verl_profiling.manifest import (
     CaptureResult,
     Manifest,
     StageSpan,
-    write_json_atomically,
 )
+from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import resolve_artifact
 from verl_profiling.timeline.member import compressor
 from verl_profiling.timeline.reader import Event, Trace
