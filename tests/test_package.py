@@ -45,7 +45,10 @@ FLOORS = (
 # What a tool is, and their names: settings know that, and the tools themselves know settings.
 TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
-SHARED = ("errors", "clock", "named_files", "visible", "identity", "ranks", "manifest", "run_files", "nsys_ranges")
+SHARED = (
+    *("errors", "clock", "named_files", "visible", "identity", "ranks"),
+    *("manifest", "run_files", "nsys_ranges"),
+)
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.
 DOCTOR = ("doctor", "device_report", "plan", "commands.doctor", "commands.plan")
