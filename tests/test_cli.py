@@ -190,7 +190,10 @@ def test_view_serves_until_interrupted(tmp_path: Path) -> None:
     """It merges and reports if needed, prints both addresses, and exits with 0 after Ctrl-C."""
     pytest.importorskip("viztracer")
     folder = build_step(tmp_path)
-    command = [sys.executable, "-m", "verl_profiling.cli", "view", str(folder), "--no-browser", "--port", "0"]
+    # A shell that runs the tests in the background has them ignore Ctrl-C, and so would their children.
+    main_call = "from verl_profiling.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = f"import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); {main_call}"
+    command = [sys.executable, "-c", program, "view", str(folder), "--no-browser", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         timeline, report = process.stdout.readline(), process.stdout.readline()
         with urllib.request.urlopen(report.split()[1], timeout=10) as page:
