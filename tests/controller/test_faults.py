@@ -410,7 +410,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_is_reported_by_what_was_written(tiny_disk: Path, run_python: Any) -> None:
     """What torch reports as a success is a trace that did not fit; it is kept for a reader to salvage."""
-    done = run_python(FULL_DISK, tiny_disk / "step", 200)
+    done = run_python(FULL_DISK, tiny_disk / "step", 1000)
     status, path, reason = done.stdout.strip().splitlines()[-1].split("|")
     assert (status, path) == ("truncated", "actor_rank0.torch.json")
     assert "cut off after" in reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 from collections import Counter
 from pathlib import Path
@@ -432,3 +433,21 @@ def test_a_profiler_of_the_users_own_inside_a_capture_keeps_its_profile(
         tmp_path,
         ends,
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["nccl_data.json.gz", "vllm_tp2_rank0.trace.json.gz", "megatron_tp2_rank0.json.gz"]
+)
+def test_a_trace_that_is_cut_anywhere_is_not_whole(tmp_path: Path, name: str) -> None:
+    """Behind the end of an event too, where the last byte is that of a whole trace."""
+    content = gzip.decompress((Path(__file__).parents[1] / "data" / name).read_bytes())
+    end = content.rindex(b"]")
+    begin = max(0, end - 20_000)
+    cuts = [cut for cut in range(begin + 1, end) if content[:cut].rstrip().endswith(b"}")]
+    assert len(cuts) > 50
+    expected = Artifact(path="a.torch.json.gz", lane="a", tool="torch", status="missing")
+    for cut in [*cuts[::25], len(content)]:
+        part = tmp_path / ".a.part"
+        part.write_bytes(content[begin:cut])
+        output = output_of_raw_trace(part, tmp_path / expected.path, expected, 1)
+        assert (output.artifact.status == "truncated") == (cut < len(content)), content[cut - 60 : cut]

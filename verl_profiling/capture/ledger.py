@@ -61,7 +61,8 @@ class ArtifactLedger:
                 output.artifact,
             )
             artifact = msgspec.structs.replace(output.artifact, begin_ns=expected.begin_ns, end_ns=end_ns)
-            self._entries.pop(expected.path, None)
+            if artifact.path != expected.path:
+                self._entries.pop(expected.path, None)
             self._entries[artifact.path] = artifact
             if output.finish is not None:
                 finish = _keeping_times(output.finish, expected.begin_ns, end_ns)

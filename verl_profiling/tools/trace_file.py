@@ -20,7 +20,12 @@ __all__ = ["EventCount", "output_of_raw_trace"]
 _CHUNK_BYTES = 4 << 20
 _PHASE = b'"ph"'
 _SPAN = b'"ph": "X"'
-_TAIL_BYTES = 64
+_TAIL_BYTES = 8192  # more than a path can be long
+# Kineto writes the trace's name behind the events, and then, by version, other plain values
+# ("finalizeTrace" in its output_json.cpp). Other writers close the list of events last.
+_TEXT = rb'"(?:[^"\\]|\\.)*"'
+_VALUES = rb"(?:,\s*" + _TEXT + rb":\s*(?:" + _TEXT + rb"|[-+.\w]+))*"
+_END = re.compile(rb'(?:"traceName":\s*' + _TEXT + _VALUES + rb"\s*|\])\}\s*\Z")
 
 
 class EventCount:
@@ -48,6 +53,11 @@ class EventCount:
         if rest:
             yield self._counted(rest)
 
+    @property
+    def whole(self) -> bool:
+        """Whether the trace was read to its end."""
+        return _ends(self.tail)
+
     def _counted(self, piece: bytes) -> bytes:
         self.events += piece.count(_PHASE)
         self.spans += piece.count(_SPAN)
@@ -70,7 +80,12 @@ def _look_at(path: Path) -> _RawTrace | None:
             tail = file.read()
     except OSError:
         return None
-    return _RawTrace(size, tail.rstrip().endswith(b"}"))
+    return _RawTrace(size, _ends(tail))
+
+
+def _ends(tail: bytes) -> bool:
+    """Return whether these are the last bytes of a whole trace; a cut may fall behind the end of an event."""
+    return _END.search(tail) is not None
 
 
 def output_of_raw_trace(
