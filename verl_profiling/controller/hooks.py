@@ -10,7 +10,6 @@ import logging
 import uuid
 from asyncio import AbstractEventLoop
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import count
 from operator import index
 from pathlib import Path
@@ -20,8 +19,9 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.stage import OpenSpan, SpanLog
+from verl_profiling.capture.stage import SpanLog
 from verl_profiling.controller.loop_metrics import finite_numbers
+from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture
 from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.overdue_stops import OverdueStop, OverdueStops
 from verl_profiling.controller.participants import Participants
@@ -39,44 +39,10 @@ __all__ = ["Controller"]
 logger = logging.getLogger(__name__)
 
 HANDSHAKES = 8
-ROLLOUT = "rollout"
 _NOBODY = (
     "no workers and no rollout were added to the callback, so nobody records: call "
     "add_workers(role, workers) or add_rollout(replicas) before the first step that is captured"
 )
-
-
-@dataclass
-class _Live:
-    """The capture that is open."""
-
-    step_range: StepRange
-    request: CaptureRequest
-    folder: Path
-    participants: Participants
-    begin_ns: int
-    steps: list[int]
-    rollout_requests: Iterator[CaptureRequest]
-    spans: SpanLog = field(default_factory=SpanLog)
-    metrics: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    overdue: list[OverdueStop] = field(default_factory=list)
-    rollout_request: CaptureRequest | None = None
-    rollout_span: OpenSpan | None = None
-
-    def keep(self, metrics: Mapping[str, Any] | None) -> None:
-        numbers, notes = finite_numbers(metrics)
-        self.metrics.update(numbers)
-        self.notes += notes
-
-    def begin_rollout(self) -> None:
-        self.rollout_span = self.spans.begin(ROLLOUT)
-
-    def end_rollout(self) -> None:
-        """End the rollout, which may have begun in another task or thread."""
-        span, self.rollout_span = self.rollout_span, None
-        if span is not None:
-            self.spans.end_span(span, failed=False)
 
 
 class Controller:
@@ -92,7 +58,7 @@ class Controller:
     def __init__(self, config: ProfilingConfig) -> None:
         self.config = config
         self.sink: SpanLog | None = None
-        self.live: _Live | None = None
+        self.live: OpenCapture | None = None
         self.last_folder: Path | None = None
         self._token = uuid.uuid4().hex[:12]
         self._folders = StepFolders(config)
@@ -292,7 +258,7 @@ class Controller:
 
     def _open(
         self, step_range: StepRange, step: int, policy_version: int | None
-    ) -> Generator[Round, None, _Live | None]:
+    ) -> Generator[Round, None, OpenCapture | None]:
         notes = []
         try:
             policy_version = None if policy_version is None else index(policy_version)
@@ -327,16 +293,20 @@ class Controller:
         participants = Participants(self.config, self._known)
         if keep and self._peers.writes:
             participants.notes += self._folders.notes_on(folder, step)
-        return _Live(step_range, request, folder, participants, clock.now_ns(), [step], windows, notes=notes)
+        return OpenCapture(
+            step_range, request, folder, participants, clock.now_ns(), [step], windows, notes=notes
+        )
 
-    def _start(self, live: _Live, targets: Iterable[Target], request: CaptureRequest) -> Iterator[Round]:
+    def _start(
+        self, live: OpenCapture, targets: Iterable[Target], request: CaptureRequest
+    ) -> Iterator[Round]:
         round_ = Round(self._send(targets, "start_capture", request), self.config.timeouts.start_s)
         yield round_
         self._remember_unanswered(round_)
         live.participants.take_starts(round_, request)
         yield from self._shake_hands(live, "start_capture", request)
 
-    def _stop(self, live: _Live, targets: Iterable[Target], request: CaptureRequest) -> Iterator[Round]:
+    def _stop(self, live: OpenCapture, targets: Iterable[Target], request: CaptureRequest) -> Iterator[Round]:
         participants = live.participants
         remote = participants.remote_clocks()
         round_ = Round(
@@ -351,7 +321,7 @@ class Controller:
 
     def _shake_hands(
         self,
-        live: _Live,
+        live: OpenCapture,
         method: str,
         argument: CaptureRequest | str,
         targets: Iterable[Target] | None = None,
@@ -363,7 +333,7 @@ class Controller:
             yield round_
             live.participants.take_handshakes(round_, closing=method == "stop_capture")
 
-    def _close_rollout_window(self, live: _Live) -> Iterator[Round]:
+    def _close_rollout_window(self, live: OpenCapture) -> Iterator[Round]:
         request, live.rollout_request = live.rollout_request, None
         if request is not None:
             yield from self._stop(

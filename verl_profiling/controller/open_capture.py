@@ -1,0 +1,71 @@
+"""What the controller knows of the capture that is open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.stage import OpenSpan, SpanLog
+from verl_profiling.controller.loop_metrics import finite_numbers
+from verl_profiling.controller.overdue_stops import OverdueStop
+from verl_profiling.controller.participants import Participants
+from verl_profiling.settings.schedule import StepRange
+
+__all__ = ["ROLLOUT", "OpenCapture"]
+
+ROLLOUT = "rollout"
+"""The stage that lies between ``on_rollout_begin`` and ``on_rollout_end``."""
+
+
+@dataclass
+class OpenCapture:
+    """The capture that is open.
+
+    Attributes:
+        step_range: The steps that it covers.
+        request: What the workers were asked for.
+        folder: Its step folder.
+        participants: What every worker answered.
+        begin_ns: When ``on_step_begin`` returned to the loop.
+        steps: The steps that have begun.
+        rollout_requests: The requests of the rollout windows that are still to come.
+        spans: The controller's stages.
+        metrics: Numbers of the loop.
+        notes: What a user should know of it.
+        overdue: Stops that were not answered in time.
+        rollout_request: The rollout window that is open.
+        rollout_span: The stage of the rollout that runs.
+    """
+
+    step_range: StepRange
+    request: CaptureRequest
+    folder: Path
+    participants: Participants
+    begin_ns: int
+    steps: list[int]
+    rollout_requests: Iterator[CaptureRequest]
+    spans: SpanLog = field(default_factory=SpanLog)
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    overdue: list[OverdueStop] = field(default_factory=list)
+    rollout_request: CaptureRequest | None = None
+    rollout_span: OpenSpan | None = None
+
+    def keep(self, metrics: Mapping[str, Any] | None) -> None:
+        """Keep the finite numbers among the loop's metrics, and name the others."""
+        numbers, notes = finite_numbers(metrics)
+        self.metrics.update(numbers)
+        self.notes += notes
+
+    def begin_rollout(self) -> None:
+        """Begin the rollout's stage."""
+        self.rollout_span = self.spans.begin(ROLLOUT)
+
+    def end_rollout(self) -> None:
+        """End the rollout, which may have begun in another task or thread."""
+        span, self.rollout_span = self.rollout_span, None
+        if span is not None:
+            self.spans.end_span(span, failed=False)
