@@ -9,7 +9,8 @@ every reader renders::
     <!-- end -->
 
 A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning that its
-docstring gives. Results are a table of ``benchmarks/results.json``, with where it was measured.
+docstring gives. Results are a table of ``benchmarks/results.json``, with where it was measured; its columns
+are made in ``benchmarks/results.py``.
 With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
 """
 

@@ -1,4 +1,7 @@
-"""Clocks: reading them, and measuring how far a host's clock is from the controller's."""
+"""Clocks: reading them, and measuring how far a host's clock is from the controller's.
+
+The analysis applies what was measured in :mod:`verl_profiling.timeline.inputs`.
+"""
 
 from __future__ import annotations
 

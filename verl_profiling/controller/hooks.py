@@ -26,7 +26,7 @@ from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.overdue_stops import OverdueStop, OverdueStops
 from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.spmd import Alone, find_peers
-from verl_profiling.controller.step_folder import StepFolders
+from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.controller.targets import Call, Round, Target, Worker, make_targets
 from verl_profiling.errors import ConfigError, ProfilingError, choices_hint
 from verl_profiling.identity import WorkerIdentity

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.controller.participants import Participants
-from verl_profiling.controller.step_folder import StepFolders, WrittenStep
+from verl_profiling.controller.step_folders import StepFolders, WrittenStep
 from verl_profiling.controller.targets import Call
 
 __all__ = ["OverdueStop", "OverdueStops"]

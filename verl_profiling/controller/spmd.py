@@ -28,7 +28,7 @@ from verl_profiling.controller.channel import (
     lead_files,
 )
 from verl_profiling.controller.gathering import Begun, Gathering, Part, joined_with, nested, with_stages
-from verl_profiling.controller.step_folder import StepFolders
+from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.controller.targets import Round, Target
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ProcessId, WorkerIdentity

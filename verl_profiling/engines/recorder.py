@@ -1,4 +1,7 @@
-"""Records one engine, one capture at a time, however many callers start and stop it."""
+"""Records one engine, one capture at a time, however many callers start and stop it.
+
+Whoever waits for an engine does so here: for its start, its stop, and the traces that it writes.
+"""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.engines.artifacts import Spool, expected_artifacts, output_of
+from verl_profiling.engines.artifacts import expected_artifacts, output_of
 from verl_profiling.engines.base import EngineAdapter, RangeTool
+from verl_profiling.engines.spool import Spool
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, expected_artifact
 from verl_profiling.tools.base import Output

@@ -1,4 +1,4 @@
-"""Finds the step folders or plain trace files under a path."""
+"""Finds the step folders or plain trace files under a path, and puts each trace on the controller's clock."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_loop_that_counts_from_the_start_again_overwrites_nothing(tmp_path: Pa
 
 LIVING = """
     import sys
-    from verl_profiling.controller.run_folder import claim_run_folder
+    from verl_profiling.controller.run_claim import claim_run_folder
     from verl_profiling import ProfilingConfig
     config = ProfilingConfig(enable=True, tool="spans", save_path=sys.argv[1], run_id=sys.argv[2] or None)
     sys.stdin.readline() if len(sys.argv) > 3 else None

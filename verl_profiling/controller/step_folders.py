@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.capture.messages import Finished
-from verl_profiling.controller.run_folder import RunFolder, claim_run_folder
+from verl_profiling.controller.run_claim import RunFolder, claim_run_folder
 from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, Manifest
