@@ -441,13 +441,13 @@ def test_a_profiler_of_the_users_own_inside_a_capture_keeps_its_profile(
 def test_a_trace_that_is_cut_anywhere_is_not_whole(tmp_path: Path, name: str) -> None:
     """Behind the end of an event too, where the last byte is that of a whole trace."""
     content = gzip.decompress((Path(__file__).parents[1] / "data" / name).read_bytes())
+    content = content[-30_000:]
     end = content.rindex(b"]")
-    begin = max(0, end - 20_000)
-    cuts = [cut for cut in range(begin + 1, end) if content[:cut].rstrip().endswith(b"}")]
+    cuts = [cut for cut in range(1, end) if content[cut - 1 : cut] == b"}"]
     assert len(cuts) > 50
     expected = Artifact(path="a.torch.json.gz", lane="a", tool="torch", status="missing")
     for cut in [*cuts[::25], len(content)]:
         part = tmp_path / ".a.part"
-        part.write_bytes(content[begin:cut])
+        part.write_bytes(content[:cut])
         output = output_of_raw_trace(part, tmp_path / expected.path, expected, 1)
         assert (output.artifact.status == "truncated") == (cut < len(content)), content[cut - 60 : cut]
