@@ -102,7 +102,8 @@ test-pythons: ## Run the light suite on every Python found, the default suite on
 	$(PYTHON) -m tests.pythons --markers "not ($(APART))" -- $(PYTEST_ARGS)
 
 # Environments without what the other tests import.
-sglang_TESTS := tests/engines tests/recipes tests/test_readme.py
+vllm_TESTS := tests/engines tests/recipes tests/test_readme.py
+sglang_TESTS := $(vllm_TESTS)
 megatron_TESTS := tests/workers/test_megatron.py
 verl_TESTS := tests/integrations
 gpu_TESTS := tests/gpu
