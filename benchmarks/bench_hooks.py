@@ -30,7 +30,7 @@ CODE = (
     "verl_profiling/capture/capture.py",
     "verl_profiling/tools/torch_profiler.py",
     "verl_profiling/controller/callback.py",
-    "verl_profiling/controller/hooks.py",
+    "verl_profiling/controller/controller.py",
 )
 METHOD = f"{ROUNDS} rounds, one after another in every round, {{calls:,}} calls each, CPU time."
 ANNOTATE = "verl `DistProfiler.annotate`"

@@ -21,8 +21,8 @@ from verl_profiling.report.build import build_report
 from verl_profiling.report.html import render_html
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.server import TimelineServer, bundled_ui
 from verl_profiling.timeline.sources import StepInputs
-from verl_profiling.timeline.view import TimelineServer, bundled_ui
 
 RUN = os.environ.get("VERL_PROFILING_PICTURES_OF")
 PICTURES = os.environ.get("VERL_PROFILING_PICTURES")

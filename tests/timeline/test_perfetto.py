@@ -13,7 +13,7 @@ from step_folders import WORKERS, build_step, read_events
 
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.view import TimelineServer, bundled_ui
+from verl_profiling.timeline.server import TimelineServer, bundled_ui
 
 pytestmark = [
     *needs_browser,

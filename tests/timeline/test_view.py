@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_profiling.timeline.view import TimelineServer
+from verl_profiling.timeline.server import TimelineServer
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from verl_profiling.commands import EXIT_OK
 from verl_profiling.commands.common import add_path
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.html import render_html
+from verl_profiling.timeline.server import PERFETTO_PORT, TimelineServer, bundled_ui
 from verl_profiling.timeline.sources import TIMELINE_NAME
-from verl_profiling.timeline.view import PERFETTO_PORT, TimelineServer, bundled_ui
 
 __all__ = ["configure", "run"]
 
