@@ -76,7 +76,7 @@ def test_both_ranks_are_in_one_manifest(tmp_path: Path, scenario: str) -> None:
     results = ranks(tmp_path, scenario, distributed=scenario == "store")
     assert [status for status, _ in results] == [0, 0], results
     for written in steps(tmp_path):
-        assert fates(written) == BOTH
+        assert fates(written) == BOTH, [worker.reason for worker in written.workers]
         assert len({worker.identity.pid for worker in written.workers}) == 2
         assert [worker.identity.world_size for worker in written.workers] == [2, 2]
         for worker in written.workers:
