@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -14,12 +15,14 @@ import pytest
 import ray
 from conftest import Pool
 from example_loops import spans
+from fault_tools import FAULTY
 from fleet import AsyncWorker, Reborn, TrainWorker
 from test_callback import configured, local_worker, manifest, run, set_up
 
 from verl_profiling import ProfilingCallback, ProfilingError
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
+from verl_profiling.controller.leftovers import take_up
 from verl_profiling.manifest import Artifact
 from verl_profiling.report.check import check
 from verl_profiling.tools.trace_file import output_of_raw_trace
@@ -173,6 +176,68 @@ def test_a_restarted_actor_is_not_taken_for_the_one_that_recorded(
     assert manifest(config, 2).workers[0].status == "ok"
     assert main(["check", str(Path(config.save_path) / "step_000001")]) == 1
     assert "restarted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_what_a_worker_wrote_before_it_was_killed_is_kept(
+    tmp_path: Path, ray_cluster: None, mode: str
+) -> None:
+    """Stages that it had written are ok, the trace that it was writing is truncated, no part stays behind."""
+    stages = ["update_critic", "update_actor"]
+    doomed = "update_actor" if mode == "discrete" else None
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"/".join(filter(None, ("2/actor_rank0", doomed))): "killed while writing"}))
+    config = configured(tmp_path, mode=mode, tool=FAULTY, tools={FAULTY: {"plan": str(plan)}})
+    worker = ray.remote(num_cpus=0)(Reborn).remote(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    with callback:
+        callback.on_step_begin(2)
+        for name in stages:
+            try:
+                ray.get(worker.work.remote([name]))
+            except ray.exceptions.RayActorError:
+                assert name == doomed
+        callback.on_step_end()
+    folder = Path(config.save_path) / "step_000002"
+    [dead] = manifest(config).workers
+    assert (dead.status, "ActorDiedError" in dead.reason) == ("failed", True)
+    written = [("update_critic", "ok")] if mode == "discrete" else []
+    fates = [(artifact.stage, artifact.status) for artifact in dead.artifacts]
+    assert sorted(fates, key=str) == sorted([*written, (doomed, "truncated")], key=str)
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+    checked = {entry.path: entry.fate for entry in check(folder).artifacts}
+    cut = next(artifact for artifact in dead.artifacts if artifact.status == "truncated")
+    assert checked.pop(cut.path) == "truncated"
+    assert set(checked.values()) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("left", "status", "path"),
+    [
+        ({}, "missing", "a.torch.json.gz"),
+        ({".a.torch.json.part.tmp": b'{"traceEvents": [{"ph": "X"'}, "truncated", "a.torch.json"),
+        ({".a.torch.json.part": b'{"traceEvents": [{"ph": "X"}]}'}, "ok", "a.torch.json"),
+        (
+            {"a.torch.json": b'{"traceEvents": [{"ph": "X"}]}', ".a.torch.json.gz.part": b"\x1f"},
+            "ok",
+            "a.torch.json",
+        ),
+        ({"a.torch.json.gz": b"whole", "a.torch.json": b"whole"}, "ok", "a.torch.json.gz"),
+        ({".a.torch.json.part": b""}, "missing", "a.torch.json.gz"),
+    ],
+    ids=["nothing", "cut", "whole", "being compressed", "compressed", "empty"],
+)
+def test_what_a_process_left_is_taken_up_in_every_state(
+    tmp_path: Path, left: dict[str, bytes], status: str, path: str
+) -> None:
+    """Wherever it ended between the first byte and the last rename, one file is left, or none."""
+    for name, content in left.items():
+        (tmp_path / name).write_bytes(content)
+    promised = Artifact(path="a.torch.json.gz", lane="a", tool="torch", status="missing")
+    [artifact] = take_up(tmp_path, "a", [], [promised])
+    assert (artifact.status, artifact.path) == (status, path)
+    assert [file.name for file in tmp_path.iterdir()] == ([] if status == "missing" else [path])
 
 
 def test_a_hung_actor_is_a_failed_entry_until_it_answers_again(

@@ -1,4 +1,4 @@
-"""Answers to ``stop_capture`` that come after its timeout: what was recorded is taken up then.
+"""Answers to ``stop_capture`` that come after its timeout, and workers that died: what they recorded.
 
 How long they are waited for at the end of training is in ``Controller.train_end``.
 """
@@ -52,9 +52,11 @@ class OverdueStops:
         Raises:
             OSError: A step folder cannot be written.
         """
-        returned = [item for item in self._overdue if item[0].call.future.done()]
-        self._overdue = [item for item in self._overdue if not item[0].call.future.done()]
-        for stop, written in returned:
+        overdue, self._overdue = self._overdue, []
+        for stop, written in overdue:
+            if not stop.call.future.done() or stop.participants.is_ending(stop.call):
+                self._overdue.append((stop, written))
+                continue
             result = stop.participants.take_late_stop(stop.call, stop.request)
             if result is not None:
                 self._folders.replace_worker(written, result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, Finished, StartReply, StopReply
 from verl_profiling.clock import Handshake, best_handshake
+from verl_profiling.controller.leftovers import take_up
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.targets import Call, Round, Target, Worker
 from verl_profiling.identity import WorkerIdentity
@@ -37,6 +39,7 @@ Reply = TypeVar("Reply", StartReply, StopReply)
 class _Participant:
     identity: WorkerIdentity
     started: StartReply | None = None
+    recorder: StartReply | None = None
     results: list[CaptureResult] = field(default_factory=list)
 
 
@@ -72,7 +75,7 @@ class Participants:
                 self._shake(self._opening, call, reply.identity, reply)
             entry = self._all.setdefault(call.worker, _Participant(self._identity(call.worker)))
             entry.identity = self._identity(call.worker)
-            entry.started = reply
+            entry.started = entry.recorder = reply
             if reply is None:
                 entry.results.append(self._failed(entry, request, call.problem(round.timeout_s), call.target))
         self._note_twins()
@@ -95,19 +98,30 @@ class Participants:
                         f"{entry.started.process} recorded, but {reply.process} answered the stop: the "
                         "worker was restarted, and what it had recorded is lost"
                     )
-                    entry.results.append(self._failed(entry, request, reason, call.target))
+                    entry.results.append(self._failed(entry, request, reason, call.target, gone=True))
                 else:
                     result = _labelled(reply.result, request, call.target)
                     entry.results.append(_with_all_promised(result, entry.started, request))
             else:
-                entry.results.append(self._failed(entry, request, call.problem(round.timeout_s), call.target))
-                if not call.future.done() and entry.started.status != "skipped":
+                gone = entry.started.process.alive() is False or (call.died and not self.is_ending(call))
+                reason = call.problem(round.timeout_s)
+                entry.results.append(self._failed(entry, request, reason, call.target, gone=gone))
+                if entry.started.status != "skipped" and (not call.future.done() or self.is_ending(call)):
                     overdue.append(call)
             entry.started = None
         return overdue
 
+    def is_ending(self, call: Call) -> bool:
+        """Return whether a worker is known to be dead whose process can still be seen: it may be writing."""
+        entry = self._all[call.worker]
+        return call.died and entry.recorder is not None and entry.recorder.process.alive() is True
+
     def take_late_stop(self, call: Call, request: CaptureRequest) -> CaptureResult | None:
         """Note an answer to ``stop_capture`` that came late; return the worker's result, if there is one."""
+        if call.died:
+            entry = self._all[call.worker]
+            lost = self._failed(entry, request, call.problem(0.0), call.target, gone=True)
+            return self._replace(entry, lost)
         reply = call.reply()
         if not isinstance(reply, StopReply) or reply.result.capture_id != request.capture_id:
             return None
@@ -119,10 +133,11 @@ class Participants:
         )
         logger.warning("step %d: %s", request.step, note)
         late = msgspec.structs.replace(late, notes=[*late.notes, note])
-        entry = self._all[call.worker]
-        entry.results = [
-            late if result.capture_id == request.capture_id else result for result in entry.results
-        ]
+        return self._replace(self._all[call.worker], late)
+
+    def _replace(self, entry: _Participant, late: CaptureResult) -> CaptureResult:
+        """Put a worker's result in the place of the one of the same capture; return its merged result."""
+        entry.results = [late if result.capture_id == late.capture_id else result for result in entry.results]
         return next(result for result in self.results() if result.name == late.name)
 
     def take_handshakes(self, round: Round, closing: bool) -> None:
@@ -198,11 +213,22 @@ class Participants:
         return self._known.get(worker, guess)
 
     def _failed(
-        self, entry: _Participant, request: CaptureRequest, reason: str, target: Target
+        self,
+        entry: _Participant,
+        request: CaptureRequest,
+        reason: str,
+        target: Target,
+        gone: bool = False,
     ) -> CaptureResult:
+        """Return the result of a worker without an answer; with what it left if its process is gone."""
         logger.error("step %d: %s was not captured: %s", request.step, entry.identity, reason)
         role = self._config.for_role(target.roles[0])
-        expected = list(entry.started.expected) if entry.started is not None else []
+        expected = [
+            msgspec.structs.replace(artifact, status="missing", step=request.step, reason=reason)
+            for artifact in (entry.recorder.expected if entry.recorder is not None else ())
+        ]
+        if gone and request.keep:
+            expected = take_up(Path(request.folder), entry.identity.lane(), role.tools, expected)
         return CaptureResult(
             identity=entry.identity,
             roles=list(target.roles),
@@ -212,10 +238,7 @@ class Participants:
             tools=[tool.name for tool in role.tools],
             status="failed",
             reason=reason,
-            artifacts=[
-                msgspec.structs.replace(artifact, status="missing", step=request.step, reason=reason)
-                for artifact in expected
-            ],
+            artifacts=[msgspec.structs.replace(artifact, step=request.step) for artifact in expected],
         )
 
     def _note_twins(self) -> None:

@@ -9,16 +9,23 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from verl_profiling import clock
+from verl_profiling.controller.local_calls import Postponed, run_side_by_side
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
 
 __all__ = ["Call", "Round", "Target", "Worker", "make_targets"]
+
+logger = logging.getLogger(__name__)
+
+MANY_IN_TURN = 16
 
 
 class Call:
@@ -51,6 +58,12 @@ class Call:
     def reply(self) -> Any:
         """Return the worker's answer, or ``None`` if there is none."""
         return self.future.result() if self.future.done() and self._error() is None else None
+
+    @property
+    def died(self) -> bool:
+        """Whether Ray says that the worker's process has died."""
+        error = self._error() if self.future.done() else None
+        return type(error).__name__ == "ActorDiedError"
 
     def _error(self) -> BaseException | None:
         try:
@@ -90,7 +103,11 @@ class Round:
 
     def wait(self) -> None:
         """Block until all calls have returned or the time is up."""
-        concurrent.futures.wait([call.future for call in self.calls if call.awaited], self.timeout_s)
+        deadline = time.monotonic() + self.timeout_s
+        awaited = {call.future for call in self.calls if call.awaited}
+        postponed = [call.future for call in self.calls if isinstance(call.future, Postponed)]
+        run_side_by_side(postponed, awaited, self.timeout_s)
+        concurrent.futures.wait(awaited, max(0.0, deadline - time.monotonic()))
 
     async def wait_async(self) -> None:
         """Like :meth:`wait`, leaving the event loop free."""
@@ -177,7 +194,9 @@ class _WorkerGroup(Target):
 
 
 class _Local(Target):
-    """An object of this process. Its plain methods run on the calling thread, or on another under a loop.
+    """An object of this process. Its coroutines run beside those of others.
+
+    Its plain methods run on the calling thread, one object after another; under a loop, on other threads.
 
     Args:
         role: Its role.
@@ -197,15 +216,18 @@ class _Local(Target):
     def key(self) -> Hashable:
         return id(self._worker)
 
+    def is_coroutine(self, method: str) -> bool:
+        """Return whether a method of the object is a coroutine."""
+        return inspect.iscoroutinefunction(getattr(self._worker, method))
+
     def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
         function = getattr(self._worker, method)
         running = _running_loop()
-        if inspect.iscoroutinefunction(function):
+        if self.is_coroutine(method):
             loop = self._loop or running
             if loop is not None and loop.is_running():
                 return [asyncio.run_coroutine_threadsafe(function(*arguments), loop)]
-            run = loop.run_until_complete if loop is not None else asyncio.run
-            return [_done(lambda: run(function(*arguments)))]
+            return [Postponed(function(*arguments), loop)]
         if running is not None:
             return [_on_thread(lambda: function(*arguments))]
         return [_done(lambda: function(*arguments))]
@@ -246,6 +268,15 @@ def make_targets(
             targets.append(_Local(role, index, worker, loop))
     if not targets:
         raise ConfigError("", f"role {role!r} has no workers")
+    in_turn = [target for target in targets if isinstance(target, _Local) and not target.is_coroutine(method)]
+    if len(in_turn) > MANY_IN_TURN:
+        logger.warning(
+            "role %r: %d local objects have plain methods, and are called one after another; "
+            "make %s and stop_capture coroutines (async def), which run side by side",
+            role,
+            len(in_turn),
+            method,
+        )
     return targets
 
 

@@ -1,0 +1,162 @@
+"""A thousand workers: called side by side, with one manifest, and without a driver that grows."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_callback import configured, manifest, run
+
+from verl_profiling import AsyncProfilingCallback, ProfilingCallback
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.replies import start_reply, stop_reply
+from verl_profiling.clock import now_ns
+from verl_profiling.controller.targets import MANY_IN_TURN, Call, make_targets
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import CaptureResult
+
+THOUSAND = 1024
+
+
+class Gathering:
+    """Lets calls return once as many are under way as there are workers.
+
+    Attributes:
+        most: The most calls that were under way at once, by method.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.most: dict[str, int] = {}
+        self._size = size
+        self._here: dict[str, int] = {}
+        self._complete: dict[str, asyncio.Event] = {}
+
+    async def meet(self, method: str) -> None:
+        """Wait for the others, but not for ever: one after another they would never meet."""
+        complete = self._complete.setdefault(method, asyncio.Event())
+        self._here[method] = self._here.get(method, 0) + 1
+        self.most[method] = max(self._here[method], self.most.get(method, 0))
+        if self._here[method] == self._size:
+            complete.set()
+        try:
+            await asyncio.wait_for(complete.wait(), 15)
+        except asyncio.TimeoutError:
+            pass  # the count tells
+        self._here[method] -= 1
+        if not self._here[method]:
+            del self._complete[method]
+
+
+class Fake:
+    """A worker that only answers; told to, it raises or never returns."""
+
+    def __init__(self, rank: int, gathering: Gathering | None = None, **fault: str) -> None:
+        self.identity = WorkerIdentity(role="actor", rank=rank)
+        self._gathering = gathering
+        self._fault = fault
+
+    async def start_capture(self, request: CaptureRequest) -> StartReply:
+        """Answer."""
+        begin_ns = now_ns()
+        await self._do("start_capture")
+        return start_reply(self.identity, "recording", begin_ns)
+
+    async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        """Answer."""
+        begin_ns = now_ns()
+        await self._do("stop_capture")
+        result = CaptureResult(identity=self.identity, capture_id=capture_id or "", status="ok", step=1)
+        return stop_reply(result, begin_ns)
+
+    async def _do(self, method: str) -> None:
+        fault = self._fault.get(method)
+        if fault == "dies":
+            raise ConnectionResetError("the process is gone")
+        if fault == "hangs":
+            await asyncio.Event().wait()
+        if self._gathering is not None:
+            await self._gathering.meet(method)
+
+
+def test_a_thousand_workers_are_called_side_by_side(tmp_path: Path) -> None:
+    """All starts are under way at once, and so are all stops; they end in one manifest."""
+    gathering = Gathering(THOUSAND)
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", [Fake(rank, gathering) for rank in range(THOUSAND)])
+    callback.on_step_begin(2)
+    assert gathering.most == {"start_capture": THOUSAND}
+    callback.on_step_end()
+    assert gathering.most == {"start_capture": THOUSAND, "stop_capture": THOUSAND}
+    assert [worker.identity.rank for worker in manifest(config).workers] == list(range(THOUSAND))
+    assert {worker.status for worker in manifest(config).workers} == {"ok"}
+
+
+async def test_a_thousand_workers_of_an_event_loop_are_called_side_by_side(tmp_path: Path) -> None:
+    """The asynchronous callback's loop runs them all at once too."""
+    gathering = Gathering(THOUSAND)
+    callback = AsyncProfilingCallback(configured(tmp_path))
+    callback.add_workers("actor", [Fake(rank, gathering) for rank in range(THOUSAND)])
+    await callback.on_step_begin(2)
+    await callback.on_step_end()
+    assert gathering.most == {"start_capture": THOUSAND, "stop_capture": THOUSAND}
+
+
+@pytest.mark.parametrize("own_loop", [False, True], ids=["new loop", "the caller's loop"])
+def test_one_that_hangs_and_one_that_dies_cost_themselves_alone(tmp_path: Path, own_loop: bool) -> None:
+    """Of 1,024 local coroutines the late ones are given up at the timeout, and the rest is whole."""
+    faults = {3: {"start_capture": "hangs"}, 5: {"start_capture": "dies"}, 7: {"stop_capture": "dies"}}
+    config = configured(tmp_path, timeouts={"start_s": 3, "stop_s": 30, "finish_s": 1})
+    workers = [Fake(rank, **faults.get(rank, {})) for rank in range(THOUSAND)]
+    loop = asyncio.new_event_loop() if own_loop else None
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", workers, loop=loop)
+    run(callback, lambda step: None)
+    failed = {worker.identity.rank: worker.reason for worker in manifest(config).workers if worker.reason}
+    assert len(manifest(config).workers) == THOUSAND
+    assert failed.keys() == faults.keys()
+    assert "did not return within 3 s" in failed[3]
+    assert "start_capture raised ConnectionResetError: the process is gone" in failed[5]
+    assert "stop_capture raised ConnectionResetError: the process is gone" in failed[7]
+    if loop is not None:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+
+def test_a_driver_keeps_nothing_of_captures_that_are_written(tmp_path: Path) -> None:
+    """Calls and results of earlier steps are let go of, however many steps there are."""
+
+    def kept() -> int:
+        gc.collect()
+        return sum(isinstance(found, Call | CaptureResult) for found in gc.get_objects())
+
+    callback = ProfilingCallback(configured(tmp_path, schedule={"every": 1}))
+    callback.add_workers("actor", [Fake(rank) for rank in range(16)])
+    counts = []
+    for step in range(1, 7):
+        callback.on_step_begin(step)
+        callback.on_step_end()
+        counts.append(kept())
+    callback.on_train_end()
+    assert counts[1:] == [counts[1]] * 5
+
+
+def test_many_local_objects_with_plain_methods_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """They are called one after another, which a user of many should know; a few are no matter."""
+
+    class Plain:
+        def start_capture(self, request: Any) -> None: ...
+
+    make_targets("actor", [Plain() for _ in range(MANY_IN_TURN)])
+    make_targets("critic", [Fake(rank) for rank in range(MANY_IN_TURN + 1)])
+    assert caplog.messages == []
+    with caplog.at_level(logging.WARNING):
+        make_targets("actor", [Plain() for _ in range(MANY_IN_TURN + 1)])
+    [message] = caplog.messages
+    assert "role 'actor': 17 local objects have plain methods, and are called one after another" in message
