@@ -29,10 +29,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from verl_profiling.settings.typed_values import Size, in_units
+
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- (table|file|results): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
 ATTRIBUTE = re.compile(r"^    (\w+): (.*)$")
-TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "`null`"}
+TYPE_NAMES = {
+    bool: "true or false",
+    int: "integer",
+    float: "number",
+    str: "text",
+    Size: "size",
+    type(None): "`null`",
+}
 RANKS = frozenset({int, str, tuple[int, ...], type(None)})
 
 
@@ -86,11 +95,13 @@ def type_name(kind: Any) -> str:
     raise TypeError(f"no name for {kind}")
 
 
-def default_of(field: dataclasses.Field[Any]) -> str:
+def default_of(field: dataclasses.Field[Any], kind: Any) -> str:
     """Return a field's default as YAML has it; empty for a group, whose fields have their own."""
     factory = field.default_factory
     if factory is not dataclasses.MISSING:
         return "" if dataclasses.is_dataclass(factory) else f"`{json.dumps(factory())}`"
+    if kind is Size:
+        return f"`{in_units(field.default).replace(' ', '')}`"
     if isinstance(field.default, tuple):
         return f"`[{', '.join(map(str, field.default))}]`"
     return f"`{field.default if isinstance(field.default, str) else json.dumps(field.default)}`"
@@ -108,7 +119,8 @@ def table(location: str, prefix: str) -> str:
         field.name for base in cls.__bases__ if base is not object for field in dataclasses.fields(base)
     }
     rows = [
-        f"| `{prefix}{field.name}` | {type_name(kinds[field.name])} | {default_of(field)} "
+        f"| `{prefix}{field.name}` | {type_name(kinds[field.name])} "
+        f"| {default_of(field, kinds[field.name])} "
         f"| {explained[field.name]} |"
         for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited)
     ]

@@ -10,6 +10,7 @@ import msgspec
 
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOverride
+from verl_profiling.settings.limits import Limits
 from verl_profiling.settings.schedule import Action, Schedule
 from verl_profiling.tools import Tool
 
@@ -61,6 +62,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         more_captures: Whether further captures follow.
         warm_ups: Steps up to there that run the tools and discard the recording.
         never: Listed steps that are outside of the run.
+        kept: Captures that stay, in words; empty if all do.
         roles: One entry for each role that the settings name, and one for all others.
     """
 
@@ -72,6 +74,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     more_captures: bool
     warm_ups: list[int]
     never: list[int]
+    kept: str
     roles: list[PlannedRole]
 
 
@@ -95,8 +98,16 @@ def plan_of(config: ProfilingConfig, steps: int | None = None) -> Plan:
         more_captures=more,
         warm_ups=warm_ups,
         never=[step for step in schedule.steps or () if steps is not None and step > steps],
+        kept=_kept(config.limits),
         roles=roles,
     )
+
+
+def _kept(limits: Limits) -> str:
+    if limits.keep_last is None:
+        return ""
+    slowest = f", and the {limits.keep_slowest} of the longest steps" if limits.keep_slowest else ""
+    return f"the last {limits.keep_last}{slowest}"
 
 
 def _captures(schedule: Schedule, last: int | None) -> tuple[list[PlannedCapture], list[int], bool]:

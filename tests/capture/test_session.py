@@ -615,3 +615,19 @@ def test_a_stage_beside_the_recorded_one_is_skipped_and_says_why(session: Sessio
     assert "'update_actor' of another thread or task was being recorded" in fates["reward"][1]
     assert fates["update_actor"][0] in ("ok", "pending")
     assert result.status == "ok"
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_a_worker_without_free_space_skips_its_artifacts(tmp_path: Path, session: Session, mode: str) -> None:
+    """Nothing is written; the reason names the folder, what is free there, and the limit. Stages are kept."""
+    limits = {"min_free_bytes": "5000TB"}
+    with record_step(settings(mode=mode, limits=limits), tmp_path) as recorded, stage("update_actor"):
+        pass
+    assert recorded.result is not None
+    [artifact] = recorded.result.artifacts
+    assert (recorded.result.status, artifact.status) == ("skipped", "skipped")
+    assert artifact.reason == recorded.result.reason
+    assert artifact.reason.startswith(f"{tmp_path} has ")
+    assert artifact.reason.endswith("of free space, less than limits.min_free_bytes=5e+03 TB")
+    assert [span.name for span in recorded.result.stages] == ["update_actor"]
+    assert list(tmp_path.iterdir()) == []

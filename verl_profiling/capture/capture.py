@@ -206,6 +206,9 @@ class Capture:
         with self._lock:
             self._owner.claim()
             for tool in self._role.tools:
+                if refusal := self._refusal(tool, destination):
+                    self._ledger.skip(tool, destination, refusal)
+                    continue
                 self._ledger.expect(tool, destination)
                 try:
                     self._recordings.append((tool, tool.start(destination), destination))
@@ -218,6 +221,14 @@ class Capture:
             self._mark_spans()
         self._ledger.begin(stage)
         self._start_s += time.perf_counter() - begin
+
+    def _refusal(self, tool: Tool, destination: Destination) -> str:
+        """Return why a tool does not record although it was asked to; empty if it does."""
+        if not (tool.suffix and self.request.keep):
+            return ""
+        if refusal := self._role.limits.no_room(destination.folder):
+            logger.warning("%s: step %d: %s: %s", self.identity, self.request.step, tool.name, refusal)
+        return refusal
 
     def _stop_for_good(self) -> None:
         with self._lock:
@@ -328,6 +339,8 @@ class Capture:
         status, reason = worst_fate(artifacts)
         if not self.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
+        elif artifacts and all(artifact.status == "skipped" for artifact in artifacts):
+            status, reason = "skipped", artifacts[0].reason
         elif not self._whole and not artifacts and any(tool.suffix for tool in self._role.tools):
             ran = ", ".join(sorted({span.name for span in stages})) or "none"
             wanted = "any" if self._role.stages is None else ", ".join(sorted(self._role.stages))

@@ -68,6 +68,8 @@ def _lines(plan: Plan, steps: int | None) -> Iterator[str]:
         yield f"  warm-up, thrown away: {_few(plan.warm_ups)}"
     if plan.never:
         yield f"  never come in {steps} steps: {_few(plan.never)}"
+    if plan.kept:
+        yield f"  kept on disk: {plan.kept}"
     for role in plan.roles:
         yield f"role {role.role}" if role.role else ("every other role" if plan.roles[1:] else "every role")
         if not role.captured:

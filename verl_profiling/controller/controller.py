@@ -25,6 +25,7 @@ from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture
 from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.overdue_stops import OverdueStop, OverdueStops
 from verl_profiling.controller.participants import Participants
+from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.spmd import Alone, find_peers
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.controller.targets import Call, Round, Target, Worker, make_targets
@@ -63,6 +64,8 @@ class Controller:
         self._token = uuid.uuid4().hex[:12]
         self._folders = StepFolders(config)
         self._late = OverdueStops(self._folders)
+        self._retention = Retention(config.limits)
+        self._refused: tuple[int, str] | None = None
         self._peers: Alone | None = None
         self._identity = WorkerIdentity(role="controller")
         self._targets: list[Target] = []
@@ -223,8 +226,7 @@ class Controller:
         if live.request.keep and self._peers is not None:
             whole = yield from self._peers.conclude(manifest, live.folder, participants.finished)
             if whole is not None:
-                self._late.expect(live.overdue, self._folders.write(live.folder, whole))
-                manifest = whole
+                manifest = self._written(live, whole)
             self.last_folder = live.folder
         self._take_late_answers()
         for finished in participants.finished:
@@ -254,6 +256,7 @@ class Controller:
             self._folders.note(item)
         yield from peers.end(finished)
         self._folders.flush()
+        self._retention.wait(finish_s)
         self.order.train_ends(self.config.schedule)
 
     def _open(
@@ -268,7 +271,9 @@ class Controller:
             policy_version = None
         keep = step_range.action is Action.RECORD
 
-        def make_request() -> CaptureRequest:
+        def make_request() -> CaptureRequest | None:
+            if keep and self._refuses(step):
+                return None
             folder = self._folders.make(step) if keep else self._folders.path(step)
             return CaptureRequest(
                 capture_id=f"{self._token}-{next(self._captures)}",
@@ -296,6 +301,32 @@ class Controller:
         return OpenCapture(
             step_range, request, folder, participants, clock.now_ns(), [step], windows, notes=notes
         )
+
+    def _refuses(self, step: int) -> bool:
+        """Return whether the limits leave no room for a capture; said when it begins to be so."""
+        why = self._retention.refusal(self._folders.run, self._unfinished())
+        before, self._refused = self._refused, None
+        if why:
+            self._refused = (step if before is None else before[0], why)
+            if before is None:
+                logger.warning("step %d is not captured, nor are others until there is room: %s", step, why)
+        elif before is not None:
+            self._notes.append(f"from step {before[0]} on nothing was captured until now: {before[1]}")
+        return bool(why)
+
+    def _written(self, live: OpenCapture, manifest: Manifest) -> Manifest:
+        """Write a manifest, and remove the captures that it takes the place of; return it."""
+        leaving, notes = self._retention.take(
+            self._folders.run, live.folder, manifest, self._unfinished() | {live.folder}
+        )
+        manifest = msgspec.structs.replace(manifest, notes=[*manifest.notes, *notes])
+        self._late.expect(live.overdue, self._folders.write(live.folder, manifest))
+        self._retention.remove(leaving)
+        return manifest
+
+    def _unfinished(self) -> set[Path]:
+        others = self._peers.unfinished if self._peers is not None else set()
+        return self._folders.unfinished | self._late.folders | others
 
     def _start(
         self, live: OpenCapture, targets: Iterable[Target], request: CaptureRequest

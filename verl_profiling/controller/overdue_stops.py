@@ -6,6 +6,7 @@ How long they are waited for at the end of training is in ``Controller.train_end
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.controller.participants import Participants
@@ -39,6 +40,11 @@ class OverdueStops:
     def calls(self) -> list[Call]:
         """The calls that have not returned yet."""
         return [stop.call for stop, _ in self._overdue if not stop.call.future.done()]
+
+    @property
+    def folders(self) -> set[Path]:
+        """The step folders into which they may still write."""
+        return {written.folder for stop, written in self._overdue if not stop.call.future.done()}
 
     def expect(self, overdue: list[OverdueStop], written: WrittenStep) -> None:
         """Keep the calls of a capture whose manifest has been written without them."""

@@ -47,9 +47,9 @@ _joined: Counter[str] = Counter()
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others at a step's begin."""
+    """What rank 0 tells the others at a step's begin; without a request, the step is not captured."""
 
-    request: CaptureRequest
+    request: CaptureRequest | None
     clock_domain: str
 
 
@@ -87,8 +87,13 @@ class Alone:
 
     writes = True
 
+    @property
+    def unfinished(self) -> set[Path]:
+        """The step folders of which other processes may still send what they recorded."""
+        return set()
+
     def agree(
-        self, step: int, request: Callable[[], CaptureRequest]
+        self, step: int, request: Callable[[], CaptureRequest | None]
     ) -> Generator[Round, None, CaptureRequest | None]:
         """Return the request of a step that begins; ``None``: it is not captured."""
         yield from ()
@@ -170,7 +175,7 @@ class _Follower(_Peer):
         self._patience_s = self._timeouts.start_s
 
     def agree(
-        self, step: int, request: Callable[[], CaptureRequest]
+        self, step: int, request: Callable[[], CaptureRequest | None]
     ) -> Generator[Round, None, CaptureRequest | None]:
         """Wait for rank 0 to say where the step is recorded."""
         self._next(step)
@@ -265,8 +270,12 @@ class _Leader(_Peer):
         self._missing: list[Gathering] = []
         self._silent: set[int] = set()
 
+    @property
+    def unfinished(self) -> set[Path]:
+        return {gathering.folder for gathering in self._missing}
+
     def agree(
-        self, step: int, request: Callable[[], CaptureRequest]
+        self, step: int, request: Callable[[], CaptureRequest | None]
     ) -> Generator[Round, None, CaptureRequest | None]:
         """Tell the others where the step is recorded; nobody is waited for."""
         self._next(step)

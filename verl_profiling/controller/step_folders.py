@@ -50,6 +50,11 @@ class StepFolders:
             self._run = claim_run_folder(self._config)
         return self._run
 
+    @property
+    def unfinished(self) -> set[Path]:
+        """The step folders of which artifacts are still being finished."""
+        return {written.folder for written in self._unfinished}
+
     def path(self, step: int) -> Path:
         """Return the folder of a step that is not kept."""
         return self.run.path / step_folder_name(step)

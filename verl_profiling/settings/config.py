@@ -14,6 +14,7 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.ranks import ONE_PER_PP_STAGE, Ranks, coordinates_in, parse_ranks
+from verl_profiling.settings.limits import Limits
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
 from verl_profiling.settings.tool_names import load_tool
@@ -123,6 +124,7 @@ class RoleConfig:
     replicas: frozenset[int] | None
     stages: frozenset[str] | None
     coordinates: dict[str, frozenset[int]] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
 
     @property
     def launched_tool(self) -> Tool | None:
@@ -178,6 +180,7 @@ class ProfilingConfig:
         tools: Options of the tools, by name.
         rollout: The part of a rollout that its engine records.
         timeouts: How long to wait for workers.
+        limits: What captures may take of disk and memory.
     """
 
     enable: bool = False
@@ -193,13 +196,15 @@ class ProfilingConfig:
     tools: dict[str, dict[str, Any]] = field(default_factory=dict)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     timeouts: Timeouts = field(default_factory=Timeouts)
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         for name, kind in field_types(ProfilingConfig).items():
             object.__setattr__(self, name, value_of(kind, getattr(self, name), name))
         object.__setattr__(self, "save_path", _expanded("save_path", self.save_path))
-        if self.run_id == "":
-            raise ConfigError("run_id", "is empty; leave it out, or name the run")
+        if self.run_id is not None and (not self.run_id or "\0" in self.run_id):
+            problem = "holds a NUL character" if self.run_id else "is empty; leave it out, or name the run"
+            raise ConfigError("run_id", problem)
         if not self.enable:
             return
         used = {name for role in ("", *self.roles) for name in self._tool_names(role)}
@@ -270,6 +275,7 @@ class ProfilingConfig:
             replicas=parse_ranks(replicas, replicas_key),
             stages=frozenset(stages) if stages is not None else None,
             coordinates=coordinates,
+            limits=self.limits,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import types
 import typing
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NewType, TypeVar
 
 import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 
-__all__ = ["build", "check_seconds", "field_types", "value_of"]
+__all__ = ["Size", "build", "check_seconds", "field_types", "in_units", "value_of"]
 
 T = TypeVar("T")
+Size = NewType("Size", int)
+"""A number of bytes, which may be written with a unit: ``"2GB"``, ``"512 MiB"``."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def _plain(config: Any, key: str) -> Any:
@@ -70,7 +76,8 @@ def value_of(kind: Any, value: Any, key: str) -> Any:
         ConfigError: The value has another type.
     """
     value = _plain(value, key)
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    options = typing.get_args(kind) if union else (kind,)
     if value is None and type(None) in options:
         return None
     for option in options:
@@ -78,13 +85,41 @@ def value_of(kind: Any, value: Any, key: str) -> Any:
             if isinstance(value, option):
                 value = {name: getattr(value, name) for name in field_types(option)}
             return build(option, value, key)
+        if option is Size and isinstance(value, str):
+            return _size(value, key)
         if typing.get_origin(option) is dict and isinstance(value, Mapping):
             item = typing.get_args(option)[1]
             return {str(name): value_of(item, entry, f"{key}.{name}") for name, entry in value.items()}
+    if Size in options:
+        kind = int | None if type(None) in options else int
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(_numbers(value), kind)
     except msgspec.ValidationError as error:
         raise ConfigError(key, f"{error}{_choices(options)}") from None
+
+
+def _numbers(value: Any) -> Any:
+    """Return NumPy's numbers and arrays, and ranges, as plain values; anything else as it is."""
+    if isinstance(value, list | tuple | range):
+        return [_numbers(item) for item in value]
+    return value.tolist() if type(value).__module__ == "numpy" else value
+
+
+def _size(text: str, key: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(key, f"{text!r} is not a size; write a number of bytes, or e.g. 2GB or 512MiB")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
+
+
+def in_units(size: int) -> str:
+    """Return a number of bytes as a person writes it, e.g. ``1.5 GB``."""
+    for unit in ("TB", "GB", "MB", "kB"):
+        scale = 1000 ** _POWERS[unit[0].upper()]
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size} bytes"
 
 
 def _choices(options: tuple[Any, ...]) -> str:

@@ -1,0 +1,216 @@
+"""Which captures of a run stay, and when there is no room for another one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from test_callback import configured, local_worker, manifest
+
+from verl_profiling import ProfilingCallback, ProfilingConfig
+from verl_profiling.capture.session import Session
+from verl_profiling.report.check import check
+from verl_profiling.run_files import read_manifest, write_json_atomically
+
+
+def every_step(tmp_path: Path, **given: Any) -> ProfilingConfig:
+    """Return settings that capture every step."""
+    return configured(tmp_path, **{"schedule": {"every": 1}, **given})
+
+
+def record(config: ProfilingConfig, steps: range, slow: int | None = None) -> None:
+    """Run a loop, in which one step is slow."""
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    callback.on_train_begin()
+    for step in steps:
+        callback.on_step_begin(step)
+        if step == slow:
+            time.sleep(0.2)
+        callback.on_step_end()
+    callback.on_train_end()
+
+
+def kept(config: ProfilingConfig) -> list[str]:
+    """Return what the run's folder holds, without ``run.json``."""
+    return sorted(path.name for path in Path(config.save_path).iterdir() if not path.name.startswith("run."))
+
+
+def names(*steps: int) -> list[str]:
+    """Return the names of step folders."""
+    return [f"step_{step:06d}" for step in steps]
+
+
+def test_the_last_captures_stay_and_the_slowest(tmp_path: Path, session: Session) -> None:
+    """What was removed is in the notes of the capture that took its place; the rest is whole."""
+    config = every_step(tmp_path, tool="torch", limits={"keep_last": 2, "keep_slowest": 1})
+    record(config, range(1, 7), slow=2)
+    assert kept(config) == names(2, 5, 6)
+    assert manifest(config, 5).notes == ["step_000003 was removed: limits.keep_last=2"]
+    assert manifest(config, 6).notes == ["step_000004 was removed: limits.keep_last=2"]
+    assert check(Path(config.save_path)).ok
+
+
+def test_nothing_is_removed_unless_asked_for(tmp_path: Path, session: Session) -> None:
+    """All captures stay by default."""
+    config = every_step(tmp_path)
+    record(config, range(1, 5))
+    assert kept(config) == names(1, 2, 3, 4)
+
+
+def test_a_folder_with_files_of_somebody_else_stays(tmp_path: Path, session: Session) -> None:
+    """A note in it, a report that was made of it: the folder is left alone, and that is said once."""
+    config = every_step(tmp_path, run_id="r", limits={"keep_last": 1})
+    record(config, range(1, 2))
+    (Path(config.save_path) / names(1)[0] / "my notes.txt").write_text("keep")
+    record(config, range(2, 5))
+    assert kept(config) == names(1, 4)
+    assert manifest(config, 4).notes == ["step_000003 was removed: limits.keep_last=1"]
+    assert (Path(config.save_path) / names(1)[0] / "my notes.txt").read_text() == "keep"
+
+
+def test_folders_that_the_run_did_not_write_stay(tmp_path: Path, session: Session) -> None:
+    """Of another run, with a torn manifest, without one, or behind a link."""
+    config = every_step(tmp_path, run_id="r", limits={"keep_last": 1})
+    record(config, range(10, 11))
+    run = Path(config.save_path)
+    ours = run / names(10)[0]
+    shutil.copytree(ours, run / "step_000001")
+    other = msgspec.structs.replace(read_manifest(ours), run_id="another")
+    write_json_atomically(run / "step_000001" / "manifest.json", other)
+    shutil.copytree(ours, run / "step_000002")
+    (run / "step_000002" / "manifest.json").write_bytes(b'{"run_id": "r"')
+    (run / "step_000003").mkdir()
+    shutil.copytree(ours, tmp_path / "elsewhere")
+    (run / "step_000004").symlink_to(tmp_path / "elsewhere")
+    record(config, range(11, 13))
+    assert kept(config) == names(1, 2, 3, 4, 12)
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+
+
+def test_a_step_is_not_removed_while_a_worker_writes(tmp_path: Path, session: Session) -> None:
+    """An artifact that is still compressed keeps its folder until it is done."""
+    import threading
+
+    config = every_step(tmp_path, tool="torch", limits={"keep_last": 1})
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    release = threading.Event()
+    finisher = session._finisher
+    submit = finisher.submit
+    finisher.submit = lambda capture, artifact, finish: submit(  # type: ignore[method-assign]
+        capture, artifact, lambda: (release.wait(20), finish())[1]
+    )
+    for step in (1, 2, 3):
+        callback.on_step_begin(step)
+        callback.on_step_end()
+    assert kept(config) == names(1, 2, 3)
+    release.set()
+    callback.on_train_end()
+    statuses = [a.status for step in (1, 2, 3) for w in manifest(config, step).workers for a in w.artifacts]
+    assert "pending" not in statuses
+    del finisher.submit
+
+
+def test_a_run_that_is_killed_while_it_removes_leaves_whole_steps(tmp_path: Path, session: Session) -> None:
+    """The rest of what was being removed is hidden, and the next start of the run clears it away."""
+    config = every_step(tmp_path, run_id="r", limits={"keep_last": 1})
+    program = """
+        import os, shutil, sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[2])
+        from test_callback import local_worker
+        from test_retention import record
+        from verl_profiling import ProfilingConfig
+        import json
+
+        shutil.rmtree = lambda *a, **k: os._exit(9)
+        record(ProfilingConfig.from_any(json.loads(sys.argv[1])), range(1, 4))
+    """
+    tests = Path(__file__).parents[1]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(program),
+            msgspec.json.encode(config.to_dict()).decode(),
+            str(Path(__file__).parent),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tests.parent), str(tests)))},
+        check=False,
+        capture_output=True,
+    )
+    assert done.returncode == 9, done.stderr
+    left = kept(config)
+    assert left[0] == f".{names(1)[0]}.removed"
+    assert check(Path(config.save_path)).ok
+    record(config, range(5, 6))
+    assert kept(config) == names(5)
+
+
+def test_a_run_that_is_full_captures_nothing_more(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning says how much there is; nothing is removed, and training goes on."""
+    config = every_step(tmp_path, limits={"total_bytes": "9kB"})
+    record(config, range(1, 30))
+    assert 1 <= len(kept(config)) < 10
+    sizes = sum(path.stat().st_size for path in Path(config.save_path).rglob("step_*/*"))
+    assert sizes <= 9000
+    warnings = [line.message for line in caplog.records if "is not captured" in line.message]
+    assert len(warnings) == 1
+    assert "another would exceed limits.total_bytes=9 kB" in warnings[0]
+
+
+def test_what_is_removed_makes_room(tmp_path: Path, session: Session) -> None:
+    """With ``keep_last`` the total counts only what stays."""
+    config = every_step(tmp_path, limits={"total_bytes": "9kB", "keep_last": 2})
+    record(config, range(1, 12))
+    assert kept(config) == names(10, 11)
+
+
+def test_a_full_disk_is_not_written_to(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No step folder is made; the warning names the folder, what is free, and the limit."""
+    config = every_step(tmp_path, limits={"min_free_bytes": "5000TB"})
+    with caplog.at_level(logging.WARNING):
+        record(config, range(1, 4))
+    assert kept(config) == []
+    [warning] = [line.message for line in caplog.records]
+    assert warning.startswith("step 1 is not captured, nor are others until there is room: ")
+    assert f"{config.save_path} has " in warning
+    assert "limits.min_free_bytes=5e+03 TB" in warning
+
+
+def test_that_nothing_was_captured_for_a_while_is_in_the_next_manifest(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the step from which on, and the reason."""
+    config = every_step(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    usage = shutil.disk_usage
+    for step in (1, 2, 3, 4):
+        full = step in (2, 3)
+        monkeypatch.setattr(
+            shutil,
+            "disk_usage",
+            lambda path, full=full: usage(path)._replace(free=7) if full else usage(path),
+        )
+        callback.on_step_begin(step)
+        callback.on_step_end()
+    callback.on_train_end()
+    assert kept(config) == names(1, 4)
+    [note] = manifest(config, 4).notes
+    assert note.startswith("from step 2 on nothing was captured until now: ")
+    assert "has 7 bytes of free space" in note
