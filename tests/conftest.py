@@ -28,6 +28,25 @@ from verl_profiling.testing import leaks
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.load_profile("default")
 ROOT = Path(__file__).resolve().parent.parent
+_VERDICT = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Note the verdict, for :func:`pytest_unconfigure`."""
+    session.config.stash[_VERDICT] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End a process that drove Ray without Ray's exit handlers: they crash now and then, after the verdict.
+
+    The core worker's destructor runs in them (``CoreWorkerProcess::HandleAtExit``; compare Ray's issues
+    31145 and 65184). What the package does when a process ends is tested in processes of its own.
+    """
+    if "ray" in sys.modules and _VERDICT in config.stash:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[_VERDICT])
 
 
 @pytest.fixture(autouse=True)
