@@ -28,7 +28,7 @@ DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 RANKS = 8
 CODE = (
     "verl_profiling/report/build.py",
-    "verl_profiling/report/metrics.py",
+    "verl_profiling/report/numbers.py",
     "verl_profiling/timeline/reader.py",
 )
 PEERS = {

@@ -1,6 +1,6 @@
 """Clocks: reading them, and measuring how far a host's clock is from the controller's.
 
-The analysis applies what was measured in :mod:`verl_profiling.timeline.inputs`.
+What was measured stands in the manifest, and :meth:`verl_profiling.manifest.Manifest.offset_ns` applies it.
 """
 
 from __future__ import annotations

@@ -8,12 +8,9 @@ from collections.abc import Iterator
 
 from verl_profiling.errors import ConfigError
 
-__all__ = ["ONE_PER_PP_STAGE", "Ranks", "coordinates_in", "parse_ranks", "process_rank"]
+__all__ = ["Ranks", "coordinates_in", "parse_ranks", "process_rank"]
 
 Ranks = str | int | tuple[int, ...] | None
-
-ONE_PER_PP_STAGE = "one_per_pp_stage"
-"""In place of ranks: the first rank of each pipeline stage."""
 
 _MOST_RANKS = 1 << 20
 

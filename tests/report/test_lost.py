@@ -24,8 +24,8 @@ from verl_profiling.manifest import (
 )
 from verl_profiling.report.build import build_report
 from verl_profiling.report.lost import CAUSES
-from verl_profiling.report.metrics import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.model import Report
+from verl_profiling.report.numbers import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.svg import gantt_chart
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps

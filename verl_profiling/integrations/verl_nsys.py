@@ -14,9 +14,9 @@ from typing import Any
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.settings import launch
+from verl_profiling.settings import runtime_env
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.launch import worker_runtime_env
+from verl_profiling.settings.runtime_env import worker_runtime_env
 
 __all__ = ["expected_ranges", "hook_vllm_replica", "hook_worker_groups", "start_workers_under_nsys"]
 
@@ -44,7 +44,7 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
             raise ConfigError(
                 key, f"nsys records vLLM engines, not {engine}; set profiling.roles.rollout.tool=torch"
             )
-        found[role] = launch.expected_ranges(chosen, settings.schedule)
+        found[role] = runtime_env.expected_ranges(chosen, settings.schedule)
     return found
 
 
@@ -100,7 +100,7 @@ class StartedUnderNsys:
 
     Args:
         actor_class: What ``ray.remote`` made of a class.
-        environment: What :func:`~verl_profiling.settings.launch.worker_runtime_env` returned.
+        environment: What :func:`~verl_profiling.settings.runtime_env.worker_runtime_env` returned.
     """
 
     def __init__(self, actor_class: Any, environment: Mapping[str, Any]) -> None:

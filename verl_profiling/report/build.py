@@ -14,7 +14,8 @@ from verl_profiling.report.capture_rows import clock_notes, costs, measures
 from verl_profiling.report.findings import find
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.lost import WEIGHT_SYNC, lost_total, stragglers
-from verl_profiling.report.metrics import (
+from verl_profiling.report.model import Clock, Coverage, GanttSpan, Report
+from verl_profiling.report.numbers import (
     anatomy,
     collectives,
     engine_row,
@@ -23,7 +24,6 @@ from verl_profiling.report.metrics import (
     top_ops,
     worker_row,
 )
-from verl_profiling.report.model import Clock, Coverage, GanttSpan, Report
 from verl_profiling.timeline.sources import Source, StepInputs
 from verl_profiling.visible import visible_text_of
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl_profiling.report.metrics import CAPTURE_CALLS
 from verl_profiling.report.model import Report
+from verl_profiling.report.numbers import CAPTURE_CALLS
 
 __all__ = ["Change", "Diff", "compare", "print_diff"]
 

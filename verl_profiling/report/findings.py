@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from verl_profiling.report.metrics import CAPTURE_CALLS
 from verl_profiling.report.model import Finding, Report
+from verl_profiling.report.numbers import CAPTURE_CALLS
 
 __all__ = ["LIMIT", "THRESHOLDS", "find"]
 

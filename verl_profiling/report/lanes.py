@@ -23,7 +23,7 @@ class Lane:
         source: The trace that it was read from.
         activity: What it did.
         stages: Runs of its worker's own stages.
-        observed: Spans in which it was observed: the set ``S`` of :mod:`~verl_profiling.report.metrics`.
+        observed: Spans in which it was observed: the set ``S`` of :mod:`~verl_profiling.report.numbers`.
         recorded: Spans in which its tool recorded.
     """
 

@@ -6,17 +6,18 @@ import os
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.ranks import ONE_PER_PP_STAGE, Ranks, coordinates_in, parse_ranks
+from verl_profiling.ranks import Ranks
 from verl_profiling.settings.limits import Limits
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
+from verl_profiling.settings.selection import Chosen, Coordinates, Selection, choose
 from verl_profiling.settings.tool_names import load_tool
 from verl_profiling.settings.typed_values import build, check_seconds, field_types, value_of
 from verl_profiling.tools import TOOLS, Tool
@@ -24,49 +25,6 @@ from verl_profiling.tools import TOOLS, Tool
 __all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts"]
 
 Mode = Literal["e2e", "discrete"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coordinates:
-    """Ranks chosen by their coordinates in the parallel dimensions; ``None`` means all.
-
-    Written like ``ranks``, where -1 is the last: ``pp: [0, -1]``. A dimension that a worker does not
-    have does not restrict it.
-
-    Attributes:
-        tp: Tensor-parallel ranks.
-        pp: Pipeline stages.
-        dp: Data-parallel ranks.
-        cp: Context-parallel ranks.
-        ep: Expert-parallel ranks.
-    """
-
-    tp: Ranks = None
-    pp: Ranks = None
-    dp: Ranks = None
-    cp: Ranks = None
-    ep: Ranks = None
-
-
-DIMENSIONS = tuple(dimension.name for dimension in fields(Coordinates))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Selection(Coordinates):
-    """The roles, ranks and stages that are captured. ``None`` means all.
-
-    Attributes:
-        roles: Roles that take part.
-        ranks: Global accelerator ranks inside the role: ``"0,8-15"``, a number or a list; or
-            ``one_per_pp_stage``, the first rank of each pipeline stage.
-        replicas: Rollout replicas, written like ``ranks``.
-        stages: Stages that are recorded in discrete mode.
-    """
-
-    roles: tuple[str, ...] | None = None
-    ranks: Ranks = None
-    replicas: Ranks = None
-    stages: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +78,8 @@ class RoleConfig:
     enable: bool
     tools: tuple[Tool, ...]
     mode: Mode
-    ranks: frozenset[int] | None
-    replicas: frozenset[int] | None
+    chosen: Chosen
     stages: frozenset[str] | None
-    coordinates: dict[str, frozenset[int]] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
 
     @property
@@ -138,22 +94,8 @@ class RoleConfig:
         topology: Mapping[str, int] | None = None,
         sizes: Mapping[str, int] | None = None,
     ) -> bool:
-        """Return whether a worker takes part in captures.
-
-        Args:
-            rank: Global rank inside the role.
-            replica: Index of the rollout replica.
-            topology: Its coordinates.
-            sizes: Number of ranks along these dimensions, needed to count from the end.
-        """
-        if not self.enable or (self.ranks is not None and rank not in self.ranks):
-            return False
-        for dimension, index in (topology or {}).items():
-            wanted = self.coordinates.get(dimension)
-            from_end = index - sizes[dimension] if sizes and dimension in sizes else index
-            if wanted is not None and wanted.isdisjoint((index, from_end)):
-                return False
-        return replica is None or self.replicas is None or replica in self.replicas
+        """Return whether a worker takes part in captures: see :meth:`Chosen.includes`."""
+        return self.enable and self.chosen.includes(rank, replica, topology, sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,16 +196,6 @@ class ProfilingConfig:
             if clash := sorted(tool.conflicts.intersection(names)):
                 raise ConfigError(f"{key}tool", f"{tool.name} cannot record together with {', '.join(clash)}")
         stages = override.stages if override.stages is not None else self.select.stages
-        ranks, ranks_key = self._chosen(override, "ranks", key)
-        replicas, replicas_key = self._chosen(override, "replicas", key)
-        coordinates = {
-            dimension: chosen
-            for dimension in DIMENSIONS
-            if (chosen := coordinates_in(*self._chosen(override, dimension, key))) is not None
-        }
-        if ranks == ONE_PER_PP_STAGE:
-            ranks = None
-            coordinates = {name: frozenset({0}) for name in DIMENSIONS if name != "pp"} | coordinates
         return RoleConfig(
             role=role,
             enable=self.enable
@@ -271,21 +203,14 @@ class ProfilingConfig:
             and (self.select.roles is None or role in self.select.roles),
             tools=tools,
             mode=override.mode or self.mode,
-            ranks=parse_ranks(ranks, ranks_key),
-            replicas=parse_ranks(replicas, replicas_key),
+            chosen=choose(override, self.select, key),
             stages=frozenset(stages) if stages is not None else None,
-            coordinates=coordinates,
             limits=self.limits,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain, JSON-compatible values, as :meth:`from_any` takes them."""
         return typing.cast("dict[str, Any]", msgspec.to_builtins(self))
-
-    def _chosen(self, override: RoleOverride, name: str, key: str) -> tuple[Ranks, str]:
-        """Return a role's own choice, or the common one, and its key."""
-        own = getattr(override, name)
-        return (own, f"{key}{name}") if own is not None else (getattr(self.select, name), f"select.{name}")
 
     def _tool_names(self, role: str) -> tuple[str, ...]:
         override = self.roles.get(role)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.manifest import Artifact
-from verl_profiling.settings.launch import worker_runtime_env as nsys_runtime_env
+from verl_profiling.settings.runtime_env import worker_runtime_env as nsys_runtime_env
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
 from verl_profiling.tools.nsys_launch import NsysLaunch, NsysOptions
 from verl_profiling.tools.opened_ranges import process_ranges
