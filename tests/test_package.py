@@ -37,6 +37,7 @@ FLOORS = (
     ("tools interface",),
     ("settings",),
     ("tools",),
+    ("afterwards",),
     ("capture",),
     ("engines", "controller"),
     ("workers",),

@@ -38,6 +38,8 @@ def role(**given: Any) -> dict[str, Any]:
 def verl_config(
     actor: dict[str, Any] | None = None,
     rollout: dict[str, Any] | None = None,
+    ref: dict[str, Any] | None = None,
+    critic: dict[str, Any] | None = None,
     engine: str = "vllm",
     profiling: Any = None,
     **global_profiler: Any,
@@ -53,10 +55,10 @@ def verl_config(
         },
         "actor_rollout_ref": {
             "actor": {"profiler": actor or role()},
-            "ref": {"profiler": role()},
+            "ref": {"profiler": ref or role()},
             "rollout": {"profiler": rollout or role(), "name": engine, "engine_kwargs": {}},
         },
-        "critic": {"profiler": role()},
+        "critic": {"profiler": critic or role()},
     }
     if profiling is not None:
         config["profiling"] = profiling
@@ -201,11 +203,36 @@ def test_what_has_no_counterpart_is_said(caplog: pytest.LogCaptureFixture) -> No
     """A field that is set and means nothing here is a warning that names its key."""
     with caplog.at_level(logging.WARNING):
         settings_from_verl(
-            verl_config(actor=role(enable=True, finish_hook_cmd="upload"), steps=[1], relocate_results=True)
+            verl_config(
+                actor=role(enable=True),
+                rollout=role(enable=True, finish_hook_cmd="upload"),
+                steps=[1],
+                relocate_results=True,
+            )
         )
     text = caplog.text
     assert "global_profiler.relocate_results" in text
-    assert "actor_rollout_ref.actor.profiler.finish_hook_cmd" in text
+    assert "actor_rollout_ref.rollout.profiler.finish_hook_cmd" in text
+
+
+def test_finish_commands_become_hooks() -> None:
+    """Of verl's training roles, on their ranks, in a shell and with verl's variables; one for equal ones."""
+    command = 'upload "$VERL_PROFILE_SAVE_PATH" {a,b}'
+    settings = settings_from_verl(
+        verl_config(
+            actor=role(enable=True, finish_hook_cmd=command, finish_hook_ranks=[0, 8]),
+            ref=role(enable=True, finish_hook_cmd=command, finish_hook_ranks=[0, 8]),
+            critic=role(enable=True, finish_hook_cmd="other", finish_hook_all_ranks=True),
+            steps=[1],
+        )
+    )
+    assert set(settings.after) == {"finish_hook_actor", "finish_hook_critic"}
+    hook, other = settings.after["finish_hook_actor"], settings.after["finish_hook_critic"]
+    assert hook.command is not None
+    assert [text.format(rank=1) for text in hook.command] == ["/bin/sh", "-c", command]
+    assert (hook.roles, hook.ranks, hook.when) == (("actor", "ref"), (0, 8), "last")
+    assert hook.environment["VERL_PROFILE_SAVE_PATH"] == "{run}"
+    assert (other.roles, other.ranks) == (("critic",), "all")
 
 
 def test_other_tools_are_refused() -> None:

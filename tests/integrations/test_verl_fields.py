@@ -104,6 +104,8 @@ def outcome(
         OmegaConf.update(changed, f"{block}.tool", rest.partition(".")[0])
     if ".schedule." in key:
         OmegaConf.update(changed, key.rpartition(".")[0] + ".active", 1)
+    if key.rpartition(".")[2] in ("finish_hook_all_ranks", "finish_hook_ranks"):
+        OmegaConf.update(changed, "global_profiler.finish_hook_cmd", "upload")
     before = settings_from_verl(changed).to_dict()
     OmegaConf.update(changed, key, value)
     caplog.clear()

@@ -26,6 +26,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         stage: Stage that the whole capture is (a rollout's window in discrete mode).
         occurrence: Which run of that stage in this step, from 1.
         keep: ``False`` for a warm-up, which is discarded.
+        last: No capture comes after this one, as far as the schedule says.
         roles: Under which roles the callback knows the worker, the first one first.
     """
 
@@ -37,6 +38,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     stage: str | None = None
     occurrence: int = 1
     keep: bool = True
+    last: bool = False
     roles: list[str] = []
 
 

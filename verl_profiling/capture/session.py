@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_profiling import clock
+from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.capture import HANDOVER_S, Capture
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
@@ -54,6 +55,7 @@ class Session:
         self._roles: dict[str, RoleConfig] = {}
         self._lock = threading.RLock()
         self._finisher = Finisher()
+        self._hooks = FinishHooks({})
         self._finish_s = 0.0
         self._said_nothing_to_stop = False
         self._handover_s = HANDOVER_S
@@ -72,6 +74,7 @@ class Session:
         with self._lock:
             if not self._roles:
                 atexit.register(self.leave)
+                self._hooks = FinishHooks(config.after)
             self._roles[identity.name] = role
             self._finish_s = max(self._finish_s, config.timeouts.finish_s)
             self._handover_s = min(self._handover_s, config.timeouts.stop_s / 2)
@@ -94,6 +97,7 @@ class Session:
             if not role.enable:
                 return self._reply(identity, "skipped", received_ns, reason=switched_off(identity))
             if not role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
+                self._hooks.begun(request, identity, recorded=False)
                 return self._reply(identity, "skipped", received_ns, reason="not selected")
             if self._capture is not None:
                 return self._join(self._capture, request, identity, received_ns)
@@ -101,6 +105,7 @@ class Session:
             expected = capture.open()
             self._capture = capture
             self.sink = capture.sink
+            self._hooks.begun(request, identity)
             status: StartStatus = "armed" if capture.state is State.ARMED else "recording"
         return self._reply(identity, status, received_ns, expected=expected)
 
@@ -110,7 +115,8 @@ class Session:
         Args:
             capture_id: The capture to stop; ``None`` for any that is open. For the capture that ended
                 last, the same result is returned again.
-            finish_s: Seconds to wait for background work on artifacts.
+            finish_s: Seconds to wait for background work on artifacts; without a ``capture_id``, training
+                has ended, and the hooks of ``after`` are waited for too.
 
         Returns:
             The result; its status is ``skipped`` if there was nothing to stop.
@@ -129,8 +135,13 @@ class Session:
                 if capture_id is None and not finish_s and not self._said_nothing_to_stop:
                     self._said_nothing_to_stop = True
                     logger.warning("%s", result.reason)
+        ended = result.capture_id if capture_id is None else capture_id
+        self._hooks.ended(ended, lambda: self._finisher.is_done(ended))
         if finish_s:
             self._finisher.drain(finish_s)
+            if capture_id is None:
+                self._hooks.train_ends()
+                self._hooks.drain(self._hooks.longest_s)
         return stop_reply(result, received_ns, self._finisher.take_finished())
 
     def step(self) -> None:
@@ -154,6 +165,7 @@ class Session:
             logger.error(
                 "artifacts were still being compressed after %.0f s; they stay uncompressed", self._finish_s
             )
+        self._hooks.drain(self._finish_s)
 
     def _close(self, capture: Capture) -> CaptureResult:
         try:
@@ -168,6 +180,7 @@ class Session:
     ) -> StartReply:
         if capture.request.capture_id != request.capture_id:
             raise another_is_open(request, capture.identity, capture.state, capture.request)
+        self._hooks.begun(request, identity)
         if identity.role not in capture.roles:
             capture.roles.append(identity.role)
             if unused := _differences(self._roles[identity.name], self._roles[capture.identity.name]):

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
+from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog
 from verl_profiling.controller.loop_metrics import finite_numbers
@@ -28,7 +29,7 @@ from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.spmd import Alone, find_peers
 from verl_profiling.controller.step_folders import StepFolders
-from verl_profiling.controller.targets import Call, Round, Target, Worker, make_targets
+from verl_profiling.controller.targets import Call, Round, Target, Waiting, Worker, make_targets
 from verl_profiling.errors import ConfigError, ProfilingError, choices_hint
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest
@@ -66,6 +67,7 @@ class Controller:
         self._late = OverdueStops(self._folders)
         self._retention = Retention(config.limits)
         self._refused: tuple[int, str] | None = None
+        self._hooks = FinishHooks(config.after)
         self._peers: Alone | None = None
         self._identity = WorkerIdentity(role="controller")
         self._targets: list[Target] = []
@@ -228,6 +230,7 @@ class Controller:
             if whole is not None:
                 manifest = self._written(live, whole)
             self.last_folder = live.folder
+        self._hooks.ended(live.request.capture_id, lambda: live.folder not in self._folders.unfinished)
         self._take_late_answers()
         for finished in participants.finished:
             self._folders.note(finished)
@@ -247,9 +250,13 @@ class Controller:
         pending = self._folders.pending_workers()
         owners = {id(target) for (target, _), identity in self._known.items() if identity.name in pending}
         peers = self._peers or Alone()
-        targets = [target for target in self._targets if id(target) in owners or not peers.writes]
+        targets = [
+            target
+            for target in self._targets
+            if id(target) in owners or not peers.writes or self._runs_hooks(target)
+        ]
         calls = self._send(targets, "stop_capture", None, finish_s)
-        yield (round_ := Round(calls, finish_s + self.config.timeouts.start_s))
+        yield (round_ := Round(calls, finish_s + self.config.timeouts.start_s + self._hooks.longest_s))
         self._remember_unanswered(round_)
         finished = [item for call in calls for item in getattr(call.reply(), "finished", ())]
         for item in finished:
@@ -257,6 +264,8 @@ class Controller:
         yield from peers.end(finished)
         self._folders.flush()
         self._retention.wait(finish_s)
+        self._hooks.train_ends()
+        yield Waiting(self._hooks.drain, self._hooks.longest_s)
         self.order.train_ends(self.config.schedule)
 
     def _open(
@@ -282,6 +291,7 @@ class Controller:
                 folder=str(folder),
                 policy_version=policy_version,
                 keep=keep,
+                last=self._is_last(step_range),
             )
 
         self._peers = self._peers or find_peers(self.config, self._targets, self._folders)
@@ -297,6 +307,7 @@ class Controller:
         )
         participants = Participants(self.config, self._known)
         if keep and self._peers.writes:
+            self._hooks.begun(request, self._identity)
             participants.notes += self._folders.notes_on(folder, step)
         return OpenCapture(
             step_range, request, folder, participants, clock.now_ns(), [step], windows, notes=notes
@@ -397,6 +408,13 @@ class Controller:
 
     def _is_driven(self, target: Target) -> bool:
         return any(self.config.for_role(role).enable for role in target.roles)
+
+    def _is_last(self, step_range: StepRange) -> bool:
+        last_step = self.config.schedule.last_step()
+        return last_step is not None and step_range.last >= last_step
+
+    def _runs_hooks(self, target: Target) -> bool:
+        return any(role in hook.roles for hook in self.config.after.values() for role in target.roles)
 
     def _has_windows(self, target: Target) -> bool:
         return target.is_rollout and self.config.for_role(target.roles[0]).mode == "discrete"

@@ -21,7 +21,7 @@ from verl_profiling.controller.local_calls import Postponed, run_side_by_side
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
 
-__all__ = ["Call", "Round", "Target", "Worker", "make_targets"]
+__all__ = ["Call", "Round", "Target", "Waiting", "Worker", "make_targets"]
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,29 @@ class Round:
     async def wait_async(self) -> None:
         """Like :meth:`wait`, leaving the event loop free."""
         if not all(call.future.done() for call in self.calls if call.awaited):
+            await asyncio.to_thread(self.wait)
+
+
+class Waiting(Round):
+    """Waits in a function, which returns by itself.
+
+    Args:
+        wait: Called with the timeout.
+        timeout_s: How long to wait, in seconds; 0 for not at all.
+    """
+
+    def __init__(self, wait: Callable[[float], object], timeout_s: float) -> None:
+        super().__init__((), timeout_s)
+        self._wait = wait
+
+    def wait(self) -> None:
+        """See :class:`Round`."""
+        if self.timeout_s:
+            self._wait(self.timeout_s)
+
+    async def wait_async(self) -> None:
+        """See :class:`Round`."""
+        if self.timeout_s:
             await asyncio.to_thread(self.wait)
 
 

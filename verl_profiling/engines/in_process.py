@@ -73,7 +73,8 @@ class SessionRecorder(Recorder):
             )
         finished = reply.finished
         if finish_s:  # on a thread, so that the event loop is not blocked
-            later = await asyncio.to_thread(process_session().stop, result.capture_id, finish_s)
+            asked = None if capture_id is None else result.capture_id
+            later = await asyncio.to_thread(process_session().stop, asked, finish_s)
             finished = [*finished, *later.finished]
         return msgspec.structs.replace(reply, result=result, finished=finished)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling import clock
+from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.capture.replies import another_is_open, nothing_to_stop, start_reply, stop_reply
@@ -108,10 +109,12 @@ class EngineRecorder(Recorder):
         self._last: CaptureResult | None = None
         self._starting = asyncio.Lock()
         self._finisher = Finisher()
+        self._hooks = FinishHooks(config.after)
 
     async def start(self, request: CaptureRequest) -> StartReply:
         received_ns = clock.now_ns()
         if not self._ranks:
+            self._hooks.begun(request, self._identity, recorded=False)
             return self._reply("skipped", received_ns, reason="not selected")
         async with self._starting:
             capture = self._open_capture
@@ -127,6 +130,7 @@ class EngineRecorder(Recorder):
                     f"capture ({self._identity}); {_RECORD_LESS}"
                 )
             capture = await self._open(request)
+            self._hooks.begun(request, self._identity)
         return self._reply("recording", received_ns, expected=capture.recording.expected)
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
@@ -140,8 +144,13 @@ class EngineRecorder(Recorder):
             result = self._last
         else:
             result = nothing_to_stop(self._identity, capture_id, capture.request if capture else None)
+        ended = result.capture_id if capture_id is None else capture_id
+        self._hooks.ended(ended, lambda: self._finisher.is_done(ended))
         if finish_s:
             await asyncio.to_thread(self._finisher.drain, finish_s)
+            if capture_id is None:
+                self._hooks.train_ends()
+                await asyncio.to_thread(self._hooks.drain, self._hooks.longest_s)
         return stop_reply(result, received_ns, self._finisher.take_finished())
 
     def set_policy_version(self, version: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.integrations.verl_nsys import expected_ranges
+from verl_profiling.settings.after import EVERY_RANK
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["settings_from_verl", "settings_of"]
@@ -31,13 +32,8 @@ _ROLES = {
 _TOOLS = ("torch", "torch_memory", "npu", "nsys")
 _ENGINES = ("vllm", "sglang")
 _ALWAYS = "always so: every artifact is in the folder of its step"
-_NO_HOOK = "no commands are run; ship save_path when the run has ended"
-_UNSUPPORTED = {
-    "relocate_results": _ALWAYS,
-    "finish_hook_cmd": _NO_HOOK,
-    "finish_hook_all_ranks": _NO_HOOK,
-    "finish_hook_ranks": _NO_HOOK,
-}
+_FINISH_HOOK = ("finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks")
+_HOOKED_ROLES = ("actor", "ref", "critic")
 
 
 def settings_of(config: Any) -> ProfilingConfig | None:
@@ -128,7 +124,7 @@ class _Bridge:
         """Return the settings as :meth:`ProfilingConfig.from_any` takes them."""
         block = self._global
         steps = block.get("steps") or []
-        self._note_unsupported("global_profiler", block)
+        self._note_relocation("global_profiler", block)
         tool = self._tool("global_profiler.tool", block.get("tool")) if steps else None
         return {
             "enable": bool(steps) and any(role.get("enable") for role in self._roles.values()),
@@ -139,13 +135,14 @@ class _Bridge:
             else {},
             "roles": {role: self._role(role, given) for role, given in self._roles.items()},
             "rollout": self._window(self._roles.get("rollout", {})),
+            "after": self._hooks(),
         }
 
     def _role(self, role: str, block: Mapping[str, Any]) -> dict[str, Any]:
         if not block.get("enable"):
             return {"enable": False}
         where = _ROLES[role]
-        self._note_unsupported(where, block)
+        self._note_relocation(where, block)
         if (path := block.get("save_path")) not in (None, self._global["save_path"]):
             self.notes.append(f"{where}.save_path={path}: all roles write to global_profiler.save_path")
         tool = self._tool(f"{where}.tool", block.get("tool"))
@@ -226,10 +223,49 @@ class _Bridge:
             raise ConfigError(key, f"{tool!r} is not supported; {choices_hint(tool, _TOOLS)}")
         return str(tool)
 
-    def _note_unsupported(self, where: str, block: Mapping[str, Any]) -> None:
-        for name, why in _UNSUPPORTED.items():
-            if block.get(name):
-                self.notes.append(f"{where}.{name}: {why}")
+    def _note_relocation(self, where: str, block: Mapping[str, Any]) -> None:
+        if block.get("relocate_results"):
+            self.notes.append(f"{where}.relocate_results: {_ALWAYS}")
+
+    def _hooks(self) -> dict[str, Any]:
+        """Return verl's finish commands, which it runs in a shell, once, after the last step it profiles.
+
+        Workers that play several roles run a command that these share once.
+        """
+        found: dict[str, Any] = {}
+        rollout, actor = self._roles.get("rollout", {}), self._roles.get("actor", {})
+        for name in _FINISH_HOOK if rollout.get("enable") else ():
+            if rollout.get(name) and rollout[name] != actor.get(name):
+                self.notes.append(f"{_ROLES['rollout']}.{name}: servers run no command, under verl neither")
+        for role in _HOOKED_ROLES:
+            block = self._roles.get(role, {})
+            if not (block.get("enable") and (command := block.get("finish_hook_cmd"))):
+                continue
+            hook = {
+                "command": ["/bin/sh", "-c", _literally(command)],
+                "environment": {
+                    "VERL_PROFILE_SAVE_PATH": "{run}",
+                    "VERL_PROFILE_TOOL": _literally(str(block.get("tool"))),
+                    "VERL_PROFILE_RANK": "{rank}",
+                    "VERL_PROFILE_PID": "{pid}",
+                    "VERL_PROFILE_ROLE": "{role}",
+                },
+                "when": "last",
+                "ranks": EVERY_RANK
+                if block.get("finish_hook_all_ranks")
+                else list(block.get("finish_hook_ranks") or ()) or None,
+            }
+            equal = [other for other in found.values() if {**other, **hook} == other]
+            if equal:
+                equal[0]["roles"].append(role)
+            else:
+                found[f"finish_hook_{role}"] = {"roles": [role], **hook}
+        return found
+
+
+def _literally(text: str) -> str:
+    """Return a text in which braces are no placeholders."""
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def _check_rollout(config: Any, settings: ProfilingConfig) -> None:

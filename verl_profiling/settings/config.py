@@ -14,6 +14,7 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.ranks import Ranks
+from verl_profiling.settings.after import AfterHook
 from verl_profiling.settings.limits import Limits
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
@@ -123,6 +124,7 @@ class ProfilingConfig:
         rollout: The part of a rollout that its engine records.
         timeouts: How long to wait for workers.
         limits: What captures may take of disk and memory.
+        after: Commands and functions that run once a capture is written, by names of your choice.
     """
 
     enable: bool = False
@@ -139,6 +141,7 @@ class ProfilingConfig:
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
+    after: dict[str, AfterHook] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, kind in field_types(ProfilingConfig).items():
@@ -157,6 +160,8 @@ class ProfilingConfig:
                 )
         for role in ("", *self.roles):
             self.for_role(role)
+        for name, hook in self.after.items():
+            hook.check_callable(f"after.{name}.callable")
 
     @classmethod
     def from_any(cls, config: ProfilingConfig | Mapping[str, Any] | None) -> ProfilingConfig:

@@ -1,0 +1,236 @@
+"""What runs after a capture: on whom, when, and what it cannot do to the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from conftest import Pool
+from fleet import TrainWorker
+
+from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
+from verl_profiling.afterwards.hooks import HookEvent
+from verl_profiling.capture.session import Session
+from verl_profiling.manifest import MANIFEST_NAME
+
+NOTE = "import os, sys; open(sys.argv[1], 'a').write(' '.join(sys.argv[2:]) + chr(10))"
+events: list[HookEvent] = []
+
+
+def remember(event: HookEvent) -> None:
+    """A hook that is a function."""
+    assert (Path(event.folder) / MANIFEST_NAME).exists()
+    events.append(event)
+
+
+def fail(event: HookEvent) -> None:
+    """A hook that raises."""
+    raise ValueError(f"no place for step {event.step}")
+
+
+def settings(tmp_path: Path, **hooks: Any) -> ProfilingConfig:
+    """Return settings that record steps 2 and 4."""
+    return ProfilingConfig(
+        enable=True,
+        save_path=str(tmp_path / "run"),
+        schedule={"steps": [2, 4]},
+        tools={"torch": {"activities": ["cpu"]}},
+        after=hooks,
+    )
+
+
+def noting(tmp_path: Path, *words: str, **more: Any) -> dict[str, Any]:
+    """Return a hook that notes what it was told."""
+    return {"command": [sys.executable, "-c", NOTE, str(tmp_path / "notes"), *words], **more}
+
+
+def notes(tmp_path: Path) -> list[str]:
+    """Return what hooks noted."""
+    path = tmp_path / "notes"
+    return sorted(path.read_text().splitlines()) if path.exists() else []
+
+
+def train(config: ProfilingConfig, workers: list[Any], work: Any = lambda: None, steps: int = 5) -> None:
+    """Run a loop."""
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", workers)
+    with callback:
+        for step in range(1, steps + 1):
+            callback.on_step_begin(step)
+            work()
+            callback.on_step_end()
+
+
+def local(config: ProfilingConfig, rank: int = 0) -> TrainWorker:
+    """Return a worker of this process."""
+    worker = TrainWorker()
+    worker.set_up(config, rank=rank)
+    return worker
+
+
+def test_a_command_runs_after_each_capture_once_all_is_written(tmp_path: Path, session: Session) -> None:
+    """With its placeholders filled in, in the loop's process by default, and doubled braces as they are."""
+    config = settings(tmp_path, note=noting(tmp_path, "{step}", "{role}", "{folder}", "{{x}}"))
+    worker = local(config)
+    train(config, [worker], worker.work)
+    run = tmp_path / "run"
+    assert notes(tmp_path) == [f"{step} controller {run}/step_00000{step} {{x}}" for step in (2, 4)]
+
+
+def test_a_hook_of_the_last_capture_runs_once(tmp_path: Path, session: Session) -> None:
+    """With the run's folder, and before training ends where the schedule says which capture is the last."""
+    config = settings(tmp_path, note=noting(tmp_path, "{step}", "{folder}", when="last"))
+    callback = ProfilingCallback(config)
+    worker = local(config)
+    callback.add_workers("actor", worker)
+    for step in range(1, 6):
+        callback.on_step_begin(step)
+        callback.on_step_end()
+        assert step > 3 or notes(tmp_path) == []
+    callback._controller._take_late_answers()  # type: ignore[union-attr]
+    callback.on_train_end()
+    callback.on_train_end()
+    assert notes(tmp_path) == [f"4 {tmp_path / 'run'}"]
+
+
+def test_a_hook_that_is_due_runs_when_training_ends_early(tmp_path: Path, session: Session) -> None:
+    """The schedule's last capture never came; and without any capture there is nothing to ship."""
+    config = settings(tmp_path, note=noting(tmp_path, "{step}", when="last"))
+    train(config, [local(config)], steps=3)
+    assert notes(tmp_path) == ["2"]
+    (tmp_path / "notes").unlink()
+    train(config, [local(config)], steps=1)
+    assert notes(tmp_path) == []
+
+
+def test_a_function_is_called_with_what_was_written(tmp_path: Path, session: Session) -> None:
+    """In the process itself, so that it can use what is open there."""
+    events.clear()
+    config = settings(tmp_path, tell={"callable": f"{__name__}:remember"})
+    train(config, [local(config)])
+    assert sorted((event.step, event.role, event.pid) for event in events) == [
+        (2, "controller", os.getpid()),
+        (4, "controller", os.getpid()),
+    ]
+
+
+def test_workers_run_hooks_on_chosen_ranks(tmp_path: Path, pool: Pool) -> None:
+    """Each in its own process; a rank that does not record runs it too where it is named."""
+    base = settings(
+        tmp_path,
+        mine=noting(tmp_path, "mine", "{role}", "{rank}", "{pid}", roles=["actor"]),
+        named=noting(tmp_path, "named", "{rank}", roles=["actor"], ranks="1-2", when="last"),
+        every=noting(tmp_path, "every", "{rank}", roles=["actor"], ranks="all", when="last"),
+    )
+    config = ProfilingConfig.from_any({**base.to_dict(), "select": {"ranks": [0, 1]}})
+    pids = ray.get([worker.set_up.remote(config, rank=rank) for rank, worker in enumerate(pool.sync)])
+    train(config, pool.sync)
+    mine = [f"mine actor {rank} {pids[rank]}" for rank in (0, 1)]
+    assert notes(tmp_path) == sorted([*mine, *mine, "named 1", "named 2", "every 0", "every 1", "every 2"])
+
+
+def test_roles_that_share_a_process_run_a_hook_once(tmp_path: Path, session: Session) -> None:
+    """A worker that plays two of the roles is one process."""
+    config = settings(tmp_path, note=noting(tmp_path, "{role}", "{step}", roles=["actor", "ref"]))
+    worker = local(config)
+    worker.also(config, "ref")
+    train(config, [worker])
+    assert notes(tmp_path) == ["actor 2", "actor 4"]
+
+
+def test_a_hook_sees_its_workers_artifacts_finished(tmp_path: Path, session: Session) -> None:
+    """A worker's hook waits for what is compressed in the background."""
+    look = "import os, sys; print(sorted(os.listdir(sys.argv[1])))"
+    command = [sys.executable, "-c", look, "{folder}"]
+    config = settings(tmp_path, look={"command": command, "roles": ["actor"]})
+    worker = local(config)
+    train(config, [worker], worker.work)
+    log = tmp_path / "run" / "after" / "step_000002.look.actor_rank0.log"
+    assert "actor_rank0.torch.json.gz" in log.read_text()
+    assert ".part" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        ({"command": [sys.executable, "-c", "print('so far'); raise SystemExit(3)"]}, "exited with 3"),
+        ({"command": ["/no/such/program"]}, "could not be run"),
+        ({"callable": f"{__name__}:fail"}, "raised ValueError: no place for step 2"),
+    ],
+)
+def test_a_hook_that_fails_is_said_and_hurts_nobody(
+    tmp_path: Path, session: Session, hook: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even with strict settings; its output is in the log."""
+    config = ProfilingConfig.from_any({**settings(tmp_path, bad=hook).to_dict(), "strict": True})
+    train(config, [local(config)])
+    assert f"after.bad (controller rank 0, step 2) {said}" in caplog.text
+    assert "so far" in caplog.text or "-c" not in hook.get("command", ())
+
+
+def test_a_hook_that_hangs_is_ended_with_all_it_started(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A child that ignores SIGTERM too; the loop has not waited meanwhile."""
+    child = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+    parent = """if True:
+        import subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+        child.stdout.readline()
+        open(sys.argv[2], "w").write(str(child.pid))
+        child.wait()
+    """
+    command = [sys.executable, "-c", parent, child, str(tmp_path / "pid")]
+    config = settings(tmp_path, hang={"command": command, "when": "last", "timeout_s": 3})
+    train(config, [local(config)])
+    assert "was ended: it took longer than timeout_s=3" in caplog.text
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_output_that_is_not_text_is_shown_safely(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Control characters do not reach the terminal, and a flood is cut to its end."""
+    code = "import sys; sys.stdout.buffer.write(b'x' * 100000 + bytes([10, 27, 91, 255]) + b'the end')"
+    config = settings(tmp_path, loud={"command": [sys.executable, "-c", code], "when": "last"})
+    with caplog.at_level(logging.INFO):
+        train(config, [local(config)])
+    [record] = [record for record in caplog.records if "after.loud" in record.getMessage()]
+    assert "the end" in record.getMessage()
+    assert "\x1b" not in record.getMessage()
+    assert len(record.getMessage()) < 6000
+
+
+@pytest.mark.parametrize(
+    ("hook", "key"),
+    [
+        ({}, "after.x.command"),
+        ({"command": []}, "after.x.command"),
+        ({"command": ["a"], "callable": "a:b"}, "after.x.command"),
+        ({"command": ["{fold}"]}, r"after.x.command\[0\].*did you mean 'folder'"),
+        ({"command": ["{folder.__class__}"]}, r"after.x.command\[0\]"),
+        ({"command": ["{"]}, r"after.x.command\[0\]"),
+        ({"command": ["a"], "environment": {"A": "{0}"}}, "after.x.environment.A"),
+        ({"command": ["a"], "ranks": "x"}, "after.x.ranks"),
+        ({"command": ["a"], "timeout_s": 0}, "after.x.timeout_s"),
+        ({"command": ["a"], "roles": []}, "after.x.roles"),
+        ({"callable": "nothing"}, "after.x.callable"),
+        ({"callable": "no.such.module:f"}, "after.x.callable"),
+        ({"callable": "os:path"}, "after.x.callable"),
+    ],
+)
+def test_wrong_hooks_are_refused_by_key(hook: dict[str, Any], key: str) -> None:
+    """Before anything runs."""
+    with pytest.raises(ConfigError, match=key):
+        ProfilingConfig.from_any({"enable": True, "tool": "spans", "after": {"x": hook}})

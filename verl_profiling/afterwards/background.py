@@ -1,0 +1,78 @@
+"""A thread that does work in order, off the training path; it is started when there is work."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+
+__all__ = ["BackgroundWork"]
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 2.0
+
+
+class BackgroundWork:
+    """Runs functions one after another.
+
+    Args:
+        name: What it does, for the name of its thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._work: list[tuple[float, int, Callable[[], float | None]]] = []
+        self._numbers = count()
+        self._unfinished = 0
+        self._running = False
+
+    def submit(self, work: Callable[[], float | None]) -> None:
+        """Queue a function; it returns ``None``, or after how many seconds it is to be called again."""
+        with self._changed:
+            self._unfinished += 1
+            self._put(work, 0.0)
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name=f"verl-profiling-{self._name}", daemon=True).start()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until all work is done; return whether it was done in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unfinished, max(0.0, timeout_s))
+
+    def _put(self, work: Callable[[], float | None], delay_s: float) -> None:
+        heapq.heappush(self._work, (time.monotonic() + delay_s, next(self._numbers), work))
+        self._changed.notify_all()
+
+    def _has_work(self) -> bool:
+        return bool(self._work)
+
+    def _next(self) -> Callable[[], float | None] | None:
+        """Wait for work that is due; return ``None`` when there has been none for a while."""
+        with self._changed:
+            while self._has_work() or self._changed.wait_for(self._has_work, _IDLE_S):
+                wait_s = self._work[0][0] - time.monotonic()
+                if wait_s <= 0:
+                    return heapq.heappop(self._work)[2]
+                self._changed.wait(wait_s)
+            self._running = False
+            return None
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            try:
+                again_s = work()
+            except Exception:
+                logger.exception("%s: work in the background failed", self._name)
+                again_s = None
+            with self._changed:
+                if again_s is not None:
+                    self._put(work, again_s)
+                else:
+                    self._unfinished -= 1
+                    self._changed.notify_all()
