@@ -11,6 +11,7 @@ Nothing is read until it is asked for, and neither torch nor a GPU is needed.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -34,7 +35,16 @@ if TYPE_CHECKING:
     from verl_profiling.report.lanes import Lane
     from verl_profiling.report.model import Report
 
-__all__ = ["CapturedRun", "CapturedStep", "FrameName", "load_reports", "open_run", "open_step"]
+__all__ = [
+    "CapturedRun",
+    "CapturedStep",
+    "FrameName",
+    "load_reports",
+    "only_step",
+    "open_run",
+    "open_step",
+    "saved_report",
+]
 
 FrameName = Literal[
     "stages",
@@ -66,7 +76,15 @@ def open_step(path: str | os.PathLike[str]) -> CapturedStep:
         TraceFormatError: There is nothing to analyse, or the manifest cannot be read.
         ConfigError: There are several steps.
     """
-    steps = open_run(path).steps()
+    return only_step(open_run(path).steps(), path)
+
+
+def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> CapturedStep:
+    """Return the one step among those under a path.
+
+    Raises:
+        ConfigError: There are several.
+    """
     if len(steps) > 1:
         raise ConfigError(
             "path", f"{os.fspath(path)} holds {len(steps)} steps; name one, e.g. {steps[-1].directory}"
@@ -95,15 +113,25 @@ def load_reports(path: str | os.PathLike[str]) -> list[Report]:
     Raises:
         TraceFormatError: It is neither.
     """
+    saved = saved_report(path)
+    return [saved] if saved is not None else [step.report() for step in open_run(path).steps()]
+
+
+def saved_report(path: str | os.PathLike[str]) -> Report | None:
+    """Return the report of a saved ``report.json``; ``None`` for any other path.
+
+    Raises:
+        TraceFormatError: It is called like one, and is none.
+    """
     from verl_profiling.report.model import Report
 
     file = Path(path)
-    if file.is_file() and file.name.startswith("report") and file.suffix == ".json":
-        try:
-            return [msgspec.json.decode(file.read_bytes(), type=Report)]
-        except msgspec.MsgspecError as error:
-            raise TraceFormatError(file, f"not a report: {error}") from error
-    return [step.report() for step in open_run(file).steps()]
+    if not (file.is_file() and file.name.startswith("report") and file.suffix == ".json"):
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Report)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceFormatError(file, f"not a report: {error}") from error
 
 
 class CapturedRun:
@@ -120,13 +148,25 @@ class CapturedRun:
         return f"<captured run in {self.directory}>"
 
     def steps(self) -> list[CapturedStep]:
-        """Return the steps, in order; those whose capture was not finished are left out.
+        """Return the steps that can be read, in order; a warning names the others.
 
         Raises:
-            TraceFormatError: There is nothing to analyse, or a manifest cannot be read.
+            TraceFormatError: There is nothing to analyse, or no manifest can be read.
+        """
+        steps, problems = self.steps_and_problems()
+        for problem in problems:
+            warnings.warn(problem, stacklevel=2)
+        return steps
+
+    def steps_and_problems(self) -> tuple[list[CapturedStep], list[str]]:
+        """Return the steps that can be read, in order, and what keeps steps from being whole, as sentences.
+
+        Raises:
+            TraceFormatError: There is nothing to analyse, or no manifest can be read.
         """
         found = steps_in(self.directory)
-        return [CapturedStep(inputs, alone=len(found) == 1) for inputs in found]
+        alone = len(found.steps) == 1
+        return [CapturedStep(inputs, alone=alone) for inputs in found.steps], found.problems()
 
     def starts(self) -> list[RunInfo]:
         """Return, for each start of the run, what is the same for all of its steps (settings, versions).

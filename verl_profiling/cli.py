@@ -30,8 +30,8 @@ COMMANDS = {
 
 _EPILOG = """\
 exit codes: 0 success; 1 success, and it found what it looks for (a damaged artifact,
-a step that got slower); 2 wrong usage, or input that cannot be used. The reason is one line
-on standard error.
+a step that got slower), or a step among several that cannot be used; 2 wrong usage, or
+input that cannot be used. The reason is one line on standard error.
 """
 
 

@@ -38,6 +38,7 @@ CONTROLLER_TRACE_NAME = "controller.trace.json.gz"
 
 ArtifactStatus = Literal["ok", "pending", "missing", "empty", "truncated", "failed", "skipped"]
 CaptureStatus = Literal["ok", "failed", "empty", "truncated", "skipped"]
+ManifestState = Literal["begun", "written", "recovered"]
 
 
 class StageSpan(msgspec.Struct, frozen=True):
@@ -247,6 +248,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         schema_version: Version of this schema.
         run_id: Identifies the run.
         capture_id: Identifies the capture within the run.
+        state: ``begun``: what was expected when the capture began; nothing has been written since.
+            ``written``: what became of it. ``recovered``: what was on disk when the process that ran the
+            loop was gone.
         step: First step captured; names the folder.
         start: Which start of the run recorded it, from 1: a run that is resumed starts again.
         steps: All steps captured (several for a continuous capture).
@@ -256,6 +260,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             not part of the step.
         complete: ``False`` if the step ended early (an exception, the end of the process).
         controller: The process that runs the loop.
+        process: The same process, told apart from a later one with its id.
         stages: The controller's stages.
         rpcs: Calls made to drive the capture.
         workers: One entry per worker that was expected to take part.
@@ -267,6 +272,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     run_id: str
     capture_id: str
+    state: ManifestState = "written"
     step: int
     start: int = 1
     steps: list[int]
@@ -275,6 +281,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: int
     complete: bool = True
     controller: WorkerIdentity
+    process: ProcessId | None = None
     stages: list[StageSpan] = []
     rpcs: list[Rpc] = []
     workers: list[CaptureResult] = []

@@ -8,6 +8,7 @@ loses nothing.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -43,8 +44,17 @@ class NsysRange(msgspec.Struct, frozen=True, kw_only=True):
     keep: bool = True
 
 
-def read_ranges(folder: Path) -> dict[Path, list[NsysRange]]:
-    """Return the ranges of every process, by the stem of its reports' names."""
+def _warn(path: Path, problem: str) -> None:
+    logger.warning("%s: %s", path, problem)
+
+
+def read_ranges(folder: Path, on_problem: Callable[[Path, str], None] = _warn) -> dict[Path, list[NsysRange]]:
+    """Return the ranges of every process, by the stem of its reports' names.
+
+    Args:
+        folder: The folder with the notes.
+        on_problem: Called with each file of notes that has a line that cannot be read, and why.
+    """
     found = {}
     for path in sorted(folder.glob(f"*{NOTES_SUFFIX}")):
         latest: dict[int, NsysRange] = {}
@@ -53,7 +63,7 @@ def read_ranges(folder: Path) -> dict[Path, list[NsysRange]]:
                 noted = msgspec.json.decode(line, type=NsysRange)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 # A process that was killed leaves half a line; the whole ones hold.
-                logger.warning("%s: a line is torn, and the range it noted is lost: %s", path, error)
+                on_problem(path, f"a line is torn, and the range it noted is lost: {error}")
                 continue
             latest[noted.number] = noted
         found[path.with_name(path.name.removesuffix(NOTES_SUFFIX))] = sorted(

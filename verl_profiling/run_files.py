@@ -13,15 +13,33 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, SCHEMA_VERSION, Manifest, RunInfo
-from verl_profiling.named_files import check_lane
+from verl_profiling.named_files import check_lane, named_file
 
 __all__ = [
+    "naming",
     "read_manifest",
     "read_starts",
     "run_file_name",
     "write_json_atomically",
     "write_json_exclusively",
 ]
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let errors of writing say where: those of a full disk name no file.
+
+    Raises:
+        OSError: Whatever was raised inside, with a file name.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_json_atomically(path: Path, value: msgspec.Struct) -> None:
@@ -59,7 +77,7 @@ def _written_beside(path: Path, value: msgspec.Struct) -> Iterator[Path]:
     """Yield a finished temporary file beside ``path``; gone afterwards, unless it was renamed."""
     part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        with naming(path), part.open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(value), indent=2))
             file.flush()
             os.fsync(file.fileno())
@@ -80,16 +98,13 @@ def read_starts(run: Path) -> list[RunInfo]:
         TraceFormatError: One cannot be read.
     """
     starts: list[RunInfo] = []
-    while True:
-        path = run / run_file_name(len(starts) + 1)
+    while (path := run / run_file_name(len(starts) + 1)).exists():
+        data = _read(path)
         try:
-            starts.append(msgspec.json.decode(path.read_bytes(), type=RunInfo))
-        except FileNotFoundError:
-            return starts
-        except OSError as error:
-            raise TraceFormatError(path, f"cannot be read ({error.strerror})") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            starts.append(msgspec.json.decode(data, type=RunInfo))
+        except _UNREADABLE as error:
             raise TraceFormatError(path, f"not the file of a run: {error}") from error
+    return starts
 
 
 def read_manifest(step_dir: Path) -> Manifest:
@@ -99,10 +114,7 @@ def read_manifest(step_dir: Path) -> Manifest:
         TraceFormatError: It is missing, is not a manifest, or has a newer schema.
     """
     path = step_dir / MANIFEST_NAME
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read ({error.strerror}); is this a step folder?") from error
+    data = _read(path, "; is this a step folder?")
     try:
         version = msgspec.json.decode(data, type=dict[str, Any]).get("schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -110,9 +122,16 @@ def read_manifest(step_dir: Path) -> Manifest:
                 path, f"schema version {version}, newer than {SCHEMA_VERSION}: update verl-profiling"
             )
         manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise TraceFormatError(path, f"not a manifest: {error}") from error
     for worker in manifest.workers:
         for artifact in worker.artifacts:
             check_lane(path, artifact.lane)
     return manifest
+
+
+def _read(path: Path, hint: str = "") -> bytes:
+    try:
+        return named_file(path.parent, path.name).read_bytes()
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read ({error.strerror}){hint}") from error

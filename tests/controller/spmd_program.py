@@ -28,15 +28,15 @@ def work(scenario: str, step: int, folder: Path) -> None:
         if scenario == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if scenario == "late":
-            wait_for(folder / "step_000002" / "manifest.json")
+            wait_for(folder / "step_000002" / "manifest.json", '"state": "written"')
         if scenario == "raises":
             raise ValueError("out of memory")
 
 
-def wait_for(path: Path) -> None:
-    """Wait until a file exists."""
+def wait_for(path: Path, text: str) -> None:
+    """Wait until a file holds a text."""
     deadline = time.monotonic() + 60
-    while not path.exists() and time.monotonic() < deadline:
+    while not (path.exists() and text in path.read_text()) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
 
-from verl_profiling.analysis import load_reports
+from verl_profiling.analysis import saved_report
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.commands.common import StepByStep
 from verl_profiling.report.diff import compare, print_diff
+from verl_profiling.report.model import Report
 
 __all__ = ["configure", "run"]
 
@@ -37,17 +40,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare both sides."""
-    diff = compare(load_reports(arguments.before), load_reports(arguments.after))
+    before, after = _reports(arguments.before), _reports(arguments.after)
+    diff = compare(before.reports, after.reports)
     if arguments.json:
         print(msgspec.json.encode(diff).decode())
     else:
         print_diff(diff, Console())
+    exit_code = max(before.exit_code, after.exit_code)
     if arguments.fail_above is None:
-        return EXIT_OK
+        return exit_code
     slower = diff.slower_than(arguments.fail_above)
     if slower and not arguments.json:
         print("slower: " + ", ".join(change.name for change in slower))
-    return EXIT_FINDING if slower else EXIT_OK
+    return EXIT_FINDING if slower else exit_code
+
+
+class _Side(NamedTuple):
+    reports: list[Report]
+    exit_code: int
+
+
+def _reports(path: Path) -> _Side:
+    if (saved := saved_report(path)) is not None:
+        return _Side([saved], EXIT_OK)
+    work = StepByStep(path)
+    reports = []
+    for step in work.steps:
+        with work.surviving():
+            reports.append(step.report())
+    return _Side(reports, work.exit_code)
 
 
 def _share(text: str) -> float:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
-from verl_profiling.analysis import open_run
-from verl_profiling.commands import EXIT_OK
-from verl_profiling.commands.common import add_path, progress
+from verl_profiling.analysis import CapturedStep, Progress
+from verl_profiling.commands.common import StepByStep, add_path, progress, warn
 from verl_profiling.errors import ConfigError
-from verl_profiling.visible import visible
 
 __all__ = ["configure", "run"]
 
@@ -51,31 +48,37 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge every step under the path."""
-    steps = open_run(arguments.path).steps()
-    if arguments.output and len(steps) > 1:
-        raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(steps)}")
-    with progress("merging", sum(len(step.inputs.sources) for step in steps)) as advance:
-        for step in steps:
-            if arguments.format == "archive":
-                path, problems = step.archive(arguments.output, ranks=arguments.ranks, on_progress=advance)
-                summary = f"{path}  ({path.stat().st_size / 1e6:.1f} MB)"
-            else:
-                result = step.merge(
-                    arguments.output,
-                    stages=arguments.stages.split(",") if arguments.stages else (),
-                    ranks=arguments.ranks,
-                    min_us=arguments.min_us,
-                    max_bytes=arguments.max_bytes,
-                    jobs=arguments.jobs,
-                    on_progress=advance,
-                )
-                problems = result.problems
-                left_out = f", {result.left_out:,} left out" if result.left_out else ""
-                summary = f"{result.path}  ({result.bytes / 1e6:.1f} MB, {result.events:,} events{left_out})"
-            for problem in problems:
-                print(f"warning: {visible(str(problem))}", file=sys.stderr)
-            print(summary)
-    return EXIT_OK
+    work = StepByStep(arguments.path)
+    if arguments.output and len(work.steps) > 1:
+        raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(work.steps)}")
+    with progress("merging", work.traces) as advance:
+        for step in work.steps:
+            with work.surviving():
+                print(_merge(step, arguments, advance))
+    return work.exit_code
+
+
+def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress) -> str:
+    """Merge one step; return the line that says so."""
+    if arguments.format == "archive":
+        path, problems = step.archive(arguments.output, ranks=arguments.ranks, on_progress=advance)
+        summary = f"{path}  ({path.stat().st_size / 1e6:.1f} MB)"
+    else:
+        result = step.merge(
+            arguments.output,
+            stages=arguments.stages.split(",") if arguments.stages else (),
+            ranks=arguments.ranks,
+            min_us=arguments.min_us,
+            max_bytes=arguments.max_bytes,
+            jobs=arguments.jobs,
+            on_progress=advance,
+        )
+        problems = result.problems
+        left_out = f", {result.left_out:,} left out" if result.left_out else ""
+        summary = f"{result.path}  ({result.bytes / 1e6:.1f} MB, {result.events:,} events{left_out})"
+    for problem in problems:
+        warn(problem)
+    return summary
 
 
 def _bytes(text: str) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from verl_profiling.analysis import open_run
-from verl_profiling.commands import EXIT_OK
-from verl_profiling.commands.common import add_path, progress
+from verl_profiling.analysis import CapturedStep
+from verl_profiling.commands.common import StepByStep, add_path, progress
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
+from verl_profiling.report.model import Report
 from verl_profiling.report.tensorboard import write_tensorboard
 from verl_profiling.report.terminal import print_report
 
@@ -45,11 +45,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on every step under the path."""
-    steps = open_run(arguments.path).steps()
-    with progress("reading", sum(len(step.inputs.sources) for step in steps)) as advance:
-        reports = [step.report(advance) for step in steps]
+    work = StepByStep(arguments.path)
+    reports: list[tuple[CapturedStep, Report]] = []
+    with progress("reading", work.traces) as advance:
+        for step in work.steps:
+            with work.surviving():
+                reports.append((step, step.report(advance)))
     written = []
-    for step, report in zip(steps, reports, strict=True):
+    for step, report in reports:
         if arguments.json:
             print(msgspec.json.encode(report).decode())
         else:
@@ -60,13 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
             (step.directory / "report.html").write_text(render_html(report), encoding="utf-8")
             written.append(step.directory / "report.html")
     if arguments.html:
-        arguments.html.write_text(render_html(reports[-1]), encoding="utf-8")
+        arguments.html.write_text(render_html(reports[-1][1]), encoding="utf-8")
         written.append(arguments.html)
     if arguments.csv:
-        written += write_csv(reports, arguments.csv)
+        written += write_csv([report for _, report in reports], arguments.csv)
     if arguments.tensorboard:
-        write_tensorboard(reports, arguments.tensorboard)
+        write_tensorboard([report for _, report in reports], arguments.tensorboard)
         written.append(arguments.tensorboard)
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
-    return EXIT_OK
+    return work.exit_code

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_profiling.analysis import open_run
-from verl_profiling.commands import EXIT_OK
-from verl_profiling.commands.common import add_path, progress
+from verl_profiling.commands.common import StepByStep, add_path, progress
 from verl_profiling.errors import ConfigError
 
 __all__ = ["configure", "run"]
@@ -26,11 +24,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Cut every step under the path."""
-    steps = open_run(arguments.path).steps()
-    if arguments.output and len(steps) > 1:
-        raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(steps)}")
-    with progress("cutting", sum(len(step.inputs.sources) for step in steps)) as advance:
-        written = [path for step in steps for path in step.split(arguments.output, advance)]
+    work = StepByStep(arguments.path)
+    if arguments.output and len(work.steps) > 1:
+        raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(work.steps)}")
+    written: list[Path] = []
+    with progress("cutting", work.traces) as advance:
+        for step in work.steps:
+            with work.surviving():
+                written += step.split(arguments.output, advance)
     for path in written:
         print(path)
-    return EXIT_OK
+    return work.exit_code

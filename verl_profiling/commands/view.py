@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import webbrowser
 
-from verl_profiling.analysis import open_step
+from verl_profiling.analysis import only_step
 from verl_profiling.commands import EXIT_OK
-from verl_profiling.commands.common import add_path
+from verl_profiling.commands.common import StepByStep, add_path
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.html import render_html
 from verl_profiling.timeline.server import PERFETTO_PORT, TimelineServer, bundled_ui
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    step = open_step(arguments.path)
+    step = only_step(StepByStep(arguments.path).steps, arguments.path)
     ui = bundled_ui()
     if ui is None and arguments.port != PERFETTO_PORT:
         raise ConfigError(

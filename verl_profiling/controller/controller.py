@@ -141,13 +141,13 @@ class Controller:
         if live is None:
             return
         self.live, self.sink = live, live.spans
-        targets = [
-            target for target in self._targets if self._is_driven(target) and not self._has_windows(target)
-        ]
-        yield from self._start(live, targets, live.request)
+        driven = [target for target in self._targets if self._is_driven(target)]
+        self._say_begun(live, driven)
+        yield from self._start(live, [t for t in driven if not self._has_windows(t)], live.request)
         if self._peers is not None:
             self._peers.begun(live.participants.identities())
         live.begin_ns = clock.now_ns()
+        self._say_begun(live, driven)
 
     def rollout_begin(self) -> Iterator[Round]:
         """Open a window on the rollout engines that are captured by stage."""
@@ -208,22 +208,9 @@ class Controller:
         yield from self._stop(live, targets, live.request)
         self.live = self.sink = None
         participants = live.participants
-        manifest = Manifest(
-            run_id=live.request.run_id,
-            capture_id=live.request.capture_id,
-            step=live.request.step,
-            steps=live.steps,
-            policy_version=live.request.policy_version,
-            begin_ns=live.begin_ns,
-            end_ns=end_ns,
-            complete=complete,
-            controller=self._identity,
-            stages=stages,
-            rpcs=participants.rpcs,
-            workers=participants.results(),
-            clocks=participants.clocks(),
-            metrics=live.metrics,
-            notes=[*self._notes, *live.notes, *participants.notes, *live.spans.notes()],
+        manifest = live.manifest(self._identity, end_ns, self._notes)
+        manifest = msgspec.structs.replace(
+            manifest, complete=complete, stages=stages, workers=participants.results()
         )
         if live.request.keep and self._peers is not None:
             whole = yield from self._peers.conclude(manifest, live.folder, participants.finished)
@@ -338,6 +325,13 @@ class Controller:
     def _unfinished(self) -> set[Path]:
         others = self._peers.unfinished if self._peers is not None else set()
         return self._folders.unfinished | self._late.folders | others
+
+    def _say_begun(self, live: OpenCapture, targets: Iterable[Target]) -> None:
+        """Write what is expected, so that the folder explains itself whatever becomes of this process."""
+        if live.request.keep and self._peers is not None and self._peers.writes:
+            manifest = live.manifest(self._identity, live.begin_ns, self._notes)
+            workers = self._peers.expected(live.participants.expected(live.request, targets))
+            self._folders.begin(live.folder, msgspec.structs.replace(manifest, workers=workers))
 
     def _start(
         self, live: OpenCapture, targets: Iterable[Target], request: CaptureRequest

@@ -12,6 +12,8 @@ from verl_profiling.capture.stage import OpenSpan, SpanLog
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.overdue_stops import OverdueStop
 from verl_profiling.controller.participants import Participants
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 
 __all__ = ["ROLLOUT", "OpenCapture"]
@@ -53,6 +55,30 @@ class OpenCapture:
     overdue: list[OverdueStop] = field(default_factory=list)
     rollout_request: CaptureRequest | None = None
     rollout_span: OpenSpan | None = None
+
+    def manifest(self, controller: WorkerIdentity, end_ns: int, notes: list[str]) -> Manifest:
+        """Return what is known but for the workers' results: the manifest of a step that has not ended.
+
+        Args:
+            controller: The process that runs the loop.
+            end_ns: When the step ended.
+            notes: Notes on the run.
+        """
+        return Manifest(
+            run_id=self.request.run_id,
+            capture_id=self.request.capture_id,
+            step=self.request.step,
+            steps=list(self.steps),
+            policy_version=self.request.policy_version,
+            begin_ns=self.begin_ns,
+            end_ns=end_ns,
+            complete=False,
+            controller=controller,
+            rpcs=list(self.participants.rpcs),
+            clocks=self.participants.clocks(),
+            metrics=dict(self.metrics),
+            notes=[*notes, *self.notes, *self.participants.notes, *self.spans.notes()],
+        )
 
     def keep(self, metrics: Mapping[str, Any] | None) -> None:
         """Keep the finite numbers among the loop's metrics, and name the others."""

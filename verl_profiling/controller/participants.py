@@ -31,6 +31,7 @@ __all__ = ["Participants"]
 
 logger = logging.getLogger(__name__)
 
+NOT_WRITTEN = "the capture has begun, and nothing was written since"
 _WORST_FIRST: tuple[CaptureStatus, ...] = ("failed", "truncated", "empty", "ok", "skipped")
 Reply = TypeVar("Reply", StartReply, StopReply)
 
@@ -162,6 +163,17 @@ class Participants:
             if entry.started is not None and entry.started.status in ("recording", "armed")
         ]
 
+    def expected(self, request: CaptureRequest, targets: Iterable[Target]) -> list[CaptureResult]:
+        """Return what stands for each worker until its results are there, with what it has promised."""
+        found: dict[str, CaptureResult] = {}
+        for target in targets:
+            for worker in ((target, index) for index in range(target.size)):
+                entry = self._all.get(worker, _Participant(self._identity(worker)))
+                if entry.started is None or entry.started.status in ("recording", "armed"):
+                    result = self._lost(entry, request, NOT_WRITTEN, target)
+                    found.setdefault(result.name, result)
+        return list(found.values())
+
     def remote_clocks(self) -> list[Target]:
         """Return one target for each clock that is not the controller's."""
         found: dict[str, Target] = {}
@@ -222,13 +234,20 @@ class Participants:
     ) -> CaptureResult:
         """Return the result of a worker without an answer; with what it left if its process is gone."""
         logger.error("step %d: %s was not captured: %s", request.step, entry.identity, reason)
+        result = self._lost(entry, request, reason, target)
+        if not gone or not request.keep:
+            return result
+        tools = self._config.for_role(target.roles[0]).tools
+        left = take_up(Path(request.folder), entry.identity.lane(), tools, result.artifacts)
+        return msgspec.structs.replace(
+            result, artifacts=[msgspec.structs.replace(artifact, step=request.step) for artifact in left]
+        )
+
+    def _lost(
+        self, entry: _Participant, request: CaptureRequest, reason: str, target: Target
+    ) -> CaptureResult:
         role = self._config.for_role(target.roles[0])
-        expected = [
-            msgspec.structs.replace(artifact, status="missing", step=request.step, reason=reason)
-            for artifact in (entry.recorder.expected if entry.recorder is not None else ())
-        ]
-        if gone and request.keep:
-            expected = take_up(Path(request.folder), entry.identity.lane(), role.tools, expected)
+        expected = entry.recorder.expected if entry.recorder is not None else ()
         return CaptureResult(
             identity=entry.identity,
             roles=list(target.roles),
@@ -238,7 +257,10 @@ class Participants:
             tools=[tool.name for tool in role.tools],
             status="failed",
             reason=reason,
-            artifacts=[msgspec.structs.replace(artifact, step=request.step) for artifact in expected],
+            artifacts=[
+                msgspec.structs.replace(artifact, status="missing", step=request.step, reason=reason)
+                for artifact in expected
+            ],
         )
 
     def _note_twins(self) -> None:

@@ -32,7 +32,7 @@ from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.controller.targets import Round, Target
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.manifest import HostClock, Manifest
+from verl_profiling.manifest import CaptureResult, HostClock, Manifest
 from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 
@@ -98,6 +98,10 @@ class Alone:
         """Return the request of a step that begins; ``None``: it is not captured."""
         yield from ()
         return request()
+
+    def expected(self, workers: list[CaptureResult]) -> list[CaptureResult]:
+        """Return what stands for the workers of all processes until their results are there."""
+        return workers
 
     def begun(self, workers: Iterable[WorkerIdentity]) -> None:
         """Note that this process's workers have begun the step."""
@@ -287,6 +291,21 @@ class _Leader(_Peer):
             self._channel.put(f"{self._name}/order", msgspec.msgpack.encode(order))
         return made
         yield  # nobody is waited for, and yet it is a generator
+
+    def expected(self, workers: list[CaptureResult]) -> list[CaptureResult]:
+        """See :meth:`Alone.expected`; the other ranks are expected to have the workers that this one has."""
+        others = [
+            msgspec.structs.replace(
+                worker,
+                identity=WorkerIdentity(
+                    role=worker.identity.role, rank=rank, host="unknown", clock_domain="unknown", pid=0
+                ),
+                artifacts=[],
+            )
+            for rank in self._others
+            for worker in workers[:1]
+        ]
+        return [*workers, *others]
 
     def conclude(
         self, manifest: Manifest, folder: Path, finished: list[Finished]

@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.capture.messages import Finished
+from verl_profiling.controller.beside import BesideWriter
 from verl_profiling.controller.run_claim import RunFolder, claim_run_folder
 from verl_profiling.controller.trace import write_controller_trace
-from verl_profiling.identity import step_folder_name
+from verl_profiling.identity import ProcessId, step_folder_name
 from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, Manifest
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
@@ -40,6 +41,7 @@ class StepFolders:
     def __init__(self, config: ProfilingConfig) -> None:
         self._config = config
         self._run: RunFolder | None = None
+        self._beside = BesideWriter()
         self._last: WrittenStep | None = None
         self._unfinished: list[WrittenStep] = []
 
@@ -77,9 +79,17 @@ class StepFolders:
             return []
         return [f"step {step} was recorded before, in {first}; this is start {self.run.start} of the run"]
 
+    def begin(self, folder: Path, manifest: Manifest) -> None:
+        """Write what is expected of a capture that begins, while the loop goes on."""
+        manifest = msgspec.structs.replace(
+            manifest, state="begun", start=self.run.start, process=ProcessId.current()
+        )
+        self._beside.write(folder / MANIFEST_NAME, manifest)
+
     def write(self, folder: Path, manifest: Manifest) -> WrittenStep:
         """Write the controller's trace, then the manifest."""
-        manifest = msgspec.structs.replace(manifest, start=self.run.start)
+        self._beside.settle()
+        manifest = msgspec.structs.replace(manifest, start=self.run.start, process=ProcessId.current())
         write_controller_trace(folder, manifest)
         write_json_atomically(folder / MANIFEST_NAME, manifest)
         self._last = WrittenStep(folder, manifest)

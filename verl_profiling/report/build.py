@@ -56,7 +56,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
     Raises:
         TraceFormatError: There is neither a manifest nor a readable trace.
     """
-    missing = list(inputs.absent)
+    missing = [*([f"{inputs.title} {inputs.unfinished}"] if inputs.unfinished else []), *inputs.absent]
     read: list[tuple[Source, Activity]] = []
     traces = 0
     for _, group in groupby(inputs.sources, key=lambda source: source.lane):

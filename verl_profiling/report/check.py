@@ -9,16 +9,16 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, Artifact
-from verl_profiling.run_files import read_manifest
+from verl_profiling.run_files import read_manifest, read_starts
 from verl_profiling.timeline.blocks import Blocks
-from verl_profiling.timeline.inputs import resolve_artifact, step_folders
+from verl_profiling.timeline.inputs import UNWRITTEN, is_step, resolve_artifact, step_folders, unfinished
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.visible import visible_text_of
 
 __all__ = ["CheckResult", "Checked", "check"]
 
-Fate = Literal["ok", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
+Fate = Literal["ok", "begun", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,10 +59,11 @@ def check(path: Path) -> CheckResult:
     Raises:
         TraceFormatError: There is nothing to check.
     """
-    if (path / MANIFEST_NAME).is_file():
+    if is_step(path):
         checked = _check_step(path, path)
     elif path.is_dir() and (folders := step_folders(path)):
-        checked = [entry for folder in folders for entry in _check_step(path, folder)]
+        checked = _check_starts(path)
+        checked += [entry for folder in folders for entry in _check_step(path, folder)]
     elif path.exists():
         base = path if path.is_dir() else path.parent
         traces = [source.path for step in plain_steps(path) for source in step.sources]
@@ -75,24 +76,34 @@ def check(path: Path) -> CheckResult:
     return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked))
 
 
+def _check_starts(run: Path) -> list[Checked]:
+    try:
+        read_starts(run)
+    except TraceFormatError as error:
+        return [Checked(path=Path(error.path).name, fate="unreadable", reason=error.problem)]
+    return []
+
+
 def _check_step(root: Path, folder: Path) -> list[Checked]:
     where = "" if folder == root else f"{folder.name}/"
+    name = f"{where}{MANIFEST_NAME}"
+    if not (folder / MANIFEST_NAME).exists():
+        return [Checked(path=name, fate="missing", reason=f"{folder.name} {UNWRITTEN}")]
     try:
         manifest = read_manifest(folder)
     except TraceFormatError as error:
-        missing = not (folder / MANIFEST_NAME).exists()
-        fate: Fate = "missing" if missing else "unreadable"
-        reason = "the capture was not finished" if missing else error.problem
-        return [Checked(path=f"{where}{MANIFEST_NAME}", fate=fate, reason=reason)]
+        return [Checked(path=name, fate="unreadable", reason=error.problem)]
     controller = Artifact(path=CONTROLLER_TRACE_NAME, lane="controller", tool="spans", status="ok")
     checked = [_check_artifact(where, folder, controller)]
+    if reason := unfinished(manifest):
+        checked.insert(0, Checked(path=name, fate="begun", reason=reason))
     for worker in manifest.workers:
         checked += [_check_artifact(where, folder, artifact) for artifact in worker.artifacts]
         if worker.status not in ("ok", "skipped") and not worker.artifacts:
             checked.append(Checked(path=f"{where}{worker.name}", fate=worker.status, reason=worker.reason))
     if not manifest.workers:
         reason = "; ".join(("no worker was captured", *manifest.notes))
-        checked.append(Checked(path=f"{where}{MANIFEST_NAME}", fate="empty", reason=reason))
+        checked.append(Checked(path=name, fate="empty", reason=reason))
     return checked
 
 

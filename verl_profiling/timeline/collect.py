@@ -35,12 +35,13 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         path: The report (or the trace made from it), relative to the run's folder.
         fate: ``ok``: the report is in its step folder. ``truncated``: it is, but the process ended
-            inside the range. ``missing``: there is no report yet.
+            inside the range. ``missing``: there is no report yet. ``damaged``: a file beside it cannot be
+            read, or the report cannot be exported.
         reason: Why it is not ``ok``.
     """
 
     path: str
-    fate: Literal["ok", "truncated", "missing"]
+    fate: Literal["ok", "truncated", "missing", "damaged"]
     reason: str = ""
 
 
@@ -55,24 +56,28 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
         export: Export every report first; needs ``nsys``.
 
     Raises:
-        TraceFormatError: Nothing was recorded with nsys there, or an export cannot be read.
+        TraceFormatError: Nothing was recorded with nsys there.
         ToolUnavailableError: ``export`` is set, and there is no nsys.
         OSError: A report cannot be moved, or a manifest cannot be written.
     """
-    if (run / MANIFEST_NAME).is_file():
+    if (run / MANIFEST_NAME).exists():
         run = run.parent
     if export and shutil.which("nsys") is None:
         raise ToolUnavailableError(
             "collect --export: there is no nsys on PATH; install NVIDIA Nsight Systems"
         )
     root = run if (run / NSYS_FOLDER).is_dir() else run.parent  # of a run that shares its save_path
+    collected: list[Collected] = []
+
+    def torn(path: Path, problem: str) -> None:
+        collected.append(Collected(path=str(path.relative_to(root)), fate="damaged", reason=problem))
+
     processes = {
         output: [noted for noted in ranges if run in (root, (root / noted.folder).parent)]
-        for output, ranges in read_ranges(root / NSYS_FOLDER).items()
+        for output, ranges in read_ranges(root / NSYS_FOLDER, torn).items()
     }
-    if not any(processes.values()):
+    if not any(processes.values()) and not collected:
         raise TraceFormatError(run, "holds no file of the nsys tool; was anything recorded with it?")
-    collected: list[Collected] = []
     for output, ranges in processes.items():
         for noted in ranges:
             report = _finished_report(output, noted.number, len(ranges))
@@ -80,7 +85,11 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
                 if report is not None:
                     report.unlink()
                 continue
-            collected += _fetch(root, noted, report, export)
+            try:
+                collected += _fetch(root, noted, report, export)
+            except TraceFormatError as error:
+                name = f"{noted.folder}/{noted.artifact}"
+                collected.append(Collected(path=name, fate="damaged", reason=str(error)))
     return collected
 
 
@@ -142,7 +151,7 @@ def _export(report: Path, database: Path) -> None:
 
 def _enter(folder: Path, noted: NsysRange, file: Path | None, reason: str, events: int | None = None) -> None:
     """Enter a range's artifact, or the trace made from it, into the step's manifest."""
-    if not (folder / MANIFEST_NAME).is_file():
+    if not (folder / MANIFEST_NAME).exists():
         return
     manifest = read_manifest(folder)
     workers = [_with_range(worker, noted, file, reason, events) for worker in manifest.workers]

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import (
     CONTROLLER_TRACE_NAME,
@@ -21,40 +23,98 @@ from verl_profiling.run_files import read_manifest, read_starts
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.sources import Source, StepInputs, sorted_sources
 
-__all__ = ["find_steps", "resolve_artifact", "step_folders", "steps_in", "the_run"]
+__all__ = [
+    "UNWRITTEN",
+    "FoundSteps",
+    "find_steps",
+    "is_step",
+    "resolve_artifact",
+    "step_folders",
+    "steps_in",
+    "the_run",
+    "unfinished",
+]
 
+UNWRITTEN = f"holds no {MANIFEST_NAME}; verl-profiling recover writes one of what is there"
 _STEP_FOLDER = re.compile(r"step_(\d+)(?:\.(\d+))?")
 
 
+class FoundSteps(msgspec.Struct, frozen=True):
+    """What is under a path.
+
+    Attributes:
+        steps: The steps that can be read.
+        damaged: What is wrong with the others.
+    """
+
+    steps: list[StepInputs]
+    damaged: list[TraceFormatError] = []
+
+    def problems(self) -> list[str]:
+        """Return what keeps steps from being whole, as sentences."""
+        begun = [f"{step.directory}: {step.unfinished}" for step in self.steps if step.unfinished]
+        return [*map(str, self.damaged), *begun]
+
+
 def find_steps(path: Path) -> list[StepInputs]:
-    """Return the steps under ``path``: a step folder, a run folder, or plain traces.
+    """Return the steps under ``path`` that can be read: a step folder, a run folder, or plain traces.
 
     Raises:
-        TraceFormatError: There is nothing to analyse, a manifest cannot be read, or there are several runs.
+        TraceFormatError: There is nothing to analyse, no manifest can be read, or there are several runs.
     """
-    return steps_in(the_run(path))
+    return steps_in(the_run(path)).steps
 
 
-def steps_in(path: Path) -> list[StepInputs]:
+def steps_in(path: Path) -> FoundSteps:
     """Return the steps of a run in its own folder, whatever other runs are in folders below.
 
     Raises:
         TraceFormatError: As for :func:`find_steps`.
     """
-    if (path / MANIFEST_NAME).is_file():
-        return [_from_manifest(path)]
+    if is_step(path):
+        return FoundSteps([_from_manifest(path)])
     if path.is_dir():
-        finished = [folder for folder in step_folders(path) if (folder / MANIFEST_NAME).is_file()]
-        steps = [_from_manifest(folder) for folder in finished]
+        steps, damaged = [], []
+        folders = step_folders(path)
+        if any(is_step(folder) for folder in folders):  # else they hold plain traces
+            for folder in folders:
+                try:
+                    steps.append(_from_manifest(folder))
+                except TraceFormatError as error:
+                    damaged.append(error)
         if steps:
             _refuse_mixture(path, steps)
-            return steps
+            return FoundSteps(steps, damaged)
+        if damaged:
+            raise damaged[0]
     elif not path.exists():
         raise TraceFormatError(path, "no such file or folder")
     steps = plain_steps(path)
     if not steps:
         raise TraceFormatError(path, f"holds no {MANIFEST_NAME}, no step folders and no trace files")
-    return steps
+    return FoundSteps(steps)
+
+
+def is_step(folder: Path) -> bool:
+    """Return whether a folder is one step's, from its manifest or, where that is lost, from its place."""
+    if (folder / MANIFEST_NAME).exists():
+        return True
+    of_a_run = bool(_STEP_FOLDER.fullmatch(folder.name)) and (folder.parent / RUN_NAME).exists()
+    return of_a_run and folder.is_dir()
+
+
+def unfinished(manifest: Manifest) -> str:
+    """Return a sentence on a capture that has begun and was never written; empty for any other."""
+    if manifest.state != "begun":
+        return ""
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.begin_ns / 1e9))
+    process = manifest.process
+    if process is not None and process.alive():
+        return f"is being recorded since {began} by {process}, which still runs"
+    return (
+        f"its capture began {began}{f' in {process}' if process else ''}, and was never written; "
+        "verl-profiling recover enters what is there"
+    )
 
 
 def the_run(path: Path) -> Path:
@@ -67,7 +127,7 @@ def the_run(path: Path) -> Path:
     """
     if path.name == RUN_NAME and path.is_file():
         return path.parent
-    if not path.is_dir() or (path / MANIFEST_NAME).is_file():
+    if not path.is_dir() or is_step(path):
         return path
     below = {file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{RUN_NAME}")}
     runs = sorted(below)
@@ -132,12 +192,15 @@ def resolve_artifact(directory: Path, artifact: Artifact) -> Path | None:
 
 
 def _from_manifest(directory: Path) -> StepInputs:
+    if not (directory / MANIFEST_NAME).exists():
+        raise TraceFormatError(directory, UNWRITTEN)
     manifest = read_manifest(directory)
     controller = directory / CONTROLLER_TRACE_NAME
     inputs = StepInputs(
         directory=directory,
         step=manifest.step,
         manifest=manifest,
+        unfinished=unfinished(manifest),
         controller=controller if controller.is_file() else None,
         absent=[] if controller.is_file() else [f"{CONTROLLER_TRACE_NAME} is missing"],
     )

@@ -60,6 +60,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
         controller: The controller's trace, where there is one.
         sources: Trace files, sorted by lane.
         absent: What is missing or cannot be put on a timeline, as sentences.
+        unfinished: Why the step is not whole, where its capture has begun and was never written.
     """
 
     directory: Path
@@ -68,6 +69,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
     controller: Path | None = None
     sources: list[Source] = []
     absent: list[str] = []
+    unfinished: str = ""
 
     @property
     def title(self) -> str:

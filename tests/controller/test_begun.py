@@ -1,0 +1,158 @@
+"""A capture that begins is on disk when it begins, so that its folder explains itself whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import RunPython
+from test_callback import configured, local_worker, manifest, run
+
+from verl_profiling import ProfilingCallback
+from verl_profiling.capture.session import Session
+from verl_profiling.cli import main
+from verl_profiling.controller import beside
+from verl_profiling.controller.beside import BesideWriter
+from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.manifest import Manifest
+from verl_profiling.run_files import read_manifest
+
+KILLED = """
+    import os, signal, time
+    from pathlib import Path
+    from fleet import TrainWorker
+    from verl_profiling import ProfilingCallback
+    config = {"enable": True, "tool": "spans", "save_path": "run", "schedule": {"steps": [1, 2]}}
+    worker = TrainWorker()
+    worker.set_up(config)
+    profiling = ProfilingCallback(config)
+    profiling.add_workers("actor", worker)
+    for step in (1, 2):
+        profiling.on_step_begin(step)
+        worker.work()
+        if step == 2:
+            path = Path("run/step_000002/manifest.json")
+            while not path.exists() or "start_capture" not in path.read_text():
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+        profiling.on_step_end()
+"""
+
+
+def manifest_with(folder: Path, text: str) -> Manifest:
+    """Return the manifest of a step once it says something: it is written beside the loop."""
+    path, deadline = folder / "manifest.json", time.monotonic() + 20
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < deadline, path
+        time.sleep(0.005)
+    return read_manifest(folder)
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_a_capture_that_begins_is_on_disk(tmp_path: Path, session: Session, mode: str) -> None:
+    """Who was asked, what was promised, and by which process; the end replaces it."""
+    config = configured(tmp_path, tool="torch", mode=mode)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    seen: list[Manifest] = []
+
+    def look(step: int) -> None:
+        if step == 2:
+            seen.append(manifest_with(Path(config.save_path) / "step_000002", "start_capture"))
+
+    run(callback, look)
+    [begun] = seen
+    assert (begun.state, begun.complete, begun.steps) == ("begun", False, [2])
+    assert begun.process == ProcessId.current()
+    promised = {worker.name: [a.path for a in worker.artifacts] for worker in begun.workers}
+    assert promised["actor_rank0"] == (["actor_rank0.torch.json.gz"] if mode == "e2e" else [])
+    assert {(a.status, a.step) for worker in begun.workers for a in worker.artifacts} <= {("missing", 2)}
+    assert manifest(config).state == "written"
+
+
+def test_a_killed_loop_leaves_a_step_that_every_command_names(
+    tmp_path: Path, run_python: RunPython, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step before is whole; the one that was open is said, and the exit code is 1."""
+    with pytest.raises(AssertionError, match="exit status -9"):
+        run_python(KILLED)
+    folder = tmp_path / "run"
+    assert [read_manifest(step).state for step in sorted(folder.glob("step_*"))] == ["written", "begun"]
+    for command in ("check", "report", "merge"):
+        assert main([command, str(folder)]) == 1, command
+        printed = "".join(capsys.readouterr())
+        assert "never written; verl-profiling recover" in printed, command
+        assert "step_000002" in printed, command
+    assert main(["check", str(folder / "step_000002")]) == 1
+
+
+def test_a_step_that_is_being_recorded_is_not_called_lost(
+    tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While its process runs, the step has begun and not ended."""
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    callback.on_step_begin(2)
+    folder = Path(config.save_path) / "step_000002"
+    manifest_with(folder, "begun")
+    assert main(["check", str(folder)]) == 1
+    assert f"by pid {os.getpid()} on" in (printed := capsys.readouterr().out)
+    assert "which still runs" in printed
+    callback.on_step_end()
+    callback.on_train_end()
+    assert main(["check", str(folder)]) == 0
+
+
+def begun(step: int) -> Manifest:
+    """Return a manifest as it is when a capture begins."""
+    return Manifest(
+        run_id="run",
+        capture_id="run-1",
+        step=step,
+        steps=[step],
+        begin_ns=1,
+        end_ns=1,
+        controller=WorkerIdentity(role="controller"),
+    )
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop goes on while the disk does not, and what is newer by then takes the place of the rest."""
+    hangs = threading.Event()
+    written: list[int] = []
+
+    def slow(path: Path, value: Manifest) -> None:
+        hangs.wait(20)
+        written.append(value.step)
+
+    monkeypatch.setattr(beside, "write_json_atomically", slow)
+    writer = BesideWriter()
+    for step in (1, 2, 3):
+        writer.write(tmp_path / "manifest.json", begun(step))
+    assert written == []
+    hangs.set()
+    while writer._thread is not None:
+        time.sleep(0.001)
+    assert written == [1, 3]
+
+
+def test_a_disk_that_is_full_at_the_begin_is_said_and_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loop goes on; the message names the file."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    writer = BesideWriter()
+    writer.write(tmp_path / "manifest.json", begun(1))
+    writer.settle()
+    assert str(tmp_path / "manifest.json") in caplog.text
+    assert "No space left on device" in caplog.text
+    assert list(tmp_path.iterdir()) == []

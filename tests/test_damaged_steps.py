@@ -1,0 +1,158 @@
+"""One step's damage costs that step: it is said, the exit code is 1, and the other steps are used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from step_folders import build_step
+
+from verl_profiling.analysis import load_reports, open_run
+from verl_profiling.cli import main
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME
+from verl_profiling.nsys_ranges import NsysRange
+
+Damage = Callable[[Path], object]
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _newer(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema_version": 99}))
+
+
+def _typed_wrongly(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "workers": {"0": "actor"}}))
+
+
+DAMAGES: dict[str, Damage] = {
+    "no UTF-8": lambda path: path.write_bytes(path.read_bytes().replace(b'"run_id": "', b'"run_id": "\xff')),
+    "torn": lambda path: path.write_bytes(path.read_bytes()[:200]),
+    "empty": lambda path: path.write_bytes(b""),
+    "a list": lambda path: path.write_text("[]"),
+    "nested": lambda path: path.write_text('{"metrics":' * 100_000),
+    "wrong types": _typed_wrongly,
+    "newer": _newer,
+    "gone": lambda path: path.unlink(),
+    "a folder": _folder,
+    "a pipe": _pipe,
+}
+
+
+@pytest.fixture(params=DAMAGES)
+def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A run of three steps, of which the manifest of the second is damaged."""
+    run = tmp_path / "run"
+    first = build_step(run, step=1)
+    for step in (2, 3):
+        folder = run / f"step_{step:06d}"
+        shutil.copytree(first, folder)
+        manifest = json.loads((folder / MANIFEST_NAME).read_text())
+        (folder / MANIFEST_NAME).write_text(json.dumps({**manifest, "step": step, "steps": [step]}, indent=2))
+    DAMAGES[request.param](run / "step_000002" / MANIFEST_NAME)
+    return run
+
+
+def test_the_other_steps_are_used(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By every command and in Python; the damaged step is named."""
+    for command in ("merge", "split", "report", "check"):
+        assert main([command, str(damaged)]) == 1, command
+        printed = capsys.readouterr()
+        assert "step_000002" in printed.err + printed.out, command
+        assert "Traceback" not in printed.err
+    made = [sorted(path.name for path in step.iterdir()) for step in sorted(damaged.glob("step_*"))]
+    for step in (made[0], made[2]):
+        assert {"timeline.json.gz", "split"} <= set(step)
+    assert "timeline.json.gz" not in made[1]
+    with pytest.warns(UserWarning, match="step_000002"):
+        assert [step.step for step in open_run(damaged).steps()] == [1, 3]
+
+
+def test_a_comparison_says_what_it_left_out(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``diff`` of two runs uses the steps that are whole."""
+    assert main(["diff", str(damaged), str(damaged / "step_000001")]) == 1
+    printed = capsys.readouterr()
+    assert "2 step(s) before, 1 after" in printed.out
+    assert "step_000002" in printed.err
+    with pytest.warns(UserWarning, match="step_000002"):
+        assert len(load_reports(damaged)) == 2
+
+
+def test_the_damaged_step_alone_is_bad_input(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is nothing to use: one line, and exit code 2; ``check`` finds it."""
+    if not (damaged / RUN_NAME).exists():
+        (damaged / RUN_NAME).write_text("{}")  # without manifest, its place says that it is a step
+    folder = damaged / "step_000002"
+    for command in ("merge", "split", "report", "view", "recover --help"):
+        if "--help" not in command:
+            assert main([command, str(folder)]) == 2, command
+            printed = capsys.readouterr().err
+            assert "step_000002" in printed
+            assert printed.count("\n") == 1, printed
+    assert main(["check", str(folder)]) == 1
+
+
+@pytest.mark.parametrize("damage", ["no UTF-8", "torn", "a list", "nested", "a folder", "a pipe"])
+def test_a_run_file_that_cannot_be_read_costs_no_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """Steps are read without it; ``check`` names it."""
+    build_step(tmp_path, step=1)
+    (tmp_path / RUN_NAME).write_text('{"run_id": "run"}')
+    DAMAGES[damage](tmp_path / RUN_NAME)
+    assert main(["merge", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["check", str(tmp_path)]) == 1
+    assert "unreadable  run.json" in capsys.readouterr().out
+    with pytest.raises(TraceFormatError, match=r"run\.json"):
+        open_run(tmp_path).starts()
+
+
+def test_a_step_that_cannot_be_cut_costs_that_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that was recorded in discrete mode is already cut; if no step can be cut, that is bad input."""
+    build_step(tmp_path, step=1, mode="discrete")
+    assert main(["split", str(tmp_path)]) == 2
+    build_step(tmp_path, step=2)
+    assert main(["split", str(tmp_path)]) == 1
+    assert (tmp_path / "step_000002" / "split" / MANIFEST_NAME).exists()
+    assert "step_000001" in capsys.readouterr().err
+
+
+def test_collect_goes_on_behind_a_bad_manifest_and_a_torn_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole ranges are fetched, and both are named with exit code 1."""
+    lines = []
+    for number in (1, 2):
+        folder = tmp_path / f"step_{number:06d}"
+        folder.mkdir(parents=True)
+        noted = NsysRange(number=number, folder=folder.name, artifact="a.nsys-rep", begin_ns=1, end_ns=2)
+        lines.append(msgspec.json.encode(noted))
+    (tmp_path / "step_000001" / MANIFEST_NAME).write_text("{")
+    (tmp_path / "nsys").mkdir()
+    (tmp_path / "nsys" / "actor.7.ranges.jsonl").write_bytes(b"\n".join(lines) + b'\n{"number": 3, "fol')
+    for number in (1, 2):
+        (tmp_path / "nsys" / f"actor.7.{number}.nsys-rep").write_text("report")
+    assert main(["collect", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "damaged     nsys/actor.7.ranges.jsonl  a line is torn" in printed
+    assert "damaged     step_000001/a.nsys-rep" in printed
+    assert "ok          step_000002/a.nsys-rep" in printed
+    assert all((tmp_path / f"step_{number:06d}" / "a.nsys-rep").exists() for number in (1, 2))
