@@ -214,9 +214,7 @@ class Capture:
                     self._recordings.append((tool, tool.start(destination), destination))
                 except Exception as error:
                     self._report(tool, destination, "start", error)
-                    for _, recording, _ in reversed(self._recordings):
-                        recording.discard()
-                    self._recordings = []
+                    self._discard()
                     raise
             self._mark_spans()
         self._ledger.begin(stage)
@@ -286,14 +284,19 @@ class Capture:
         """Discard recordings that cannot be stopped properly, so that the process can record again."""
         logger.error("%s: %s", self.identity, reason)
         with self._lock:
-            recordings, self._recordings = self._recordings, []
-            for tool, recording, destination in recordings:
+            for tool, _, destination in self._recordings:
                 self._ledger.fail(tool, destination, reason)
-                try:
-                    recording.discard()
-                except Exception:
-                    logger.exception("%s: tool %s cannot be stopped", self.identity, tool.name)
+            self._discard()
             self._stop_for_good()
+
+    def _discard(self) -> None:
+        """Discard all recordings, the last one first, whatever one of them raises."""
+        recordings, self._recordings = self._recordings, []
+        for tool, recording, _ in reversed(recordings):
+            try:
+                recording.discard()
+            except Exception:
+                logger.exception("%s: tool %s cannot be stopped", self.identity, tool.name)
 
     def _on_owner_thread(self, action: Callable[[], None]) -> None:
         """Run ``action`` here, or on the thread that owns the recording if a tool requires that.
