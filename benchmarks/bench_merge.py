@@ -95,6 +95,7 @@ PEERS = {
 CODE = (
     "verl_profiling/timeline/merge.py",
     "verl_profiling/timeline/member.py",
+    "verl_profiling/timeline/event.py",
     "verl_profiling/timeline/reader.py",
     "verl_profiling/timeline/archive.py",
 )

@@ -10,7 +10,8 @@ import pytest
 from step_folders import read_events, recordings, unix_ns
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.reader import Event, Trace
+from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.reader import Trace
 
 
 def read(path: Path) -> tuple[Trace, list[Event]]:

@@ -21,7 +21,8 @@ from verl_profiling.report.kinds import (
 )
 from verl_profiling.report.npu import NpuEvents
 from verl_profiling.report.optimes import OpTimes
-from verl_profiling.timeline.reader import Event, Trace
+from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.reader import Trace
 
 __all__ = ["Activity", "read_activity"]
 

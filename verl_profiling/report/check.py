@@ -18,7 +18,7 @@ from verl_profiling.visible import visible_text_of
 
 __all__ = ["CheckResult", "Checked", "check"]
 
-Fate = Literal["ok", "begun", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
+Fate = Literal["ok", "begun", "missing", "empty", "truncated", "limited", "unreadable", "failed", "skipped"]
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,12 +133,18 @@ def _check_trace(name: str, path: Path) -> Checked:
         return Checked(path=name, fate="empty", reason="0 bytes")
     try:
         trace = Trace(path)
-        spans = sum(event.ph != "M" for events in trace.chunks() for event in events)
+        spans = timeless = 0
+        for events in trace.chunks():
+            spans += sum(event.ph != "M" for event in events)
+            timeless += sum(event.ts is None and event.ph == "X" for event in events)
     except TraceFormatError as error:
         return Checked(path=name, fate="unreadable", reason=error.problem, bytes=size)
     if trace.warnings:
-        fate: Fate = "truncated" if trace.truncated else "unreadable"
+        fate: Fate = "limited" if trace.limited else "truncated" if trace.truncated else "unreadable"
         return Checked(path=name, fate=fate, reason=str(trace.warnings[-1]), bytes=size, events=trace.events)
+    if timeless:
+        reason = f"{timeless:,} events have no time"
+        return Checked(path=name, fate="unreadable", reason=reason, bytes=size, events=trace.events)
     if spans == 0:
         return Checked(path=name, fate="empty", reason="holds no events", bytes=size, events=0)
     return Checked(path=name, fate="ok", bytes=size, events=trace.events)

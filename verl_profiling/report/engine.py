@@ -13,8 +13,8 @@ import msgspec
 
 __all__ = ["Iteration", "parse_iteration"]
 
-_VLLM = re.compile(r"execute_context_(\d+)\((\d+)\)_generation_(\d+)\((\d+)\)$")
-_SGLANG = re.compile(r"step\[(EXTEND|DECODE)\S* bs=(\d+)(?: toks=(\d+))?")
+_VLLM = re.compile(r"execute_context_(\d+)\((\d{1,18})\)_generation_(\d+)\((\d{1,18})\)$", re.ASCII)
+_SGLANG = re.compile(r"step\[(EXTEND|DECODE)\S* bs=(\d{1,18})(?: toks=(\d{1,18}))?", re.ASCII)
 
 
 class Iteration(msgspec.Struct, frozen=True):

@@ -18,13 +18,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.report.intervals import Spans
 from verl_profiling.report.kinds import COMMUNICATION, COMPUTE, HOST, MEMORY, NOTHING
-from verl_profiling.timeline.reader import Event
+from verl_profiling.timeline.event import Event
 
 __all__ = ["NpuEvents"]
 
@@ -51,7 +50,7 @@ class NpuEvents:
         """Add the name of a process or a thread."""
         if event.name not in ("process_name", "thread_name"):
             return
-        name = str(msgspec.json.decode(event.args).get("name", ""))
+        name = event.said("name")
         if event.name == "process_name":
             self._processes[event.pid] = name
         else:
@@ -84,7 +83,7 @@ class NpuEvents:
     def _kind(self, pid: object, tid: object, name: str, task_type: bytes) -> int:
         process = self._processes.get(pid, "")
         if process == "Ascend Hardware":
-            task = task_type.decode()
+            task = task_type.decode("utf-8", "replace")
             if task in _COMPUTING_TASKS and not name.endswith(_COLLECTIVE_KERNELS):
                 return COMPUTE
             return MEMORY if task in _COPYING_TASKS else NOTHING

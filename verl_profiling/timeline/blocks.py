@@ -10,6 +10,7 @@ from typing import BinaryIO
 from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.timeline.limits import Limits
 
 __all__ = ["BLOCK_BYTES", "Blocks", "is_gzip"]
 
@@ -36,18 +37,22 @@ class Blocks:
         path: The file.
         position: Bytes of uncompressed content handed out so far.
         damage: Why the content ended early, or ``""``.
+        limited: Whether that is because of the limit.
     """
 
-    def __init__(self, path: Path, from_end: int | None = None) -> None:
+    def __init__(self, path: Path, *, limit: int | None = None, from_end: int | None = None) -> None:
         """Name the file.
 
         Args:
             path: The file.
+            limit: End after so many bytes; by default, what :class:`Limits` says.
             from_end: Skip all but these last bytes, if the file can be read from there.
         """
         self.path = path
         self.position = 0
         self.damage = ""
+        self.limited = False
+        self._limit = Limits().content_bytes if limit is None else limit
         self._from_end = from_end
 
     def __iter__(self) -> Iterator[bytes]:
@@ -59,6 +64,11 @@ class Blocks:
         try:
             with self.path.open("rb") as file:
                 for block in self._gzip(file) if is_gzip(file) else self._plain(file):
+                    if self.position + len(block) > self._limit:
+                        self.limited = True
+                        most = f"the limit of {self._limit:,} bytes of content"
+                        self.damage = f"stopped at {most} (--max-content raises it)"
+                        return
                     self.position += len(block)
                     yield block
         except OSError as error:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
+from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.member import STAGES_TID, name_thread
-from verl_profiling.timeline.reader import Event, Trace
+from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import StepInputs
 
 __all__ = ["CONTROLLER", "controller_events"]
@@ -35,7 +34,7 @@ def controller_events(inputs: StepInputs, pids: dict[str, int], base_ns: int) ->
     stage_threads = set()
     for event in events:
         if event.ph == "M" and event.name in ("process_name", "thread_name"):
-            name = msgspec.json.decode(event.args).get("name")
+            name = event.said("name")
             if event.name == "process_name":
                 names[event.pid] = name
             elif name == "stages":

@@ -13,7 +13,8 @@ import msgspec
 from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.reader import GPU_CATEGORIES, Event, Trace
+from verl_profiling.timeline.event import GPU_CATEGORIES, Event
+from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.slim import Keep
 from verl_profiling.timeline.sources import Source
 
@@ -208,7 +209,7 @@ class _Pids:
             key = {"process_name": "name", "process_labels": "labels"}.get(event.name)
             new = self.known.get(event.pid, 0)
             if key and new >= self._job.pid + _FIRST_OTHER:
-                words.setdefault(new, []).append(str(msgspec.json.decode(event.args).get(key, "")))
+                words.setdefault(new, []).append(event.said(key))
         self.titles.update((new, " ".join((self._job.title, *said))) for new, said in words.items())
 
     def small_id(self, old: int | str) -> int:

@@ -19,6 +19,7 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import SCHEMA_VERSION
 from verl_profiling.timeline.controller import CONTROLLER, controller_events
+from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.member import (
     LANE_PIDS,
     STAGES_TID,
@@ -28,7 +29,7 @@ from verl_profiling.timeline.member import (
     name_process,
     write_member,
 )
-from verl_profiling.timeline.reader import Event, Trace
+from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.requests import request_events
 from verl_profiling.timeline.slim import Keep, min_us_for_share
 from verl_profiling.timeline.sources import TIMELINE_NAME, Source, StepInputs

@@ -15,7 +15,8 @@ from typing import TypeAlias
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.reader import GPU_CATEGORIES, Trace
+from verl_profiling.timeline.event import GPU_CATEGORIES
+from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import TIMELINE_NAME, Source, StepInputs, sorted_sources
 
 __all__ = ["plain_steps"]
@@ -95,7 +96,7 @@ def _process(trace: Trace) -> _Process:
     head = next(trace.chunks(_HEAD_BYTES), [])
     for event in head:
         if event.ph == "M" and event.name == "process_name":
-            return host, str(msgspec.json.decode(event.args).get("name", "")), event.pid
+            return host, event.said("name"), event.pid
     pids = (event.pid for event in head if event.ph == "X" and event.cat not in GPU_CATEGORIES)
     return host, "", next(pids, None)
 

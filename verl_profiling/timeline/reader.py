@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Context, Decimal, localcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,55 +22,22 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.blocks import BLOCK_BYTES, Blocks
+from verl_profiling.timeline.event import AbsoluteEvent, Event
+from verl_profiling.timeline.limits import MAX_NS, MAX_US, Limits
+from verl_profiling.timeline.salvage import UNDECODABLE, Salvage
 from verl_profiling.timeline.trailer import read_trailer
 
-__all__ = ["GPU_CATEGORIES", "Event", "Trace", "TraceWarning"]
-
-GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"})
-"""Categories of the events on the lanes of a device's streams, as kineto names them."""
-
-NO_ARGS = msgspec.Raw(b"")
+__all__ = ["Trace", "TraceWarning"]
 
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
-_SEPARATOR = re.compile(rb"\s*,\s*")
+_SEPARATOR = re.compile(rb"\s*,?\s*")
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
-_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError)
-_HEADER_LIMIT = 16 << 20
-_EVENT_LIMIT = 64 << 20
+_WARNINGS = 50
 _READ_ON = 1 << 16
-
-
-class Event(msgspec.Struct, gc=False, omit_defaults=True):
-    """One event of the `Trace Event Format`_; a field that is absent is ``None``.
-
-    Attributes:
-        ts: Begin in microseconds since the trace's ``base_ns``.
-        dur: Duration in microseconds.
-        args: The arguments as JSON, not decoded.
-
-    .. _Trace Event Format:
-        https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-    """
-
-    ph: str
-    cat: str = ""
-    name: str = ""
-    pid: int | str | None = None
-    tid: int | str | None = None
-    ts: float | None = None
-    dur: float | None = None
-    id: int | str | None = None
-    bp: str | None = None
-    s: str | None = None
-    id2: dict[str, Any] | None = None
-    scope: str | None = None
-    cname: str | None = None
-    args: msgspec.Raw = NO_ARGS
-
-
-class _AbsoluteEvent(Event):
-    ts: Decimal | None = None  # type: ignore[assignment]  # converted to a float before the event is handed out
+_MAX_RANK = 1 << 30
+_MAX_DECIMAL = Decimal(MAX_US)
+_UNTRAPPED = Context(traps=[])  # a comparison with NaN is false
 
 
 class TraceWarning(msgspec.Struct, frozen=True):
@@ -98,10 +65,12 @@ class Trace:
             event with a time has been read.
         warnings: What could not be read; complete when :meth:`chunks` is exhausted.
         truncated: Whether the content ends early; the last warning then says where.
+        limited: Whether a limit ended the reading; the last warning then says which.
         events: Number of events read so far.
+        skipped: Number of things that could not be read; the first of them have a warning each.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limits: Limits | None = None) -> None:
         """Open the file and read what precedes the events.
 
         Raises:
@@ -110,19 +79,22 @@ class Trace:
         self.path = path
         self.warnings: list[TraceWarning] = []
         self.truncated = False
+        self.limited = False
         self.events = 0
-        self._blocks = Blocks(path)
+        self.skipped = 0
+        self._limits = limits or Limits()
+        self._blocks = Blocks(path, limit=self._limits.content_bytes)
         self._source = iter(self._blocks)
         self._buffer = b""
         self._consumed = 0
         self._ended = False
+        self._is_object = True
         self.metadata = self._read_header()
         if "baseTimeNanoseconds" not in self.metadata:
-            self.metadata.update(read_trailer(path))
-        base = self.metadata.get("baseTimeNanoseconds")
-        self.base_ns = base if isinstance(base, int) else 0
-        self._relative = isinstance(base, int)
-        kind = list[Event] if self._relative else list[_AbsoluteEvent]
+            self.metadata.update(read_trailer(path, self._limits.content_bytes))
+        self._relative = "baseTimeNanoseconds" in self.metadata
+        self.base_ns = self._given_base_ns() if self._relative else 0
+        kind = list[Event] if self._relative else list[AbsoluteEvent]
         self._decoder: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(kind, strict=False)
 
     @property
@@ -130,47 +102,80 @@ class Trace:
         """The process's rank in ``torch.distributed``, if the file has it."""
         info = self.metadata.get("distributedInfo")
         rank = info.get("rank") if isinstance(info, dict) else None
-        return rank if isinstance(rank, int) else None
+        return rank if type(rank) is int and 0 <= rank <= _MAX_RANK else None
 
     def chunks(self, size: int = BLOCK_BYTES) -> Iterator[list[Event]]:
         """Yield the events in the order of the file, some thousands at a time.
 
-        For a damaged or truncated file, yields what can be read and adds a warning.
+        For a damaged or truncated file, yields what can be read and adds a warning; likewise at a limit.
 
         Args:
             size: Bytes of JSON to decode at a time.
 
         Raises:
-            TraceFormatError: The file can no longer be read, or one event exceeds 64 MiB.
+            TraceFormatError: The file can no longer be read, or one event is too long.
         """
         wanted = size
         while not self._ended:
             last = not self._fill(wanted)
             cut = len(self._buffer) if last else _last_boundary(self._buffer)
-            events, used = self._decode(cut, last)
-            used += _separator(self._buffer, used)
+            events, used = self._decode(cut, last) if cut or last else ([], 0)
             if not used and not last:
                 wanted *= 2
-                if wanted > _EVENT_LIMIT:
-                    raise TraceFormatError(self.path, "no end of an event within 64 MiB", self._consumed)
+                if wanted > self._limits.event_bytes:
+                    most = self._limits.event_bytes >> 20
+                    raise TraceFormatError(self.path, f"no end of an event within {most} MiB", self._consumed)
                 continue
             wanted = size
-            self._drop(used)
-            self._ended = self._ended or last
-            self.events += len(events)
+            self._drop(used + _separator(self._buffer, used))
+            closed, self._ended = self._ended, self._ended or last
+            events = self._on_base(events)
+            room = self._limits.events - self.events
+            more = len(events) > room or not self._ended
+            self.events += min(len(events), room)
             if events:
-                yield self._on_base(events)
-        while self._fill(_READ_ON):  # skipping the rest of the file shows whether it is whole
+                yield events[:room] if len(events) > room else events
+            if more and (reached := self._limits.reached(self.events)):
+                self.limited = True
+                self.warnings.append(TraceWarning(self._consumed, reached))
+                return
+        self._finish(closed)
+
+    def _finish(self, closed: bool) -> None:
+        """Read what follows the events, which shows whether the file is whole."""
+        behind = b""
+        while self._fill(_READ_ON):
+            behind += self._buffer[: self._limits.head_bytes - len(behind)]
             self._drop(len(self._buffer))
+        behind += self._buffer
+        if self.skipped > _WARNINGS:
+            self.warnings.append(TraceWarning(self._consumed, f"skipped {self.skipped:,} things in all"))
         if self._blocks.damage:
-            self.truncated = True
+            self.truncated = not self._blocks.limited
+            self.limited = self._blocks.limited
             self.warnings.append(TraceWarning(self._blocks.position, self._blocks.damage))
+        elif closed and len(behind) < self._limits.head_bytes:
+            self._check_behind(behind[1:].decode("utf-8", "replace").strip())
+
+    def _check_behind(self, text: str) -> None:
+        """Warn if what follows the events is not the rest of the JSON that holds them."""
+        try:
+            rest = json.loads('{"":0' + text) if self._is_object else json.loads(text or "{}")
+        except (ValueError, RecursionError) as error:
+            self.truncated = not text.endswith("}")
+            problem = f"what follows the events is not whole ({error})"
+        else:
+            if not text or (self._is_object and "traceEvents" not in rest):
+                return
+            problem = "something that is not read follows the list of events"
+        self.warnings.append(TraceWarning(self._blocks.position - len(text), problem))
 
     def _read_header(self) -> dict[str, Any]:
         while self._fill(len(self._buffer) + 1):
             text = self._buffer.lstrip(b"\xef\xbb\xbf \t\r\n")
             if text[:1] == b"[":
                 self._drop(len(self._buffer) - len(text) + 1)
+                self._is_object = False
                 return {}
             if text[:1] not in (b"{", b""):
                 break
@@ -178,16 +183,22 @@ class Trace:
                 head = self._buffer[: match.end()]
                 self._drop(match.end())
                 try:
-                    header: dict[str, Any] = json.loads(head.decode("utf-8", "replace") + "]}")
-                except ValueError as error:
+                    header: dict[str, Any] = json.loads(head.decode("utf-8-sig", "replace") + "]}")
+                except (ValueError, RecursionError) as error:
                     raise TraceFormatError(self.path, f"bad JSON before traceEvents ({error})") from error
-                header.pop("traceEvents")
+                header.pop("traceEvents", None)
                 return header
-            if len(self._buffer) > _HEADER_LIMIT:
+            if len(self._buffer) > self._limits.head_bytes:
                 break
         if not self._buffer.strip():
             raise TraceFormatError(self.path, f"is empty{self._damage_note()}", 0)
         raise TraceFormatError(self.path, f"not a Chrome trace: found no traceEvents{self._damage_note()}", 0)
+
+    def _given_base_ns(self) -> int:
+        base = self.metadata["baseTimeNanoseconds"]
+        if type(base) is int and 0 <= base <= MAX_NS:
+            return base
+        raise TraceFormatError(self.path, "baseTimeNanoseconds is not a whole number of ns since 1970")
 
     def _damage_note(self) -> str:
         return f" ({self._blocks.damage})" if self._blocks.damage else ""
@@ -220,71 +231,44 @@ class Trace:
             events = self._decoder.decode(b"".join((b"[", text[: close + 1])))
             self._ended = True
             return events, close
-        except _UNDECODABLE:
+        except UNDECODABLE:
             pass  # it contains the end of the list, or damage
         listed = b"".join((b"[", text))
         try:
             self._decoder.decode(listed)
-        except _UNDECODABLE as error:
+        except UNDECODABLE as error:
             if match := _TRAILING.search(str(error)):
                 close = listed.rindex(b"]", 0, int(match[1]))
                 self._ended = True
                 return self._decoder.decode(listed[: close + 1]), close - 1
-        return self._decode_one_by_one(bytes(text), last)
-
-    def _decode_one_by_one(self, text: bytes, last: bool) -> tuple[list[Event], int]:
-        """Decode a damaged stretch event by event, with the more tolerant ``json`` module.
-
-        It accepts ``NaN`` and invalid UTF-8. Events that are not JSON are skipped.
-        """
-        characters = text.decode("utf-8", "replace")
-        scanner = json.JSONDecoder()
-        events: list[Event] = []
-        position = 0
-
-        def offset(index: int) -> int:
-            return len(characters[:index].encode())
-
-        while True:
-            while position < len(characters) and characters[position] in ", \t\r\n":
-                position += 1
-            if position == len(characters):
-                if last:
-                    self._warn(len(text), "the list of events is not closed: the file is truncated")
-                    self.truncated = True
-                return events, len(text)
-            if characters[position] == "]":
-                self._ended = True
-                return events, offset(position)
-            try:
-                value, position = scanner.raw_decode(characters, position)
-                events += self._decoder.decode(msgspec.json.encode([value]))
-            except msgspec.ValidationError as error:
-                self._warn(offset(position), f"skipped something that is not an event ({error})")
-            except json.JSONDecodeError as error:
-                following = _BOUNDARY.search(characters[error.pos :].encode())
-                if following is None:
-                    if last:
-                        self._warn(offset(position), "the last event is cut off: the file is truncated")
-                        self.truncated = True
-                        return events, len(text)
-                    return events, offset(position)
-                self._warn(offset(position), f"skipped an unreadable event ({error.msg})")
-                position = error.pos + len(characters[error.pos :].encode()[: following.end()].decode())
-
-    def _warn(self, offset: int, message: str) -> None:
-        self.warnings.append(TraceWarning(self._consumed + offset, message))
+        found = Salvage(bytes(text), self._decoder, last)
+        self._ended = found.ended
+        for offset, message in found.skipped:
+            self._skip(self._consumed + offset, message)
+        if found.cut:
+            self.truncated = True
+            self.warnings.append(TraceWarning(self._consumed + found.cut[0], found.cut[1]))
+        return found.events, found.used
 
     def _on_base(self, events: list[Event]) -> list[Event]:
         if self._relative:
             return events
-        for event in events:
-            if event.ts is None:
-                continue
-            if not self.base_ns:
-                self.base_ns = int(event.ts) // 1_000_000 * 1_000_000_000
-            event.ts = float(event.ts - self.base_ns // 1000)
-        return events
+        with localcontext(_UNTRAPPED):
+            timed = [e for e in events if e.ts is None or -_MAX_DECIMAL <= e.ts <= _MAX_DECIMAL]
+            if len(timed) < len(events):
+                self._skip(self._consumed, "skipped an event whose time is none", len(events) - len(timed))
+            for event in timed:
+                if event.ts is None:
+                    continue
+                if not self.base_ns:
+                    self.base_ns = int(event.ts) // 1_000_000 * 1_000_000_000
+                event.ts = float(event.ts - self.base_ns // 1000)
+        return timed
+
+    def _skip(self, offset: int, message: str, count: int = 1) -> None:
+        self.skipped += count
+        if len(self.warnings) < _WARNINGS:
+            self.warnings.append(TraceWarning(offset, message))
 
 
 def _last_boundary(buffer: bytes) -> int:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import msgspec
 
 from verl_profiling.manifest import Manifest, Request
+from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.member import LANE_PIDS, name_process, name_thread
-from verl_profiling.timeline.reader import Event
 
 __all__ = ["request_events"]
 

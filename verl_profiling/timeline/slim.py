@@ -11,7 +11,8 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.ranks import parse_ranks
-from verl_profiling.timeline.reader import Event, Trace
+from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import StepInputs
 
 __all__ = ["Keep", "min_us_for_share", "select_ranks", "stage_windows"]

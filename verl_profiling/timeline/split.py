@@ -24,9 +24,10 @@ from verl_profiling.manifest import (
     StageSpan,
 )
 from verl_profiling.run_files import write_json_atomically
+from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.inputs import resolve_artifact
 from verl_profiling.timeline.member import compressor
-from verl_profiling.timeline.reader import Event, Trace
+from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import StepInputs
 
 __all__ = ["SPLIT_NAME", "split_step"]

@@ -17,8 +17,12 @@ _TAIL_BYTES = 1 << 18
 _KEYS = ("baseTimeNanoseconds", "distributedInfo", "host_name", "traceName")
 
 
-def read_trailer(path: Path) -> dict[str, Any]:
+def read_trailer(path: Path, limit: int | None = None) -> dict[str, Any]:
     """Return the known top-level keys at the end of a trace.
+
+    Args:
+        path: The trace.
+        limit: Bytes of its content to read at most.
 
     Raises:
         TraceFormatError: The file cannot be read.
@@ -27,14 +31,14 @@ def read_trailer(path: Path) -> dict[str, Any]:
         state = path.stat()
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read ({error.strerror or error})") from error
-    return dict(_read(path, state.st_size, state.st_mtime_ns))
+    return dict(_read(path, state.st_size, state.st_mtime_ns, limit))
 
 
 @lru_cache(maxsize=1024)
-def _read(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
+def _read(path: Path, size: int, mtime_ns: int, limit: int | None) -> dict[str, Any]:
     """Read the end of a file in its present state; a compressed one is read from its beginning."""
     tail = b""
-    for block in Blocks(path, from_end=_TAIL_BYTES):
+    for block in Blocks(path, limit=limit, from_end=_TAIL_BYTES):
         tail = (tail + block)[-_TAIL_BYTES:]
     text = tail.decode("utf-8", "replace")
     found: dict[str, Any] = {}
@@ -42,6 +46,6 @@ def _read(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
         for match in re.finditer(rf'"{key}"\s*:\s*', text):
             try:
                 found[key], _ = json.JSONDecoder().raw_decode(text, match.end())
-            except ValueError:
-                continue  # the file is truncated inside the value
+            except (ValueError, RecursionError):
+                continue  # the file is truncated inside the value, or it is nested without end
     return found

@@ -1,0 +1,217 @@
+"""A trace may hold anything: what is no event is skipped, counted and said, and nothing hangs or breaks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_profiling.cli import main
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.reader import Trace
+
+HEAD = '{"baseTimeNanoseconds":1700000000000000000,"traceEvents":['
+ABSOLUTE = '{"traceEvents":['
+GOOD = '{"ph":"X","cat":"cpu_op","name":"good","pid":1,"tid":1,"ts":%d,"dur":1.5}'
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+def write(folder: Path, *events: str, head: str = HEAD, tail: str = "]}") -> Path:
+    """Write a trace of events that are given as text."""
+    path = folder / "t.json"
+    path.write_text(head + ",".join(events) + tail, encoding="utf-8", errors="surrogatepass")
+    return path
+
+
+def between(folder: Path, event: str, head: str = HEAD) -> Path:
+    """Write a trace with one event between two good ones."""
+    return write(folder, GOOD % 1, event, GOOD % 5, head=head)
+
+
+def everything(path: Path) -> list[int]:
+    """Check, merge and report on a file; return the exit codes."""
+    output = str(path.with_name("out.json.gz"))
+    return [
+        main(argv)
+        for argv in (["check", str(path)], ["merge", str(path), "-o", output], ["report", str(path)])
+    ]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *(
+            '"ts":1e308',
+            '"ts":-1e308',
+            '"ts":"nan"',
+            '"ts":"inf"',
+            '"ts":1e999999999',
+            '"ts":1e18',
+            '"ts":NaN',
+        ),
+        *('"ts":"three"', '"ts":[]', '"ts":true', f'"ts":{"9" * 40}'),
+        *('"ts":3,"dur":-1', '"ts":3,"dur":1e308', '"ts":3,"dur":"inf"', '"ts":3,"dur":{}'),
+        *('"ts":3,"name":5', '"ts":3,"name":null', '"ts":3,"cat":[]', '"ts":3,"pid":[]', '"ts":3,"id":1.5'),
+        f'"ts":3,"args":{DEEP}',
+    ],
+)
+def test_what_is_no_event_is_skipped_and_check_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    """Its neighbours are read by every command, and ``check`` finds the file unreadable."""
+    path = between(tmp_path, f'{{"ph":"X","cat":"kernel","name":"bad","pid":0,"tid":7,{field}}}')
+    assert everything(path)[0] == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("unreadable")
+    trace = Trace(path)
+    timed = [event.name for events in trace.chunks() for event in events if event.ts is not None]
+    assert timed == ["good", "good"]
+
+
+@pytest.mark.parametrize("time", ["1e999999999", '"NaN"', '"-Infinity"', "9" * 40])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_absolute_time_that_is_none_is_skipped(tmp_path: Path, time: str, first: bool) -> None:
+    """In a trace without a base, times are decimals of any size, and the first one sets the base."""
+    bad = f'{{"ph":"X","cat":"cpu_op","name":"bad","pid":1,"tid":1,"ts":{time},"dur":1}}'
+    events = [bad, GOOD % 5] if first else [GOOD % 1, bad, GOOD % 5]
+    path = write(tmp_path, *events, head=ABSOLUTE)
+    trace = Trace(path)
+    assert {event.name for chunk in trace.chunks() for event in chunk} == {"good"}
+    assert trace.skipped == 1
+    assert everything(path)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", ["[]", '"x"', "5", '{"name":5}', '{"name":{}}', '{"name":"\\ud800"}', "NaN"]
+)
+@pytest.mark.parametrize("name", ["process_name", "thread_name", "process_labels"])
+def test_names_of_processes_may_be_anything(tmp_path: Path, name: str, arguments: str) -> None:
+    """Metadata that names nothing leaves its process unnamed."""
+    path = between(tmp_path, f'{{"ph":"M","name":"{name}","pid":1,"tid":1,"args":{arguments}}}')
+    assert everything(path) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["\\ud800", "\ud800", "\\udfff\\ud800"])
+def test_half_a_surrogate_pair_costs_one_character(tmp_path: Path, name: str) -> None:
+    """JSON can escape what is no character; the event is kept."""
+    path = between(tmp_path, f'{{"ph":"X","cat":"kernel","name":"{name}","pid":0,"tid":7,"ts":3,"dur":1}}')
+    assert everything(path) == [0, 0, 0]
+    assert sum(len(events) for events in Trace(path).chunks()) == 3
+
+
+@pytest.mark.parametrize("base", ["9" * 40, "-1", '"x"', "true", "[1]", "null", "1.5", "9" * 5000, "NaN"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_base_that_is_no_time_is_refused(tmp_path: Path, base: str, behind: bool) -> None:
+    """All times of the trace would be wrong."""
+    given = f'"baseTimeNanoseconds":{base}'
+    head, tail = (ABSOLUTE, f"],{given}}}") if behind else (f'{{{given},"traceEvents":[', "]}")
+    path = write(tmp_path, GOOD % 1, head=head, tail=tail)
+    assert everything(path)[0] != 0
+
+
+@pytest.mark.parametrize("rank", ['"x"', "-1", "true", "9" * 40, "1.5"])
+def test_a_rank_that_is_none_is_not_believed(tmp_path: Path, rank: str) -> None:
+    """The rank then follows from the name of the file, as for a trace without any."""
+    path = write(tmp_path, GOOD % 1, head=HEAD.replace("{", f'{{"distributedInfo":{{"rank":{rank}}},', 1))
+    assert Trace(path).rank is None
+    assert everything(path) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        ([GOOD % 1, *["{x}"] * 5_000, GOOD % 2], 2),
+        (["1"] * 5_000, 0),
+        ([""] * 5_000, 0),
+        (["{" * 5_000], 0),
+        (['{"ph":"X","name":"a","ts":NaN}'] * 5_000, 5_000),
+    ],
+)
+def test_damage_without_end_is_counted(tmp_path: Path, content: list[str], kept: int) -> None:
+    """Thousands of damaged places give a few warnings and a number."""
+    trace = Trace(write(tmp_path, *content))
+    assert sum(len(events) for events in trace.chunks()) == kept
+    assert len(trace.warnings) <= 52
+    assert everything(trace.path)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "tail", ["]", "],", '],"a":{', '],"a":1', "]}}", "]} and more", '],"traceEvents":[]}']
+)
+def test_what_follows_the_events_shows_whether_the_file_is_whole(tmp_path: Path, tail: str) -> None:
+    """A file that ends behind its events may have lost the base of their times."""
+    path = write(tmp_path, GOOD % 1, tail=tail)
+    assert everything(path)[0] == 1
+
+
+def test_nested_heads_and_tails_are_refused(tmp_path: Path) -> None:
+    """No depth overflows a stack."""
+    assert everything(write(tmp_path, GOOD % 1, head=HEAD.replace("{", f'{{"x":{DEEP},', 1))) == [2, 2, 2]
+    assert everything(write(tmp_path, GOOD % 1, tail=f'],"x":{DEEP}}}'))[0] == 1
+
+
+def test_numbers_in_the_names_of_iterations_are_bounded(tmp_path: Path) -> None:
+    """A name of an engine's iteration may count more tokens than fit a number."""
+    name = f"execute_context_1({'9' * 5000})_generation_1(2)"
+    path = between(
+        tmp_path, f'{{"ph":"X","cat":"user_annotation","name":"{name}","pid":1,"tid":1,"ts":3,"dur":1}}'
+    )
+    assert everything(path) == [0, 0, 0]
+
+
+def test_a_task_type_may_be_any_bytes(tmp_path: Path) -> None:
+    """An NPU trace is read although the kind of a task is not UTF-8."""
+    named = '{"ph":"M","name":"process_name","pid":1,"args":{"name":"Ascend Hardware"}}'
+    task = '{"ph":"X","name":"k","pid":1,"tid":1,"ts":3,"dur":1,"args":{"Task Type":"%s"}}'
+    path = write(tmp_path, named, task % "AI_CORE", task % "?")
+    path.write_bytes(path.read_bytes().replace(b"?", b"\xff\xfe"))
+    assert everything(path) == [0, 0, 0]
+
+
+def bomb(path: Path, events: int) -> Path:
+    """Write a small file of many events."""
+    with gzip.open(path, "wb") as file:
+        file.write(HEAD.encode())
+        file.write(b",".join([(GOOD % 3).encode()] * events) + b"]}")
+    return path
+
+
+def test_at_most_so_many_events_are_read(tmp_path: Path) -> None:
+    """Those before the limit come out, and the last warning names the limit and the option."""
+    trace = Trace(bomb(tmp_path / "t.json.gz", 200_000), Limits(events=150_000))
+    assert sum(len(events) for events in trace.chunks()) == trace.events == 150_000
+    assert (trace.limited, trace.truncated) == (True, False)
+    assert "150,000 events (--max-events raises it)" in trace.warnings[-1].message
+
+
+def test_a_trace_of_just_so_many_events_is_whole(tmp_path: Path) -> None:
+    """A limit is not reached by what fits it."""
+    trace = Trace(bomb(tmp_path / "t.json.gz", 20_000), Limits(events=20_000))
+    assert sum(len(events) for events in trace.chunks()) == 20_000
+    assert (trace.limited, trace.warnings) == (False, [])
+
+
+def test_at_most_so_many_bytes_are_unpacked(tmp_path: Path) -> None:
+    """A small file may unpack to any size; a base behind the events is not searched further either."""
+    trace = Trace(bomb(tmp_path / "t.json.gz", 200_000), Limits(content_bytes=5_000_000))
+    assert 0 < sum(len(events) for events in trace.chunks()) < 200_000
+    assert (trace.limited, trace.truncated) == (True, False)
+    assert "5,000,000 bytes of content (--max-content raises it)" in trace.warnings[-1].message
+
+
+def test_a_process_takes_no_more_memory_than_it_may(tmp_path: Path) -> None:
+    """Reading ends when the process has grown beyond the limit."""
+    trace = Trace(bomb(tmp_path / "t.json.gz", 200_000), Limits(memory_bytes=1_000_000))
+    assert 0 < sum(len(events) for events in trace.chunks()) < 200_000
+    assert trace.limited
+    assert "--max-memory raises it" in trace.warnings[-1].message
+
+
+def test_an_event_of_any_length_is_refused(tmp_path: Path) -> None:
+    """Without an end of an event in sight, reading stops."""
+    path = write(tmp_path, GOOD % 1, json.dumps({"ph": "X", "name": "x" * 3_000_000, "ts": 1}))
+    with pytest.raises(TraceFormatError, match="no end of an event within 1 MiB"):
+        list(Trace(path, Limits(event_bytes=1 << 20)).chunks(1 << 16))
