@@ -63,7 +63,7 @@ def examine_config(config: ProfilingConfig) -> list[Diagnosis]:
                 diagnoses.append(
                     Diagnosis(subject=subject, state=f"can record with {tool.name} ({chosen.mode})")
                 )
-    return [*diagnoses, _save_path(Path(config.save_path))]
+    return [*diagnoses, _save_path(config)]
 
 
 def load_config(path: Path) -> ProfilingConfig:
@@ -165,8 +165,9 @@ def _need(tool: Tool) -> None:
         tool.launch.check_machine()
 
 
-def _save_path(folder: Path) -> Diagnosis:
+def _save_path(config: ProfilingConfig) -> Diagnosis:
     """Say whether step folders can be made, and how much space is free."""
+    folder = config.local_folder
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Diagnosis(subject="save_path", state=f"{folder}: {existing} cannot be written", problem=True)

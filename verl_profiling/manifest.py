@@ -68,7 +68,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         path: Path relative to the step folder.
         lane: Lane that it fills in the timeline, e.g. ``actor_rank0`` or ``rollout0_rank1``.
         tool: Name of the tool.
-        status: What became of it. ``pending``: the bytes were still being compressed in the
+        status: What became of it. ``pending``: the bytes were still being compressed or uploaded in the
             background when the manifest was written; whether the file at ``path`` exists decides.
         stage: Stage it holds, in discrete mode; ``None`` in e2e mode.
         occurrence: Which run of that stage in this step, from 1.
@@ -80,6 +80,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         policy_versions: Versions of a rollout engine's weights during its window, in order, if known;
             more than one if the weights were updated inside the window.
         reason: Why the status is not ``ok``.
+        where: ``host:path`` of a file that is not in the step folder, but on a host's own file system.
     """
 
     path: str
@@ -95,6 +96,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     policy_versions: list[int] = []
     reason: str = ""
+    where: str = ""
 
     def is_run_of(self, other: Artifact) -> bool:
         """Return whether both describe the same recording, whatever their status."""

@@ -21,7 +21,9 @@ from typing import Protocol
 import msgspec
 
 from verl_profiling.afterwards.background import BackgroundWork
+from verl_profiling.afterwards.uploads import Upload, remove_uploaded
 from verl_profiling.identity import WorkerIdentity, safe_name
+from verl_profiling.remote import RemoteFolder, is_url
 from verl_profiling.settings.after import AfterHook
 from verl_profiling.visible import visible
 
@@ -56,13 +58,16 @@ class _Request(Protocol):
     @property
     def last(self) -> bool: ...
 
+    @property
+    def upload(self) -> Upload | None: ...
+
 
 class HookEvent(msgspec.Struct, frozen=True, kw_only=True):
     """What was written, as a hook is told.
 
     Attributes:
-        folder: The step folder, or the run's folder for ``when: last``.
-        run: The run's folder.
+        folder: The step folder, or the run's folder for ``when: last``; its URL, where ``save_path`` is one.
+        run: The run's folder, or its URL.
         step: First step of the capture.
         role: Role of the process that runs the hook.
         rank: Its rank.
@@ -102,12 +107,14 @@ class FinishHooks:
         if not request.keep:
             return
         path, capture_id = Path(request.folder), request.capture_id
+        written = str(path) if request.upload is None else request.upload.url
+        run = written.rpartition("/")[0]
         for name, hook in self._hooks.items():
             if not hook.runs_on(who.role, who.rank, recorded):
                 continue
             event = HookEvent(
-                folder=str(path if hook.when == "capture" else path.parent),
-                run=str(path.parent),
+                folder=written if hook.when == "capture" else run,
+                run=run,
                 step=request.step,
                 role=who.role,
                 rank=who.rank,
@@ -177,6 +184,13 @@ def _run(name: str, hook: AfterHook, event: HookEvent, log: Path) -> None:
         "%s %s after %.1f s; output in %s%s",
         *(who, outcome or "succeeded", time.monotonic() - begin, log, lines),
     )
+    if is_url(event.run) and log.exists():
+        try:
+            RemoteFolder(event.run).put(log, f"{LOGS}/{log.name}")
+        except Exception as error:  # each file system raises errors of its own
+            logger.warning("%s was not uploaded: %s: %s", log, type(error).__name__, error)
+        else:
+            remove_uploaded(log)
 
 
 def _run_command(hook: AfterHook, event: HookEvent, log: Path) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
 
 import msgspec
 
 from verl_profiling.afterwards.background import BackgroundWork
+from verl_profiling.afterwards.uploads import Finish
 from verl_profiling.capture.messages import Finished
 from verl_profiling.manifest import Artifact
 
@@ -30,10 +30,10 @@ class Finisher:
         self._unfinished: Counter[str] = Counter()
         self._finished: list[Finished] = []
 
-    def submit(self, capture_id: str, pending: Artifact, finish: Callable[[], Artifact]) -> None:
+    def submit(self, capture_id: str, pending: Artifact, finish: Finish) -> None:
         """Queue the rest of the work on an artifact."""
 
-        def work() -> None:
+        def work() -> float | None:
             try:
                 artifact = finish()
             except Exception as error:
@@ -41,9 +41,12 @@ class Finisher:
                 artifact = msgspec.structs.replace(
                     pending, status="failed", reason=f"finishing it raised {type(error).__name__}: {error}"
                 )
+            if not isinstance(artifact, Artifact):
+                return artifact
             with self._lock:
                 self._finished.append(Finished(capture_id, artifact))
                 self._unfinished[capture_id] -= 1
+            return None
 
         with self._lock:
             self._unfinished[capture_id] += 1

@@ -71,7 +71,7 @@ class Capture:
         self._recordings: list[tuple[Tool, Recording, Destination]] = []
         self._recorded: OpenSpan | None = None
         self._owner = OwnerThread()
-        self._ledger = ArtifactLedger(request.capture_id, finisher)
+        self._ledger = ArtifactLedger(request, finisher)
         self._stages: list[StageSpan] = []
         self._occurrences: Counter[str] = Counter()
         self._skipped: set[str] = set()

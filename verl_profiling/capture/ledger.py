@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from verl_profiling import clock
+from verl_profiling.afterwards.uploads import Finish, uploaded
 from verl_profiling.capture.background import Finisher
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools import Destination, Output, Tool
 
@@ -18,12 +20,12 @@ class ArtifactLedger:
     """Keeps one entry per artifact, from the moment it is expected.
 
     Args:
-        capture_id: The capture.
+        request: The capture.
         finisher: Does the background work on artifacts.
     """
 
-    def __init__(self, capture_id: str, finisher: Finisher) -> None:
-        self._capture_id = capture_id
+    def __init__(self, request: CaptureRequest, finisher: Finisher) -> None:
+        self._request = request
         self._finisher = finisher
         self._entries: dict[str, Artifact] = {}
 
@@ -52,21 +54,22 @@ class ArtifactLedger:
             end_ns: When it stopped.
         """
         for output in outputs:
+            written, finish = uploaded(output, self._request.folder, self._request.upload)
             expected = next(
                 (
                     known
                     for known in self._entries.values()
-                    if known.status == "missing" and known.is_run_of(output.artifact)
+                    if known.status == "missing" and known.is_run_of(written)
                 ),
-                output.artifact,
+                written,
             )
-            artifact = msgspec.structs.replace(output.artifact, begin_ns=expected.begin_ns, end_ns=end_ns)
+            artifact = msgspec.structs.replace(written, begin_ns=expected.begin_ns, end_ns=end_ns)
             if artifact.path != expected.path:
                 self._entries.pop(expected.path, None)
             self._entries[artifact.path] = artifact
-            if output.finish is not None:
-                finish = _keeping_times(output.finish, expected.begin_ns, end_ns)
-                self._finisher.submit(self._capture_id, artifact, finish)
+            if finish is not None:
+                finish = _keeping_times(finish, expected.begin_ns, end_ns)
+                self._finisher.submit(self._request.capture_id, artifact, finish)
 
     def skip(self, tool: Tool, destination: Destination, reason: str) -> None:
         """Note that a tool did not record on purpose; one that writes nothing has no entry."""
@@ -82,5 +85,11 @@ class ArtifactLedger:
         self._entries[artifact.path] = msgspec.structs.replace(artifact, status="failed", reason=reason)
 
 
-def _keeping_times(finish: Callable[[], Artifact], begin_ns: int, end_ns: int) -> Callable[[], Artifact]:
-    return lambda: msgspec.structs.replace(finish(), begin_ns=begin_ns, end_ns=end_ns)
+def _keeping_times(finish: Finish, begin_ns: int, end_ns: int) -> Finish:
+    def finished() -> Artifact | float:
+        artifact = finish()
+        if not isinstance(artifact, Artifact):
+            return artifact
+        return msgspec.structs.replace(artifact, begin_ns=begin_ns, end_ns=end_ns)
+
+    return finished

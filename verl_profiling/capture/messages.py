@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from verl_profiling.afterwards.uploads import Upload
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 
@@ -27,6 +28,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         occurrence: Which run of that stage in this step, from 1.
         keep: ``False`` for a warm-up, which is discarded.
         last: No capture comes after this one, as far as the schedule says.
+        upload: Where the files go that are written into ``folder``, if it only stages them.
         roles: Under which roles the callback knows the worker, the first one first.
     """
 
@@ -39,6 +41,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     occurrence: int = 1
     keep: bool = True
     last: bool = False
+    upload: Upload | None = None
     roles: list[str] = []
 
 

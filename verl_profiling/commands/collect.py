@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.commands.common import local_path
 from verl_profiling.timeline.collect import collect
 from verl_profiling.visible import visible
 
@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Exported reports (.sqlite) become traces, which merge and report read."
     )
     parser.epilog = "example: verl-profiling collect outputs/run --export && verl-profiling merge outputs/run"
-    parser.add_argument("path", type=Path, metavar="PATH", help="run folder, or a step folder of it")
+    parser.add_argument("path", type=local_path, metavar="PATH", help="run folder, or a step folder of it")
     parser.add_argument("--export", action="store_true", help="export each report first (needs nsys)")
 
 

@@ -14,15 +14,31 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.remote import is_url
 from verl_profiling.visible import visible
 
-__all__ = ["StepByStep", "add_path", "progress", "warn"]
+__all__ = ["StepByStep", "add_path", "local_path", "progress", "warn"]
+
+
+def local_path(text: str) -> Path:
+    """Return the path that an argument is.
+
+    Raises:
+        argparse.ArgumentTypeError: It is a URL.
+    """
+    if is_url(text):
+        raise argparse.ArgumentTypeError(
+            f"{text} is a URL, and the commands read folders: copy the step folder here first, e.g. with "
+            f"`python -c \"import fsspec; fs, path = fsspec.url_to_fs('{text}'); fs.get(path, 'copy', "
+            'recursive=True)"`'
+        )
+    return Path(text)
 
 
 def add_path(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names what to work on."""
     parser.add_argument(
-        "path", type=Path, metavar="PATH", help="step folder, run folder, trace, or folder of traces"
+        "path", type=local_path, metavar="PATH", help="step folder, run folder, trace, or folder of traces"
     )
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from verl_profiling.analysis import saved_report
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.common import StepByStep
+from verl_profiling.commands.common import StepByStep, local_path
 from verl_profiling.report.diff import compare, print_diff
 from verl_profiling.report.model import Report
 
@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: verl-profiling diff outputs/main outputs/branch --fail-above 5%"
     for side in ("before", "after"):
         parser.add_argument(
-            side, type=Path, metavar=side.upper(), help="step folder, run folder or report.json"
+            side, type=local_path, metavar=side.upper(), help="step folder, run folder or report.json"
         )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -217,7 +217,7 @@ class Controller:
             if whole is not None:
                 manifest = self._written(live, whole)
             self.last_folder = live.folder
-        self._hooks.ended(live.request.capture_id, lambda: live.folder not in self._folders.unfinished)
+        self._hooks.ended(live.request.capture_id, lambda: self._folders.is_written(live.folder))
         self._take_late_answers()
         for finished in participants.finished:
             self._folders.note(finished)
@@ -250,6 +250,7 @@ class Controller:
             self._folders.note(item)
         yield from peers.end(finished)
         self._folders.flush()
+        yield Waiting(self._folders.drain, finish_s)
         self._retention.wait(finish_s)
         self._hooks.train_ends()
         yield Waiting(self._hooks.drain, self._hooks.longest_s)
@@ -279,6 +280,7 @@ class Controller:
                 policy_version=policy_version,
                 keep=keep,
                 last=self._is_last(step_range),
+                upload=remote.upload_of(folder) if (remote := self._folders.run.remote) else None,
             )
 
         self._peers = self._peers or find_peers(self.config, self._targets, self._folders)

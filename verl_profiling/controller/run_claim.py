@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from importlib import metadata
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 from verl_profiling import clock
+from verl_profiling.controller.remote_run import RemotePlace, RemoteRun, in_time
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
+from verl_profiling.remote import RemoteFolder
 from verl_profiling.run_files import read_starts, run_file_name, write_json_exclusively
 from verl_profiling.settings.config import ProfilingConfig
 
@@ -41,11 +44,43 @@ _VERSIONS_OF = (
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, and the number of this start of the run, from 1."""
+    """The folder of a run.
+
+    Attributes:
+        path: Where its files are written on this host.
+        run_id: Name of the run.
+        start: Number of this start of the run, from 1.
+        remote: Uploads them, where the run is behind a URL.
+    """
 
     path: Path
     run_id: str
     start: int
+    remote: RemoteRun | None = None
+
+
+class _LocalPlace:
+    """A folder of a file system that a run may claim."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.label = str(path)
+        path.mkdir(parents=True, exist_ok=True)
+
+    def inside(self, name: str) -> _LocalPlace:
+        return _LocalPlace(self.path / name)
+
+    def starts(self) -> list[RunInfo]:
+        return read_starts(self.path)
+
+    def steps(self) -> set[str]:
+        return {folder.name for folder in self.path.glob("step_*")}
+
+    def create(self, name: str, info: RunInfo) -> bool:
+        return write_json_exclusively(self.path / name, info)
+
+
+Place = TypeVar("Place", _LocalPlace, RemotePlace)
 
 
 def claim_run_folder(config: ProfilingConfig) -> RunFolder:
@@ -57,37 +92,60 @@ def claim_run_folder(config: ProfilingConfig) -> RunFolder:
     Raises:
         OSError: The folder cannot be written.
     """
-    root = Path(config.save_path).absolute()
     run_id = config.run_id or uuid.uuid4().hex[:12]
+    if not config.is_remote:
+        place, start = _claim(_LocalPlace(config.local_folder), config, run_id)
+        return RunFolder(place.path, run_id, start)
+    try:
+        url, start, steps = in_time(lambda: _claim_remote(config, run_id), config.timeouts.start_s)
+    except Exception as error:  # each file system raises errors of its own
+        url = f"{config.save_path.rstrip('/')}/run_{uuid.uuid4().hex[:8]}"
+        why = f"{type(error).__name__}: {error}"
+        logger.warning("%s cannot be claimed now (%s); this run goes to %s", config.save_path, why, url)
+        remote = RemoteRun(config, run_id, url, set())
+        write_json_exclusively(remote.folder / run_file_name(1), _describe(config, run_id, 1))
+        return RunFolder(remote.folder, run_id, 1, remote)
+    remote = RemoteRun(config, run_id, url, steps)
+    return RunFolder(remote.folder, run_id, start, remote)
+
+
+def _claim_remote(config: ProfilingConfig, run_id: str) -> tuple[str, int, set[str]]:
+    place, start = _claim(RemotePlace(RemoteFolder(config.save_path)), config, run_id)
+    return place.label, start, place.steps()
+
+
+def _claim(root: Place, config: ProfilingConfig, run_id: str) -> tuple[Place, int]:
+    """Claim a place, or the first free one inside; return it, and the number of this start."""
     owners: list[str] = []
     for number in count(1):
-        path = root if number == 1 else root / f"run_{number}"
-        path.mkdir(parents=True, exist_ok=True)
+        place = root if number == 1 else root.inside(f"run_{number}")
         while True:
-            owner, start = _look(path, run_id)
+            owner, start = _look(place, run_id)
             if owner:
                 break
             # Another process may have come in between: then there is an owner, or one start more.
-            if write_json_exclusively(path / run_file_name(start), _describe(config, run_id, start)):
+            if place.create(run_file_name(start), _describe(config, run_id, start)):
                 if owners:
                     logger.warning(
-                        "%s; this run is recorded in %s. To continue a run, give it a run_id", owners[0], path
+                        "%s; this run is recorded in %s. To continue a run, give it a run_id",
+                        *(owners[0], place.label),
                     )
                 elif start > 1:
-                    logger.info("run %s continues in %s: start %d", run_id, path, start)
-                return RunFolder(path, run_id, start)
+                    logger.info("run %s continues in %s: start %d", run_id, place.label, start)
+                return place, start
         owners.append(owner)
     raise AssertionError("count() ends")
 
 
-def _look(folder: Path, run_id: str) -> tuple[str, int]:
-    """Return a sentence on the run that a folder belongs to, or the number of the start that may have it."""
+def _look(place: Place, run_id: str) -> tuple[str, int]:
+    """Return a sentence on the run that a place belongs to, or the number of the start that may have it."""
+    folder = place.label
     try:
-        starts = read_starts(folder)
+        starts = place.starts()
     except TraceFormatError as error:
         return f"save_path {folder} belongs to a run whose file cannot be read: {error}", 0
     if not starts:
-        strangers = any(folder.glob("step_*"))
+        strangers = bool(place.steps())
         return (f"save_path {folder} holds step folders of a run without run.json" if strangers else ""), 1
     last = starts[-1]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.begin_ns / 1e9))

@@ -148,7 +148,7 @@ def find_peers(config: ProfilingConfig, targets: list[Target], folders: StepFold
         channel: Channel = StoreChannel(store, f"verl_profiling/{_joined['store']}")
         join: Callable[[], Channel | None] = lambda: channel  # noqa: E731
     else:
-        path, since_ns = Path(config.save_path), clock.now_ns()
+        path, since_ns = config.local_folder, clock.now_ns()
         join = lambda: lead_files(path) if rank == 0 else find_leader_files(path, since_ns)  # noqa: E731
     logger.info("rank %d of %d: the ranks' callbacks record together", rank, world_size)
     return _Leader(config, world_size, join, folders) if rank == 0 else _Follower(config, rank, join)

@@ -52,6 +52,16 @@ class StepFolders:
             self._run = claim_run_folder(self._config)
         return self._run
 
+    def is_written(self, folder: Path) -> bool:
+        """Return whether all of a step is where it belongs, as far as this process sees to it."""
+        remote = self._run.remote if self._run is not None else None
+        return folder not in self.unfinished and (remote is None or remote.is_published(folder))
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait for uploads."""
+        if self._run is not None and self._run.remote is not None:
+            self._run.remote.drain(timeout_s)
+
     @property
     def unfinished(self) -> set[Path]:
         """The step folders of which artifacts are still being finished."""
@@ -65,6 +75,8 @@ class StepFolders:
         """Make the folder of a step: a new one, where the step was recorded before."""
         for recording in count(1):
             folder = self.run.path / step_folder_name(step, recording)
+            if self.run.remote is not None and folder.name in self.run.remote.steps:
+                continue
             try:
                 folder.mkdir(parents=True)
             except FileExistsError:
@@ -95,6 +107,7 @@ class StepFolders:
         self._last = WrittenStep(folder, manifest)
         if _pending(manifest):
             self._unfinished.append(self._last)
+        self._publish(self._last)
         return self._last
 
     def replace_worker(self, written: WrittenStep, result: CaptureResult) -> None:
@@ -127,6 +140,7 @@ class StepFolders:
             manifest, metrics={**manifest.metrics, **metrics}, notes=[*manifest.notes, *notes]
         )
         write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
+        self._publish(written)
 
     def note(self, finished: Finished) -> None:
         """Enter the final status of an artifact; after the last one the manifest is rewritten."""
@@ -149,8 +163,10 @@ class StepFolders:
         }
 
     def flush(self) -> None:
-        """Write what is known; artifacts that are still pending stay so."""
+        """Write what is known; artifacts that are still pending stay so, and say where they are."""
         for unfinished in list(self._unfinished):
+            if self.run.remote is not None:
+                unfinished.manifest = _with_places(unfinished)
             self._rewrite(unfinished)
 
     def _change(self, written: WrittenStep, manifest: Manifest) -> None:
@@ -159,10 +175,36 @@ class StepFolders:
         write_json_atomically(written.folder / MANIFEST_NAME, manifest)
         if _pending(manifest) and not any(step is written for step in self._unfinished):
             self._unfinished.append(written)
+        self._publish(written)
 
     def _rewrite(self, unfinished: WrittenStep) -> None:
         self._unfinished.remove(unfinished)
         write_json_atomically(unfinished.folder / MANIFEST_NAME, unfinished.manifest)
+        self._publish(unfinished)
+
+    def _publish(self, written: WrittenStep) -> None:
+        """Upload a step's manifest once nothing is left to do on its artifacts."""
+        if self.run.remote is not None and written.folder not in self.unfinished:
+            self.run.remote.publish(written.folder, written.manifest)
+
+
+def _with_places(written: WrittenStep) -> Manifest:
+    """Return a manifest in which artifacts that are still pending say on which host their files wait."""
+    workers = [
+        msgspec.structs.replace(
+            worker,
+            artifacts=[
+                msgspec.structs.replace(
+                    artifact, where=f"{worker.identity.host}:{written.folder / artifact.path}"
+                )
+                if artifact.status == "pending"
+                else artifact
+                for artifact in worker.artifacts
+            ],
+        )
+        for worker in written.manifest.workers
+    ]
+    return msgspec.structs.replace(written.manifest, workers=workers)
 
 
 def _pending(manifest: Manifest) -> bool:

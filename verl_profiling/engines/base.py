@@ -116,9 +116,9 @@ class EngineAdapter(ABC):
         return ""
 
 
-def new_spool(save_path: str) -> Path:
+def new_spool(folder: Path) -> Path:
     """Return a folder name for one engine's raw traces, on the file system of the step folders."""
-    return Path(save_path).absolute() / SPOOL_PARENT / uuid4().hex[:12]
+    return folder / SPOOL_PARENT / uuid4().hex[:12]
 
 
 def engine_tool(role: RoleConfig, engine: str, range_apis: Container[str] = ()) -> EngineTool | None:

@@ -16,6 +16,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.afterwards.hooks import FinishHooks
+from verl_profiling.afterwards.uploads import uploaded
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.capture.replies import another_is_open, nothing_to_stop, start_reply, stop_reply
@@ -244,11 +245,13 @@ class EngineRecorder(Recorder):
 
     def _fates(self, capture: _OpenCapture, problem: str) -> list[Artifact]:
         """Move what was recorded into the step folder; return all expected artifacts with their status."""
-        outputs = capture.recording.gather(capture.end_ns, problem)
-        for output in outputs:
-            if output.finish is not None:
-                self._finisher.submit(capture.request.capture_id, output.artifact, output.finish)
-        return [output.artifact for output in outputs]
+        request, artifacts = capture.request, []
+        for output in capture.recording.gather(capture.end_ns, problem):
+            artifact, finish = uploaded(output, request.folder, request.upload)
+            artifacts.append(artifact)
+            if finish is not None:
+                self._finisher.submit(request.capture_id, artifact, finish)
+        return artifacts
 
     def _result(self, capture: _OpenCapture, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
         status, reason = worst_fate(artifacts)

@@ -53,7 +53,7 @@ class SGLangAdapter(EngineAdapter):
         self._identity = identity
         manager = manager_of(engine, identity)
         self._calls: SGLangCalls = HTTPCalls(engine) if manager is None else ManagerCalls(manager)
-        self.spool = new_spool(config.save_path)
+        self.spool = new_spool(config.local_folder)
         if self.window.by_stage:
             self.stages = self.window.sglang.stages or ("prefill", "decode")
         server = self._calls.server_args

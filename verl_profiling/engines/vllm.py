@@ -76,7 +76,7 @@ class VLLMAdapter(EngineAdapter):
         if isinstance(tool, RangeTool):
             self._delay = 0
             self._check_configured(configured, tool.launch.range_api, CUDA_VARIABLE)
-            self.spool = new_spool(config.save_path)
+            self.spool = new_spool(config.local_folder)
         else:
             self._delay = first_iteration(self.window, tool.options.stack)
             self._check_configured(configured, "torch", DIR_VARIABLE)

@@ -61,7 +61,7 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
     if isinstance(tool, RangeTool):
         return _cuda_engine_args(window, role)
     options = tool.options
-    spool = new_spool(config.save_path)
+    spool = new_spool(config.local_folder)
     if find_spec("vllm.config.profiler") is None:
         if options.activities is not None:
             refuse_option(role, "activities", "null", f"vLLM {version()} records all that there is")

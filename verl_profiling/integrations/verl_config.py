@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from verl_profiling.errors import ConfigError, choices_hint
@@ -68,7 +67,7 @@ def settings_of(config: Any) -> ProfilingConfig | None:
     expected_ranges(config, settings)
     return dataclasses.replace(
         settings,
-        save_path=str(Path(settings.save_path).absolute()),
+        save_path=settings.save_path if settings.is_remote else str(settings.local_folder),
         run_id=settings.run_id or _run_id(config.get("trainer") or {}),
     )
 

@@ -11,7 +11,14 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, Artifact
 from verl_profiling.run_files import read_manifest, read_starts
 from verl_profiling.timeline.blocks import Blocks
-from verl_profiling.timeline.inputs import UNWRITTEN, is_step, resolve_artifact, step_folders, unfinished
+from verl_profiling.timeline.inputs import (
+    UNWRITTEN,
+    is_step,
+    resolve_artifact,
+    step_folders,
+    unfinished,
+    why_absent,
+)
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.visible import visible_text_of
@@ -117,7 +124,7 @@ def _check_artifact(where: str, folder: Path, artifact: Artifact) -> Checked:
         return Checked(path=name, fate="unreadable", reason=error.problem)
     if path is None:
         fate = artifact.status if artifact.status in ("empty", "failed") else "missing"
-        return Checked(path=name, fate=fate, reason=artifact.reason)
+        return Checked(path=name, fate=fate, reason=why_absent(artifact))
     if path.is_dir():
         return _check_folder(name, path)
     is_trace = path.name.endswith((".json", ".json.gz"))

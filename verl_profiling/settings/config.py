@@ -8,14 +8,17 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.ranks import Ranks
+from verl_profiling.remote import check_url, is_url
 from verl_profiling.settings.after import AfterHook
 from verl_profiling.settings.limits import Limits
+from verl_profiling.settings.remote import RemoteOptions
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
 from verl_profiling.settings.selection import Chosen, Coordinates, Selection, choose
@@ -109,8 +112,9 @@ class ProfilingConfig:
         enable: Record anything at all. If not, nothing is built or imported.
         tool: The tool that records: a name, ``"package.module:Class"``, or a list of these.
         mode: ``e2e``: one artifact per worker per step. ``discrete``: one per worker per stage.
-        save_path: Folder of the run; step folders are made inside. ``~`` and environment variables are
-            expanded. Where another run has it, this one records into ``run_2``, ``run_3``, ... inside.
+        save_path: Folder of the run, or a URL (``s3://bucket/run``); step folders are made inside. ``~`` and
+            environment variables are expanded. Where another run has it, this one records into ``run_2``,
+            ``run_3``, ... inside.
         run_id: Name of the run. A run that is started again with the same one, e.g. from a checkpoint,
             continues in its folder. ``None``: each start is a run of its own.
         spmd: Whether the callbacks of several ranks record together, where each process builds its own.
@@ -124,6 +128,7 @@ class ProfilingConfig:
         rollout: The part of a rollout that its engine records.
         timeouts: How long to wait for workers.
         limits: What captures may take of disk and memory.
+        remote: How a run is written whose ``save_path`` is a URL.
         after: Commands and functions that run once a capture is written, by names of your choice.
     """
 
@@ -141,6 +146,7 @@ class ProfilingConfig:
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
+    remote: RemoteOptions = field(default_factory=RemoteOptions)
     after: dict[str, AfterHook] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -160,8 +166,37 @@ class ProfilingConfig:
                 )
         for role in ("", *self.roles):
             self.for_role(role)
+        if self.is_remote:
+            self._check_remote()
         for name, hook in self.after.items():
             hook.check_callable(f"after.{name}.callable")
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the run is written behind a URL."""
+        return is_url(self.save_path)
+
+    @property
+    def local_folder(self) -> Path:
+        """The folder of this host that files are written into first: ``save_path``, unless that is a URL."""
+        return self.remote.staging_folder if self.is_remote else Path(self.save_path).absolute()
+
+    def _check_remote(self) -> None:
+        try:
+            check_url(self.save_path)
+        except ToolUnavailableError as error:
+            raise ConfigError("save_path", str(error)) from error
+        for name in ("total_bytes", "keep_last"):
+            if getattr(self.limits, name) is not None:
+                raise ConfigError(f"limits.{name}", "counts files of a folder, and save_path is a URL")
+        for role in ("", *self.roles):
+            if (tool := self.for_role(role).launched_tool) is not None:
+                key = f"roles.{role}.tool" if role else "tool"
+                raise ConfigError(
+                    key,
+                    f"{tool.name} writes when processes have ended, and nobody uploads then: let save_path "
+                    "be a folder, and ship it when the run has ended",
+                )
 
     @classmethod
     def from_any(cls, config: ProfilingConfig | Mapping[str, Any] | None) -> ProfilingConfig:

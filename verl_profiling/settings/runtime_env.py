@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from verl_profiling.errors import ConfigError
@@ -37,7 +36,7 @@ def worker_runtime_env(
     if not chosen.enable or tool is None or tool.launch is None:
         return {}
     ranges = expected_ranges(chosen, settings.schedule, last_step)
-    output = Path(settings.save_path).absolute() / tool.name / safe_name(role)
+    output = settings.local_folder / tool.name / safe_name(role)
     environment = tool.launch.runtime_env(output, ranges, forks=role == ROLLOUT_ROLE)
     output.parent.mkdir(parents=True, exist_ok=True)
     return environment

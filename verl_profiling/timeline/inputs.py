@@ -33,6 +33,7 @@ __all__ = [
     "steps_in",
     "the_run",
     "unfinished",
+    "why_absent",
 ]
 
 UNWRITTEN = f"holds no {MANIFEST_NAME}; verl-profiling recover writes one of what is there"
@@ -191,6 +192,12 @@ def resolve_artifact(directory: Path, artifact: Artifact) -> Path | None:
     return raw if raw.exists() else None
 
 
+def why_absent(artifact: Artifact) -> str:
+    """Return why the bytes of an artifact are not in the step folder, and where they are, if known."""
+    elsewhere = f"it is at {artifact.where}" if artifact.where else ""
+    return "; ".join(filter(None, (artifact.reason, elsewhere)))
+
+
 def _from_manifest(directory: Path) -> StepInputs:
     if not (directory / MANIFEST_NAME).exists():
         raise TraceFormatError(directory, UNWRITTEN)
@@ -217,7 +224,7 @@ def _from_manifest(directory: Path) -> StepInputs:
                 inputs.absent.append(f"{artifact.path} is refused: {error.problem}")
                 continue
             if path is None:
-                because = f": {artifact.reason}" if artifact.reason else ""
+                because = f": {why}" if (why := why_absent(artifact)) else ""
                 state = "empty" if artifact.status == "empty" else "missing"
                 inputs.absent.append(f"{artifact.path} is {state}{because}")
                 continue

@@ -1,0 +1,308 @@
+"""Runs behind a URL: what arrives there, in which order, and what happens when the store does not work."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import ray
+from conftest import Pool
+from fleet import TrainWorker
+from fsspec.implementations.memory import MemoryFileSystem
+
+from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
+from verl_profiling.capture.session import Session
+from verl_profiling.cli import main
+from verl_profiling.manifest import Manifest
+from verl_profiling.report.check import check
+from verl_profiling.run_files import read_manifest, read_starts
+
+
+class Store(MemoryFileSystem):
+    """A store with faults."""
+
+    protocol = "faulty"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+    faults: dict[str, int] = {}
+    arrived: list[str] = []
+    gate = threading.Event()
+
+    @classmethod
+    def fault(cls, kind: str) -> bool:
+        """Return whether a fault of a kind is due now."""
+        left = cls.faults.get(kind, 0)
+        cls.faults[kind] = max(0, left - 1)
+        return left > 0
+
+    def put_file(self, lpath: Any, rpath: str, *args: Any, **kwargs: Any) -> None:
+        """Put a file, or fail as a store may."""
+        if self.fault("refuse"):
+            raise PermissionError("the token has expired")
+        if self.fault("hang"):
+            self.gate.wait(60)
+        super().put_file(lpath, rpath, *args, **kwargs)
+        if self.fault("cut"):
+            path = self._strip_protocol(rpath)
+            self.pipe_file(path, self.cat_file(path)[:-1])
+        self.arrived.append(rpath.rpartition("faulty:")[2])
+
+    def ls(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """List, unless the store is down."""
+        if self.fault("down"):
+            raise ConnectionError("no route to the store")
+        return super().ls(path, *args, **kwargs)
+
+
+fsspec.register_implementation("faulty", Store, clobber=True)
+
+
+@pytest.fixture(autouse=True)
+def store() -> Iterator[type[Store]]:
+    """An empty store without faults."""
+    Store.store.clear()
+    Store.pseudo_dirs[:] = [""]
+    Store.faults.clear()
+    Store.arrived.clear()
+    Store.gate.clear()
+    yield Store
+    Store.gate.set()
+
+
+def settings(tmp_path: Path, url: str = "faulty://bucket/run", **more: Any) -> ProfilingConfig:
+    """Return settings that record steps 2 and 4."""
+    given = {
+        "enable": True,
+        "save_path": url,
+        "schedule": {"steps": [2, 4]},
+        "timeouts": {"finish_s": 20, "start_s": 10},
+        "remote": {"staging": str(tmp_path / "staging"), "retry_s": 5},
+        **more,
+    }
+    return ProfilingConfig.from_any(given)
+
+
+def train(config: ProfilingConfig, workers: list[Any] | None = None) -> None:
+    """Run a loop of five steps, with a worker of this process unless there are others."""
+    callback = ProfilingCallback(config)
+    if workers is None:
+        workers = [TrainWorker()]
+        workers[0].set_up(config)
+    callback.add_workers("actor", workers)
+    with callback:
+        for step in range(1, 6):
+            callback.on_step_begin(step)
+            if isinstance(workers[0], TrainWorker):
+                workers[0].work()
+            else:
+                ray.get([worker.work.remote() for worker in workers])
+            callback.on_step_end({"reward": 0.5})
+            callback.add_metrics(step, {"later": 1.0})
+
+
+def copied(tmp_path: Path, url: str = "faulty://bucket/run") -> Path:
+    """Return a local copy of the run."""
+    fs, path = fsspec.core.url_to_fs(url)
+    fs.get(path, str(tmp_path / "copy"), recursive=True)
+    return tmp_path / "copy"
+
+
+def waiting(tmp_path: Path) -> list[str]:
+    """Return the names of the files that wait for their upload."""
+    return sorted(path.name for path in (tmp_path / "staging").rglob("*") if path.is_file())
+
+
+def manifest(tmp_path: Path, step: int = 2) -> Manifest:
+    """Return the manifest of a step behind the URL."""
+    return read_manifest(copied(tmp_path) / f"step_{step:06d}")
+
+
+def test_a_run_behind_a_url_is_whole_there_and_gone_here(tmp_path: Path, session: Session) -> None:
+    """Artifacts, controller's trace, manifest and run.json; each manifest is the last of its step."""
+    train(settings(tmp_path))
+    run = copied(tmp_path)
+    assert check(run).ok
+    assert [start.start for start in read_starts(run)] == [1]
+    for step in (2, 4):
+        folder = run / f"step_{step:06d}"
+        found = read_manifest(folder)
+        assert [artifact.status for worker in found.workers for artifact in worker.artifacts] == ["ok"]
+        assert found.metrics == {"reward": 0.5, "later": 1.0}
+        assert {path.name for path in folder.iterdir()} == {
+            "manifest.json",
+            "controller.trace.json.gz",
+            "actor_rank0.torch.json.gz",
+        }
+        names = [path.rpartition("/")[2] for path in Store.arrived if f"step_{step:06d}" in path]
+        assert names[0] == "actor_rank0.torch.json.gz"
+        assert names.count("actor_rank0.torch.json.gz") == 1
+        assert names[-1] == "manifest.json"
+    assert not any((tmp_path / "staging").iterdir())
+
+
+def test_ray_workers_upload_their_own(tmp_path: Path, pool: Pool) -> None:
+    """Each process uploads what it wrote, here to a folder behind file://."""
+    url = f"file://{tmp_path}/store/run"
+    config = settings(tmp_path, url)
+    ray.get([worker.set_up.remote(config, rank=rank) for rank, worker in enumerate(pool.sync)])
+    train(config, pool.sync)
+    run = tmp_path / "store" / "run"
+    assert check(run).ok
+    assert len(list((run / "step_000004").glob("actor_rank*.torch.json.gz"))) == 3
+    assert waiting(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["refuse", "cut"])
+def test_an_upload_is_tried_again_until_it_is_whole(tmp_path: Path, session: Session, kind: str) -> None:
+    """A refused one, and one of which a byte is missing."""
+    Store.faults[kind] = 2
+    train(settings(tmp_path))
+    assert check(copied(tmp_path)).ok
+    assert waiting(tmp_path) == []
+
+
+def test_what_cannot_be_uploaded_stays_and_is_named(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loop ends; the log has the command that uploads the rest, and then the run is whole."""
+    Store.faults["refuse"] = 1_000_000
+    config = settings(tmp_path, remote={"staging": str(tmp_path / "staging"), "retry_s": 0.1})
+    train(config)
+    assert waiting(tmp_path).count("manifest.json") == 2
+    assert waiting(tmp_path).count("actor_rank0.torch.json.gz") == 2
+    assert "the token has expired" in caplog.text
+    [staged] = (tmp_path / "staging").iterdir()
+    command = f"verl-profiling upload {staged} faulty://bucket/run"
+    assert command in caplog.text
+    found = read_manifest(staged / "step_000002").workers[0].artifacts[0]
+    assert found.status == "ok"
+    assert found.where == f"{os.uname().nodename}:{staged}/step_000002/actor_rank0.torch.json.gz"
+    assert "not uploaded: PermissionError" in found.reason
+    assert main(command.split()[1:]) == 1
+    assert "failed" in capsys.readouterr().out
+    Store.faults.clear()
+    assert main(command.split()[1:]) == 0
+    assert Store.arrived[-1].endswith("manifest.json")
+    assert check(copied(tmp_path)).ok
+    assert waiting(tmp_path) == []
+
+
+def test_a_store_that_hangs_holds_nobody_up(tmp_path: Path, session: Session) -> None:
+    """No hook but the last waits, and that one no longer than it may."""
+    Store.faults["hang"] = 1_000_000
+    config = settings(tmp_path, timeouts={"finish_s": 0.5, "start_s": 5})
+    begin = time.monotonic()
+    train(config)
+    assert time.monotonic() - begin < 20
+    [staged] = (tmp_path / "staging").iterdir()
+    artifact = read_manifest(staged / "step_000004").workers[0].artifacts[0]
+    assert artifact.status == "pending"
+    assert artifact.where.endswith(f":{staged}/step_000004/actor_rank0.torch.json.gz")
+    Store.gate.set()
+    session.stop("no such capture", finish_s=20)
+    assert session._finisher.drain(20)
+
+
+def test_runs_with_one_url_do_not_mix(tmp_path: Path, session: Session) -> None:
+    """As with a folder: the second goes to run_2, one with the same name continues."""
+    config = settings(tmp_path, run_id="grpo", tool="spans")
+    train(config)
+    session.reset()
+    train(settings(tmp_path, tool="spans"))
+    run = copied(tmp_path)
+    assert [start.run_id for start in read_starts(run)] == ["grpo"]
+    assert len(read_starts(run / "run_2")) == 1
+    assert check(run / "run_2").ok
+    session.reset()
+    train(config)
+    run = copied(tmp_path / "again")
+    assert [start.start for start in read_starts(run)] == [1, 2]
+    assert {path.name for path in run.glob("step_*")} == {
+        *("step_000002", "step_000004", "step_000002.2", "step_000004.2")
+    }
+
+
+def test_a_store_that_is_down_at_the_beginning_does_not_lose_the_run(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run goes to a folder that nobody else can have."""
+    Store.faults["down"] = 1
+    train(settings(tmp_path))
+    assert "cannot be claimed now (ConnectionError: no route to the store)" in caplog.text
+    [run] = copied(tmp_path).iterdir()
+    assert run.name.startswith("run_")
+    assert check(run).ok
+    assert len(read_starts(run)) == 1
+    assert waiting(tmp_path) == []
+
+
+def test_a_staged_folder_that_somebody_removes_costs_only_that(tmp_path: Path, session: Session) -> None:
+    """An emptied temporary folder loses what was in it; the next step is whole."""
+    config = settings(tmp_path, tool="spans")
+    callback = ProfilingCallback(config)
+    worker = TrainWorker()
+    worker.set_up(config)
+    callback.add_workers("actor", worker)
+    with callback:
+        for step in range(1, 6):
+            callback.on_step_begin(step)
+            if step == 2:
+                import shutil
+
+                shutil.rmtree(tmp_path / "staging")
+            callback.on_step_end()
+    assert check(copied(tmp_path) / "step_000004").ok
+
+
+def test_hooks_are_told_the_url_once_all_is_there(tmp_path: Path, session: Session) -> None:
+    """And their output goes there, too."""
+    code = "import sys; print('shipped', *sys.argv[1:])"
+    hook = {"command": [sys.executable, "-c", code, "{folder}", "{run}"]}
+    train(settings(tmp_path, after={"a": hook, "b": {**hook, "roles": ["actor"]}}))
+    logs = copied(tmp_path) / "after"
+    expected = "shipped faulty://bucket/run/step_000002 faulty://bucket/run\n"
+    assert (logs / "step_000002.a.controller_rank0.log").read_text() == expected
+    assert (logs / "step_000002.b.actor_rank0.log").read_text() == expected
+    assert waiting(tmp_path) == []
+
+
+def test_no_file_system_for_a_url_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the training, with what to install."""
+    with pytest.raises(ConfigError, match=r"save_path: .*nonsense"):
+        ProfilingConfig(enable=True, tool="spans", save_path="nonsense://x")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ConfigError, match=r"save_path: s3://b/r .*pip install 'verl-profiling\[remote\]'"):
+        ProfilingConfig(enable=True, tool="spans", save_path="s3://b/r")
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"tool": "nsys"}, "tool: nsys writes when processes have ended"),
+        ({"roles": {"critic": {"tool": "nsys"}}}, "roles.critic.tool"),
+        ({"limits": {"keep_last": 3}}, "limits.keep_last"),
+        ({"limits": {"total_bytes": "1GB"}}, "limits.total_bytes"),
+        ({"remote": {"staging": "here"}}, "remote.staging"),
+        ({"remote": {"retry_s": 0}}, "remote.retry_s"),
+    ],
+)
+def test_what_a_url_cannot_have_is_refused(tmp_path: Path, more: dict[str, Any], key: str) -> None:
+    """By its key."""
+    with pytest.raises(ConfigError, match=key):
+        settings(tmp_path, **{"tool": "spans", **more})
+
+
+@pytest.mark.parametrize("command", ["report", "check", "merge", "split", "collect", "view"])
+def test_commands_refuse_urls_with_the_remedy(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They read folders."""
+    with pytest.raises(SystemExit) as ended:
+        main([command, "s3://bucket/run/step_000002"])
+    assert ended.value.code == 2
+    assert "is a URL" in capsys.readouterr().err
