@@ -23,6 +23,7 @@ COMMANDS = {
     "split": "cut an e2e trace into its stages",
     "collect": "fetch reports that Nsight Systems finished after the run",
     "upload": "upload what could not be uploaded while the run went on",
+    "recover": "complete the steps of a run whose process was killed",
     "check": "verify that every expected artifact is there and whole",
     "plan": "print what a configuration would capture, and in how many files",
     "doctor": "show what this machine can record, and whether a config can run here",

@@ -12,17 +12,22 @@ from typing import Any
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, SCHEMA_VERSION, Manifest, RunInfo
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, SCHEMA_VERSION, CaptureResult, Manifest, RunInfo
 from verl_profiling.named_files import check_lane, named_file
 
 __all__ = [
+    "RESULT_SUFFIX",
     "naming",
     "read_manifest",
+    "read_result",
     "read_starts",
     "run_file_name",
     "write_json_atomically",
     "write_json_exclusively",
 ]
+
+RESULT_SUFFIX = ".result.json"
+"""Suffix of what a worker leaves in the step folder when nobody is there to take its result."""
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -128,6 +133,21 @@ def read_manifest(step_dir: Path) -> Manifest:
         for artifact in worker.artifacts:
             check_lane(path, artifact.lane)
     return manifest
+
+
+def read_result(path: Path) -> CaptureResult:
+    """Read what a worker has left of a capture.
+
+    Raises:
+        TraceFormatError: It cannot be read.
+    """
+    try:
+        result = msgspec.json.decode(_read(path), type=CaptureResult)
+    except _UNREADABLE as error:
+        raise TraceFormatError(path, f"not the result of a worker: {error}") from error
+    for artifact in result.artifacts:
+        check_lane(path, artifact.lane)
+    return result
 
 
 def _read(path: Path, hint: str = "") -> bytes:

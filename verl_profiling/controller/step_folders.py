@@ -14,11 +14,20 @@ from verl_profiling.controller.beside import BesideWriter
 from verl_profiling.controller.run_claim import RunFolder, claim_run_folder
 from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import ProcessId, step_folder_name
-from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, Manifest
+from verl_profiling.manifest import (
+    MANIFEST_NAME,
+    Artifact,
+    ArtifactStatus,
+    CaptureResult,
+    Manifest,
+    worst_fate,
+)
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["StepFolders", "WrittenStep"]
+
+_INCOMPLETE = 16  # of the steps in which an engine was late, so many are remembered
 
 
 @dataclass
@@ -44,6 +53,7 @@ class StepFolders:
         self._beside = BesideWriter()
         self._last: WrittenStep | None = None
         self._unfinished: list[WrittenStep] = []
+        self._incomplete: list[WrittenStep] = []
 
     @property
     def run(self) -> RunFolder:
@@ -105,8 +115,7 @@ class StepFolders:
         write_controller_trace(folder, manifest)
         write_json_atomically(folder / MANIFEST_NAME, manifest)
         self._last = WrittenStep(folder, manifest)
-        if _pending(manifest):
-            self._unfinished.append(self._last)
+        self._remember(self._last)
         self._publish(self._last)
         return self._last
 
@@ -144,43 +153,60 @@ class StepFolders:
 
     def note(self, finished: Finished) -> None:
         """Enter the final status of an artifact; after the last one the manifest is rewritten."""
-        for unfinished in self._unfinished:
-            manifest = unfinished.manifest
+        for written in (*self._unfinished, *self._incomplete):
+            manifest = written.manifest
             if finished.capture_id.partition("/")[0] == manifest.capture_id:
                 workers = [_with_artifact(worker, finished.artifact) for worker in manifest.workers]
-                unfinished.manifest = msgspec.structs.replace(manifest, workers=workers)
-                if not _pending(unfinished.manifest):
-                    self._rewrite(unfinished)
+                written.manifest = msgspec.structs.replace(manifest, workers=workers)
+                if written.manifest != manifest and not _pending(written.manifest):
+                    self._rewrite(written)
                 return
 
     def pending_workers(self) -> set[str]:
-        """Return the names of the workers with unfinished artifacts, as far as is known."""
+        """Return the names of the workers that may still finish an artifact, as far as is known."""
         return {
             worker.name
-            for unfinished in self._unfinished
-            for worker in unfinished.manifest.workers
-            if any(artifact.status == "pending" for artifact in worker.artifacts)
+            for written in (*self._unfinished, *self._incomplete)
+            for worker in written.manifest.workers
+            if any(_may_come(worker, artifact) for artifact in worker.artifacts)
         }
 
     def flush(self) -> None:
-        """Write what is known; artifacts that are still pending stay so, and say where they are."""
-        for unfinished in list(self._unfinished):
+        """Write what became of artifacts that nobody has finished: from now on, the files decide.
+
+        What is still to be uploaded stays pending, and says where it is.
+        """
+        unfinished, self._unfinished = self._unfinished, []
+        for written in unfinished:
             if self.run.remote is not None:
-                unfinished.manifest = _with_places(unfinished)
-            self._rewrite(unfinished)
+                written.manifest = _with_places(written)
+            else:
+                workers = [_as_on_disk(written.folder, worker) for worker in written.manifest.workers]
+                written.manifest = msgspec.structs.replace(written.manifest, workers=workers)
+            write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
+            self._publish(written)
 
     def _change(self, written: WrittenStep, manifest: Manifest) -> None:
         written.manifest = manifest
         write_controller_trace(written.folder, manifest)
         write_json_atomically(written.folder / MANIFEST_NAME, manifest)
-        if _pending(manifest) and not any(step is written for step in self._unfinished):
-            self._unfinished.append(written)
+        self._remember(written)
         self._publish(written)
 
-    def _rewrite(self, unfinished: WrittenStep) -> None:
-        self._unfinished.remove(unfinished)
-        write_json_atomically(unfinished.folder / MANIFEST_NAME, unfinished.manifest)
-        self._publish(unfinished)
+    def _remember(self, written: WrittenStep) -> None:
+        """Keep a step of which something may still come."""
+        self._unfinished = [step for step in self._unfinished if step is not written]
+        self._incomplete = [step for step in self._incomplete if step is not written]
+        manifest = written.manifest
+        if _pending(manifest):
+            self._unfinished.append(written)
+        elif any(_may_come(worker, artifact) for worker in manifest.workers for artifact in worker.artifacts):
+            self._incomplete = [*self._incomplete, written][-_INCOMPLETE:]
+
+    def _rewrite(self, written: WrittenStep) -> None:
+        write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
+        self._remember(written)
+        self._publish(written)
 
     def _publish(self, written: WrittenStep) -> None:
         """Upload a step's manifest once nothing is left to do on its artifacts."""
@@ -211,6 +237,29 @@ def _pending(manifest: Manifest) -> bool:
     return any(artifact.status == "pending" for worker in manifest.workers for artifact in worker.artifacts)
 
 
+def _may_come(worker: CaptureResult, artifact: Artifact) -> bool:
+    """Return whether an artifact is being finished, or an engine may still write it."""
+    late = worker.identity.is_engine and artifact.status in ("failed", "missing")
+    return late or artifact.status == "pending"
+
+
+def _as_on_disk(folder: Path, worker: CaptureResult) -> CaptureResult:
+    """Return a worker without artifacts that wait for being compressed; nobody does it any more."""
+
+    def settled(artifact: Artifact) -> Artifact:
+        if artifact.status != "pending" or artifact.reason:  # with a reason, it waits for something else
+            return artifact
+        path, raw = folder / artifact.path, folder / artifact.path.removesuffix(".gz")
+        if path.exists() or not raw.exists():
+            reason = "" if path.exists() else "nobody said what became of it by the end of training"
+            status: ArtifactStatus = "ok" if path.exists() else "missing"
+            return msgspec.structs.replace(artifact, status=status, reason=reason)
+        reason = "it was not compressed by the end of training (timeouts.finish_s)"
+        return msgspec.structs.replace(artifact, status="ok", bytes=raw.stat().st_size, reason=reason)
+
+    return _with_artifacts(worker, [settled(artifact) for artifact in worker.artifacts])
+
+
 def _with_finished(result: CaptureResult, known: Iterable[Artifact]) -> CaptureResult:
     """Return a result in which artifacts are finished that are known to be."""
     for artifact in known:
@@ -221,8 +270,22 @@ def _with_finished(result: CaptureResult, known: Iterable[Artifact]) -> CaptureR
 
 def _with_artifact(worker: CaptureResult, finished: Artifact) -> CaptureResult:
     def updated(artifact: Artifact) -> Artifact:
-        if artifact.status != "pending" or not artifact.is_run_of(finished):
+        if not artifact.is_run_of(finished):
             return artifact
-        return msgspec.structs.replace(finished, step=artifact.step, policy_versions=artifact.policy_versions)
+        late = artifact.status in ("failed", "missing") and finished.status in ("ok", "truncated", "empty")
+        if artifact.status != "pending" and not late:
+            return artifact
+        reason = f"it came late: {artifact.reason}" if late and finished.status == "ok" else finished.reason
+        return msgspec.structs.replace(
+            finished, step=artifact.step, policy_versions=artifact.policy_versions, reason=reason
+        )
 
-    return msgspec.structs.replace(worker, artifacts=[updated(artifact) for artifact in worker.artifacts])
+    return _with_artifacts(worker, [updated(artifact) for artifact in worker.artifacts])
+
+
+def _with_artifacts(worker: CaptureResult, artifacts: list[Artifact]) -> CaptureResult:
+    """Return a worker with other fates of its artifacts, and the status that follows if they decided it."""
+    status, reason = worker.status, worker.reason
+    if (status, reason) == worst_fate(worker.artifacts):
+        status, reason = worst_fate(artifacts)
+    return msgspec.structs.replace(worker, artifacts=artifacts, status=status, reason=reason)

@@ -10,6 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -57,6 +58,10 @@ class Recorder(ABC):
     @abstractmethod
     def set_policy_version(self, version: int) -> None:
         """Record that the engine has new weights from now on."""
+
+
+def _itself(artifact: Artifact) -> Artifact:
+    return artifact
 
 
 class _OpenCapture:
@@ -235,7 +240,9 @@ class EngineRecorder(Recorder):
             error = None if task.cancelled() else task.exception()
             if error is not None:
                 logger.error("%s: stopping the profiler failed: %s", self._identity, error)
-            self._fates(capture, reason)
+            for artifact in self._fates(capture, reason):
+                if artifact.status != "pending":
+                    self._finisher.submit(capture.request.capture_id, artifact, partial(_itself, artifact))
 
         halting.add_done_callback(collect)
         return [

@@ -23,7 +23,7 @@ from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.visible import visible_text_of
 
-__all__ = ["CheckResult", "Checked", "check"]
+__all__ = ["CheckResult", "Checked", "check", "check_artifact"]
 
 Fate = Literal["ok", "begun", "missing", "empty", "truncated", "limited", "unreadable", "failed", "skipped"]
 
@@ -101,11 +101,11 @@ def _check_step(root: Path, folder: Path) -> list[Checked]:
     except TraceFormatError as error:
         return [Checked(path=name, fate="unreadable", reason=error.problem)]
     controller = Artifact(path=CONTROLLER_TRACE_NAME, lane="controller", tool="spans", status="ok")
-    checked = [_check_artifact(where, folder, controller)]
+    checked = [check_artifact(folder, controller, where)] if manifest.state != "recovered" else []
     if reason := unfinished(manifest):
         checked.insert(0, Checked(path=name, fate="begun", reason=reason))
     for worker in manifest.workers:
-        checked += [_check_artifact(where, folder, artifact) for artifact in worker.artifacts]
+        checked += [check_artifact(folder, artifact, where) for artifact in worker.artifacts]
         if worker.status not in ("ok", "skipped") and not worker.artifacts:
             checked.append(Checked(path=f"{where}{worker.name}", fate=worker.status, reason=worker.reason))
     if not manifest.workers:
@@ -114,7 +114,14 @@ def _check_step(root: Path, folder: Path) -> list[Checked]:
     return checked
 
 
-def _check_artifact(where: str, folder: Path, artifact: Artifact) -> Checked:
+def check_artifact(folder: Path, artifact: Artifact, where: str = "") -> Checked:
+    """Read one artifact of a step folder to its last byte.
+
+    Args:
+        folder: The step folder.
+        artifact: The artifact.
+        where: What its name is to begin with.
+    """
     name = where + artifact.path
     if artifact.status == "skipped":
         return Checked(path=name, fate="skipped", reason=artifact.reason)

@@ -30,6 +30,7 @@ __all__ = [
     "is_step",
     "resolve_artifact",
     "step_folders",
+    "step_number",
     "steps_in",
     "the_run",
     "unfinished",
@@ -177,6 +178,12 @@ def step_folders(run: Path) -> list[Path]:
     return [folder for _, _, folder in sorted(found)]
 
 
+def step_number(folder: Path) -> int:
+    """Return the step that a folder's name says, or 0."""
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else 0
+
+
 def resolve_artifact(directory: Path, artifact: Artifact) -> Path | None:
     """Return the file that holds an artifact's bytes, or ``None``.
 
@@ -209,7 +216,9 @@ def _from_manifest(directory: Path) -> StepInputs:
         manifest=manifest,
         unfinished=unfinished(manifest),
         controller=controller if controller.is_file() else None,
-        absent=[] if controller.is_file() else [f"{CONTROLLER_TRACE_NAME} is missing"],
+        absent=[]
+        if controller.is_file() or manifest.state == "recovered"
+        else [f"{CONTROLLER_TRACE_NAME} is missing"],
     )
     found: list[Source] = []
     for worker in manifest.workers:
