@@ -24,6 +24,7 @@ from verl_profiling.report.check import CheckResult, check
 from verl_profiling.run_files import read_starts
 from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
 from verl_profiling.timeline.inputs import steps_in, the_run
+from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.slim import Keep, select_ranks, stage_windows
 from verl_profiling.timeline.sources import TIMELINE_NAME, StepInputs
@@ -66,17 +67,18 @@ Progress = Callable[[object], None]
 """Called with each trace when the work on it is done."""
 
 
-def open_step(path: str | os.PathLike[str]) -> CapturedStep:
+def open_step(path: str | os.PathLike[str], limits: Limits | None = None) -> CapturedStep:
     """Open one step.
 
     Args:
         path: Step folder, trace, or a folder that holds one step or the traces of one.
+        limits: How much of each trace is read.
 
     Raises:
         TraceFormatError: There is nothing to analyse, or the manifest cannot be read.
         ConfigError: There are several steps.
     """
-    return only_step(open_run(path).steps(), path)
+    return only_step(open_run(path, limits).steps(), path)
 
 
 def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> CapturedStep:
@@ -92,11 +94,12 @@ def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> Ca
     return steps[0]
 
 
-def open_run(path: str | os.PathLike[str]) -> CapturedRun:
+def open_run(path: str | os.PathLike[str], limits: Limits | None = None) -> CapturedRun:
     """Open all steps of a run.
 
     Args:
         path: Run folder, or anything that :func:`open_step` takes.
+        limits: How much of each trace is read.
 
     Raises:
         TraceFormatError: There is no such file or folder, or it holds several runs.
@@ -104,7 +107,7 @@ def open_run(path: str | os.PathLike[str]) -> CapturedRun:
     directory = Path(path)
     if not directory.exists():
         raise TraceFormatError(directory, "no such file or folder")
-    return CapturedRun(the_run(directory))
+    return CapturedRun(the_run(directory), limits or Limits())
 
 
 def load_reports(path: str | os.PathLike[str]) -> list[Report]:
@@ -139,10 +142,12 @@ class CapturedRun:
 
     Attributes:
         directory: The run's folder.
+        limits: How much of each trace is read.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, limits: Limits) -> None:
         self.directory = directory
+        self.limits = limits
 
     def __repr__(self) -> str:
         return f"<captured run in {self.directory}>"
@@ -165,6 +170,8 @@ class CapturedRun:
             TraceFormatError: There is nothing to analyse, or no manifest can be read.
         """
         found = steps_in(self.directory)
+        for step in found.steps:
+            step.limits = self.limits
         alone = len(found.steps) == 1
         return [CapturedStep(inputs, alone=alone) for inputs in found.steps], found.problems()
 
@@ -184,7 +191,7 @@ class CapturedRun:
         Raises:
             TraceFormatError: There is nothing to check.
         """
-        return check(self.directory)
+        return check(self.directory, self.limits)
 
 
 class CapturedStep:
@@ -340,19 +347,23 @@ class CapturedStep:
         return write_archive(inputs, self._output(output, ARCHIVE_NAME), on_progress=on_progress)
 
     def split(
-        self, output: str | os.PathLike[str] | None = None, on_progress: Progress | None = None
+        self,
+        output: str | os.PathLike[str] | None = None,
+        on_progress: Progress | None = None,
+        on_problem: Callable[[str], None] = warnings.warn,
     ) -> list[Path]:
         """Cut the traces of an e2e capture at the stages of each worker; return the files.
 
         Args:
             output: Folder to write; by default ``split`` in the step's folder.
             on_progress: Called with each trace when it is done.
+            on_problem: Called with what could not be read, as a sentence.
 
         Raises:
             TraceFormatError: There is no manifest, or it is not of an e2e capture.
             OSError: The folder cannot be written.
         """
-        return split_step(self.inputs, None if output is None else Path(output), on_progress)
+        return split_step(self.inputs, None if output is None else Path(output), on_progress, on_problem)
 
     def check(self) -> CheckResult:
         """Read every artifact to its last byte, and say what is missing, empty or damaged.
@@ -360,7 +371,7 @@ class CapturedStep:
         Raises:
             TraceFormatError: There is nothing to check.
         """
-        return check(self.directory)
+        return check(self.directory, self.inputs.limits)
 
     def _output(self, output: str | os.PathLike[str] | None, name: str) -> Path:
         """Return where a timeline goes; plain traces of several steps share one folder."""

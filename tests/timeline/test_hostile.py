@@ -6,11 +6,16 @@ import gzip
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
+from step_folders import build_step, read_events
 
+from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.member import LANE_PIDS
 from verl_profiling.timeline.reader import Trace
 
 HEAD = '{"baseTimeNanoseconds":1700000000000000000,"traceEvents":['
@@ -215,3 +220,101 @@ def test_an_event_of_any_length_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD % 1, json.dumps({"ph": "X", "name": "x" * 3_000_000, "ts": 1}))
     with pytest.raises(TraceFormatError, match="no end of an event within 1 MiB"):
         list(Trace(path, Limits(event_bytes=1 << 20)).chunks(1 << 16))
+
+
+@pytest.mark.parametrize("command", ["check", "merge", "report", "diff"])
+def test_commands_keep_what_was_read_before_a_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """They say which limit it was, go on, and exit with 1; with a higher one they exit with 0."""
+    path = bomb(tmp_path / "t.json.gz", 3_000)
+    arguments = [command, str(path), *([str(path)] if command == "diff" else [])]
+    assert main([*arguments, "--max-events", "2000"]) == 1
+    printed = "".join(capsys.readouterr()).replace("\n", " ")
+    assert command == "diff" or "2,000 events (--max-events raises it)" in printed
+    assert main([*arguments, "--max-events", "3000"]) == 0
+
+
+def test_a_limit_is_no_damage_for_the_other_traces(tmp_path: Path) -> None:
+    """Each trace is read up to the limit; the report counts those that were cut short."""
+    bomb(tmp_path / "rank0.json.gz", 3_000)
+    bomb(tmp_path / "rank1.json.gz", 1_000)
+    coverage = open_step(tmp_path, Limits(events=2_000)).report().coverage
+    assert (coverage.read, coverage.limited, coverage.events) == (2, 1, 3_000)
+
+
+def test_names_beyond_the_limit_are_counted_together(tmp_path: Path) -> None:
+    """The memory of a report is bounded by different names, threads and processes, not by events."""
+    event = '{{"ph":"X","cat":"cpu_op","name":"n{0}","pid":1,"tid":{0},"ts":{0},"dur":1}}'
+    path = write(tmp_path, *(event.format(i) for i in range(30)))
+    report = open_step(path, Limits(names=10)).report()
+    assert report.coverage.limited == 1
+    assert sum(row.calls for row in report.ops) == 30
+    assert next(row.calls for row in report.ops if row.name == "(other names)") == 20
+    assert "more than 10 names" in report.coverage.missing[0]
+
+
+def test_processes_beyond_the_room_of_a_lane_share_one(tmp_path: Path) -> None:
+    """The ids of one lane never run into those of the next."""
+    event = '{{"ph":"X","cat":"cpu_op","name":"n","pid":{0},"tid":1,"ts":{0},"dur":1}}'
+    path = write(tmp_path, *(event.format(pid) for pid in range(9_000)))
+    result = open_step(path).merge(tmp_path / "out.json.gz")
+    pids = {event["pid"] for event in read_events(result.path) if event["ph"] == "X"}
+    assert max(pids) - min(pids) < LANE_PIDS - 1
+    assert result.limited
+    assert "more processes than fit a lane" in result.problems[0]
+
+
+def test_metadata_beyond_the_limit_is_left_out(tmp_path: Path) -> None:
+    """Names of threads are held in memory until a member ends."""
+    name = '{{"ph":"M","name":"thread_name","pid":1,"tid":{0},"args":{{"name":"t{0}"}}}}'
+    path = write(tmp_path, GOOD % 1, *(name.format(i) for i in range(50)))
+    result = open_step(path, Limits(names=20)).merge(tmp_path / "out.json.gz")
+    assert "30 names of processes or threads are left out" in result.problems[0]
+    assert result.limited
+
+
+def test_a_controllers_trace_is_bounded_too(tmp_path: Path) -> None:
+    """It is held in memory as a whole; the rest of the timeline is made all the same."""
+    step = build_step(tmp_path)
+    result = open_step(step, Limits(controller_events=4)).merge()
+    assert result.limited
+    assert result.problems[0].startswith("controller.trace.json.gz: byte")
+    assert result.events > 100
+
+
+def test_pieces_of_a_trace_that_was_not_read_whole_are_truncated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``split`` says so and exits with 1, and ``check`` does not call the pieces ok."""
+    step = build_step(tmp_path)
+    assert main(["split", str(step), "--max-events", "20"]) == 1
+    assert "20 events (--max-events raises it)" in capsys.readouterr().err
+    assert main(["check", str(step / "split")]) == 1
+    assert "truncated" in capsys.readouterr().out
+
+
+def test_a_trace_of_many_stages_is_cut_a_few_files_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of open files is bounded, and the pieces are the same."""
+    step = build_step(tmp_path)
+    whole = {path.name: read_events(path) for path in open_step(step).split(tmp_path / "a")}
+    monkeypatch.setattr("verl_profiling.timeline.split._OPEN_FILES", 1)
+    assert {path.name: read_events(path) for path in open_step(step).split(tmp_path / "b")} == whole
+
+
+def test_one_unreadable_trace_costs_the_lane_no_other(tmp_path: Path) -> None:
+    """A lane of several traces is reported from those that can be read."""
+    step = build_step(tmp_path, mode="discrete")
+    (first, *_) = sorted(step.glob("actor_rank0.*.json.gz"))
+    manifest = read_manifest(step)
+    worker = next(worker for worker in manifest.workers if worker.name == "actor_rank0")
+    extra = msgspec.structs.replace(worker.artifacts[0], path="actor_rank0.z.torch.json.gz", stage="z")
+    (step / extra.path).write_bytes(b"no trace")
+    worker.artifacts.append(extra)
+    write_json_atomically(step / "manifest.json", manifest)
+    report = open_step(step).report()
+    assert first.is_file()
+    assert "actor_rank0" in {row.name for row in report.workers}
+    assert any("actor_rank0.z.torch.json.gz" in problem for problem in report.coverage.missing)

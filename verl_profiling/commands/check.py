@@ -8,7 +8,7 @@ import msgspec
 
 from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.common import add_path
+from verl_profiling.commands.common import add_limits, add_path, limits_of
 
 __all__ = ["configure", "run"]
 
@@ -17,16 +17,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     parser.description = (
         "Reads every artifact that the manifests name, to the last byte. Exits 1 when one is missing, empty, "
-        "truncated or unreadable, and when a step recorded no worker at all."
+        "truncated, unreadable or too large, and when a step recorded no worker at all."
     )
     parser.epilog = "example: verl-profiling check outputs/run && echo complete"
     add_path(parser)
+    add_limits(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check what is under the path."""
-    result = open_run(arguments.path).check()
+    result = open_run(arguments.path, limits_of(arguments)).check()
     if arguments.json:
         print(msgspec.json.encode(result).decode())
     else:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -15,9 +17,15 @@ from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.remote import is_url
+from verl_profiling.timeline.limits import Limits
 from verl_profiling.visible import visible
 
-__all__ = ["StepByStep", "add_path", "local_path", "progress", "warn"]
+if TYPE_CHECKING:
+    from verl_profiling.report.model import Report
+
+__all__ = ["StepByStep", "add_limits", "add_path", "limits_of", "local_path", "progress", "size", "warn"]
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def local_path(text: str) -> Path:
@@ -42,11 +50,65 @@ def add_path(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how much of a trace is read."""
+    group = parser.add_argument_group(
+        "limits", "Reading a trace ends where it reaches one; what was read is kept, and the exit code is 1."
+    )
+    usual = Limits()
+    group.add_argument(
+        "--max-events", type=int, default=usual.events, metavar="N", help="events (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-content",
+        type=size,
+        default=usual.content_bytes,
+        metavar="SIZE",
+        help=f"bytes of its content, uncompressed (default: {usual.content_bytes >> 30} GiB)",
+    )
+    group.add_argument(
+        "--max-names",
+        type=int,
+        default=usual.names,
+        metavar="N",
+        help="different names of operators or threads; the others count as one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-memory",
+        type=size,
+        metavar="SIZE",
+        help="memory of this process, e.g. 8G (default: three quarters of what is free)",
+    )
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    """Return the limits that were asked for."""
+    return Limits(
+        events=arguments.max_events,
+        content_bytes=arguments.max_content,
+        names=arguments.max_names,
+        memory_bytes=arguments.max_memory,
+    )
+
+
+def size(text: str) -> int:
+    """Return the number of bytes that ``200M`` or ``1.5G`` is.
+
+    Raises:
+        ArgumentTypeError: It is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.upper())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 200M")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
 class StepByStep:
     """The steps under a path, of which the damage of one costs that one, and is said.
 
     Args:
         path: What the user named.
+        limits: How much of each trace is read.
 
     Raises:
         TraceFormatError: There is nothing to analyse.
@@ -56,8 +118,8 @@ class StepByStep:
         exit_code: 0 while all is well.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.steps, problems = open_run(path).steps_and_problems()
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self.steps, problems = open_run(path, limits).steps_and_problems()
         self._failures: list[TraceFormatError] = []
         self.exit_code = EXIT_FINDING if problems else EXIT_OK
         for problem in problems:
@@ -83,6 +145,16 @@ class StepByStep:
                 raise
             warn(str(error))
             self.exit_code = EXIT_FINDING
+
+    def note_limits(self, read: Report) -> None:
+        """Exit with 1 if a trace was not read whole because of a limit; the report says which."""
+        if read.coverage.limited:
+            self.exit_code = EXIT_FINDING
+
+    def problem(self, sentence: str) -> None:
+        """Say what is wrong with a step, and exit with 1."""
+        warn(sentence)
+        self.exit_code = EXIT_FINDING
 
 
 def warn(problem: str) -> None:

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from verl_profiling.analysis import saved_report
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.common import StepByStep, local_path
+from verl_profiling.commands.common import StepByStep, add_limits, limits_of, local_path
 from verl_profiling.report.diff import compare, print_diff
 from verl_profiling.report.model import Report
+from verl_profiling.timeline.limits import Limits
 
 __all__ = ["configure", "run"]
 
@@ -29,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             side, type=local_path, metavar=side.upper(), help="step folder, run folder or report.json"
         )
+    add_limits(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--fail-above",
@@ -40,7 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare both sides."""
-    before, after = _reports(arguments.before), _reports(arguments.after)
+    limits = limits_of(arguments)
+    before, after = _reports(arguments.before, limits), _reports(arguments.after, limits)
     diff = compare(before.reports, after.reports)
     if arguments.json:
         print(msgspec.json.encode(diff).decode())
@@ -60,14 +63,15 @@ class _Side(NamedTuple):
     exit_code: int
 
 
-def _reports(path: Path) -> _Side:
+def _reports(path: Path, limits: Limits) -> _Side:
     if (saved := saved_report(path)) is not None:
         return _Side([saved], EXIT_OK)
-    work = StepByStep(path)
+    work = StepByStep(path, limits)
     reports = []
     for step in work.steps:
         with work.surviving():
             reports.append(step.report())
+            work.note_limits(reports[-1])
     return _Side(reports, work.exit_code)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from verl_profiling.analysis import CapturedStep, Progress
-from verl_profiling.commands.common import StepByStep, add_path, progress, warn
+from verl_profiling.commands import EXIT_FINDING
+from verl_profiling.commands.common import StepByStep, add_limits, add_path, limits_of, progress, size, warn
 from verl_profiling.errors import ConfigError
 
 __all__ = ["configure", "run"]
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "example: verl-profiling merge outputs/run/step_000012 --stages rollout,update_actor --min-us 5"
     )
     add_path(parser)
+    add_limits(parser)
     parser.add_argument("-o", "--output", type=Path, help="file to write (only for a single step)")
     parser.add_argument(
         "--format",
@@ -39,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-us", type=float, default=0.0, metavar="US", help="leave out shorter events")
     parser.add_argument(
         "--max-bytes",
-        type=_bytes,
+        type=size,
         metavar="SIZE",
         help="leave out the shortest events until it fits, e.g. 200M",
     )
@@ -48,17 +47,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge every step under the path."""
-    work = StepByStep(arguments.path)
+    work = StepByStep(arguments.path, limits_of(arguments))
     if arguments.output and len(work.steps) > 1:
         raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(work.steps)}")
     with progress("merging", work.traces) as advance:
         for step in work.steps:
             with work.surviving():
-                print(_merge(step, arguments, advance))
+                print(_merge(step, arguments, advance, work))
     return work.exit_code
 
 
-def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress) -> str:
+def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress, work: StepByStep) -> str:
     """Merge one step; return the line that says so."""
     if arguments.format == "archive":
         path, problems = step.archive(arguments.output, ranks=arguments.ranks, on_progress=advance)
@@ -74,15 +73,10 @@ def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress)
             on_progress=advance,
         )
         problems = result.problems
+        if result.limited:
+            work.exit_code = EXIT_FINDING
         left_out = f", {result.left_out:,} left out" if result.left_out else ""
         summary = f"{result.path}  ({result.bytes / 1e6:.1f} MB, {result.events:,} events{left_out})"
     for problem in problems:
         warn(problem)
     return summary
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.upper())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 200M")
-    return int(float(match[1]) * _UNITS[match[2]])

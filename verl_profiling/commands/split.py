@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_profiling.commands.common import StepByStep, add_path, progress
+from verl_profiling.commands.common import StepByStep, add_limits, add_path, limits_of, progress
 from verl_profiling.errors import ConfigError
 
 __all__ = ["configure", "run"]
@@ -19,19 +19,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: verl-profiling split outputs/run/step_000012"
     add_path(parser)
+    add_limits(parser)
     parser.add_argument("-o", "--output", type=Path, help="folder to write (only for a single step)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Cut every step under the path."""
-    work = StepByStep(arguments.path)
+    work = StepByStep(arguments.path, limits_of(arguments))
     if arguments.output and len(work.steps) > 1:
         raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(work.steps)}")
     written: list[Path] = []
     with progress("cutting", work.traces) as advance:
         for step in work.steps:
             with work.surviving():
-                written += step.split(arguments.output, advance)
+                written += step.split(arguments.output, advance, work.problem)
     for path in written:
         print(path)
     return work.exit_code

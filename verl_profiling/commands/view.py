@@ -7,7 +7,7 @@ import webbrowser
 
 from verl_profiling.analysis import only_step
 from verl_profiling.commands import EXIT_OK
-from verl_profiling.commands.common import StepByStep, add_path
+from verl_profiling.commands.common import StepByStep, add_limits, add_path, limits_of
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.html import render_html
 from verl_profiling.timeline.server import PERFETTO_PORT, TimelineServer, bundled_ui
@@ -25,6 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: verl-profiling view outputs/run/step_000012"
     add_path(parser)
+    add_limits(parser)
     parser.add_argument(
         "--port", type=int, default=PERFETTO_PORT, help="port to serve on (default: %(default)s)"
     )
@@ -33,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    step = only_step(StepByStep(arguments.path).steps, arguments.path)
+    step = only_step(StepByStep(arguments.path, limits_of(arguments)).steps, arguments.path)
     ui = bundled_ui()
     if ui is None and arguments.port != PERFETTO_PORT:
         raise ConfigError(

@@ -36,12 +36,14 @@ class StepRead(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step: The step, with its lanes.
         traces: Number of traces that could be read.
+        limited: Number of these that were not read whole because of a limit.
         events: Number of events in them.
         missing: What is not there or not whole, as sentences.
     """
 
     step: Step
     traces: int
+    limited: int
     events: int
     missing: list[str]
 
@@ -58,25 +60,30 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
     """
     missing = [*([f"{inputs.title} {inputs.unfinished}"] if inputs.unfinished else []), *inputs.absent]
     read: list[tuple[Source, Activity]] = []
-    traces = 0
+    stages = Step(inputs.manifest, [])
     for _, group in groupby(inputs.sources, key=lambda source: source.lane):
         sources = list(group)
         try:
             traces_of_lane = ((source.path, source.offset_ns) for source in sources)
-            activity = read_activity(traces_of_lane, _marks(inputs.manifest, sources[0]))
+            marks, windows = _marks(inputs.manifest, sources[0]), stages.windows_of(sources[0])
+            activity = read_activity(traces_of_lane, marks, windows, inputs.limits)
         except TraceFormatError as error:
             missing.append(str(error))
         else:
             missing += activity.problems
-            traces += len(sources)
             read.append((sources[0], activity))
         for source in sources:
             if on_progress:
                 on_progress(source)
     if inputs.manifest is None and not read:
         raise TraceFormatError(inputs.directory, "; ".join(missing) or "holds no trace to report on")
-    events = sum(activity.events for _, activity in read)
-    return StepRead(step=Step(inputs.manifest, read), traces=traces, events=events, missing=missing)
+    return StepRead(
+        step=Step(inputs.manifest, read),
+        traces=sum(activity.traces for _, activity in read),
+        limited=sum(activity.limited for _, activity in read),
+        events=sum(activity.events for _, activity in read),
+        missing=missing,
+    )
 
 
 def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Report:
@@ -119,6 +126,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         coverage=Coverage(
             expected=expected,
             read=found.traces,
+            limited=found.limited,
             events=found.events,
             missing=found.missing,
         ),

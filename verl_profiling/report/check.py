@@ -19,6 +19,7 @@ from verl_profiling.timeline.inputs import (
     unfinished,
     why_absent,
 )
+from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.visible import visible_text_of
@@ -60,21 +61,26 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     artifacts: list[Checked]
 
 
-def check(path: Path) -> CheckResult:
+def check(path: Path, limits: Limits | None = None) -> CheckResult:
     """Read all that a step folder, a run folder or a folder of traces should contain.
+
+    Args:
+        path: The folder, or a trace.
+        limits: How much of each trace is read.
 
     Raises:
         TraceFormatError: There is nothing to check.
     """
+    limits = limits or Limits()
     if is_step(path):
-        checked = _check_step(path, path)
+        checked = _check_step(path, path, limits)
     elif path.is_dir() and (folders := step_folders(path)):
         checked = _check_starts(path)
-        checked += [entry for folder in folders for entry in _check_step(path, folder)]
+        checked += [entry for folder in folders for entry in _check_step(path, folder, limits)]
     elif path.exists():
         base = path if path.is_dir() else path.parent
         traces = [source.path for step in plain_steps(path) for source in step.sources]
-        checked = [_check_trace(str(trace.relative_to(base)), trace) for trace in traces]
+        checked = [_check_trace(str(trace.relative_to(base)), trace, limits) for trace in traces]
     else:
         raise TraceFormatError(path, "no such file or folder")
     if not checked:
@@ -91,7 +97,7 @@ def _check_starts(run: Path) -> list[Checked]:
     return []
 
 
-def _check_step(root: Path, folder: Path) -> list[Checked]:
+def _check_step(root: Path, folder: Path, limits: Limits) -> list[Checked]:
     where = "" if folder == root else f"{folder.name}/"
     name = f"{where}{MANIFEST_NAME}"
     if not (folder / MANIFEST_NAME).exists():
@@ -101,11 +107,11 @@ def _check_step(root: Path, folder: Path) -> list[Checked]:
     except TraceFormatError as error:
         return [Checked(path=name, fate="unreadable", reason=error.problem)]
     controller = Artifact(path=CONTROLLER_TRACE_NAME, lane="controller", tool="spans", status="ok")
-    checked = [check_artifact(folder, controller, where)] if manifest.state != "recovered" else []
+    checked = [check_artifact(folder, controller, where, limits)] if manifest.state != "recovered" else []
     if reason := unfinished(manifest):
         checked.insert(0, Checked(path=name, fate="begun", reason=reason))
     for worker in manifest.workers:
-        checked += [check_artifact(folder, artifact, where) for artifact in worker.artifacts]
+        checked += [check_artifact(folder, artifact, where, limits) for artifact in worker.artifacts]
         if worker.status not in ("ok", "skipped") and not worker.artifacts:
             checked.append(Checked(path=f"{where}{worker.name}", fate=worker.status, reason=worker.reason))
     if not manifest.workers:
@@ -114,14 +120,18 @@ def _check_step(root: Path, folder: Path) -> list[Checked]:
     return checked
 
 
-def check_artifact(folder: Path, artifact: Artifact, where: str = "") -> Checked:
+def check_artifact(
+    folder: Path, artifact: Artifact, where: str = "", limits: Limits | None = None
+) -> Checked:
     """Read one artifact of a step folder to its last byte.
 
     Args:
         folder: The step folder.
         artifact: The artifact.
         where: What its name is to begin with.
+        limits: How much of a trace is read.
     """
+    limits = limits or Limits()
     name = where + artifact.path
     if artifact.status == "skipped":
         return Checked(path=name, fate="skipped", reason=artifact.reason)
@@ -133,20 +143,20 @@ def check_artifact(folder: Path, artifact: Artifact, where: str = "") -> Checked
         fate = artifact.status if artifact.status in ("empty", "failed") else "missing"
         return Checked(path=name, fate=fate, reason=why_absent(artifact))
     if path.is_dir():
-        return _check_folder(name, path)
+        return _check_folder(name, path, limits)
     is_trace = path.name.endswith((".json", ".json.gz"))
-    found = _check_trace(name, path) if is_trace else _check_bytes(name, path)
-    if artifact.status in ("empty", "failed") and found.fate in ("ok", artifact.status):
+    found = _check_trace(name, path, limits) if is_trace else _check_bytes(name, path, limits)
+    if artifact.status in ("empty", "failed", "truncated") and found.fate in ("ok", artifact.status):
         return msgspec.structs.replace(found, fate=artifact.status, reason=artifact.reason or found.reason)
     return found
 
 
-def _check_trace(name: str, path: Path) -> Checked:
+def _check_trace(name: str, path: Path, limits: Limits) -> Checked:
     size = path.stat().st_size
     if size == 0:
         return Checked(path=name, fate="empty", reason="0 bytes")
     try:
-        trace = Trace(path)
+        trace = Trace(path, limits)
         spans = timeless = 0
         for events in trace.chunks():
             spans += sum(event.ph != "M" for event in events)
@@ -164,29 +174,30 @@ def _check_trace(name: str, path: Path) -> Checked:
     return Checked(path=name, fate="ok", bytes=size, events=trace.events)
 
 
-def _check_bytes(name: str, path: Path) -> Checked:
+def _check_bytes(name: str, path: Path, limits: Limits) -> Checked:
     """Check a file that is not a trace: it has content, and its compression is whole."""
-    blocks = Blocks(path)
+    blocks = Blocks(path, limit=limits.content_bytes)
     try:
         content = sum(len(block) for block in blocks)
     except TraceFormatError as error:
         return Checked(path=name, fate="unreadable", reason=error.problem)
     size = path.stat().st_size
     if blocks.damage:
-        return Checked(path=name, fate="truncated", reason=blocks.damage, bytes=size)
+        fate: Fate = "limited" if blocks.limited else "truncated"
+        return Checked(path=name, fate=fate, reason=blocks.damage, bytes=size)
     if not content:
         return Checked(path=name, fate="empty", reason="holds no bytes")
     return Checked(path=name, fate="ok", bytes=size)
 
 
-def _check_folder(name: str, path: Path) -> Checked:
+def _check_folder(name: str, path: Path, limits: Limits) -> Checked:
     """Check an artifact that is a folder: it has files, and its traces can be read."""
     files = [file for file in path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     if not size:
         return Checked(path=name, fate="empty", reason="the folder holds no data")
     for trace in sorted(path.rglob("trace_view.json")):
-        found = _check_trace(f"{name}/{trace.relative_to(path)}", trace)
+        found = _check_trace(f"{name}/{trace.relative_to(path)}", trace, limits)
         if found.fate != "ok":
             return found
     return Checked(path=name, fate="ok", bytes=size)

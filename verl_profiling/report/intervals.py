@@ -8,11 +8,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["EMPTY", "Spans", "intersection", "length", "spans_of", "subtract", "union", "within"]
+__all__ = ["EMPTY", "Cover", "Spans", "intersection", "length", "spans_of", "subtract", "union", "within"]
 
 Spans: TypeAlias = NDArray[np.int64]
 
 EMPTY: Spans = np.empty((0, 2), dtype=np.int64)
+_FEW = 1 << 16
 
 
 def spans_of(pairs: Iterable[tuple[int, int]]) -> Spans:
@@ -31,6 +32,29 @@ def union(*parts: Spans) -> Spans:
     first = np.concatenate(([True], spans[1:, 0] > reach[:-1]))
     last = np.concatenate((first[1:], [True]))
     return np.stack((spans[first, 0], reach[last]), axis=1)
+
+
+class Cover:
+    """The time covered by spans that are added little by little: each is sorted a few times at most."""
+
+    def __init__(self) -> None:
+        self._covered = EMPTY
+        self._added: list[Spans] = []
+        self._waiting = 0
+
+    def add(self, spans: Spans) -> None:
+        """Add spans, which may overlap in any way."""
+        self._added.append(union(spans))
+        self._waiting += len(self._added[-1])
+        if self._waiting > max(len(self._covered), _FEW):
+            self.spans()
+
+    def spans(self) -> Spans:
+        """Return the time covered so far."""
+        if self._added:
+            self._covered = union(self._covered, *self._added)
+            self._added, self._waiting = [], 0
+        return self._covered
 
 
 def length(spans: Spans) -> int:

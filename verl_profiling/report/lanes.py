@@ -9,6 +9,7 @@ import numpy as np
 from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
 from verl_profiling.report.activity import Activity
 from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of, within
+from verl_profiling.report.optimes import Window
 from verl_profiling.timeline.sources import Source
 
 __all__ = ["Lane", "Step"]
@@ -114,6 +115,13 @@ class Step:
             StageSpan(s.name, s.begin_ns - shift, s.end_ns - shift, s.thread, s.depth, s.failed)
             for s in worker.stages
         ]
+
+    def windows_of(self, source: Source) -> list[Window]:
+        """Return the outermost stages that a trace is told apart by: its worker's, else the controller's."""
+        worker = self.worker_of(source)
+        own = [s for s in self.stages_of(worker) if s.depth == 0] if worker else []
+        outer = own or [s for s in self.stages if s.depth == 0]
+        return [(s.name, s.begin_ns, s.end_ns) for s in outer]
 
     @property
     def span_ns(self) -> int:

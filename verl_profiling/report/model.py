@@ -380,12 +380,14 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
         read: Traces that could be read.
         events: Events in them.
         missing: What is missing or damaged, as sentences.
+        limited: Traces that were not read whole because of a limit; ``missing`` says which.
     """
 
     expected: int
     read: int
     events: int
     missing: list[str]
+    limited: int = 0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

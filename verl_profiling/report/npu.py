@@ -34,13 +34,20 @@ _COMPUTING_TASKS = {
 _COPYING_TASKS = {"SDMA", "SDMA_SQE", "MEMCPY_ASYNC", "PCIE_DMA_SQE"}
 _COLLECTIVE_KERNELS = ("AicpuKernel", "AivKernel")
 _TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
+_OTHERS = (None, None, "", b"")  # of no process, so they are of no kind
 _CALL_NUMBER = re.compile(r"_*_\d+_\d+_\d+$")
 
 
 class NpuEvents:
-    """The events of one trace that have no category, and the names of its processes and threads."""
+    """The events of one trace that have no category, and the names of its processes and threads.
 
-    def __init__(self) -> None:
+    Attributes:
+        full: Whether there are more names than are told apart; the events of the rest are not counted.
+    """
+
+    def __init__(self, most_names: int) -> None:
+        self.full = False
+        self._most = most_names
         self._parts: list[tuple[Spans, NDArray[np.int64]]] = []
         self._numbers: dict[tuple[object, object, str, bytes], int] = {}
         self._processes: dict[object, str] = {}
@@ -50,11 +57,12 @@ class NpuEvents:
         """Add the name of a process or a thread."""
         if event.name not in ("process_name", "thread_name"):
             return
-        name = event.said("name")
-        if event.name == "process_name":
-            self._processes[event.pid] = name
+        if len(self._processes) + len(self._threads) >= self._most:
+            self.full = True
+        elif event.name == "process_name":
+            self._processes[event.pid] = event.said("name")
         else:
-            self._threads[event.pid, event.tid] = name
+            self._threads[event.pid, event.tid] = event.said("name")
 
     def add(self, events: Sequence[Event], spans: Spans) -> None:
         """Add events and their spans."""
@@ -62,7 +70,12 @@ class NpuEvents:
         for event in events:
             found = _TASK_TYPE.search(event.args)
             key = (event.pid, event.tid, _CALL_NUMBER.sub("", event.name), found[1] if found else b"")
-            numbers.append(self._numbers.setdefault(key, len(self._numbers)))
+            number = self._numbers.get(key)
+            if number is None:
+                if len(self._numbers) > self._most:
+                    self.full, key = True, _OTHERS
+                number = self._numbers.setdefault(key, len(self._numbers))
+            numbers.append(number)
         self._parts.append((spans, np.array(numbers)))
 
     def sorted_out(

@@ -237,10 +237,8 @@ def collectives(step: Step) -> list[CollectiveRow]:
 def top_ops(step: Step) -> list[OpRow]:
     """Return the kernels with the most self time over all lanes, by the stage in which they began."""
     totals: dict[tuple[str, str], tuple[int, int]] = {}
-    outer = [(s.name, s.begin_ns, s.end_ns) for s in step.stages if s.depth == 0]
     for lane in step.lanes:
-        windows = [(s.name, s.begin_ns, s.end_ns) for s in lane.stages if s.depth == 0] or outer
-        for place, (calls, self_ns) in lane.activity.ops.by_stage(windows).items():
+        for place, (calls, self_ns) in lane.activity.ops.items():
             before = totals.get(place, (0, 0))
             totals[place] = (before[0] + calls, before[1] + self_ns)
     everything = sum(self_ns for _, self_ns in totals.values()) or 1

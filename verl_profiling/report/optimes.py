@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,6 +14,7 @@ from verl_profiling.report.intervals import Spans
 __all__ = ["OpTimes", "Window", "self_times"]
 
 _SLICE = 1 << 16  # calls kept as Python numbers at a time, which take four times the space
+_PART = 1 << 20  # calls added up at a time
 
 Window = tuple[str, int, int]
 """Name, begin and end (ns) of a stage."""
@@ -27,7 +29,11 @@ class OpTimes:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self._calls: list[tuple[Spans, NDArray[np.int32], NDArray[np.int64]]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._spans, self._numbers, self._threads = array("q"), array("i"), array("i")
 
     def number(self, name: str) -> int:
         """Return a new number for a name; a name may have several."""
@@ -36,12 +42,9 @@ class OpTimes:
 
     def add(self, spans: Spans, numbers: ArrayLike, threads: Sequence[int]) -> None:
         """Add calls: begin and end, operator, and the thread or stream (calls nest inside one)."""
-        if len(spans):
-            self._calls.append((spans, np.array(numbers, np.int32), np.array(threads, np.int64)))
-
-    def clear(self) -> None:
-        """Forget all calls."""
-        self._calls.clear()
+        self._spans.frombytes(np.ascontiguousarray(spans, np.int64).tobytes())
+        self._numbers.frombytes(np.asarray(numbers, np.int32).tobytes())
+        self._threads.frombytes(np.asarray(threads, np.int32).tobytes())
 
     def by_stage(self, windows: Sequence[Window]) -> dict[tuple[str, str], tuple[int, int]]:
         """Return calls and self time (ns) by stage and operator; a call belongs to the stage it begins in.
@@ -49,33 +52,33 @@ class OpTimes:
         Args:
             windows: Stages that do not overlap; outside of them the stage is ``""``.
         """
-        if not self._calls:
-            return {}
-        spans, numbers, threads = (np.concatenate(part) for part in zip(*self._calls, strict=True))
-        own = self_times(spans, threads)
-        stages = _stage_of(spans[:, 0], windows)
-        keys = stages * len(self.names) + numbers
-        found, inverse = np.unique(keys, return_inverse=True)
-        calls = np.bincount(inverse)
-        totals = np.zeros(len(found), np.int64)
-        np.add.at(totals, inverse, own)
+        spans = np.frombuffer(self._spans, np.int64).reshape(-1, 2)
+        numbers = np.frombuffer(self._numbers, np.int32)
+        own = self_times(spans, np.frombuffer(self._threads, np.int32))
         named = [*(name for name, _, _ in sorted(windows, key=lambda w: w[1])), ""]
         result: dict[tuple[str, str], tuple[int, int]] = {}
-        for key, count, total in zip(found.tolist(), calls.tolist(), totals.tolist(), strict=True):
-            stage, number = divmod(key, len(self.names))
-            place = (named[stage], self.names[number])
-            before = result.get(place, (0, 0))  # a stage that ran twice has two windows
-            result[place] = (before[0] + count, before[1] + total)
+        for start in range(0, len(own), _PART):
+            part = slice(start, start + _PART)
+            keys = _stage_of(spans[part, 0], windows) * len(self.names) + numbers[part]
+            found, inverse = np.unique(keys, return_inverse=True)
+            totals = np.zeros(len(found), np.int64)
+            np.add.at(totals, inverse, own[part])
+            counts = np.bincount(inverse)
+            for key, count, total in zip(found.tolist(), counts.tolist(), totals.tolist(), strict=True):
+                stage, number = divmod(key, len(self.names))
+                place = (named[stage], self.names[number])
+                before = result.get(place, (0, 0))  # a stage that ran twice has two windows
+                result[place] = (before[0] + count, before[1] + total)
         return result
 
 
-def self_times(spans: Spans, threads: NDArray[np.int64]) -> NDArray[np.int64]:
+def self_times(spans: Spans, threads: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
     """Return the self time of each call, in nanoseconds.
 
     On one thread calls nest. Sorted by begin, longest first, a call is inside the nearest
     earlier one that has not ended when it begins.
     """
-    own = spans[:, 1] - spans[:, 0]
+    own: NDArray[np.int64] = spans[:, 1] - spans[:, 0]
     order = np.lexsort((-own, spans[:, 0], threads))
     inside = array("q", bytes(8 * len(order)))  # for each call, the time in nested calls
     stack: list[tuple[int, int]] = []  # index and end of the open calls
@@ -93,9 +96,8 @@ def self_times(spans: Spans, threads: NDArray[np.int64]) -> NDArray[np.int64]:
                 parent, parent_end = stack[-1]
                 inside[parent] += min(end, parent_end) - begin
             stack.append((index, end))
-    result: NDArray[np.int64] = own.copy()
-    result[order] -= np.frombuffer(inside, np.int64)
-    return result
+    own[order] -= np.frombuffer(inside, np.int64)
+    return own
 
 
 def _stage_of(begins: NDArray[np.int64], windows: Iterable[Window]) -> NDArray[np.int64]:

@@ -68,7 +68,7 @@ def write_archive(
                 file.write(manifest)
             for entry in entries:
                 with _member(file, entry.name):
-                    damage = _copy(entry.path, file)
+                    damage = _copy(entry.path, file, inputs.limits.content_bytes)
                 if damage:
                     problems.append(f"{entry.path.name}: {damage}")
                 if on_progress:
@@ -94,13 +94,13 @@ def _member(archive: BinaryIO, name: str) -> Iterator[None]:
     archive.seek(0, os.SEEK_END)
 
 
-def _copy(path: Path, archive: BinaryIO) -> str:
+def _copy(path: Path, archive: BinaryIO, limit: int) -> str:
     """Append the content of a trace; return the damage that ended it early, or ``""``."""
     with path.open("rb") as file:
         if not is_gzip(file):
             shutil.copyfileobj(file, archive, _COPY_BYTES)
             return ""
-    blocks = Blocks(path)
+    blocks = Blocks(path, limit=limit)
     for block in blocks:
         archive.write(block)
     return blocks.damage
@@ -114,7 +114,7 @@ def _entries(inputs: StepInputs) -> tuple[list[_Entry], list[str]]:
         sources.insert(0, Source(path=inputs.controller, lane=CONTROLLER, worker=CONTROLLER, role=CONTROLLER))
     for source in sources:
         try:
-            base = Trace(source.path).metadata.get("baseTimeNanoseconds", 0)
+            base = Trace(source.path, inputs.limits).base_ns
         except TraceFormatError as error:
             problems.append(str(error))
             continue

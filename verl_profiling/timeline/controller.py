@@ -2,34 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
+
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.member import STAGES_TID, name_thread
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import StepInputs
 
-__all__ = ["CONTROLLER", "controller_events"]
+__all__ = ["CONTROLLER", "ControllerEvents", "controller_events"]
 
 CONTROLLER = "controller"
 _ARROW = "causes"
+_MOST_ROWS = 64
 
 
-def controller_events(inputs: StepInputs, pids: dict[str, int], base_ns: int) -> list[Event]:
+class ControllerEvents(NamedTuple):
+    """The controller's part of a timeline.
+
+    Attributes:
+        events: The events.
+        problems: What could not be read.
+        limited: Whether a limit is the reason.
+    """
+
+    events: list[Event]
+    problems: list[str]
+    limited: bool
+
+
+def controller_events(inputs: StepInputs, pids: dict[str, int], base_ns: int) -> ControllerEvents:
     """Return the events of the controller's trace, assigned to their lanes, and the arrows.
 
     Args:
         inputs: The step.
         pids: Process id by the name of a worker (and of ``controller``).
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
-
-    Raises:
-        TraceFormatError: The controller's trace cannot be read.
     """
     if inputs.controller is None:
-        return []
-    trace = Trace(inputs.controller)
-    events = [event for chunk in trace.chunks() for event in chunk]
+        return ControllerEvents([], [], False)
+    limits = inputs.limits
+    most = min(limits.events, limits.controller_events)
+    trace = Trace(inputs.controller, msgspec.structs.replace(limits, events=most))
+    problems: list[str] = []
+    events: list[Event] = []
+    try:
+        for chunk in trace.chunks():
+            events += chunk
+    except TraceFormatError as error:
+        problems.append(error.problem)
+    problems += map(str, trace.warnings)
+    named = [f"{inputs.controller.name}: {problem}" for problem in problems]
+    return ControllerEvents(_placed(events, trace.base_ns - base_ns, pids), named, trace.limited)
+
+
+def _placed(events: list[Event], shift_ns: int, pids: dict[str, int]) -> list[Event]:
     names: dict[Any, str] = {}
     stage_threads = set()
     for event in events:
@@ -39,7 +68,6 @@ def controller_events(inputs: StepInputs, pids: dict[str, int], base_ns: int) ->
                 names[event.pid] = name
             elif name == "stages":
                 stage_threads.add((event.pid, event.tid))
-    shift_ns = trace.base_ns - base_ns
     placed = []
     stages: dict[str, list[Event]] = {}
     for event in events:
@@ -68,6 +96,7 @@ def _spread(spans: list[Event]) -> list[Event]:
     names = []
     for span in sorted(spans, key=lambda s: (s.ts or 0.0, -(s.dur or 0.0))):
         row = next((index for index, opened in enumerate(rows) if _nests(span, opened)), len(rows))
+        row = min(row, _MOST_ROWS - 1)
         if row == len(rows):
             rows.append([])
             if row and isinstance(span.pid, int):
@@ -89,30 +118,24 @@ def _end_us(span: Event) -> float:
 
 
 def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
-    """Return arrows from each stage of the controller to the same stage of the workers inside it."""
+    """Return arrows from each stage of the controller to the same stage of the workers inside it.
+
+    That is the latest one of the same name that has begun and not ended.
+    """
     arrows: list[Event] = []
-    for worker, spans in stages.items():
-        if worker == CONTROLLER:
+    opened: dict[str, list[Event]] = {}  # by name
+    both = [(span, worker == CONTROLLER) for worker, spans in stages.items() for span in spans]
+    for span, is_cause in sorted(both, key=lambda one: (one[0].ts or 0.0, not one[1])):
+        causes = opened.setdefault(span.name, [])
+        if is_cause:
+            causes.append(span)
             continue
-        for span in spans:
-            cause = _cause(span, stages.get(CONTROLLER, []))
-            if cause is None:
-                continue
+        while causes and _end_us(causes[-1]) < (span.ts or 0.0):
+            causes.pop()
+        if causes:
             number = len(arrows) // 2 + 1
-            arrows.append(_end(cause, "s", number))
-            arrows.append(_end(span, "f", number))
+            arrows += (_end(causes[-1], "s", number), _end(span, "f", number))
     return arrows
-
-
-def _cause(span: Event, stages: list[Event]) -> Event | None:
-    """Return the latest stage of the same name that began before ``span`` and had not ended."""
-    begin = span.ts or 0.0
-    found = None
-    for stage in stages:
-        start = stage.ts or 0.0
-        if stage.name == span.name and start <= begin <= start + (stage.dur or 0.0):
-            found = stage
-    return found
 
 
 def _end(stage: Event, phase: str, number: int) -> Event:

@@ -39,6 +39,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         events: Events. Traces of eight ranks with 20 million events each are read whole.
         content_bytes: Bytes of the content, uncompressed.
         names: Different names of operators, of processes and of threads; the rest are counted together.
+        controller_events: Events of the controller's trace, all of which are in memory at once.
         memory_bytes: Memory of the reading process; by default three quarters of what it could get when
             it began.
         head_bytes: Bytes before the events, and behind them.
@@ -48,6 +49,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     events: int = 30_000_000
     content_bytes: int = 64 << 30
     names: int = 1_000_000
+    controller_events: int = 1_000_000
     memory_bytes: int | None = None
     head_bytes: int = 16 << 20
     event_bytes: int = 64 << 20

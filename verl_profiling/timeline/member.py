@@ -14,6 +14,7 @@ from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.event import GPU_CATEGORIES, Event
+from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.slim import Keep
 from verl_profiling.timeline.sources import Source
@@ -30,6 +31,7 @@ _PROFILER_TID = STAGES_TID + 1
 _PROFILER_LANES = {"Spans", "Traces", ""}  # processes in which kineto puts its own events
 _FIRST_DEVICE = 1
 _FIRST_OTHER = 2_000
+_LAST_OTHER = LANE_PIDS - 2  # the last id is that of the requests
 _OTHERS_PER_TRACE = 50
 _ID_STRIDE = 1 << 33
 _ODD_IDS = 1 << 32
@@ -49,6 +51,7 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
         title: Name of the lane, to be shown.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
         keep: What is kept.
+        limits: How much of the trace is read.
     """
 
     source: Source
@@ -59,6 +62,7 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     base_ns: int
     keep: Keep
+    limits: Limits
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,12 +73,14 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         events: Number of events written, without metadata (``ph == "M"``).
         left_out: Events that :class:`Keep` left out.
         problems: What could not be read.
+        limited: Whether a limit is the reason.
     """
 
     path: Path
     events: int
     left_out: int
     problems: list[str]
+    limited: bool
 
 
 def compressor() -> Any:
@@ -102,10 +108,10 @@ def write_member(job: MemberJob) -> Member:
         TraceFormatError: The trace cannot be read at all.
         OSError: The member cannot be written.
     """
-    trace = Trace(job.source.path)
+    trace = Trace(job.source.path, job.limits)
     pids = _Pids(job)
     names: list[Event] = []
-    written = left_out = 0
+    written = left_out = unnamed = 0
     gzip = compressor()
     problems = []
     with job.output.open("wb") as file:
@@ -121,6 +127,8 @@ def write_member(job: MemberJob) -> Member:
                 kept = job.keep.select(events, base_ns)
                 left_out += len(events) - len(kept)
                 timed = _relocate(kept, names, pids, base_ns - job.base_ns, job.index)
+                unnamed += max(len(names) - job.limits.names, 0)
+                del names[job.limits.names :]
                 written += len(timed)
                 write(timed)
         except TraceFormatError as error:
@@ -135,7 +143,12 @@ def write_member(job: MemberJob) -> Member:
         write(lanes)
         file.write(gzip.flush())
     problems += [str(warning) for warning in trace.warnings]
-    return Member(path=job.source.path, events=written, left_out=left_out, problems=problems)
+    if unnamed:
+        problems.append(f"{unnamed:,} names of processes or threads are left out (--max-names raises it)")
+    if pids.crowded:
+        problems.append(f"has more processes than fit a lane: {pids.crowded:,} events share one")
+    limited = trace.limited or bool(unnamed or pids.crowded)
+    return Member(path=job.source.path, events=written, left_out=left_out, problems=problems, limited=limited)
 
 
 def _relocate(events: list[Event], names: list[Event], pids: _Pids, shift_ns: int, index: int) -> list[Event]:
@@ -170,14 +183,17 @@ class _Pids:
         known: New id by the trace's own id.
         titles: Names of the processes that have events, by new id.
         marked: Whether the trace has marks of the profiler itself.
+        crowded: Number of events whose processes share the last id, because the lane has no more.
     """
 
     def __init__(self, job: MemberJob) -> None:
         self.known: dict[int | str | None, int] = {}
         self._job = job
-        self._next_other = job.pid + _FIRST_OTHER + _OTHERS_PER_TRACE * job.lane_index
+        first = _FIRST_OTHER + _OTHERS_PER_TRACE * job.lane_index
+        self._next_other = job.pid + min(first, _LAST_OTHER - _OTHERS_PER_TRACE)
         self.titles: dict[int, str] = {}
         self.marked = False
+        self.crowded = 0
         self._odd_ids: dict[int | str, int] = {}
 
     def assign(self, event: Event) -> int:
@@ -191,10 +207,15 @@ class _Pids:
             event.tid, event.s = _PROFILER_TID, event.s and "t"
             self.marked = True
             return self._job.pid
-        if event.cat in GPU_CATEGORIES and isinstance(old, int) and old < _FIRST_OTHER - _FIRST_DEVICE:
+        if event.cat in GPU_CATEGORIES and isinstance(old, int) and 0 <= old < _FIRST_OTHER - _FIRST_DEVICE:
             new, name = self._job.pid + _FIRST_DEVICE + old, f"{title} GPU {old}"
         elif self._job.pid not in self.titles:
             new, name = self._job.pid, title
+        elif self._next_other >= self._job.pid + _LAST_OTHER:
+            self.crowded += 1
+            new = self._job.pid + _LAST_OTHER
+            self.titles[new] = f"{title} more processes"
+            return new
         else:
             new, self._next_other = self._next_other, self._next_other + 1
             name = f"{title} {old}"

@@ -52,6 +52,7 @@ class MergeResult(msgspec.Struct, frozen=True, kw_only=True):
         left_out: Number of events left out on request.
         members: What became of each trace.
         problems: What could not be merged or read, as sentences.
+        limited: Whether a limit is the reason for one of them.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class MergeResult(msgspec.Struct, frozen=True, kw_only=True):
     left_out: int
     members: list[Member]
     problems: list[str]
+    limited: bool
 
 
 def merge(
@@ -93,7 +95,7 @@ def merge(
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".timeline-") as scratch:
         while True:
-            plan = _plan(inputs.sources, Path(scratch), base_ns, keep)
+            plan = _plan(inputs, Path(scratch), base_ns, keep)
             members = []
             for job, member in _run(plan, jobs):
                 members.append(member)
@@ -103,7 +105,7 @@ def merge(
             if max_bytes is None or result.bytes <= max_bytes or keep.min_us > _LONGEST_US:
                 break
             share = max_bytes / result.bytes * result.events / (result.events + result.left_out)
-            fitting = min_us_for_share((source.path for source in inputs.sources), share)
+            fitting = min_us_for_share((source.path for source in inputs.sources), share, inputs.limits)
             keep = msgspec.structs.replace(keep, min_us=max(fitting, 2 * keep.min_us, 1.0))
         result.path.chmod(0o644)
         return msgspec.structs.replace(result, path=result.path.replace(output))
@@ -119,7 +121,8 @@ def _join(
 ) -> MergeResult:
     """Concatenate the head, the members and the footer into one file in ``scratch``."""
     problems = [*problems, *(f"{m.path.name}: {problem}" for m in members for problem in m.problems)]
-    opening = _opening(inputs, plan, base_ns)
+    opening, of_controller, cut_short = _opening(inputs, plan, base_ns)
+    problems += of_controller
     path = scratch / "timeline"
     with path.open("wb") as file:
         file.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
@@ -135,6 +138,7 @@ def _join(
         left_out=sum(member.left_out for member in members),
         members=members,
         problems=problems,
+        limited=any(member.limited for member in members) or cut_short,
     )
 
 
@@ -144,13 +148,13 @@ def _readable(inputs: StepInputs) -> tuple[StepInputs, list[str], int]:
     problems, begins = list(inputs.absent), []
     try:
         if controller:
-            Trace(controller)
+            Trace(controller, inputs.limits)
     except TraceFormatError as error:
         problems.append(str(error))
         controller = None
     for source in inputs.sources:
         try:
-            trace = Trace(source.path)
+            trace = Trace(source.path, inputs.limits)
             if inputs.manifest is None:
                 begins.append(_begin_ns(trace) - source.offset_ns)
         except TraceFormatError as error:
@@ -170,13 +174,13 @@ def _begin_ns(trace: Trace) -> int:
     return trace.base_ns + round(first * 1000)
 
 
-def _plan(sources: list[Source], scratch: Path, base_ns: int, keep: Keep) -> list[MemberJob]:
+def _plan(inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep) -> list[MemberJob]:
     lanes: dict[str, int] = {}
-    for source in sources:
+    for source in inputs.sources:
         lanes.setdefault(source.lane, (len(lanes) + 2) * LANE_PIDS)
     uses: dict[str, int] = {}
     plan = []
-    for index, source in enumerate(sources, 1):
+    for index, source in enumerate(inputs.sources, 1):
         lane_index = uses[source.lane] = uses.get(source.lane, -1) + 1
         plan.append(
             MemberJob(
@@ -188,6 +192,7 @@ def _plan(sources: list[Source], scratch: Path, base_ns: int, keep: Keep) -> lis
                 title=source.title,
                 base_ns=base_ns,
                 keep=keep,
+                limits=inputs.limits,
             )
         )
     return plan
@@ -209,14 +214,18 @@ class _WorkerPids(dict[str, int]):
         return self[worker]
 
 
-def _opening(inputs: StepInputs, plan: list[MemberJob], base_ns: int) -> list[Event]:
-    """Return the events that come before the traces: the controller's lanes and the workers' stages."""
+def _opening(inputs: StepInputs, plan: list[MemberJob], base_ns: int) -> tuple[list[Event], list[str], bool]:
+    """Return the events that come before the traces: the controller's lanes and the workers' stages.
+
+    With them, what could not be read of the controller's trace, and whether a limit is the reason.
+    """
     pids = _WorkerPids({CONTROLLER: LANE_PIDS})
     titles: dict[str, str] = {}
     for job in plan:
         pids.setdefault(job.source.worker, job.pid)
         titles.setdefault(job.source.worker, job.title)
-    events = controller_events(inputs, pids, base_ns)
+    read = controller_events(inputs, pids, base_ns)
+    events = read.events
     if inputs.manifest:
         events += request_events(inputs.manifest, pids, base_ns)
     used = {event.pid for event in events} or {plan[0].pid}
@@ -225,7 +234,7 @@ def _opening(inputs: StepInputs, plan: list[MemberJob], base_ns: int) -> list[Ev
             events += name_process(pid, titles.get(worker, worker))
             first = msgspec.Raw(b'{"sort_index":-1}')
             events.append(Event("M", name="thread_sort_index", pid=pid, tid=STAGES_TID, args=first))
-    return events
+    return events, read.problems, read.limited
 
 
 def _header(base_ns: int) -> bytes:

@@ -24,7 +24,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.blocks import BLOCK_BYTES, Blocks
 from verl_profiling.timeline.event import AbsoluteEvent, Event
 from verl_profiling.timeline.limits import MAX_NS, MAX_US, Limits
-from verl_profiling.timeline.salvage import UNDECODABLE, Salvage
+from verl_profiling.timeline.salvage import UNDECODABLE, Salvage, load_json
 from verl_profiling.timeline.trailer import read_trailer
 
 __all__ = ["Trace", "TraceWarning"]
@@ -183,7 +183,7 @@ class Trace:
                 head = self._buffer[: match.end()]
                 self._drop(match.end())
                 try:
-                    header: dict[str, Any] = json.loads(head.decode("utf-8-sig", "replace") + "]}")
+                    header: dict[str, Any] = load_json(head + b"]}")
                 except (ValueError, RecursionError) as error:
                     raise TraceFormatError(self.path, f"bad JSON before traceEvents ({error})") from error
                 header.pop("traceEvents", None)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-__all__ = ["UNDECODABLE", "Salvage"]
+__all__ = ["UNDECODABLE", "Salvage", "load_json"]
 
 E = TypeVar("E")
 
@@ -95,15 +95,20 @@ class Salvage(Generic[E]):
             self.skipped.append((position, f"skipped something that is not an event ({error})"))
         except UNDECODABLE:
             try:
-                self.events += self._decoder.decode(b"[" + _as_json(piece) + b"]")
+                self.events += self._decoder.decode(msgspec.json.encode([load_json(piece)]))
             except (*UNDECODABLE, ValueError) as error:
                 self.skipped.append((position, f"skipped something that is not an event ({error})"))
 
 
-def _as_json(piece: bytes) -> bytes:
-    """Return an event without what JSON does not know; numbers that are none become ``null``."""
-    value = _TOLERANT.decode(piece.decode("utf-8", "replace"))
-    try:
-        return msgspec.json.encode(value)
-    except UnicodeEncodeError:
-        return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+def load_json(text: bytes) -> Any:
+    """Decode JSON without what JSON does not know; numbers that are none become ``None``.
+
+    Raises:
+        ValueError: It is not JSON.
+        RecursionError: It is nested too deeply.
+    """
+    value = _TOLERANT.decode(text.decode("utf-8-sig", "replace"))
+    if b"\\u" not in text:
+        return value
+    # Half a surrogate pair can be escaped, but not be written.
+    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))

@@ -12,6 +12,7 @@ import msgspec
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.ranks import parse_ranks
 from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import StepInputs
 
@@ -80,11 +81,11 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
     return msgspec.structs.replace(inputs, sources=sources)
 
 
-def min_us_for_share(paths: Iterable[Path], share: float) -> float:
+def min_us_for_share(paths: Iterable[Path], share: float, limits: Limits) -> float:
     """Return the power of two that, as ``min_us``, keeps at most this share of the events."""
     counts: Counter[int] = Counter()
     for path in paths:
-        for events in Trace(path).chunks():
+        for events in Trace(path, limits).chunks():
             counts.update(math.frexp(event.dur or 0.0)[1] for event in events if event.ph == "X")
     budget = share * counts.total()
     for exponent in sorted(counts, reverse=True):

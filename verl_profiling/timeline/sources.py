@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.manifest import Manifest
+from verl_profiling.timeline.limits import Limits
 
 __all__ = ["TIMELINE_NAME", "Source", "StepInputs", "sorted_sources"]
 
@@ -60,6 +61,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
         controller: The controller's trace, where there is one.
         sources: Trace files, sorted by lane.
         absent: What is missing or cannot be put on a timeline, as sentences.
+        limits: How much of each trace is read.
         unfinished: Why the step is not whole, where its capture has begun and was never written.
     """
 
@@ -70,6 +72,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
     sources: list[Source] = []
     absent: list[str] = []
     unfinished: str = ""
+    limits: Limits = Limits()
 
     @property
     def title(self) -> str:

@@ -7,7 +7,9 @@ every file. The result is another step folder, with a manifest, so every command
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +28,7 @@ from verl_profiling.manifest import (
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.inputs import resolve_artifact
+from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.member import compressor
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import StepInputs
@@ -34,17 +37,25 @@ __all__ = ["SPLIT_NAME", "split_step"]
 
 SPLIT_NAME = "split"
 _ROLLOUT = "rollout"
+_OPEN_FILES = 256  # a trace of more stages is read again for the next ones
+_ENCODER = msgspec.json.Encoder()
 
 
 def split_step(
-    inputs: StepInputs, output: Path | None = None, on_progress: Callable[[Path], None] | None = None
+    inputs: StepInputs,
+    output: Path | None = None,
+    on_progress: Callable[[Path], None] | None = None,
+    on_problem: Callable[[str], object] = warnings.warn,
 ) -> list[Path]:
     """Write one trace per lane and outermost stage, and a manifest of them.
+
+    The pieces of a trace that was not read whole are ``truncated`` in that manifest.
 
     Args:
         inputs: The step; traces recorded in discrete mode are ignored.
         output: Folder to write; by default ``split`` in the step's folder.
         on_progress: Called with each trace when it is cut.
+        on_problem: Called with what could not be read, as a sentence.
 
     Returns:
         The files written.
@@ -62,17 +73,22 @@ def split_step(
         stages = _stages(inputs.manifest, worker)
         pieces: list[Artifact] = []
         for artifact in worker.artifacts if worker.mode == "e2e" else ():
-            path = resolve_artifact(inputs.directory, artifact)
-            if (
-                stages
-                and path is not None
-                and path.is_file()
-                and artifact.path.endswith((".json", ".json.gz"))
-            ):
+            if not (stages and artifact.path.endswith((".json", ".json.gz"))):
+                continue
+            try:
+                path = resolve_artifact(inputs.directory, artifact)
+                if path is None or not path.is_file():
+                    continue
                 output.mkdir(parents=True, exist_ok=True)
-                pieces += _cut(path, artifact, stages, output)
+                found, problems = _cut(path, artifact, stages, output, inputs.limits)
+            except TraceFormatError as error:
+                problems = [str(error)]
+            else:
+                pieces += found
                 if on_progress:
                     on_progress(path)
+            for problem in problems:
+                on_problem(problem)
         if pieces:
             workers.append(msgspec.structs.replace(worker, mode="discrete", artifacts=pieces))
             written += [output / piece.path for piece in pieces]
@@ -101,23 +117,33 @@ def _stages(manifest: Manifest, worker: CaptureResult) -> list[StageSpan]:
     return sorted(own + windows, key=lambda span: span.begin_ns)
 
 
-def _cut(path: Path, artifact: Artifact, stages: list[StageSpan], output: Path) -> list[Artifact]:
-    trace = Trace(path)
-    suffix = artifact.path[len(artifact.lane) :].removesuffix(".gz") + ".gz"
+def _cut(
+    path: Path, artifact: Artifact, stages: list[StageSpan], output: Path, limits: Limits
+) -> tuple[list[Artifact], list[str]]:
+    """Write the pieces of one trace; return them, and what could not be read of it."""
+    suffix = path.name.removeprefix(artifact.lane).removesuffix(".gz") + ".gz"
     runs: dict[str, int] = {}
-    pieces = []
+    named = []
     for span in stages:
         runs[span.name] = runs.get(span.name, 0) + 1
         name = artifact_name(artifact.lane, suffix, span.name, runs[span.name])
-        pieces.append(_Piece(output / name, span, runs[span.name], trace))
-    for events in trace.chunks():
-        for piece in pieces:
-            piece.take(events, trace.base_ns)
-    return [piece.close(artifact, trace.base_ns) for piece in pieces]
+        named.append((output / name, span, runs[span.name]))
+    pieces: list[Artifact] = []
+    problems: list[str] = []
+    for start in range(0, len(named), _OPEN_FILES):
+        trace = Trace(path, limits)
+        with ExitStack() as files:
+            opened = [files.enter_context(_Piece(*one, trace)) for one in named[start : start + _OPEN_FILES]]
+            for events in trace.chunks():
+                for piece in opened:
+                    piece.take(events, trace.base_ns)
+            problems = [f"{path.name}: {warning}" for warning in trace.warnings]
+            pieces += [piece.close(artifact, trace) for piece in opened]
+    return pieces, problems
 
 
 class _Piece:
-    """The file of one stage while it is being written."""
+    """The file of one stage while it is being written; gone if it is not closed."""
 
     def __init__(self, path: Path, span: StageSpan, occurrence: int, trace: Trace) -> None:
         self.path = path
@@ -126,35 +152,44 @@ class _Piece:
         self._head = {k: v for k, v in trace.metadata.items() if k != "baseTimeNanoseconds"}
         self._events = 0
         self._gzip = compressor()
-        self._file: BinaryIO = path.open("wb")
-        self._write(
-            msgspec.json.encode(self._head)[:-1] + (b"," if self._head else b"") + b'"traceEvents":[\n'
-        )
+        self._part = path.with_name(f".{path.name}.part")
+        self._file: BinaryIO = self._part.open("wb")
+
+    def __enter__(self) -> _Piece:
+        head = _ENCODER.encode(self._head)[:-1] + (b"," if self._head else b"")
+        self._write(head + b'"traceEvents":[\n')
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+        self._part.unlink(missing_ok=True)
 
     def take(self, events: list[Event], base_ns: int) -> None:
         """Write the events that belong to this stage."""
         begin, end = (self.span.begin_ns - base_ns) / 1000, (self.span.end_ns - base_ns) / 1000
         own = [event for event in events if self._is_ours(event, begin, end)]
         if own:
-            self._write((b",\n" if self._events else b"") + msgspec.json.encode(own)[1:-1])
+            self._write((b",\n" if self._events else b"") + _ENCODER.encode(own)[1:-1])
             self._events += len(own)
 
-    def close(self, artifact: Artifact, base_ns: int) -> Artifact:
+    def close(self, artifact: Artifact, trace: Trace) -> Artifact:
         """Finish the file and return its manifest entry."""
-        self._write(b'\n],"baseTimeNanoseconds":%d}\n' % base_ns)
+        self._write(b'\n],"baseTimeNanoseconds":%d}\n' % trace.base_ns)
         self._file.write(self._gzip.flush())
         self._file.close()
+        self._part.replace(self.path)
+        cut = trace.truncated or trace.limited
         return msgspec.structs.replace(
             artifact,
             path=self.path.name,
-            status="ok",
+            status="truncated" if cut else "ok",
             stage=self.span.name,
             occurrence=self._occurrence,
             begin_ns=self.span.begin_ns,
             end_ns=self.span.end_ns,
             bytes=self.path.stat().st_size,
             events=self._events,
-            reason="",
+            reason=str(trace.warnings[-1]) if cut else "",
         )
 
     def _is_ours(self, event: Event, begin: float, end: float) -> bool:

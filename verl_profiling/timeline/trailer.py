@@ -10,6 +10,7 @@ from typing import Any
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.blocks import Blocks
+from verl_profiling.timeline.salvage import load_json
 
 __all__ = ["read_trailer"]
 
@@ -45,7 +46,8 @@ def _read(path: Path, size: int, mtime_ns: int, limit: int | None) -> dict[str, 
     for key in _KEYS:
         for match in re.finditer(rf'"{key}"\s*:\s*', text):
             try:
-                found[key], _ = json.JSONDecoder().raw_decode(text, match.end())
+                _, end = json.JSONDecoder().raw_decode(text, match.end())
+                found[key] = load_json(text[match.end() : end].encode())
             except (ValueError, RecursionError):
                 continue  # the file is truncated inside the value, or it is nested without end
     return found
