@@ -14,16 +14,17 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.background import Finisher
+from verl_profiling.capture.guard import Guard, RunningTool
 from verl_profiling.capture.ledger import ArtifactLedger
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.recording_thread import OwnerAbsentError, OwnerThread
+from verl_profiling.capture.recording_thread import HeldLock, OwnerAbsentError, OwnerThread, on_main_thread
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.capture.states import TRANSITIONS, Event, State, StateMachine
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
 from verl_profiling.settings.config import RoleConfig
-from verl_profiling.tools import Destination, Recording, Tool
+from verl_profiling.tools import Destination, Tool
 from verl_profiling.tools.peaks import process_peak_bytes
 
 __all__ = ["Capture"]
@@ -65,16 +66,21 @@ class Capture:
         self._handover_s = handover_s
         self._whole = role.mode == "e2e" or request.stage is not None
         self._spans = SpanLog()
-        self._spans.long_stage_ended = self._note_process_peak
+        self._spans.long_stage_ended = self._stage_ended
         self._metrics: dict[str, float] = {}
-        self._lock = threading.RLock()
-        self._recordings: list[tuple[Tool, Recording, Destination]] = []
+        self._lock = HeldLock()
+        self._recordings: list[RunningTool] = []
         self._recorded: OpenSpan | None = None
         self._owner = OwnerThread()
         self._ledger = ArtifactLedger(request, finisher)
         self._stages: list[StageSpan] = []
         self._occurrences: Counter[str] = Counter()
         self._skipped: set[str] = set()
+        self._truncated = ""
+        self._ending: Callable[[], None] | None = None
+        self._guard = Guard(
+            role.limits, request.workers, lambda: list(self._recordings), self._end_early, self._ask_to_end
+        )
         self._anchors = [clock.read_anchor()]
         self._start_s = self._stop_s = self._export_s = 0.0
 
@@ -107,6 +113,7 @@ class Capture:
     def close(self) -> CaptureResult:
         """Stop recording and return the result, of which the tools' errors are a part."""
         begin = time.perf_counter()
+        self._guard.end()
         try:
             self._on_owner_thread(self._stop_for_good)
         except CaptureStateError as error:
@@ -118,11 +125,44 @@ class Capture:
     def step(self) -> None:
         """Note that a mini-batch is done."""
         self._owner.serve()
-        for tool, recording, _ in self._recordings:
-            try:
-                recording.step()
-            except Exception:
-                logger.exception("%s: tool %s failed in step()", self.identity, tool.name)
+        with self._lock:
+            for tool, recording, _ in self._recordings:
+                try:
+                    recording.step()
+                except Exception:
+                    logger.exception("%s: tool %s failed in step()", self.identity, tool.name)
+        self._guard.mini_batch()
+
+    def _ask_to_end(self, running: RunningTool, reason: str) -> None:
+        """Let a thread end a recording that is not inside of an operator: the main one, or at a stage's end.
+
+        To stop torch while another thread is inside of one has ended the process.
+        """
+
+        def end() -> None:
+            if not self._lock.held_here:
+                self._end_early(running, reason)
+
+        if not running.tool.any_thread:
+            self._owner.ask(end)
+            return
+        self._ending = end
+        if self._owner.is_main and not self._spans.open_elsewhere(threading.main_thread()):
+            on_main_thread(end)
+
+    def _end_early(self, running: RunningTool, reason: str) -> None:
+        """Stop one tool because of the limits; stages are noted as before, and other tools go on."""
+        begin = time.perf_counter()
+        with self._lock:
+            if running not in self._recordings:
+                return
+            logger.warning("%s: step %d: recording ends: %s", self.identity, self.request.step, reason)
+            self._recordings.remove(running)
+            self._spans.stop_marking()
+            self._truncated = reason
+            self._stop_tool(running, reason)
+            self._mark_spans()
+        self._stop_s += time.perf_counter() - begin
 
     def begin(self, name: str) -> None:
         """Begin a stage; in discrete mode, start the tools for it."""
@@ -211,12 +251,14 @@ class Capture:
                     continue
                 self._ledger.expect(tool, destination)
                 try:
-                    self._recordings.append((tool, tool.start(destination), destination))
+                    self._recordings.append(RunningTool(tool, tool.start(destination), destination))
                 except Exception as error:
                     self._report(tool, destination, "start", error)
                     self._discard()
                     raise
             self._mark_spans()
+            if self.request.keep:
+                self._guard.begin()
         self._ledger.begin(stage)
         self._start_s += time.perf_counter() - begin
 
@@ -240,21 +282,29 @@ class Capture:
             self._spans.stop_marking()
             if self._whole:
                 self._stages += self._spans.close()
-            for tool, recording, destination in recordings:
-                end_ns = clock.now_ns()
-                try:
-                    if self.request.keep:
-                        outputs = recording.stop()
-                        self._export_s += sum(output.export_s for output in outputs)
-                        self._ledger.keep(outputs, end_ns)
-                        for name, value in recording.metrics().items():
-                            self._metrics[name] = max(value, self._metrics.get(name, value))
-                    else:
-                        recording.discard()
-                except Exception as error:
-                    self._report(tool, destination, "stop", error)
+            for running in recordings:
+                self._stop_tool(running)
 
-    def _note_process_peak(self, stage: str) -> None:
+    def _stop_tool(self, running: RunningTool, truncated: str = "") -> None:
+        """Stop one tool; ``truncated`` says why it ends before its time."""
+        tool, recording, destination = running
+        end_ns = clock.now_ns()
+        try:
+            if self.request.keep:
+                outputs = recording.stop()
+                self._export_s += sum(output.export_s for output in outputs)
+                self._ledger.keep(outputs, end_ns, truncated)
+                for name, value in recording.metrics().items():
+                    self._metrics[name] = max(value, self._metrics.get(name, value))
+            else:
+                recording.discard()
+        except Exception as error:
+            self._report(tool, destination, "stop", error)
+
+    def _stage_ended(self, stage: str) -> None:
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            ending()
         self._metrics[f"stage/{stage}/process_peak_rss_bytes"] = float(process_peak_bytes())
 
     def _mark_spans(self) -> None:
@@ -340,6 +390,8 @@ class Capture:
         stages = self._stages if self._whole else self._spans.close()
         artifacts = self._ledger.artifacts()
         status, reason = worst_fate(artifacts)
+        if status == "ok" and self._truncated:
+            status, reason = "truncated", self._truncated
         if not self.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
         elif artifacts and all(artifact.status == "skipped" for artifact in artifacts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -46,12 +46,13 @@ class ArtifactLedger:
             if artifact.stage == stage and not artifact.begin_ns:
                 self._entries[path] = msgspec.structs.replace(artifact, begin_ns=now_ns)
 
-    def keep(self, outputs: Sequence[Output], end_ns: int) -> None:
+    def keep(self, outputs: Sequence[Output], end_ns: int, truncated: str = "") -> None:
         """Enter what a recording wrote, and queue the rest of the work for the background.
 
         Args:
             outputs: What it wrote.
             end_ns: When it stopped.
+            truncated: Why it stopped before its time.
         """
         for output in outputs:
             written, finish = uploaded(output, self._request.folder, self._request.upload)
@@ -63,13 +64,13 @@ class ArtifactLedger:
                 ),
                 written,
             )
-            artifact = msgspec.structs.replace(written, begin_ns=expected.begin_ns, end_ns=end_ns)
+            complete = _completing(expected.begin_ns, end_ns, truncated)
+            artifact = complete(written)
             if artifact.path != expected.path:
                 self._entries.pop(expected.path, None)
             self._entries[artifact.path] = artifact
             if finish is not None:
-                finish = _keeping_times(finish, expected.begin_ns, end_ns)
-                self._finisher.submit(self._request.capture_id, artifact, finish)
+                self._finisher.submit(self._request.capture_id, artifact, _then(finish, complete))
 
     def skip(self, tool: Tool, destination: Destination, reason: str) -> None:
         """Note that a tool did not record on purpose; one that writes nothing has no entry."""
@@ -85,11 +86,21 @@ class ArtifactLedger:
         self._entries[artifact.path] = msgspec.structs.replace(artifact, status="failed", reason=reason)
 
 
-def _keeping_times(finish: Finish, begin_ns: int, end_ns: int) -> Finish:
+def _completing(begin_ns: int, end_ns: int, truncated: str) -> Callable[[Artifact], Artifact]:
+    """Return what adds to an artifact what its tool does not know."""
+
+    def complete(artifact: Artifact) -> Artifact:
+        artifact = msgspec.structs.replace(artifact, begin_ns=begin_ns, end_ns=end_ns)
+        if truncated and artifact.status == "ok":
+            artifact = msgspec.structs.replace(artifact, status="truncated", reason=truncated)
+        return artifact
+
+    return complete
+
+
+def _then(finish: Finish, complete: Callable[[Artifact], Artifact]) -> Finish:
     def finished() -> Artifact | float:
         artifact = finish()
-        if not isinstance(artifact, Artifact):
-            return artifact
-        return msgspec.structs.replace(artifact, begin_ns=begin_ns, end_ns=end_ns)
+        return complete(artifact) if isinstance(artifact, Artifact) else artifact
 
     return finished

@@ -30,6 +30,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         last: No capture comes after this one, as far as the schedule says.
         upload: Where the files go that are written into ``folder``, if it only stages them.
         roles: Under which roles the callback knows the worker, the first one first.
+        workers: How many workers are asked in all.
     """
 
     capture_id: str
@@ -43,6 +44,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     last: bool = False
     upload: Upload | None = None
     roles: list[str] = []
+    workers: int = 1
 
 
 class Finished(msgspec.Struct, frozen=True):

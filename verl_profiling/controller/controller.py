@@ -279,6 +279,7 @@ class Controller:
                 folder=str(folder),
                 policy_version=policy_version,
                 keep=keep,
+                workers=sum(target.size for target in self._targets if self._is_driven(target)),
                 last=self._is_last(step_range),
                 upload=remote.upload_of(folder) if (remote := self._folders.run.remote) else None,
             )

@@ -25,20 +25,37 @@ class Limits:
         keep_last: Captures that stay, the latest; older ones are removed. ``null``: all.
         keep_slowest: Captures that stay although they are older: those of the longest steps. Needs
             ``keep_last``.
+        memory_share: Share of the memory which is available on the host that recordings may take beyond what
+            they hold, in order to be written. The workers of a host divide it.
+        memory_bytes: Memory that one recording may take at most, its writing included; ``null`` for no fixed
+            limit.
+        max_events: Events of one recording; ``null`` for no limit. The number is estimated while it records.
     """
 
     min_free_bytes: Size = _GB
     total_bytes: Size | None = None
     keep_last: int | None = None
     keep_slowest: int = 0
+    memory_share: float = 0.5
+    memory_bytes: Size | None = None
+    max_events: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind in field_types(Limits).items():
             object.__setattr__(self, name, value_of(kind, getattr(self, name), name))
-        for name, least in (("min_free_bytes", 0), ("total_bytes", 1), ("keep_last", 1), ("keep_slowest", 0)):
-            value = getattr(self, name)
+        for name in (
+            "min_free_bytes",
+            "total_bytes",
+            "keep_last",
+            "keep_slowest",
+            "memory_bytes",
+            "max_events",
+        ):
+            value, least = getattr(self, name), 0 if name in ("min_free_bytes", "keep_slowest") else 1
             if value is not None and value < least:
                 raise ConfigError(name, f"must be at least {least}, is {value}")
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError("memory_share", f"must be greater than 0 and at most 1, is {self.memory_share}")
         if self.keep_slowest and self.keep_last is None:
             raise ConfigError("keep_slowest", "needs limits.keep_last; without it all captures stay")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +17,7 @@ from verl_profiling.identity import artifact_name
 from verl_profiling.manifest import Artifact, expected_artifact
 from verl_profiling.tools.launch import Launch
 
-__all__ = ["Destination", "Marks", "NoOptions", "Output", "Recording", "Tool"]
+__all__ = ["Destination", "Footprint", "Marks", "NoOptions", "Output", "Recording", "Tool"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,30 @@ class Output:
     export_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """What a recording takes, as estimated while it grows.
+
+    Attributes:
+        events: Number of events so far.
+        held_bytes: Memory that it holds now.
+        stop_bytes: Memory that it will hold at most while it is stopped and written.
+        disk_bytes: What it will take on disk while it is written, before it is compressed.
+    """
+
+    events: int
+    held_bytes: int
+    stop_bytes: int
+    disk_bytes: int
+
+    def scaled(self, factor: float) -> Footprint:
+        """Return the footprint of a recording that is larger by a factor."""
+        return Footprint(*(int(value * factor) for value in astuple(self)))
+
+    def __str__(self) -> str:
+        return f"about {self.events:,} events"
+
+
 class Marks(NamedTuple):
     """How a recording shows stages inside its artifact.
 
@@ -93,6 +117,14 @@ class Recording(ABC):
 
     def step(self) -> None:
         """Note that one mini-batch is done."""
+
+    def footprint(self) -> Footprint | None:
+        """Return what the recording takes by now; ``None`` for one that does not grow, or is not known to.
+
+        Called every fifth of a second, on another thread. Where it exceeds the limits, the recording is
+        stopped before its time, and its artifact is ``truncated``.
+        """
+        return None
 
     @abstractmethod
     def stop(self) -> Sequence[Output]:

@@ -13,12 +13,15 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
+from verl_profiling.manifest import Artifact
+from verl_profiling.tools.base import Destination, Footprint, Marks, Output, Recording, Tool
+from verl_profiling.tools.memory import Growth, give_back
 from verl_profiling.tools.trace_file import output_of_raw_trace
 
 __all__ = ["MiniBatchWindow", "TorchOptions", "TorchTool"]
 
 _KINETO_TEXT = {'"': "'", "\\": "/"}
+_LARGE_BYTES = 64 << 20
 _INSTALL = "install it with: pip install 'verl-profiling[train]'"
 
 
@@ -71,6 +74,26 @@ class TorchOptions:
             raise ConfigError("compression_level", f"must be 0 to 3, is {self.compression_level}")
         if self.activities is not None and not self.activities:
             raise ConfigError("activities", "is empty; leave it out to record all that this machine has")
+
+
+@dataclass(frozen=True)
+class _EventSize:
+    """Bytes of an event: in memory while it is recorded, at the stop, and in the raw JSON on disk.
+
+    Measured with torch 2.13 on a CPU (docs/performance.md); the memory's growth divided by the first is the
+    number of events. Devices' events are not measured.
+    """
+
+    recorded: int
+    stopped: int
+    written: int
+
+    @classmethod
+    def of(cls, options: TorchOptions) -> _EventSize:
+        shapes = options.shapes or options.flops
+        if options.stack or options.memory:
+            return cls(160, 2360, 330) if shapes else cls(93, 1630, 330)
+        return cls(407, 2950, 430) if shapes else cls(205, 1400, 290)
 
 
 class TorchTool(Tool):
@@ -191,8 +214,10 @@ class _TorchRecording(Recording):
         self._mini_batches = 0
         self._shown = _ShownNames()
         self._other = _OtherProfiler()
+        self._event_size = _EventSize.of(options)
         self._on_accelerator = activities != [torch.profiler.ProfilerActivity.CPU]
         profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
+        self._growth = self._whole_growth = Growth()
         profiler.start()
         self._other.watch()
 
@@ -219,6 +244,15 @@ class _TorchRecording(Recording):
             self._other.unwatch()  # a step may start ours, after its wait
             self._profiler.step()
             self._other.watch()
+            if self._profiler.current_action.name == "NONE":  # what follows is not recorded yet, or no more
+                self._growth = Growth()
+
+    def footprint(self) -> Footprint | None:
+        grown, size = self._growth.bytes(), self._event_size
+        if grown is None:
+            return None
+        events = grown // size.recorded
+        return Footprint(events, grown, events * size.stopped, events * size.written)
 
     def stop(self) -> list[Output]:
         if not self._stop():
@@ -241,7 +275,23 @@ class _TorchRecording(Recording):
         output = output_of_raw_trace(
             part, final, expected, self._options.compression_level, self._shown.values()
         )
-        return [replace(output, export_s=time.perf_counter() - begin)]
+        return [replace(output, finish=self._releasing(output.finish), export_s=time.perf_counter() - begin)]
+
+    def _releasing(self, finish: Callable[[], Artifact] | None) -> Callable[[], Artifact] | None:
+        """Return the rest of the work, in which the events' memory is given back first."""
+        events = [self._profiler.profiler]  # torch's own profiler is in a circle of references
+        self._profiler.profiler = None
+        if finish is None:
+            return None
+        large = (self._whole_growth.bytes() or 0) > _LARGE_BYTES
+
+        def release_and_finish() -> Artifact:
+            events.clear()
+            if large:
+                give_back()
+            return finish()
+
+        return release_and_finish
 
     def discard(self) -> None:
         self._stop()
