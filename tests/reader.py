@@ -13,8 +13,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 RUNNABLE = {"python": [sys.executable], "verl-profiling": [sys.executable, "-m", "verl_profiling.cli"]}
-# The first command of the first page: what it leaves is looked at by the tests of the recipe, too.
-FIRST = ("python", "-m", "recipes.grpo_tiny.train", "profiling=e2e", "profiling.schedule.steps=[2,3]")
+PROFILED = ("profiling=e2e", "profiling.schedule.steps=[2,3]")
+TRAIN = ("python", "-m", "recipes.grpo_tiny.train")
+# One command of the pages for each engine: what it leaves is looked at by the tests of the recipe, too.
+SHARED = {
+    "transformers": (*TRAIN, *PROFILED),
+    "vllm": (*TRAIN, "rollout.engine=vllm", "steps=10", *PROFILED, "output_dir=outputs/vllm"),
+    "sglang": (
+        f"PYTHONPATH={ROOT}:{ROOT}/recipes/sglang_cpu",
+        *(*TRAIN, "rollout.engine=sglang", "steps=10", *PROFILED, "output_dir=outputs/sglang"),
+    ),
+}
 
 
 def assignments(words: list[str]) -> dict[str, str]:
@@ -31,7 +40,7 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self._page = folder / "page"
-        self._first = folder / "first"
+        self._kept = folder / "kept"
         self._done: dict[tuple[str, ...], subprocess.CompletedProcess[str]] = {}
         self._page.mkdir()
 
@@ -41,13 +50,11 @@ class Reader:
             self._done[tuple(words)] = self._run(words)
         return self._done[tuple(words)]
 
-    def output_of_the_first_command(self) -> Path:
-        """Return the output folder of the recipe as the first command left it."""
-        if not self._first.exists():
-            assert set(self._done) <= {FIRST}, "other commands have written there"
-            done = self.type(list(FIRST))
-            assert done.returncode == 0, done.stdout + done.stderr
-        return self._first
+    def output_of_the_run_with(self, engine: str) -> Path:
+        """Return a copy of the output folder of the recipe as the pages' command for an engine left it."""
+        done = self.type(list(SHARED[engine]))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return self._kept / engine
 
     def _run(self, words: list[str]) -> subprocess.CompletedProcess[str]:
         program, *arguments = words[len(assignments(words)) :]
@@ -60,6 +67,8 @@ class Reader:
             text=True,
             check=False,
         )
-        if tuple(words) == FIRST and done.returncode == 0:
-            shutil.copytree(self._page / "outputs" / "grpo_tiny", self._first)
+        for engine, shared in SHARED.items():
+            if tuple(words) == shared and done.returncode == 0:
+                output = words[-1].partition("output_dir=")[2] or "outputs/grpo_tiny"
+                shutil.copytree(self._page / output, self._kept / engine)
         return done
