@@ -255,6 +255,10 @@ class Capture:
                 except Exception as error:
                     self._report(tool, destination, "start", error)
                     self._discard()
+                    for other in self._role.tools:
+                        if other is not tool and other.suffix:
+                            reason = f"not recorded, because tool {tool.name} failed to start beside it"
+                            self._ledger.fail(other, destination, reason)
                     raise
             self._mark_spans()
             if self.request.keep:

@@ -141,7 +141,8 @@ class EngineRecorder(Recorder):
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         received_ns = clock.now_ns()
-        capture = self._open_capture
+        async with self._starting:  # a capture that is being opened ends once it is open
+            capture = self._open_capture
         if capture is not None and capture_id in (None, capture.request.capture_id):
             if capture.closing is None:
                 capture.closing = asyncio.create_task(self._close(capture))
@@ -178,6 +179,7 @@ class EngineRecorder(Recorder):
             capture.recording.opened()
         except OSError:
             await self._engine.stop()
+            capture.recording.drop()
             raise
         self._machine.move(Event.START)
         self._open_capture = capture
@@ -245,15 +247,18 @@ class EngineRecorder(Recorder):
                     self._finisher.submit(capture.request.capture_id, artifact, partial(_itself, artifact))
 
         halting.add_done_callback(collect)
-        return [
-            msgspec.structs.replace(artifact, status="failed", reason=reason, end_ns=capture.end_ns)
-            for artifact in capture.recording.expected
-        ]
+        return _failed(capture, reason)
 
     def _fates(self, capture: _OpenCapture, problem: str) -> list[Artifact]:
         """Move what was recorded into the step folder; return all expected artifacts with their status."""
         request, artifacts = capture.request, []
-        for output in capture.recording.gather(capture.end_ns, problem):
+        try:
+            outputs = capture.recording.gather(capture.end_ns, problem)
+        except OSError as error:
+            logger.error("%s: step %d: %s", self._identity, request.step, error)
+            capture.recording.drop()
+            return _failed(capture, f"{self._engine.name} recorded it, but it cannot be moved: {error}")
+        for output in outputs:
             artifact, finish = uploaded(output, request.folder, request.upload)
             artifacts.append(artifact)
             if finish is not None:
@@ -300,3 +305,10 @@ class EngineRecorder(Recorder):
             expected=expected,
             finished=self._finisher.take_finished(),
         )
+
+
+def _failed(capture: _OpenCapture, reason: str) -> list[Artifact]:
+    return [
+        msgspec.structs.replace(artifact, status="failed", reason=reason, end_ns=capture.end_ns)
+        for artifact in capture.recording.expected
+    ]
