@@ -18,9 +18,7 @@ LONG = [pytest.mark.soak, pytest.mark.timeout(3600)]
 Record = Callable[[str, object], None]
 
 
-def hold(
-    grown: Growth, how: str, most_bytes: float, record_property: Record, other_threads: int = 0
-) -> None:
+def hold(grown: Growth, how: str, most_bytes: float, record_property: Record, other_threads: int = 0) -> None:
     """Record what captures added, and check that it is nothing, but for the noise of the allocator."""
     record_property(
         COLUMNS,

@@ -243,7 +243,8 @@ class RecorderMachine(RuleBasedStateMachine):
         reply = self.call(self.recorder.stop(capture_id, 5.0))
         result = reply.result
         if ends:
-            self.ended(result, [finished.artifact for finished in reply.finished])
+            own = [news.artifact for news in reply.finished if news.capture_id == result.capture_id]
+            self.ended(result, own)
         elif self.last is not None and capture_id in (None, self.last.capture_id):
             assert result == self.last
         else:
