@@ -310,6 +310,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         process: The process that runs the loop.
         config: The settings as used.
         versions: Versions of the packages that matter.
+        node_local: Hosts whose files cannot be seen from the controller; added when that is noticed.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -319,6 +320,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     process: ProcessId
     config: dict[str, Any]
     versions: dict[str, str]
+    node_local: list[str] = []
 
 
 def worst_fate(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:

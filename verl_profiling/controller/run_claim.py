@@ -1,8 +1,8 @@
 """Claims the folder that a run records into, which belongs to this run alone.
 
 Each start of a run leaves a file there, ``run.json`` for the first and ``run.<n>.json`` for the n-th. It
-is created exclusively and never changed, so of two processes that start at once only one gets the
-folder, and after a crash there is nothing to clean up.
+is created exclusively, and only its own start adds to it. So of two processes that start at once only one
+gets the folder, and after a crash there is nothing to clean up.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import msgspec
 
 from verl_profiling.capture.messages import Finished
 from verl_profiling.controller.beside import BesideWriter
+from verl_profiling.controller.node_local import located
 from verl_profiling.controller.run_claim import RunFolder, claim_run_folder
 from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import ProcessId, step_folder_name
@@ -20,9 +21,10 @@ from verl_profiling.manifest import (
     ArtifactStatus,
     CaptureResult,
     Manifest,
+    RunInfo,
     worst_fate,
 )
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.run_files import read_manifest, run_file_name, write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["StepFolders", "WrittenStep"]
@@ -54,6 +56,7 @@ class StepFolders:
         self._last: WrittenStep | None = None
         self._unfinished: list[WrittenStep] = []
         self._incomplete: list[WrittenStep] = []
+        self._node_local: set[str] = set()
 
     @property
     def run(self) -> RunFolder:
@@ -112,6 +115,7 @@ class StepFolders:
         """Write the controller's trace, then the manifest."""
         self._beside.settle()
         manifest = msgspec.structs.replace(manifest, start=self.run.start, process=ProcessId.current())
+        manifest = self._located(folder, manifest)
         write_controller_trace(folder, manifest)
         write_json_atomically(folder / MANIFEST_NAME, manifest)
         self._last = WrittenStep(folder, manifest)
@@ -174,20 +178,18 @@ class StepFolders:
     def flush(self) -> None:
         """Write what became of artifacts that nobody has finished: from now on, the files decide.
 
-        What is still to be uploaded stays pending, and says where it is.
+        What is on another host, or still to be uploaded, stays pending, and says where it is.
         """
         unfinished, self._unfinished = self._unfinished, []
         for written in unfinished:
-            if self.run.remote is not None:
-                written.manifest = _with_places(written)
-            else:
-                workers = [_as_on_disk(written.folder, worker) for worker in written.manifest.workers]
-                written.manifest = msgspec.structs.replace(written.manifest, workers=workers)
+            manifest = self._located(written.folder, written.manifest, ended=True)
+            workers = [_as_on_disk(written.folder, worker) for worker in manifest.workers]
+            written.manifest = msgspec.structs.replace(manifest, workers=workers)
             write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
             self._publish(written)
 
     def _change(self, written: WrittenStep, manifest: Manifest) -> None:
-        written.manifest = manifest
+        written.manifest = manifest = self._located(written.folder, manifest)
         write_controller_trace(written.folder, manifest)
         write_json_atomically(written.folder / MANIFEST_NAME, manifest)
         self._remember(written)
@@ -204,33 +206,32 @@ class StepFolders:
             self._incomplete = [*self._incomplete, written][-_INCOMPLETE:]
 
     def _rewrite(self, written: WrittenStep) -> None:
+        written.manifest = self._located(written.folder, written.manifest)
         write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
         self._remember(written)
         self._publish(written)
+
+    def _located(self, folder: Path, manifest: Manifest, ended: bool = False) -> Manifest:
+        """Return a manifest that says where artifacts are; the run's file names hosts that keep theirs."""
+        remote = self.run.remote is not None
+        manifest = located(folder, manifest, remote=remote, ended=ended)
+        hosts = {
+            artifact.where.partition(":")[0]
+            for worker in manifest.workers
+            for artifact in worker.artifacts
+            if artifact.where
+        }
+        if hosts - self._node_local and not remote:
+            self._node_local |= hosts
+            path = self.run.path / run_file_name(self.run.start)
+            info = msgspec.json.decode(path.read_bytes(), type=RunInfo)
+            write_json_atomically(path, msgspec.structs.replace(info, node_local=sorted(self._node_local)))
+        return manifest
 
     def _publish(self, written: WrittenStep) -> None:
         """Upload a step's manifest once nothing is left to do on its artifacts."""
         if self.run.remote is not None and written.folder not in self.unfinished:
             self.run.remote.publish(written.folder, written.manifest)
-
-
-def _with_places(written: WrittenStep) -> Manifest:
-    """Return a manifest in which artifacts that are still pending say on which host their files wait."""
-    workers = [
-        msgspec.structs.replace(
-            worker,
-            artifacts=[
-                msgspec.structs.replace(
-                    artifact, where=f"{worker.identity.host}:{written.folder / artifact.path}"
-                )
-                if artifact.status == "pending"
-                else artifact
-                for artifact in worker.artifacts
-            ],
-        )
-        for worker in written.manifest.workers
-    ]
-    return msgspec.structs.replace(written.manifest, workers=workers)
 
 
 def _pending(manifest: Manifest) -> bool:
@@ -247,7 +248,7 @@ def _as_on_disk(folder: Path, worker: CaptureResult) -> CaptureResult:
     """Return a worker without artifacts that wait for being compressed; nobody does it any more."""
 
     def settled(artifact: Artifact) -> Artifact:
-        if artifact.status != "pending" or artifact.reason:  # with a reason, it waits for something else
+        if artifact.status != "pending" or artifact.reason or artifact.where:  # it waits for something else
             return artifact
         path, raw = folder / artifact.path, folder / artifact.path.removesuffix(".gz")
         if path.exists() or not raw.exists():

@@ -1,0 +1,218 @@
+"""Hosts with file systems of their own: two nodes of a real Ray cluster, of which one has another mount."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fleet import TrainWorker
+
+from verl_profiling import ProfilingCallback, ProfilingConfig
+from verl_profiling.capture.messages import CaptureRequest, StartReply
+from verl_profiling.capture.session import Session
+from verl_profiling.cli import main
+from verl_profiling.manifest import Artifact, Manifest
+from verl_profiling.run_files import read_manifest, read_starts, write_json_atomically
+
+UNSHARE = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
+
+
+class Elsewhere(TrainWorker):
+    """A worker that sees another folder under the same path."""
+
+    elsewhere: Path
+
+    def start_capture(self, request: CaptureRequest) -> StartReply:
+        """Start, on a file system of its own."""
+        folder = str(self.elsewhere / Path(request.folder).name)
+        return super().start_capture(msgspec.structs.replace(request, folder=folder))
+
+
+def settings(run: Path, **more: Any) -> ProfilingConfig:
+    """Return settings that record step 2."""
+    return ProfilingConfig.from_any(
+        {
+            "enable": True,
+            "save_path": str(run),
+            "schedule": {"steps": [2]},
+            "timeouts": {"start_s": 60, "stop_s": 60, "finish_s": 60},
+            **more,
+        }
+    )
+
+
+def train(config: ProfilingConfig, worker: TrainWorker) -> None:
+    """Run a loop."""
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    with callback:
+        for step in (1, 2, 3):
+            callback.on_step_begin(step)
+            worker.work()
+            callback.on_step_end()
+
+
+def test_a_file_that_cannot_be_seen_is_named_with_its_host(
+    tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the manifest, in run.json and by check, which exits with 1."""
+    config, worker = settings(tmp_path / "run"), Elsewhere()
+    worker.elsewhere = tmp_path / "elsewhere"
+    worker.set_up(config)
+    train(config, worker)
+    folder = tmp_path / "run" / "step_000002"
+    found = read_manifest(folder)
+    [artifact] = found.workers[0].artifacts
+    host = found.workers[0].identity.host
+    assert artifact.status == "ok"
+    assert artifact.where == f"{host}:{folder}/actor_rank0.torch.json.gz"
+    assert f"files of {host} cannot be seen from the controller" in " ".join(found.notes)
+    [start] = read_starts(tmp_path / "run")
+    assert start.node_local == [host]
+    assert main(["check", str(folder)]) == 1
+    assert f"it is at {artifact.where}" in capsys.readouterr().out
+
+
+def test_files_on_a_shared_file_system_are_not(tmp_path: Path, session: Session) -> None:
+    """Nothing is said where there is nothing to say."""
+    config, worker = settings(tmp_path / "run"), TrainWorker()
+    worker.set_up(config)
+    train(config, worker)
+    found = read_manifest(tmp_path / "run" / "step_000002")
+    assert found.workers[0].artifacts[0].where == ""
+    assert found.notes == []
+    assert read_starts(tmp_path / "run")[0].node_local == []
+
+
+def _with_where(folder: Path, where: str, path: str = "actor_rank0.torch.json.gz") -> None:
+    manifest: Manifest = read_manifest(folder)
+    artifact = Artifact(path=path, lane="actor_rank0", tool="torch", status="ok", where=where)
+    worker = msgspec.structs.replace(manifest.workers[0], artifacts=[artifact])
+    write_json_atomically(folder / "manifest.json", msgspec.structs.replace(manifest, workers=[worker]))
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["node:/etc/passwd", "node:relative/step_000002/a", "node:/x/../step_000002/a", "node", ":", "x:"],
+)
+def test_a_manifest_cannot_have_other_files_fetched(tmp_path: Path, session: Session, where: str) -> None:
+    """Only a path that ends as the artifact's own does is asked for."""
+    config, worker = settings(tmp_path / "run", tool="spans"), TrainWorker()
+    worker.set_up(config)
+    train(config, worker)
+    folder = tmp_path / "run" / "step_000002"
+    _with_where(folder, where, path="a")
+    assert main(["collect", str(folder)]) == 2
+
+
+def test_without_a_cluster_collect_says_what_to_copy(
+    tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where to."""
+    config, worker = settings(tmp_path / "run", tool="spans"), TrainWorker()
+    worker.set_up(config)
+    train(config, worker)
+    folder = tmp_path / "run" / "step_000002"
+    _with_where(folder, "node7:/local/run/step_000002/actor_rank0.torch.json.gz")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["collect", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "pip install ray" in said
+    assert f"node7:/local/run/step_000002/actor_rank0.torch.json.gz -> {folder}" in said.replace("\\n", "\n")
+
+
+def test_a_damaged_step_costs_that_step(
+    tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named; what the others have elsewhere is looked for."""
+    config, worker = settings(tmp_path / "run", tool="spans"), TrainWorker()
+    worker.set_up(config)
+    train(config, worker)
+    _with_where(tmp_path / "run" / "step_000002", "n:/a/step_000002/actor_rank0.torch.json.gz")
+    (tmp_path / "run" / "step_000003").mkdir()
+    (tmp_path / "run" / "step_000003" / "manifest.json").write_bytes(b"\xff")
+    monkeypatch.setattr("verl_profiling.commands.collect.Nodes", lambda address: None)
+    monkeypatch.setattr("verl_profiling.commands.collect.fetch", lambda nodes, wanted: "the node is gone")
+    assert main(["collect", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().out
+    assert "damaged     step_000003/manifest.json" in said
+    assert "missing     step_000002/actor_rank0.torch.json.gz  the node is gone" in said
+
+
+CLUSTER = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+from fleet import TrainWorker
+from verl_profiling import ProfilingCallback, ProfilingConfig
+
+run, unshare = Path(sys.argv[1]), json.loads(sys.argv[2])
+environment = {"PYTHONPATH": os.environ["PYTHONPATH"]}
+head = {"num_cpus": 1, "resources": {"here": 1}, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", cluster.address, "--num-cpus=1"]
+script = f'mount -t tmpfs none {run.parent} && exec "$@"'
+node = subprocess.Popen(
+    [*unshare, "sh", "-c", script, "sh", *start, '--resources={"other": 1}', "--block"],
+    stdout=subprocess.DEVNULL,
+    start_new_session=True,
+)
+try:
+    ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": environment})
+    while sum(node["Alive"] for node in ray.nodes()) < 2:
+        time.sleep(0.1)
+    config = ProfilingConfig(enable=True, save_path=str(run), schedule={"steps": [2]}, tool="torch")
+    actors = [
+        ray.remote(num_cpus=0, resources={place: 0.1})(TrainWorker).remote() for place in ("here", "other")
+    ]
+    ray.get([actor.set_up.remote(config, rank=rank) for rank, actor in enumerate(actors)])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", actors)
+    with callback:
+        for step in (1, 2, 3):
+            callback.on_step_begin(step)
+            ray.get([actor.work.remote() for actor in actors])
+            callback.on_step_end()
+
+    from verl_profiling.cli import main
+    from verl_profiling.run_files import read_manifest, read_starts
+    from verl_profiling.timeline import gather
+
+    folder = run / "step_000002"
+    artifacts = [worker.artifacts[0] for worker in read_manifest(folder).workers]
+    assert [artifact.status for artifact in artifacts] == ["ok", "ok"], artifacts
+    assert not artifacts[0].where and artifacts[1].where.endswith(":" + str(folder / artifacts[1].path))
+    assert read_starts(run)[0].node_local == [artifacts[1].where.partition(":")[0]]
+    assert not (folder / artifacts[1].path).exists()
+    assert main(["check", str(run)]) == 1
+    gather.CHUNK_BYTES = 1000  # many of them
+    assert main(["collect", str(run), "--address", cluster.address]) == 0
+    assert (folder / artifacts[1].path).stat().st_size == artifacts[1].bytes
+    assert read_manifest(folder).workers[1].artifacts[0].where == ""
+    assert main(["check", str(run)]) == 0
+    assert not list(run.rglob(".*"))
+    assert main(["collect", str(run), "--address", cluster.address]) == 2  # there is nothing left
+    print("gathered")
+finally:
+    ray.shutdown()
+    os.killpg(node.pid, 15)
+    node.wait(20)
+    cluster.shutdown()
+"""
+
+
+def test_collect_gathers_what_a_node_has_for_itself(tmp_path: Path, run_python: Any) -> None:
+    """Over Ray, in chunks, of the size that the worker said; then the run is whole."""
+    if subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "none", str(tmp_path)], check=False).returncode:
+        pytest.skip("mounting is not permitted here, not even in a namespace")
+    (tmp_path / "local").mkdir()
+    done = run_python(CLUSTER, tmp_path / "local" / "run", json.dumps(UNSHARE), timeout_s=170)
+    assert "gathered" in done.stdout
