@@ -61,7 +61,7 @@ def test_a_wrong_limit_names_its_key(limits: dict[str, Any], key: str, part: str
 @pytest.mark.parametrize("limits", [{"keep_last": 2}, {"total_bytes": "1GB"}])
 def test_a_store_behind_a_url_is_not_counted(limits: dict[str, Any]) -> None:
     """What lies there is not listed or removed, so such a limit is refused."""
-    with pytest.raises(ConfigError, match="needs a save_path on a file system") as caught:
+    with pytest.raises(ConfigError, match="counts files of a folder, and save_path is a URL") as caught:
         settings(save_path="memory://bucket/run", limits=limits)
     assert caught.value.key == f"limits.{next(iter(limits))}"
 

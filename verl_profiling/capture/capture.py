@@ -14,6 +14,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.background import Finisher
+from verl_profiling.capture.byte_budget import ByteBudget
 from verl_profiling.capture.guard import Guard, RunningTool
 from verl_profiling.capture.ledger import ArtifactLedger
 from verl_profiling.capture.messages import CaptureRequest
@@ -72,7 +73,7 @@ class Capture:
         self._recordings: list[RunningTool] = []
         self._recorded: OpenSpan | None = None
         self._owner = OwnerThread()
-        self._ledger = ArtifactLedger(request, finisher)
+        self._ledger = ArtifactLedger(request, finisher, ByteBudget(role.limits, request))
         self._stages: list[StageSpan] = []
         self._occurrences: Counter[str] = Counter()
         self._skipped: set[str] = set()

@@ -9,6 +9,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.afterwards.uploads import Finish, uploaded
 from verl_profiling.capture.background import Finisher
+from verl_profiling.capture.byte_budget import ByteBudget
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools import Destination, Output, Tool
@@ -22,11 +23,13 @@ class ArtifactLedger:
     Args:
         request: The capture.
         finisher: Does the background work on artifacts.
+        budget: What they may take of the disk.
     """
 
-    def __init__(self, request: CaptureRequest, finisher: Finisher) -> None:
+    def __init__(self, request: CaptureRequest, finisher: Finisher, budget: ByteBudget) -> None:
         self._request = request
         self._finisher = finisher
+        self._budget = budget
         self._entries: dict[str, Artifact] = {}
 
     def artifacts(self) -> list[Artifact]:
@@ -55,7 +58,7 @@ class ArtifactLedger:
             truncated: Why it stopped before its time.
         """
         for output in outputs:
-            written, finish = uploaded(output, self._request.folder, self._request.upload)
+            written, finish = uploaded(self._budget.bound(output), self._request.folder, self._request.upload)
             expected = next(
                 (
                     known

@@ -279,7 +279,7 @@ class Controller:
                 folder=str(folder),
                 policy_version=policy_version,
                 keep=keep,
-                workers=sum(target.size for target in self._targets if self._is_driven(target)),
+                workers=self._workers(),
                 last=self._is_last(step_range),
                 upload=remote.upload_of(folder) if (remote := self._folders.run.remote) else None,
             )
@@ -302,6 +302,11 @@ class Controller:
         return OpenCapture(
             step_range, request, folder, participants, clock.now_ns(), [step], windows, notes=notes
         )
+
+    def _workers(self) -> int:
+        """Return how many workers are asked, those of other ranks included."""
+        own = sum(target.size for target in self._targets if self._is_driven(target))
+        return max(1, own * (self._peers.processes if self._peers is not None else 1))
 
     def _refuses(self, step: int) -> bool:
         """Return whether the limits leave no room for a capture; said when it begins to be so."""

@@ -83,9 +83,11 @@ class Alone:
 
     Attributes:
         writes: Whether this process writes the manifests.
+        processes: How many processes take part.
     """
 
     writes = True
+    processes = 1
 
     @property
     def unfinished(self) -> set[Path]:
@@ -269,6 +271,7 @@ class _Leader(_Peer):
     ) -> None:
         super().__init__(config, join)
         self._others = range(1, world_size)
+        self.processes = world_size
         self._folders = folders
         self._heard: dict[int, ProcessId] = {}
         self._missing: list[Gathering] = []

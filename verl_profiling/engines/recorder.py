@@ -19,6 +19,7 @@ from verl_profiling import clock
 from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.afterwards.uploads import uploaded
 from verl_profiling.capture.background import Finisher
+from verl_profiling.capture.byte_budget import ByteBudget
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.capture.replies import another_is_open, nothing_to_stop, start_reply, stop_reply
 from verl_profiling.capture.states import ENGINE_TRANSITIONS, Event, State, StateMachine
@@ -258,8 +259,9 @@ class EngineRecorder(Recorder):
             logger.error("%s: step %d: %s", self._identity, request.step, error)
             capture.recording.drop()
             return _failed(capture, f"{self._engine.name} recorded it, but it cannot be moved: {error}")
+        budget = ByteBudget(self._role.limits, request, len(outputs))
         for output in outputs:
-            artifact, finish = uploaded(output, request.folder, request.upload)
+            artifact, finish = uploaded(budget.bound(output), request.folder, request.upload)
             artifacts.append(artifact)
             if finish is not None:
                 self._finisher.submit(request.capture_id, artifact, finish)

@@ -184,12 +184,6 @@ class ProfilingConfig:
     def _check_remote(self) -> None:
         try:
             check_url(self.save_path)
-            for name in ("keep_last", "total_bytes"):
-                if getattr(self.limits, name) is not None:
-                    problem = (
-                        "needs a save_path on a file system, and it is a URL; set the limit at the store"
-                    )
-                    raise ConfigError(f"limits.{name}", problem)
         except ToolUnavailableError as error:
             raise ConfigError("save_path", str(error)) from error
         for name in ("total_bytes", "keep_last"):

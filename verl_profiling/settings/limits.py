@@ -12,6 +12,7 @@ from verl_profiling.settings.typed_values import Size, field_types, in_units, va
 __all__ = ["Limits"]
 
 _GB = Size(1_000_000_000)
+_MAY_BE_ZERO = ("min_free_bytes", "keep_slowest", "memory_share")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Limits:
     Attributes:
         min_free_bytes: Free space that captures leave on a file system. Where there is less, callback or
             worker records nothing.
+        artifact_bytes: Size of one artifact. Of a larger trace the begin is kept, of anything else nothing.
+        step_bytes: Size of all artifacts of a step. Each worker may write an equal part of it.
         total_bytes: Size of the run's step folders from which on no further step is captured.
         keep_last: Captures that stay, the latest; older ones are removed. ``null``: all.
         keep_slowest: Captures that stay although they are older: those of the longest steps. Needs
@@ -33,6 +36,8 @@ class Limits:
     """
 
     min_free_bytes: Size = _GB
+    artifact_bytes: Size | None = None
+    step_bytes: Size | None = None
     total_bytes: Size | None = None
     keep_last: int | None = None
     keep_slowest: int = 0
@@ -43,15 +48,8 @@ class Limits:
     def __post_init__(self) -> None:
         for name, kind in field_types(Limits).items():
             object.__setattr__(self, name, value_of(kind, getattr(self, name), name))
-        for name in (
-            "min_free_bytes",
-            "total_bytes",
-            "keep_last",
-            "keep_slowest",
-            "memory_bytes",
-            "max_events",
-        ):
-            value, least = getattr(self, name), 0 if name in ("min_free_bytes", "keep_slowest") else 1
+        for name in field_types(Limits):
+            value, least = getattr(self, name), 0 if name in _MAY_BE_ZERO else 1
             if value is not None and value < least:
                 raise ConfigError(name, f"must be at least {least}, is {value}")
         if not 0 < self.memory_share <= 1:
