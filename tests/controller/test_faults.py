@@ -212,6 +212,28 @@ def test_what_a_worker_wrote_before_it_was_killed_is_kept(
     assert set(checked.values()) == {"ok"}
 
 
+def test_what_became_of_an_artifact_is_heard_from_a_worker_that_fails_to_start(
+    tmp_path: Path, session: Session
+) -> None:
+    """Its answer to the stop, which has nothing to stop, carries the news of the step before."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"1/actor_rank0": "export raises", "2/actor_rank0": "start raises"}))
+    config = configured(
+        tmp_path, tool=FAULTY, tools={FAULTY: {"plan": str(plan)}}, schedule={"steps": [1, 2]}
+    )
+    worker = local_worker(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    with callback:
+        for step in (1, 2):
+            callback.on_step_begin(step)
+            session._finisher.drain(10)
+            callback.on_step_end()
+            session._finisher.drain(10)
+    [artifact] = manifest(config, 1).workers[0].artifacts
+    assert (artifact.status, "finishing it raised" in artifact.reason) == ("failed", True)
+
+
 @pytest.mark.parametrize(
     ("left", "status", "path"),
     [

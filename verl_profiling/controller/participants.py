@@ -88,6 +88,7 @@ class Participants:
         for call in round.calls:
             entry = self._all.get(call.worker)
             if entry is None or entry.started is None:
+                self.finished += getattr(call.reply(), "finished", ())
                 continue
             reply = self._reply(call, StopReply)
             if reply is not None:
@@ -104,7 +105,7 @@ class Participants:
                     result = _labelled(reply.result, request, call.target)
                     entry.results.append(_with_all_promised(result, entry.started, request))
             else:
-                gone = entry.started.process.alive() is False or (call.died and not self.is_ending(call))
+                gone = self._is_gone(call)
                 reason = call.problem(round.timeout_s)
                 entry.results.append(self._failed(entry, request, reason, call.target, gone=gone))
                 if entry.started.status != "skipped" and (not call.future.done() or self.is_ending(call)):
@@ -113,13 +114,17 @@ class Participants:
         return overdue
 
     def is_ending(self, call: Call) -> bool:
-        """Return whether a worker is known to be dead whose process can still be seen: it may be writing."""
-        entry = self._all[call.worker]
-        return call.died and entry.recorder is not None and entry.recorder.process.alive() is True
+        """Return whether a worker seems to be dead whose process can still be seen: it may be writing."""
+        return call.may_have_died and not self._is_gone(call)
+
+    def _is_gone(self, call: Call) -> bool:
+        recorder = self._all[call.worker].recorder
+        alive = recorder.process.alive() if recorder is not None else None
+        return alive is False or (alive is None and call.died)
 
     def take_late_stop(self, call: Call, request: CaptureRequest) -> CaptureResult | None:
         """Note an answer to ``stop_capture`` that came late; return the worker's result, if there is one."""
-        if call.died:
+        if call.may_have_died:
             entry = self._all[call.worker]
             lost = self._failed(entry, request, call.problem(0.0), call.target, gone=True)
             return self._replace(entry, lost)

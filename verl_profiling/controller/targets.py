@@ -62,8 +62,15 @@ class Call:
     @property
     def died(self) -> bool:
         """Whether Ray says that the worker's process has died."""
-        error = self._error() if self.future.done() else None
-        return type(error).__name__ == "ActorDiedError"
+        return self._raised("ActorDiedError")
+
+    @property
+    def may_have_died(self) -> bool:
+        """Whether Ray says that, or "unavailable", as it first does of an actor that it restarts."""
+        return self.died or self._raised("ActorUnavailableError")
+
+    def _raised(self, kind: str) -> bool:
+        return self.future.done() and type(self._error()).__name__ == kind
 
     def _error(self) -> BaseException | None:
         try:
