@@ -43,7 +43,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     The core worker's destructor runs in them (``CoreWorkerProcess::HandleAtExit``; compare Ray's issues
     31145 and 65184). What the package does when a process ends is tested in processes of its own.
     """
-    if "ray" in sys.modules and _VERDICT in config.stash:
+    if "ray" in sys.modules and config.stash.get(_VERDICT, pytest.ExitCode.USAGE_ERROR) <= 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(config.stash[_VERDICT])
