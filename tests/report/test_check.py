@@ -32,6 +32,21 @@ def test_a_whole_step_passes(tmp_path: Path, mode: str) -> None:
     assert all(entry.events for entry in result.artifacts)
 
 
+def test_a_worker_that_died_beside_whole_artifacts_is_told(tmp_path: Path) -> None:
+    """It had written a stage before it died, and what it did not come to is in no list of artifacts."""
+    folder = build_step(tmp_path)
+    manifest = read_manifest(folder)
+    first, *others = manifest.workers
+    died = msgspec.structs.replace(first, status="failed", reason="the actor died")
+    manifest = msgspec.structs.replace(manifest, workers=[died, *others])
+    write_json_atomically(folder / "manifest.json", manifest)
+    result = check(folder)
+    assert not result.ok
+    assert [(entry.path, entry.fate, entry.reason) for entry in result.artifacts if entry.fate != "ok"] == [
+        (first.name, "failed", "the actor died")
+    ]
+
+
 @pytest.mark.parametrize(
     ("damage", "fate"),
     [

@@ -383,7 +383,7 @@ def test_an_engine_can_be_captured_again_whatever_became_of_its_traces(
 
 @pytest.mark.parametrize(
     ("examples", "steps"),
-    [(20, 25), pytest.param(2000, 50, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
+    [(20, 25), pytest.param(1000, 40, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
 )
 def test_a_recorder_does_what_its_model_says(
     examples: int, steps: int, monkeypatch: pytest.MonkeyPatch

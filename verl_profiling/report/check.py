@@ -112,7 +112,8 @@ def _check_step(root: Path, folder: Path, limits: Limits) -> list[Checked]:
         checked.insert(0, Checked(path=name, fate="begun", reason=reason))
     for worker in manifest.workers:
         checked += [check_artifact(folder, artifact, where, limits) for artifact in worker.artifacts]
-        if worker.status not in ("ok", "skipped") and not worker.artifacts:
+        explained = any(artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts)
+        if worker.status not in ("ok", "skipped") and not explained:  # it died, for one
             checked.append(Checked(path=f"{where}{worker.name}", fate=worker.status, reason=worker.reason))
     if not manifest.workers:
         reason = "; ".join(("no worker was captured", *manifest.notes))
