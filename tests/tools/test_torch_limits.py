@@ -171,7 +171,7 @@ def test_many_recordings_that_end_early_do_no_harm(run_python: Any, tmp_path: Pa
         one = torch.ones(1)
         for number in range(40):
             config = settings(limits={"max_events": 1000 + 100 * number})
-            with record_step(config, Path(sys.argv[1]) / str(number)) as recorded:
+            with record_step(config, Path(sys.argv[1]) / str(number), role=f"actor{number}") as recorded:
                 while torch.autograd.profiler._is_profiler_enabled:
                     with stage("outer"), stage("inner"):
                         for _ in range(100):
@@ -215,7 +215,7 @@ def test_the_estimate_is_near_and_the_memory_is_given_back(run_python: Any, tmp_
                     before = own_bytes()
                     for _ in range(times):
                         add()
-                    [(_, recording, _)] = process_session()._capture._recordings
+                    [(_, recording, _, _)] = process_session()._capture._recordings
                     footprint = recording.footprint()
                     recording._releasing, release = (lambda finish: finish), recording._releasing
                     stop = recording.stop

@@ -18,6 +18,7 @@ from verl_profiling.capture.byte_budget import ByteBudget
 from verl_profiling.capture.guard import Guard, RunningTool
 from verl_profiling.capture.ledger import ArtifactLedger
 from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.prediction import Measured, Predictions
 from verl_profiling.capture.recording_thread import HeldLock, OwnerAbsentError, OwnerThread, on_main_thread
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.capture.states import TRANSITIONS, Event, State, StateMachine
@@ -46,6 +47,7 @@ class Capture:
         role: The worker's settings.
         identity: The worker.
         finisher: Does the background work on artifacts.
+        predictions: What earlier captures of this process took.
         handover_s: How long a stop on another thread waits for the thread that owns the recording, in
             seconds.
     """
@@ -56,6 +58,7 @@ class Capture:
         role: RoleConfig,
         identity: WorkerIdentity,
         finisher: Finisher,
+        predictions: Predictions,
         handover_s: float = HANDOVER_S,
     ) -> None:
         self.request = request
@@ -77,6 +80,8 @@ class Capture:
         self._stages: list[StageSpan] = []
         self._occurrences: Counter[str] = Counter()
         self._skipped: set[str] = set()
+        self._predictions = predictions
+        self._measured: list[Measured] = []
         self._truncated = ""
         self._ending: Callable[[], None] | None = None
         self._guard = Guard(
@@ -127,7 +132,7 @@ class Capture:
         """Note that a mini-batch is done."""
         self._owner.serve()
         with self._lock:
-            for tool, recording, _ in self._recordings:
+            for tool, recording, _, _ in self._recordings:
                 try:
                     recording.step()
                 except Exception:
@@ -163,7 +168,8 @@ class Capture:
             self._truncated = reason
             self._stop_tool(running, reason)
             self._mark_spans()
-        self._stop_s += time.perf_counter() - begin
+        running.measured.stopping_s = time.perf_counter() - begin
+        self._stop_s += running.measured.stopping_s
 
     def begin(self, name: str) -> None:
         """Begin a stage; in discrete mode, start the tools for it."""
@@ -222,7 +228,7 @@ class Capture:
                 self._ledger.skip(tool, self._destination(name, self._occurrences[name]), reason)
 
     def _may_stop_here(self) -> bool:
-        return self._owner.is_current() or all(tool.any_thread for tool, _, _ in self._recordings)
+        return self._owner.is_current() or all(running.tool.any_thread for running in self._recordings)
 
     def _begin_recorded_stage(self, name: str) -> bool:
         """Start the tools if the stage is selected and no other thread did; return whether."""
@@ -247,12 +253,13 @@ class Capture:
         with self._lock:
             self._owner.claim()
             for tool in self._role.tools:
-                if refusal := self._refusal(tool, destination):
+                tool, refusal = self._fitting(tool, destination)
+                if refusal:
                     self._ledger.skip(tool, destination, refusal)
                     continue
                 self._ledger.expect(tool, destination)
                 try:
-                    self._recordings.append(RunningTool(tool, tool.start(destination), destination))
+                    recording = tool.start(destination)
                 except Exception as error:
                     self._report(tool, destination, "start", error)
                     self._discard()
@@ -261,19 +268,32 @@ class Capture:
                             reason = f"not recorded, because tool {tool.name} failed to start beside it"
                             self._ledger.fail(other, destination, reason)
                     raise
+                measured = self._predictions.begin(tool, self.identity.role, stage)
+                self._measured.append(measured)
+                self._recordings.append(RunningTool(tool, recording, destination, measured))
             self._mark_spans()
             if self.request.keep:
                 self._guard.begin()
         self._ledger.begin(stage)
         self._start_s += time.perf_counter() - begin
 
-    def _refusal(self, tool: Tool, destination: Destination) -> str:
-        """Return why a tool does not record although it was asked to; empty if it does."""
+    def _fitting(self, tool: Tool, destination: Destination) -> tuple[Tool, str]:
+        """Return a tool, narrowed if the limits demand it, and why it must not record at all."""
         if not (tool.suffix and self.request.keep):
-            return ""
-        if refusal := self._role.limits.no_room(destination.folder):
-            logger.warning("%s: step %d: %s: %s", self.identity, self.request.step, tool.name, refusal)
-        return refusal
+            return tool, ""
+        words, refusal = "", self._role.limits.no_room(destination.folder)
+        if not refusal:
+            tool, words, refusal = self._predictions.fit(
+                *(tool, self.identity.role, destination.stage),
+                lambda footprint: self._guard.exceeds(footprint, destination.folder),
+            )
+        if words:
+            self.notes.append(f"{destination.path(tool.suffix).name}: {words}")
+        if words or refusal:
+            logger.warning(
+                "%s: step %d: %s: %s", self.identity, self.request.step, tool.name, words or refusal
+            )
+        return tool, refusal
 
     def _stop_for_good(self) -> None:
         with self._lock:
@@ -287,16 +307,19 @@ class Capture:
             self._spans.stop_marking()
             if self._whole:
                 self._stages += self._spans.close()
+            for measured in self._measured:
+                measured.until_ns, measured.mini_batches = clock.now_ns(), self._guard.mini_batches
+            self._measured = []
             for running in recordings:
                 self._stop_tool(running)
 
     def _stop_tool(self, running: RunningTool, truncated: str = "") -> None:
         """Stop one tool; ``truncated`` says why it ends before its time."""
-        tool, recording, destination = running
-        end_ns = clock.now_ns()
+        tool, recording, destination, measured = running
+        end_ns = measured.end_ns = clock.now_ns()
         try:
             if self.request.keep:
-                outputs = recording.stop()
+                outputs = [measured.counting(output) for output in recording.stop()]
                 self._export_s += sum(output.export_s for output in outputs)
                 self._ledger.keep(outputs, end_ns, truncated)
                 for name, value in recording.metrics().items():
@@ -314,7 +337,7 @@ class Capture:
 
     def _mark_spans(self) -> None:
         """Show stages in the artifacts of the tools that can."""
-        kinds = [marks for _, recording, _ in self._recordings if (marks := recording.marks) is not None]
+        kinds = [marks for _, recording, _, _ in self._recordings if (marks := recording.marks) is not None]
         if len(kinds) == 1:
             self._spans.begin_mark, self._spans.end_mark = kinds[0]
         elif kinds:
@@ -339,7 +362,7 @@ class Capture:
         """Discard recordings that cannot be stopped properly, so that the process can record again."""
         logger.error("%s: %s", self.identity, reason)
         with self._lock:
-            for tool, _, destination in self._recordings:
+            for tool, _, destination, _ in self._recordings:
                 self._ledger.fail(tool, destination, reason)
             self._discard()
             self._stop_for_good()
@@ -347,11 +370,11 @@ class Capture:
     def _discard(self) -> None:
         """Discard all recordings, the last one first, whatever one of them raises."""
         recordings, self._recordings = self._recordings, []
-        for tool, recording, _ in reversed(recordings):
+        for running in reversed(recordings):
             try:
-                recording.discard()
+                running.recording.discard()
             except Exception:
-                logger.exception("%s: tool %s cannot be stopped", self.identity, tool.name)
+                logger.exception("%s: tool %s cannot be stopped", self.identity, running.tool.name)
 
     def _on_owner_thread(self, action: Callable[[], None]) -> None:
         """Run ``action`` here, or on the thread that owns the recording if a tool requires that.
@@ -359,7 +382,7 @@ class Capture:
         Raises:
             CaptureStateError: That thread did not run it.
         """
-        bound = any(not tool.any_thread for tool, _, _ in self._recordings)
+        bound = any(not running.tool.any_thread for running in self._recordings)
         if not bound or self._owner.is_current():
             action()
             return

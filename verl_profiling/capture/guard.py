@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from verl_profiling.capture.prediction import Measured
 from verl_profiling.settings.limits import Limits
 from verl_profiling.settings.typed_values import in_units
 from verl_profiling.tools import Destination, Footprint, Recording, Tool
@@ -29,10 +30,14 @@ class RunningTool(NamedTuple):
     tool: Tool
     recording: Recording
     destination: Destination
+    measured: Measured
 
 
 class Guard:
     """Looks at the recordings of a capture now and then, on a thread of its own, and after each mini-batch.
+
+    Attributes:
+        mini_batches: How many there were since the tools were started.
 
     Args:
         limits: The limits.
@@ -55,13 +60,13 @@ class Guard:
         self._recordings = recordings
         self._end_early = end_early
         self._ask_to_end = ask_to_end
-        self._mini_batches = 0
+        self.mini_batches = 0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Look at what records from now on, if it can grow."""
-        self._mini_batches = 0
+        self.mini_batches = 0
         if self._thread is None and any(running.recording.footprint() for running in self._recordings()):
             self._thread = threading.Thread(target=self._run, name="verl-profiling-guard", daemon=True)
             self._thread.start()
@@ -74,11 +79,15 @@ class Guard:
 
     def mini_batch(self) -> None:
         """End what would exceed the limits if the next mini-batch were as large as those so far."""
+        self.mini_batches += 1
         if self._thread is not None:
-            self._mini_batches += 1
-            done = f"ended after {self._mini_batches} mini-batches, before the next one: "
-            for running, reason in self._overruns((self._mini_batches + 1) / self._mini_batches):
+            done = f"ended after {self.mini_batches} mini-batches, before the next one: "
+            for running, reason in self._overruns((self.mini_batches + 1) / self.mini_batches):
                 self._end_early(running, done + reason)
+
+    def exceeds(self, footprint: Footprint, folder: Path) -> str:
+        """Return why a recording of that size cannot be; empty if it can."""
+        return overrun(self._limits, footprint, folder, self._neighbours)
 
     def _run(self) -> None:
         while not self._ended.wait(PERIOD_S):
@@ -95,8 +104,7 @@ class Guard:
                 continue
             if footprint is None:
                 continue
-            folder = running.destination.folder
-            if reason := overrun(self._limits, footprint.scaled(growth), folder, self._neighbours):
+            if reason := self.exceeds(footprint.scaled(growth), running.destination.folder):
                 yield running, reason
 
 

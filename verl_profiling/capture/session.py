@@ -18,6 +18,7 @@ from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.capture import HANDOVER_S, Capture
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
+from verl_profiling.capture.prediction import Predictions
 from verl_profiling.capture.replies import (
     another_is_open,
     not_set_up,
@@ -56,6 +57,7 @@ class Session:
         self._lock = threading.RLock()
         self._finisher = Finisher()
         self._hooks = FinishHooks({})
+        self._predictions = Predictions()
         self._finish_s = 0.0
         self._said_nothing_to_stop = False
         self._handover_s = HANDOVER_S
@@ -101,7 +103,7 @@ class Session:
                 return self._reply(identity, "skipped", received_ns, reason="not selected")
             if self._capture is not None:
                 return self._join(self._capture, request, identity, received_ns)
-            capture = Capture(request, role, identity, self._finisher, self._handover_s)
+            capture = Capture(request, role, identity, self._finisher, self._predictions, self._handover_s)
             expected = capture.open()
             self._capture = capture
             self.sink = capture.sink

@@ -8,7 +8,7 @@ needs locks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -174,6 +174,21 @@ class Tool(ABC):
     def launch(self) -> Launch | None:
         """How processes are started under this tool; ``None`` for one that starts inside of them."""
         return None
+
+    def footprint_of(self, events: int) -> Footprint | None:
+        """Return what a recording of so many events takes; ``None`` where that is not known."""
+        return None
+
+    def narrowed(self, mini_batches: int) -> Iterator[tuple[Tool, float, str]]:
+        """Yield this tool with options that record less, each less than the one before.
+
+        Args:
+            mini_batches: How many mini-batches the worker counted; 0 if it counts none.
+
+        Yields:
+            The tool, the share of the events that are left, and its options in words.
+        """
+        yield from ()
 
     def prepare(self) -> None:
         """Do slow work once, before the first capture: imports, checks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from verl_profiling.tools.trace_file import output_of_raw_trace
 __all__ = ["MiniBatchWindow", "TorchOptions", "TorchTool"]
 
 _KINETO_TEXT = {'"': "'", "\\": "/"}
+_EVENTS_WITH_STACKS = 3
 _LARGE_BYTES = 64 << 20
 _INSTALL = "install it with: pip install 'verl-profiling[train]'"
 
@@ -115,6 +116,27 @@ class TorchTool(Tool):
     @property
     def any_thread(self) -> bool:
         return not self.options.memory and "profile_all_threads" in _experimental_options()
+
+    def footprint_of(self, events: int) -> Footprint:
+        size = _EventSize.of(self.options)
+        return Footprint(events, 0, events * size.stopped, events * size.written)
+
+    def narrowed(self, mini_batches: int) -> Iterator[tuple[TorchTool, float, str]]:
+        options, share, words = self.options, 1.0, ""
+        window = options.mini_batches
+        counted = most = mini_batches if window is None else min(mini_batches, window.active)
+        while counted > 1:
+            counted //= 2
+            share, words = counted / most, f"{counted} of {most} mini-batches"
+            options = replace(options, mini_batches=replace(window or MiniBatchWindow(), active=counted))
+            yield TorchTool(options), share, words
+        if options.stack:
+            options, share = replace(options, stack=False), share / _EVENTS_WITH_STACKS
+            words = ", ".join(filter(None, (words, "no stacks")))
+            yield TorchTool(options), share, words
+        if options.shapes or options.flops:
+            options = replace(options, shapes=False, flops=False)
+            yield TorchTool(options), share, ", ".join(filter(None, (words, "no shapes")))
 
     def prepare(self) -> None:
         """Import what the first start of a profiler would import, which takes seconds."""
