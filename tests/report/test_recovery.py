@@ -89,6 +89,20 @@ def test_what_is_there_is_entered_with_its_true_fate(
     assert main(["report", str(tmp_path)]) == 0
 
 
+def test_the_trace_that_was_being_written_is_kept_and_no_part_stays(tmp_path: Path) -> None:
+    """Of a raw trace the part is all there is; that of a compressed one is a copy, like a manifest's."""
+    folder = begun(tmp_path)
+    whole, cut = (folder / f"actor_rank{rank}.torch.json.gz" for rank in (0, 1))
+    (folder / f".{cut.stem}.part").write_bytes(gzip.decompress(cut.read_bytes())[:-5000])
+    cut.unlink()
+    for copy in (f".{whole.name}.part", ".manifest.json.host.7.part"):
+        (folder / copy).write_bytes(b"half")
+    recover(tmp_path)
+    assert [path.name for path in folder.glob(".*")] == []
+    assert fates(read_manifest(folder))[cut.name] == "truncated"
+    assert fates(read_manifest(folder))[whole.name] == "ok"
+
+
 def test_it_may_be_repeated(tmp_path: Path) -> None:
     """A second time, and on a step that was written, nothing changes."""
     folder = begun(tmp_path)

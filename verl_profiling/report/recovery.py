@@ -28,7 +28,13 @@ from verl_profiling.run_files import (
     read_starts,
     write_json_atomically,
 )
-from verl_profiling.timeline.inputs import is_step, step_folders, step_number, the_run
+from verl_profiling.timeline.inputs import (
+    is_step,
+    resolve_artifact,
+    step_folders,
+    step_number,
+    the_run,
+)
 
 __all__ = ["Recovered", "recover"]
 
@@ -37,6 +43,7 @@ _TOOLS = ("torch", "memory", "npu", "nsys", "precision")
 _COLLECTED_LATER = "nsys"
 _ENGINE_LANE = re.compile(r"(?P<name>rollout(?P<replica>\d+))_rank\d+")
 _WORKER_LANE = re.compile(r"(?P<role>.+)_rank(?P<rank>\d+)")
+_OF_COMMANDS = ("timeline", "report")  # one may be writing
 _LOST = "its process ended before it was written"
 
 
@@ -89,6 +96,7 @@ def _recover(folder: Path, force: bool) -> Recovered:
         what = "is recording it" if manifest.state == "begun" else "may still be compressing"
         reason = f"{manifest.process} still runs, and {what}; --force does it nevertheless"
         return Recovered(path=str(folder), outcome="refused", reason=reason)
+    _name_parts(folder)
     left = list(_results(folder))
     completed = _completed(folder, manifest, [result for _, result in left])
     if completed != manifest or not known:
@@ -96,6 +104,17 @@ def _recover(folder: Path, force: bool) -> Recovered:
     for file, _ in left:
         file.unlink()
     return Recovered(path=str(folder), outcome="recovered", artifacts=_counted(completed))
+
+
+def _name_parts(folder: Path) -> None:
+    """Give the trace that an ended process was writing its name; remove other parts, which are copies."""
+    for part in sorted(folder.glob(".*.part*")):
+        name = part.name[1:].partition(".part")[0]
+        taken = any((folder / known).exists() for known in (name, f"{name}.gz"))
+        if name.endswith(".json") and part.is_file() and not part.is_symlink() and not taken:
+            part.replace(folder / name)
+        elif not part.is_dir() and not name.startswith(_OF_COMMANDS):
+            part.unlink()
 
 
 def _completed(folder: Path, manifest: Manifest, left: list[CaptureResult]) -> Manifest:
@@ -233,8 +252,8 @@ def _ends(manifest: Manifest, folder: Path, worker: CaptureResult) -> Iterator[i
     for artifact in worker.artifacts:
         if artifact.end_ns:
             yield artifact.end_ns - offset_ns
-        elif artifact.status in ("ok", "truncated"):
-            yield (folder / artifact.path).stat().st_mtime_ns
+        elif artifact.status in ("ok", "truncated") and (path := resolve_artifact(folder, artifact)):
+            yield path.stat().st_mtime_ns
 
 
 def _unknown(folder: Path) -> Manifest:
