@@ -6,7 +6,7 @@ PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
 # Markers of tests that have an environment or a command of their own.
-APART := vllm or sglang or npu or megatron or gpu or verl or package or npu_device or releases or soak
+APART := vllm or sglang or npu or megatron or gpu or verl or package or npu_device or releases or soak or fuzz
 BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
 DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-releases test-soak test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-instructions bench-verl clean
+.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-instructions bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ test-hta: .venv-hta/.ready ## Run the tests that hold the report's figures again
 
 test-soak: .venv/.ready ## Run thousands of captures and random faults, and print the numbers (half an hour) [SOAK_SEED=...]
 	.venv/bin/python -m pytest -m soak tests/soak $(PYTEST_ARGS)
+
+test-fuzz: .venv/.ready ## Try 22,000 damaged and hostile inputs, and print the table (minutes) [FUZZ_SEED=...]
+	.venv/bin/python -m pytest -m fuzz tests/fuzz $(PYTEST_ARGS)
 
 test-package: .venv/.ready ## Build the wheel and the source distribution, and use each in an empty environment
 	.venv/bin/python -m pytest -m package tests/test_distributions.py $(PYTEST_ARGS)

@@ -8,7 +8,7 @@ became of it. All times are unix nanoseconds on the clock of the process that to
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -17,6 +17,7 @@ from verl_profiling.identity import ProcessId, WorkerIdentity, artifact_name
 
 __all__ = [
     "MANIFEST_NAME",
+    "MAX_NS",
     "SCHEMA_VERSION",
     "Artifact",
     "CaptureCost",
@@ -36,6 +37,10 @@ MANIFEST_NAME = "manifest.json"
 RUN_NAME = "run.json"
 CONTROLLER_TRACE_NAME = "controller.trace.json.gz"
 
+MAX_NS = 4 * 10**18
+"""Largest time in a manifest or a trace (the year 2096): the sum or the difference of two fits 64 bits."""
+
+Ns = Annotated[int, msgspec.Meta(ge=-MAX_NS, le=MAX_NS)]
 ArtifactStatus = Literal["ok", "pending", "missing", "empty", "truncated", "failed", "skipped"]
 CaptureStatus = Literal["ok", "failed", "empty", "truncated", "skipped"]
 ManifestState = Literal["begun", "written", "recovered"]
@@ -54,8 +59,8 @@ class StageSpan(msgspec.Struct, frozen=True):
     """
 
     name: str
-    begin_ns: int
-    end_ns: int
+    begin_ns: Ns
+    end_ns: Ns
     thread: int = 0
     depth: int = 0
     failed: bool = False
@@ -89,8 +94,8 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     status: ArtifactStatus
     stage: str | None = None
     occurrence: int = 1
-    begin_ns: int = 0
-    end_ns: int = 0
+    begin_ns: Ns = 0
+    end_ns: Ns = 0
     bytes: int | None = None
     events: int | None = None
     step: int | None = None
@@ -155,9 +160,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     replica: int
-    begin_ns: int
-    first_token_ns: int = 0
-    end_ns: int
+    begin_ns: Ns
+    first_token_ns: Ns = 0
+    end_ns: Ns
     prompt_tokens: int
     response_tokens: int
     policy_version: int | None = None
@@ -226,10 +231,10 @@ class HostClock(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     clock_domain: str
-    offset_ns: int = 0
-    error_ns: int = 0
-    closing_offset_ns: int = 0
-    closing_error_ns: int = 0
+    offset_ns: Ns = 0
+    error_ns: Ns = 0
+    closing_offset_ns: Ns = 0
+    closing_error_ns: Ns = 0
     samples: int = 0
 
 
@@ -238,8 +243,8 @@ class Rpc(msgspec.Struct, frozen=True):
 
     worker: str
     method: str
-    begin_ns: int
-    end_ns: int
+    begin_ns: Ns
+    end_ns: Ns
     ok: bool = True
 
 
@@ -279,8 +284,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     start: int = 1
     steps: list[int]
     policy_version: int | None = None
-    begin_ns: int
-    end_ns: int
+    begin_ns: Ns
+    end_ns: Ns
     complete: bool = True
     controller: WorkerIdentity
     process: ProcessId | None = None
@@ -316,7 +321,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     run_id: str
     start: int = 1
-    begin_ns: int
+    begin_ns: Ns
     process: ProcessId
     config: dict[str, Any]
     versions: dict[str, str]

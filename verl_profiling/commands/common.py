@@ -18,6 +18,7 @@ from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.remote import is_url
 from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.whole_files import clear_leftovers
 from verl_profiling.visible import visible
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ class StepByStep:
         self.steps, problems = open_run(path, limits).steps_and_problems()
         self._failures: list[TraceFormatError] = []
         self.exit_code = EXIT_FINDING if problems else EXIT_OK
-        for problem in problems:
+        left = {step.directory for step in self.steps}
+        for problem in (*problems, *(sentence for folder in left for sentence in clear_leftovers(folder))):
             warn(problem)
 
     @property

@@ -9,6 +9,7 @@ from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands import EXIT_FINDING
 from verl_profiling.commands.common import StepByStep, add_limits, add_path, limits_of, progress, size, warn
 from verl_profiling.errors import ConfigError
+from verl_profiling.timeline.whole_files import clear_leftovers
 
 __all__ = ["configure", "run"]
 
@@ -50,6 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     work = StepByStep(arguments.path, limits_of(arguments))
     if arguments.output and len(work.steps) > 1:
         raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(work.steps)}")
+    if arguments.output:
+        for problem in clear_leftovers(arguments.output.parent):
+            warn(problem)
     with progress("merging", work.traces) as advance:
         for step in work.steps:
             with work.surviving():

@@ -16,6 +16,8 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.tensorboard import write_tensorboard
 from verl_profiling.report.terminal import print_report
+from verl_profiling.run_files import naming
+from verl_profiling.timeline.whole_files import whole_file
 
 __all__ = ["configure", "run"]
 
@@ -61,17 +63,23 @@ def run(arguments: argparse.Namespace) -> int:
             print_report(report, Console())
         if arguments.save:
             data = msgspec.json.format(msgspec.json.encode(report))
-            (step.directory / "report.json").write_bytes(data)
-            (step.directory / "report.html").write_text(render_html(report), encoding="utf-8")
+            _write(step.directory / "report.json", data)
+            _write(step.directory / "report.html", render_html(report).encode())
             written.append(step.directory / "report.html")
     if arguments.html:
-        arguments.html.write_text(render_html(reports[-1][1]), encoding="utf-8")
+        _write(arguments.html, render_html(reports[-1][1]).encode())
         written.append(arguments.html)
     if arguments.csv:
         written += write_csv([report for _, report in reports], arguments.csv)
     if arguments.tensorboard:
-        write_tensorboard([report for _, report in reports], arguments.tensorboard)
+        with naming(arguments.tensorboard):
+            write_tensorboard([report for _, report in reports], arguments.tensorboard)
         written.append(arguments.tensorboard)
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
     return work.exit_code
+
+
+def _write(path: Path, content: bytes) -> None:
+    with whole_file(path) as file:
+        file.write(content)

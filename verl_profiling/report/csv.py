@@ -9,6 +9,7 @@ from typing import Any
 
 from verl_profiling.report.flat_rows import REPORT_TABLES, columns, flat_rows
 from verl_profiling.report.model import Report
+from verl_profiling.run_files import naming
 
 __all__ = ["write_csv"]
 
@@ -30,7 +31,7 @@ def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
         if not rows:
             continue
         path = folder / f"{name}.csv"
-        with path.open("w", newline="", encoding="utf-8") as file:
+        with naming(path), path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, fieldnames=list(columns(row)))
             writer.writeheader()
             writer.writerows({name: _plain(value) for name, value in row.items()} for row in rows)

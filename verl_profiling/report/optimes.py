@@ -81,7 +81,7 @@ def self_times(spans: Spans, threads: NDArray[np.integer[Any]]) -> NDArray[np.in
     own: NDArray[np.int64] = spans[:, 1] - spans[:, 0]
     order = np.lexsort((-own, spans[:, 0], threads))
     inside = array("q", bytes(8 * len(order)))  # for each call, the time in nested calls
-    stack: list[tuple[int, int]] = []  # index and end of the open calls
+    parents, ends = array("q"), array("q")  # of the open calls, index and end
     thread = None
     for start in range(0, len(order), _SLICE):
         part = order[start : start + _SLICE]
@@ -89,13 +89,14 @@ def self_times(spans: Spans, threads: NDArray[np.integer[Any]]) -> NDArray[np.in
         for index, (begin, end, own_thread) in enumerate(calls, start):
             if own_thread != thread:
                 thread = own_thread
-                stack.clear()
-            while stack and stack[-1][1] <= begin:
-                stack.pop()
-            if stack:
-                parent, parent_end = stack[-1]
-                inside[parent] += min(end, parent_end) - begin
-            stack.append((index, end))
+                parents, ends = array("q"), array("q")
+            while ends and ends[-1] <= begin:
+                parents.pop()
+                ends.pop()
+            if ends:
+                inside[parents[-1]] += min(end, ends[-1]) - begin
+            parents.append(index)
+            ends.append(end)
     own[order] -= np.frombuffer(inside, np.int64)
     return own
 

@@ -24,6 +24,7 @@ from verl_profiling.timeline.blocks import Blocks, is_gzip
 from verl_profiling.timeline.controller import CONTROLLER
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import Source, StepInputs
+from verl_profiling.timeline.whole_files import whole_file
 
 __all__ = ["ARCHIVE_NAME", "write_archive"]
 
@@ -60,23 +61,18 @@ def write_archive(
     entries, problems = _entries(inputs)
     if not entries:
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to archive")
-    partial = output.with_name(f".{output.name}.part")
-    try:
-        with partial.open("wb") as file:
-            manifest = msgspec.json.format(msgspec.json.encode(_manifest(entries)))
-            with _member(file, _MANIFEST_NAME):
-                file.write(manifest)
-            for entry in entries:
-                with _member(file, entry.name):
-                    damage = _copy(entry.path, file, inputs.limits.content_bytes)
-                if damage:
-                    problems.append(f"{entry.path.name}: {damage}")
-                if on_progress:
-                    on_progress(entry.path)
-            file.write(bytes(2 * tarfile.BLOCKSIZE))  # the end of a tar
-        partial.replace(output)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(output) as file:
+        manifest = msgspec.json.format(msgspec.json.encode(_manifest(entries)))
+        with _member(file, _MANIFEST_NAME):
+            file.write(manifest)
+        for entry in entries:
+            with _member(file, entry.name):
+                damage = _copy(entry.path, file, inputs.limits.content_bytes)
+            if damage:
+                problems.append(f"{entry.path.name}: {damage}")
+            if on_progress:
+                on_progress(entry.path)
+        file.write(bytes(2 * tarfile.BLOCKSIZE))  # the end of a tar
     return output, problems
 
 

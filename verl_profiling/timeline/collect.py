@@ -103,8 +103,13 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
     name = f"{noted.folder}/{noted.artifact}"
     try:
         folder, target = named_file(run, noted.folder), named_file(run, name)
+        if not name.endswith(REPORT):
+            raise TraceFormatError(target, f"is not a name of a report, which ends with {REPORT}")
     except TraceFormatError as error:
         yield Collected(path=name, fate="missing", reason=f"refused: {error.problem}")
+        return
+    if not folder.is_dir():
+        yield Collected(path=name, fate="missing", reason="its step folder is gone")
         return
     if report is not None:
         exported = report.with_suffix(".sqlite")
@@ -124,11 +129,15 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
         _export(target, database)
     if database.is_file():
         trace = target.with_suffix(".nsys.json.gz")
-        events = convert_nsys(database, trace, {"range": noted.number})
-        _enter(folder, noted, trace, reason, events)
-        yield Collected(
-            path=f"{noted.folder}/{trace.name}", fate="truncated" if reason else "ok", reason=reason
-        )
+        path = f"{noted.folder}/{trace.name}"
+        try:
+            converted = convert_nsys(database, trace, {"range": noted.number})
+        except TraceFormatError as error:
+            yield Collected(path=path, fate="missing", reason=str(error))
+            return
+        reason = reason or converted.problem
+        _enter(folder, noted, trace, reason, converted.events)
+        yield Collected(path=path, fate="truncated" if reason else "ok", reason=reason)
 
 
 def _export(report: Path, database: Path) -> None:

@@ -12,10 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["LONGEST_US", "MAX_NS", "MAX_US", "Limits", "memory_available"]
-
-MAX_NS = 4 * 10**18
-"""Latest unix time that a trace may start at: the sum of a base, a time and a duration fits 64 bits."""
+__all__ = ["LONGEST_US", "MAX_US", "Limits", "memory_available"]
 
 MAX_US = 4e15
 """Largest time of an event, before and after its base: years from 1970 to 2096, should the base be 0."""

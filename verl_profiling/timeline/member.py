@@ -119,7 +119,7 @@ def write_member(job: MemberJob) -> Member:
         def write(batch: list[Event]) -> None:
             if batch:
                 file.write(gzip.compress(b",\n"))
-                file.write(gzip.compress(memoryview(_ENCODER.encode(batch))[1:-1]))
+                file.write(gzip.compress(memoryview(_utf8(_ENCODER.encode(batch)))[1:-1]))
 
         try:
             for events in trace.chunks():
@@ -149,6 +149,17 @@ def write_member(job: MemberJob) -> Member:
         problems.append(f"has more processes than fit a lane: {pids.crowded:,} events share one")
     limited = trace.limited or bool(unnamed or pids.crowded)
     return Member(path=job.source.path, events=written, left_out=left_out, problems=problems, limited=limited)
+
+
+def _utf8(text: bytes) -> bytes:
+    """Return JSON with what is not UTF-8 replaced; arguments are copied undecoded, whatever they hold."""
+    if text.isascii():
+        return text
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return text.decode("utf-8", "replace").encode()
+    return text
 
 
 def _relocate(events: list[Event], names: list[Event], pids: _Pids, shift_ns: int, index: int) -> list[Event]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -33,6 +32,7 @@ from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.requests import request_events
 from verl_profiling.timeline.slim import Keep, min_us_for_share
 from verl_profiling.timeline.sources import TIMELINE_NAME, Source, StepInputs
+from verl_profiling.timeline.whole_files import scratch_folder
 
 __all__ = ["MergeResult", "merge"]
 
@@ -93,15 +93,15 @@ def merge(
     inputs, problems, base_ns = _readable(inputs)
     if not inputs.sources and inputs.controller is None:
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".timeline-") as scratch:
+    with scratch_folder(output) as scratch:
         while True:
-            plan = _plan(inputs, Path(scratch), base_ns, keep)
+            plan = _plan(inputs, scratch, base_ns, keep)
             members = []
             for job, member in _run(plan, jobs):
                 members.append(member)
                 if on_progress:
                     on_progress(job.source)
-            result = _join(Path(scratch), inputs, plan, members, problems, base_ns)
+            result = _join(scratch, inputs, plan, members, problems, base_ns)
             if max_bytes is None or result.bytes <= max_bytes or keep.min_us > _LONGEST_US:
                 break
             share = max_bytes / result.bytes * result.events / (result.events + result.left_out)

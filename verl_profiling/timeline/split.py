@@ -25,13 +25,14 @@ from verl_profiling.manifest import (
     Manifest,
     StageSpan,
 )
-from verl_profiling.run_files import write_json_atomically
+from verl_profiling.run_files import naming, write_json_atomically
 from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.inputs import resolve_artifact
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.member import compressor
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import StepInputs
+from verl_profiling.timeline.whole_files import part_of, whole_file
 
 __all__ = ["SPLIT_NAME", "split_step"]
 
@@ -95,7 +96,8 @@ def split_step(
     if not written:
         raise TraceFormatError(inputs.directory, "holds no e2e trace whose worker ran a stage")
     if inputs.controller:
-        (output / CONTROLLER_TRACE_NAME).write_bytes(inputs.controller.read_bytes())
+        with whole_file(output / CONTROLLER_TRACE_NAME) as file:
+            file.write(inputs.controller.read_bytes())
     write_json_atomically(output / MANIFEST_NAME, msgspec.structs.replace(inputs.manifest, workers=workers))
     return written
 
@@ -132,7 +134,7 @@ def _cut(
     problems: list[str] = []
     for start in range(0, len(named), _OPEN_FILES):
         trace = Trace(path, limits)
-        with ExitStack() as files:
+        with naming(output), ExitStack() as files:
             opened = [files.enter_context(_Piece(*one, trace)) for one in named[start : start + _OPEN_FILES]]
             for events in trace.chunks():
                 for piece in opened:
@@ -152,7 +154,7 @@ class _Piece:
         self._head = {k: v for k, v in trace.metadata.items() if k != "baseTimeNanoseconds"}
         self._events = 0
         self._gzip = compressor()
-        self._part = path.with_name(f".{path.name}.part")
+        self._part = part_of(path)
         self._file: BinaryIO = self._part.open("wb")
 
     def __enter__(self) -> _Piece:

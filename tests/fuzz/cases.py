@@ -1,0 +1,166 @@
+"""One case: a changed input, a command, and what has to hold whatever the input."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import math
+import os
+import shutil
+import traceback
+import warnings
+import zlib
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from tests.fuzz.inputs import INPUTS
+from verl_profiling.analysis import open_run
+from verl_profiling.cli import main
+from verl_profiling.errors import ProfilingError
+
+__all__ = ["Case", "Verdict", "random_case", "run_case"]
+
+
+class Case(NamedTuple):
+    """What is tried.
+
+    Attributes:
+        input: The kind of input.
+        command: The command that reads it.
+        data: Content of the file that is changed.
+    """
+
+    input: str
+    command: str
+    data: bytes
+
+
+class Verdict(NamedTuple):
+    """What came of a case.
+
+    Attributes:
+        kind: ``fine``, ``crash``, ``hang``, ``wrong ok`` or ``bad output``.
+        detail: What happened.
+    """
+
+    kind: str
+    detail: str = ""
+
+
+def random_case(seed: int, whole: Path) -> Case:
+    """Return the case of a seed, the same on every machine."""
+    random = Random(seed)
+    name = list(INPUTS)[seed % len(INPUTS)]
+    given = INPUTS[name]
+    command = random.choice(given.commands)
+    return Case(name, command, given.change((whole / given.target).read_bytes(), random))
+
+
+def run_case(case: Case, whole: Path, folder: Path) -> Verdict:
+    """Run a case in a new folder; only what kills or stops the process does not return."""
+    if case.input == "python":
+        return _execute(case.data)
+    shutil.copytree(whole, folder)
+    given = INPUTS[case.input]
+    (folder / given.target).write_bytes(case.data)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            code = _run(case.command, folder / given.path, folder)
+    except BaseException:
+        return Verdict("crash", traceback.format_exc()[-1500:])
+    if code not in (0, 1, 2):
+        return Verdict("crash", f"exit code {code}")
+    if case.command == "check" and code == 0 and (why := _not_ok(folder, case.input)):
+        return Verdict("wrong ok", why)
+    if case.command == "merge" and code != 2:
+        return _of_timelines(folder)
+    return Verdict("fine")
+
+
+def _execute(program: bytes) -> Verdict:
+    """Do something that no command is to do; the tests of the pool need it."""
+    try:
+        exec(program, {"os": os})
+    except BaseException:
+        return Verdict("crash", traceback.format_exc())
+    return Verdict("fine")
+
+
+def _run(command: str, path: Path, folder: Path) -> int:
+    if command == "analysis":
+        return _use_api(path)
+    second = {"diff": [str(folder / "whole.json")]}.get(command, [])
+    name, options = {
+        "merge": ("merge", ["-j", "1"]),
+        "archive": ("merge", ["--format", "archive"]),
+        "report": ("report", ["--save"]),
+    }.get(command, (command, []))
+    return main([name, str(path), *second, *options])
+
+
+def _use_api(path: Path) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for step in open_run(path).steps():
+                step.report()
+                step.lanes()
+                step.merge(min_us=1.0)
+        except ProfilingError:
+            return 2
+    return 0
+
+
+def _not_ok(folder: Path, name: str) -> str:
+    """Return why a folder is not whole that ``check`` called ok.
+
+    A trace is whole if the standard library can unpack and decode it, and each of its events has a
+    phase and, if it is a complete one, a time and a duration.
+    """
+    given = INPUTS[name]
+    if "trace" not in name:
+        return ""
+    path = folder / given.target
+    try:
+        content = json.loads(_unpacked(path.read_bytes()).decode("utf-8-sig", "replace"))
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        return f"not whole: {error}"
+    events = content if isinstance(content, list) else content.get("traceEvents")
+    if not isinstance(events, list):
+        return "it has no events"
+    return next((f"no event: {event!r:.200}" for event in events if not _is_event(event)), "")
+
+
+def _unpacked(data: bytes) -> bytes:
+    return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+
+
+def _is_event(event: Any) -> bool:
+    if not isinstance(event, dict) or not isinstance(event.get("ph"), str):
+        return False
+    return event["ph"] != "X" or (_is_number(event.get("ts")) and _is_number(event.get("dur", 0)))
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _of_timelines(folder: Path) -> Verdict:
+    """Say whether all timelines that were written are JSON."""
+    for path in folder.rglob("timeline*.json.gz"):
+        try:
+            json.loads(gzip.decompress(path.read_bytes()), parse_constant=_refuse)
+        except (OSError, EOFError, zlib.error, ValueError) as error:
+            return Verdict("bad output", f"{path.name}: {error}")
+    return Verdict("fine")
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

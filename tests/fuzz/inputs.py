@@ -1,0 +1,219 @@
+"""The inputs that are changed: small copies of real traces, step folders, notes of nsys and its exports."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import step_folders
+from step_folders import Recording, build_step, with_facts
+
+from tests.fuzz.mutations import garble_bytes, garble_json
+from verl_profiling.analysis import open_step
+from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import Artifact, RunInfo
+from verl_profiling.run_files import read_manifest, write_json_atomically
+
+__all__ = ["INPUTS", "Input", "build"]
+
+DATA = Path(__file__).parent.parent / "data"
+EVENTS = 40
+
+
+@dataclass(frozen=True)
+class Input:
+    """A kind of input.
+
+    Attributes:
+        target: The file that is changed, below the folder of the case.
+        path: What the commands are given.
+        commands: Those that read it, each as often as it is to be chosen.
+        change: Changes the file's content.
+    """
+
+    target: str
+    path: str
+    commands: tuple[str, ...]
+    change: Callable[[bytes, Random], bytes]
+
+
+def _change_trace(data: bytes, random: Random) -> bytes:
+    """Put a real trace there, compressed or not, and change its bytes, its JSON or its compressed bytes."""
+    content = random.choice(traces())
+    way = random.choice(("bytes", "bytes", "json", "json", "json", "compressed"))
+    if way == "json":
+        content = garble_json(content, random)
+    elif way == "bytes":
+        content = garble_bytes(content, random)
+    if way != "compressed" and random.random() < 0.5:
+        return content
+    packed = gzip.compress(content, 1, mtime=0)
+    return garble_bytes(packed, random) if way == "compressed" else packed
+
+
+def _change_text(data: bytes, random: Random) -> bytes:
+    return garble_json(data, random) if random.random() < 0.7 else garble_bytes(data, random)
+
+
+def _change_requests(data: bytes, random: Random) -> bytes:
+    return garble_json(data, random, within=("workers", "requests"))
+
+
+def _change_notes(data: bytes, random: Random) -> bytes:
+    lines = data.splitlines()
+    index = random.randrange(len(lines))
+    lines[index] = _change_text(lines[index], random)
+    return b"\n".join(lines)
+
+
+_TABLES = {
+    "StringIds": ("id INTEGER, value", [(1, "gemm"), (3, "cudaLaunchKernel"), (4, "stage")]),
+    "TARGET_INFO_SESSION_START_TIME": ("utcEpochNs INTEGER", [(1_700_000_000_000_000_000,)]),
+    "CUPTI_ACTIVITY_KIND_KERNEL": (
+        "start, end, deviceId, streamId, correlationId, demangledName",
+        [(5001, 9003, 0, 7, 42, 1), (9100, 9300, 0, 7, 44, 1)],
+    ),
+    "CUPTI_ACTIVITY_KIND_MEMCPY": (
+        "start, end, deviceId, streamId, correlationId, bytes, copyKind",
+        [(9100, 9200, 0, 7, 43, 4096, 1)],
+    ),
+    "CUPTI_ACTIVITY_KIND_RUNTIME": (
+        "start, end, globalTid, correlationId, nameId",
+        [(4000, 4500, 99, 42, 3)],
+    ),
+    "NVTX_EVENTS": (
+        "start, end, eventType, text, globalTid, textId",
+        [(3000, 9900, 60, "update_actor", 99, None), (1000, 2000, 59, None, 99, 4)],
+    ),
+}
+_CELLS: tuple[Any, ...] = (
+    *(None, -1, 0, 2**63 - 1, -(2**63), 1e308, float("inf"), "text", "", b"\xff\x00", "9" * 5000, "\x1b[31m"),
+)
+
+
+def _change_rows(data: bytes, random: Random) -> bytes:
+    """Return an export in which a few cells hold something else, or a table or a column has another name."""
+    name = random.choice(list(_TABLES))
+    columns, rows = _TABLES[name]
+    cells = [list(row) for row in rows]
+    for _ in range(random.choice((1, 1, 3))):
+        row = random.choice(cells)
+        row[random.randrange(len(row))] = random.choice(_CELLS)
+    if random.random() < 0.1:
+        columns = columns.replace(random.choice(columns.split(", ")).split()[0], "other", 1)
+    return _export({name: (columns, cells)})
+
+
+def _export(changed: dict[str, Any]) -> bytes:
+    database = sqlite3.connect(":memory:")
+    for name, (columns, rows) in {**_TABLES, **changed}.items():
+        database.execute(f"CREATE TABLE {name} ({columns})")
+        marks = ", ".join("?" * len(rows[0]))
+        database.executemany(f"INSERT INTO {name} VALUES ({marks})", rows)
+    database.commit()
+    data: bytes = database.serialize() if hasattr(database, "serialize") else _dumped(database)
+    database.close()
+    return data
+
+
+def _dumped(database: sqlite3.Connection) -> bytes:
+    """Return the file of a database, for Python 3.10."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        copy = sqlite3.connect(path)
+        database.backup(copy)
+        copy.close()
+        return path.read_bytes()
+
+
+_STEP = ("check", "merge", "archive", "report", "split", "diff", "recover", "analysis")
+_FILE = ("check", "check", "merge", "archive", "report", "diff", "analysis")
+_SOUND, _RUN = "sound/step_000012", "run"
+_EXPORT = "run/nsys/host.1.1.sqlite"
+INPUTS = {
+    "trace": Input("t.json.gz", "t.json.gz", _FILE, _change_trace),
+    "trace of a step": Input(f"{_SOUND}/actor_rank0.torch.json.gz", _SOUND, _STEP, _change_trace),
+    "controller's trace": Input(f"{_SOUND}/controller.trace.json.gz", "sound", _STEP, _change_trace),
+    "manifest": Input(f"{_SOUND}/manifest.json", "sound", _STEP, _change_text),
+    "requests": Input(f"{_SOUND}/manifest.json", _SOUND, _STEP, _change_requests),
+    "run.json": Input("run/run.json", _RUN, (*_STEP, "collect"), _change_text),
+    "begun manifest": Input("run/step_000013/manifest.json", _RUN, ("recover", *_STEP), _change_text),
+    "nsys manifest": Input("run/step_000012/manifest.json", _RUN, ("collect",), _change_text),
+    "nsys notes": Input("run/nsys/host.1.ranges.jsonl", _RUN, ("collect",), _change_notes),
+    "nsys export": Input(_EXPORT, _RUN, ("collect",), garble_bytes),
+    "nsys rows": Input(_EXPORT, _RUN, ("collect",), _change_rows),
+    "report.json": Input("report.json", "report.json", ("diff",), _change_text),
+}
+
+
+def build(folder: Path) -> None:
+    """Write every input, whole, into a folder."""
+    small = {name: _small(recording) for name, recording in _stored().items()}
+    original, step_folders.recordings = step_folders.recordings, lambda: small
+    try:
+        sound = with_facts(build_step(folder / "sound"))
+        step = build_step(folder / "run")
+        begun = build_step(folder / "run", step=13)
+    finally:
+        step_folders.recordings = original
+    manifest = read_manifest(begun)
+    write_json_atomically(begun / "manifest.json", msgspec.structs.replace(manifest, state="begun"))
+    manifest = read_manifest(step)
+    for worker in manifest.workers[:1]:
+        promised = Artifact(path="actor_rank0.nsys-rep", lane="actor_rank0", tool="nsys", status="pending")
+        worker.artifacts.append(promised)
+    write_json_atomically(step / "manifest.json", manifest)
+    process = ProcessId.current()
+    run = RunInfo(run_id="run", begin_ns=manifest.begin_ns, process=process, config={}, versions={})
+    write_json_atomically(folder / "run" / "run.json", run)
+    nsys = folder / "run" / "nsys"
+    nsys.mkdir()
+    note = {"number": 1, "folder": step.name, "artifact": promised.path, "begin_ns": manifest.begin_ns}
+    notes = [note, {**note, "end_ns": manifest.end_ns}]
+    (nsys / "host.1.ranges.jsonl").write_text("\n".join(json.dumps(line) for line in notes))
+    (nsys / "host.1.1.nsys-rep").write_bytes(b"report")
+    (nsys / "host.1.1.sqlite").write_bytes(_export({}))
+    (folder / "t.json.gz").write_bytes(traces()[0])
+    (folder / "whole.json").write_bytes(traces()[0])
+    report = msgspec.json.encode(open_step(sound).report())
+    (folder / "report.json").write_bytes(report)
+
+
+def _stored() -> dict[str, Recording]:
+    return msgspec.json.decode(gzip.decompress(step_folders.STORED.read_bytes()), type=dict[str, Recording])
+
+
+def _small(recording: Recording) -> Recording:
+    return replace(recording, trace=_shortened(json.loads(recording.trace)).decode())
+
+
+@cache
+def traces() -> list[bytes]:
+    """Return a real trace of each kind, with a few of its events."""
+    found = [_shortened(json.loads(recording.trace)) for recording in _stored().values()]
+    for path in sorted(DATA.glob("*.json*")):
+        data = path.read_bytes()
+        content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        if isinstance(content, list) or "traceEvents" in content:
+            found.append(_shortened(content))
+    return found
+
+
+def _shortened(content: Any) -> bytes:
+    """Return a trace with the same keys in the same order, and with events of each phase and category."""
+    events = content if isinstance(content, list) else content["traceEvents"]
+    kinds: dict[tuple[Any, Any], list[Any]] = {}
+    for event in events:
+        kinds.setdefault((event.get("ph"), event.get("cat")), []).append(event)
+    share = max(2, EVENTS // len(kinds))
+    kept = [event for group in kinds.values() for event in group[:share]]
+    return json.dumps(kept if isinstance(content, list) else {**content, "traceEvents": kept}).encode()

@@ -1,0 +1,166 @@
+"""A file is written whole or not at all; what a killed process leaves is cleaned by the next command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from step_folders import build_step, recordings
+
+from verl_profiling.cli import main
+from verl_profiling.timeline.whole_files import clear_leftovers, part_of, whole_file
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from verl_profiling.timeline import merge, archive, split
+from verl_profiling.cli import main
+
+def killed(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+merge._join = archive._copy = split._Piece.close = killed
+main(sys.argv[1:])
+"""
+
+
+def hidden(folder: Path) -> list[str]:
+    """Return the names of the temporary files in a folder."""
+    return sorted(path.name for path in folder.glob(".*"))
+
+
+@pytest.mark.parametrize("command", [["merge"], ["merge", "--format", "archive"], ["split", "-o", "{step}"]])
+def test_the_next_command_cleans_up_after_one_that_was_killed(tmp_path: Path, command: list[str]) -> None:
+    """SIGKILL leaves a temporary file beside its final place; reporting on the step removes it."""
+    step = build_step(tmp_path)
+    name, *options = (word.format(step=step) for word in command)
+    done = subprocess.run([sys.executable, "-c", KILLED, name, str(step), *options], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert hidden(step) != []
+    assert main(["report", str(step)]) == 0
+    assert hidden(step) == []
+
+
+def test_what_another_process_writes_is_named_and_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process of this host that lives, one of another host, and a file that tells nothing of its own."""
+    step = build_step(tmp_path)
+    lives = step / f".timeline.json.gz.{socket.gethostname()}.{os.getppid()}.part"
+    elsewhere = step / ".timeline.json.gz.elsewhere.1.part"
+    unknown = step / ".actor_rank0.torch.json.part"
+    for path in (lives, elsewhere, unknown):
+        path.touch()
+    assert main(["merge", str(step)]) == 0
+    named = capsys.readouterr().err
+    assert all(
+        f"{path} is a temporary file of another process" in named for path in (lives, elsewhere, unknown)
+    )
+    day_ago = time.time() - 25 * 3600
+    os.utime(elsewhere, (day_ago, day_ago))
+    clear_leftovers(step)
+    assert hidden(step) == sorted([lives.name, unknown.name])
+    lives.unlink()
+    unknown.unlink()
+
+
+def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E.g. on a file system that is mounted to be read."""
+    left = tmp_path / f".x.{socket.gethostname()}.{2**30}.part"
+    left.touch()
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    (sentence,) = clear_leftovers(tmp_path)
+    assert sentence.endswith("of a process that was killed (Read-only file system)")
+    monkeypatch.undo()
+    left.unlink()
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
+    """And nothing beside it."""
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    with pytest.raises(TypeError), whole_file(path) as file:
+        file.writelines([b"new", "and no bytes"])  # type: ignore[list-item]
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("report.html", "old")]
+    assert part_of(path).parent == tmp_path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yield a file system of 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except OSError as error:
+        pytest.skip(f"a small file system cannot be mounted: {error}")
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted: {mounted.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(ballast: Path) -> None:
+    """Fill a disk but for a few bytes."""
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1024))
+        except OSError:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["merge", "-j", "1"], "timeline.json.gz"),
+        (["merge", "--format", "archive"], "timeline.tar"),
+        (["split"], "split"),
+        (["report", "--save"], "report.json"),
+        (["report", "--csv", "{step}/csv"], "csv/"),
+    ],
+)
+def test_a_full_disk_is_named(
+    small_disk: Path, capsys: pytest.CaptureFixture[str], command: list[str], name: str
+) -> None:
+    """The error is one line with the path, the exit code is 2, and no temporary file stays."""
+    step = build_step(small_disk)
+    fill(step / "ballast")
+    first, *options = (word.format(step=step) for word in command)
+    assert main([first, str(step), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"verl-profiling: error: {step / name}")
+    assert line.endswith("No space left on device")
+    assert hidden(step) == []
+    (step / "ballast").unlink()
+    assert main(["check", str(step)]) == 0
+
+
+def test_a_trace_that_fits_no_more_names_the_timeline(
+    small_disk: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With several processes too, whose errors come from elsewhere."""
+    text = recordings()["actor_rank0"].trace.encode()
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    for rank in range(2):
+        (traces / f"rank{rank}.json").write_bytes(text + b" " * (6 << 20))
+    fill(small_disk / "ballast")
+    os.truncate(small_disk / "ballast", (small_disk / "ballast").stat().st_size - 20_000)
+    assert main(["merge", str(traces), "-o", str(small_disk / "out.json.gz"), "-j", "2"]) == 2
+    assert f"{small_disk / 'out.json.gz'}" in capsys.readouterr().err
+    assert hidden(small_disk) == []
