@@ -11,6 +11,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.remote import RemoteFolder, is_url
 
 
@@ -55,6 +56,29 @@ def test_one_of_two_creates(folder: RemoteFolder) -> None:
     assert folder.create("run.json", b"mine")
     assert not folder.create("run.json", b"other")
     assert folder.read("run.json") == b"mine"
+
+
+def test_a_chain_of_urls_is_refused() -> None:
+    """What is written through a cache, for one, is nobody's to verify."""
+    with pytest.raises(ToolUnavailableError, match="chain of URLs"):
+        RemoteFolder("simplecache::memory://x")
+
+
+def test_a_thread_takes_its_file_system_with_it(tmp_path: Path) -> None:
+    """A run of a month has thousands of threads, and each would leave its connections behind."""
+    import gc
+    import threading
+    import weakref
+
+    left: list[weakref.ref[Any]] = []
+    for _ in range(3):
+        thread = threading.Thread(
+            target=lambda: left.append(weakref.ref(RemoteFolder(f"file://{tmp_path}")._fs))
+        )
+        thread.start()
+        thread.join()
+    gc.collect()
+    assert [reference() for reference in left] == [None] * 3
 
 
 class Summing(LocalFileSystem):

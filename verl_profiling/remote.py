@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,9 @@ def check_url(url: str) -> None:
         raise ToolUnavailableError(
             f"{url} is a URL, which needs fsspec: pip install 'verl-profiling[remote]'"
         ) from None
-    protocol = url.partition("://")[0].rpartition("::")[2]
+    protocol = url.partition("://")[0]
+    if "::" in protocol:
+        raise ToolUnavailableError(f"{url} is a chain of URLs; name the store itself")
     try:
         fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
@@ -43,6 +46,25 @@ def check_url(url: str) -> None:
 def put_again(folder: Path, url: str) -> str:
     """Return the command that uploads what waits in a folder."""
     return f"verl-profiling upload {folder} {url}"
+
+
+_of_thread = threading.local()
+
+
+def _file_system(url: str) -> AbstractFileSystem:
+    """Return the file system of a URL for this thread, which goes when the thread does.
+
+    fsspec's own cache is by thread as well, and keeps what it holds, with its connections, for good.
+    """
+    check_url(url)
+    from fsspec.core import url_to_fs
+
+    scheme, _, rest = url.partition("://")
+    key = (scheme, rest.partition("/")[0])
+    known: dict[tuple[str, str], AbstractFileSystem] = _of_thread.__dict__.setdefault("file_systems", {})
+    if key not in known:
+        known[key], _ = url_to_fs(url, skip_instance_cache=True)
+    return known[key]
 
 
 class RemoteFolder:
@@ -58,12 +80,9 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str) -> None:
-        check_url(url)
-        from fsspec.core import url_to_fs
-
         self.url = url.rstrip("/")
-        found: tuple[AbstractFileSystem, str] = url_to_fs(self.url)
-        self._fs, path = found
+        self._fs = _file_system(self.url)
+        path: str = self._fs._strip_protocol(self.url)
         self._path = path.rstrip("/")
 
     def child(self, name: str) -> RemoteFolder:
