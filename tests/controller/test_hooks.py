@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import ray
@@ -18,7 +19,8 @@ from fleet import TrainWorker
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
 from verl_profiling.afterwards.hooks import HookEvent
 from verl_profiling.capture.session import Session
-from verl_profiling.manifest import MANIFEST_NAME
+from verl_profiling.manifest import MANIFEST_NAME, Artifact
+from verl_profiling.tools import Destination, Output, Recording, Tool
 
 NOTE = "import os, sys; open(sys.argv[1], 'a').write(' '.join(sys.argv[2:]) + chr(10))"
 events: list[HookEvent] = []
@@ -41,7 +43,7 @@ def settings(tmp_path: Path, **hooks: Any) -> ProfilingConfig:
         enable=True,
         save_path=str(tmp_path / "run"),
         schedule={"steps": [2, 4]},
-        tools={"torch": {"activities": ["cpu"]}},
+        tool="spans",
         after=hooks,
     )
 
@@ -49,6 +51,11 @@ def settings(tmp_path: Path, **hooks: Any) -> ProfilingConfig:
 def noting(tmp_path: Path, *words: str, **more: Any) -> dict[str, Any]:
     """Return a hook that notes what it was told."""
     return {"command": [sys.executable, "-c", NOTE, str(tmp_path / "notes"), *words], **more}
+
+
+def slowly(hook: dict[str, Any]) -> dict[str, Any]:
+    """Return a hook that takes its time."""
+    return {**hook, "command": ["sh", "-c", 'sleep 2 && exec "$@"', "sh", *hook["command"]]}
 
 
 def notes(tmp_path: Path) -> list[str]:
@@ -78,8 +85,7 @@ def local(config: ProfilingConfig, rank: int = 0) -> TrainWorker:
 def test_a_command_runs_after_each_capture_once_all_is_written(tmp_path: Path, session: Session) -> None:
     """With its placeholders filled in, in the loop's process by default, and doubled braces as they are."""
     config = settings(tmp_path, note=noting(tmp_path, "{step}", "{role}", "{folder}", "{{x}}"))
-    worker = local(config)
-    train(config, [worker], worker.work)
+    train(config, [local(config)])
     run = tmp_path / "run"
     assert notes(tmp_path) == [f"{step} controller {run}/step_00000{step} {{x}}" for step in (2, 4)]
 
@@ -122,11 +128,11 @@ def test_a_function_is_called_with_what_was_written(tmp_path: Path, session: Ses
 
 
 def test_workers_run_hooks_on_chosen_ranks(tmp_path: Path, pool: Pool) -> None:
-    """Each in its own process; a rank that does not record runs it too where it is named."""
+    """Each in its own process, waited for; a rank that does not record runs it too where it is named."""
     base = settings(
         tmp_path,
         mine=noting(tmp_path, "mine", "{role}", "{rank}", "{pid}", roles=["actor"]),
-        named=noting(tmp_path, "named", "{rank}", roles=["actor"], ranks="1-2", when="last"),
+        named=slowly(noting(tmp_path, "named", "{rank}", roles=["actor"], ranks="1-2", when="last")),
         every=noting(tmp_path, "every", "{rank}", roles=["actor"], ranks="all", when="last"),
     )
     config = ProfilingConfig.from_any({**base.to_dict(), "select": {"ranks": [0, 1]}})
@@ -145,16 +151,60 @@ def test_roles_that_share_a_process_run_a_hook_once(tmp_path: Path, session: Ses
     assert notes(tmp_path) == ["actor 2", "actor 4"]
 
 
-def test_a_hook_sees_its_workers_artifacts_finished(tmp_path: Path, session: Session) -> None:
-    """A worker's hook waits for what is compressed in the background."""
-    look = "import os, sys; print(sorted(os.listdir(sys.argv[1])))"
-    command = [sys.executable, "-c", look, "{folder}"]
-    config = settings(tmp_path, look={"command": command, "roles": ["actor"]})
-    worker = local(config)
-    train(config, [worker], worker.work)
-    log = tmp_path / "run" / "after" / "step_000002.look.actor_rank0.log"
-    assert "actor_rank0.torch.json.gz" in log.read_text()
-    assert ".part" not in log.read_text()
+class GatedRecording(Recording):
+    """Writes a file that is only finished when a file ``go`` is there."""
+
+    def __init__(self, destination: Destination) -> None:
+        self._path = destination.path(GatedTool.suffix)
+        self._pending = msgspec.structs.replace(destination.artifact(GatedTool), status="pending")
+
+    def stop(self) -> list[Output]:
+        """Stop."""
+        return [Output(self._pending, self._finish)]
+
+    def _finish(self) -> Artifact:
+        deadline = time.monotonic() + 20
+        while not self._path.parent.with_name("go").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._path.write_text("whole")
+        return msgspec.structs.replace(self._pending, status="ok", bytes=5)
+
+    def discard(self) -> None:
+        """Stop."""
+
+
+class GatedTool(Tool):
+    """The tool to it."""
+
+    name = "gated"
+    suffix = ".gated.txt"
+
+    def start(self, destination: Destination) -> Recording:
+        """Start."""
+        return GatedRecording(destination)
+
+
+def test_a_hook_waits_for_what_is_finished_in_the_background(tmp_path: Path, session: Session) -> None:
+    """In the worker for its own artifacts, in the loop's process for all; the loop goes on meanwhile."""
+    look = {"command": [sys.executable, "-c", "import os, sys; print(os.listdir(sys.argv[1]))", "{folder}"]}
+    config = ProfilingConfig.from_any(
+        {
+            **settings(tmp_path, mine={**look, "roles": ["actor"]}, all=look).to_dict(),
+            "tool": f"{__name__}:GatedTool",
+        }
+    )
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local(config))
+    logs = tmp_path / "run" / "after"
+    with callback:
+        for step in (1, 2, 3):
+            callback.on_step_begin(step)
+            callback.on_step_end()
+        time.sleep(0.7)
+        assert not logs.exists()
+        (tmp_path / "run" / "go").touch()
+    for name in ("mine.actor_rank0", "all.controller_rank0"):
+        assert "actor_rank0.gated.txt" in (logs / f"step_000002.{name}.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from fleet import TrainWorker
 from fsspec.implementations.memory import MemoryFileSystem
 
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
+from verl_profiling.afterwards.hooks import HookEvent
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.manifest import Manifest
@@ -44,7 +45,7 @@ class Store(MemoryFileSystem):
 
     def put_file(self, lpath: Any, rpath: str, *args: Any, **kwargs: Any) -> None:
         """Put a file, or fail as a store may."""
-        if self.fault("refuse"):
+        if self.fault("refuse") or (rpath.endswith("manifest.json") and self.fault("refuse the manifest")):
             raise PermissionError("the token has expired")
         if self.fault("hang"):
             self.gate.wait(60)
@@ -105,6 +106,15 @@ def train(config: ProfilingConfig, workers: list[Any] | None = None) -> None:
                 ray.get([worker.work.remote() for worker in workers])
             callback.on_step_end({"reward": 0.5})
             callback.add_metrics(step, {"later": 1.0})
+
+
+seen: list[bool] = []
+
+
+def look(event: HookEvent) -> None:
+    """A hook that looks whether the manifest is there."""
+    fs, path = fsspec.core.url_to_fs(f"{event.folder}/manifest.json")
+    seen.append(fs.exists(path))
 
 
 def copied(tmp_path: Path, url: str = "faulty://bucket/run") -> Path:
@@ -262,10 +272,14 @@ def test_a_staged_folder_that_somebody_removes_costs_only_that(tmp_path: Path, s
 
 
 def test_hooks_are_told_the_url_once_all_is_there(tmp_path: Path, session: Session) -> None:
-    """And their output goes there, too."""
+    """And their output goes there, too; a manifest that is refused at first is waited for."""
+    Store.faults["refuse the manifest"] = 2
+    seen.clear()
     code = "import sys; print('shipped', *sys.argv[1:])"
     hook = {"command": [sys.executable, "-c", code, "{folder}", "{run}"]}
-    train(settings(tmp_path, after={"a": hook, "b": {**hook, "roles": ["actor"]}}))
+    look = {"callable": f"{__name__}:look"}
+    train(settings(tmp_path, after={"a": hook, "b": {**hook, "roles": ["actor"]}, "look": look}))
+    assert seen == [True, True]
     logs = copied(tmp_path) / "after"
     expected = "shipped faulty://bucket/run/step_000002 faulty://bucket/run\n"
     assert (logs / "step_000002.a.controller_rank0.log").read_text() == expected
