@@ -254,6 +254,7 @@ class Controller:
         self._retention.wait(finish_s)
         self._hooks.train_ends()
         yield Waiting(self._hooks.drain, self._hooks.longest_s)
+        self._folders.leave()
         self.order.train_ends(self.config.schedule)
 
     def _open(

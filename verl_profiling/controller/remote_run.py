@@ -165,9 +165,12 @@ class RemoteRun:
         return folder not in self._waiting
 
     def drain(self, timeout_s: float) -> None:
-        """Wait for the uploads; what has arrived is removed here, and what has not is named."""
+        """Wait for the uploads."""
         if not self._background.drain(timeout_s):
             logger.error("uploads to %s were not done after %g s", self.url, timeout_s)
+
+    def leave(self) -> None:
+        """Remove what has arrived, and name what has not."""
         for folder in sorted(self.folder.glob("step_*")):
             if folder not in self._failed and folder not in self._waiting:
                 for name in (CONTROLLER_TRACE_NAME, MANIFEST_NAME):

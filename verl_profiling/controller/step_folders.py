@@ -75,6 +75,11 @@ class StepFolders:
         if self._run is not None and self._run.remote is not None:
             self._run.remote.drain(timeout_s)
 
+    def leave(self) -> None:
+        """Remove from this host what was uploaded."""
+        if self._run is not None and self._run.remote is not None:
+            self._run.remote.leave()
+
     @property
     def unfinished(self) -> set[Path]:
         """The step folders of which artifacts are still being finished."""
