@@ -13,7 +13,7 @@ from typing import Any
 
 from example_loops import train
 
-from verl_profiling import ProfilingConfig, stage
+from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.session import process_session
 from verl_profiling.testing import shifted_clock
@@ -54,6 +54,10 @@ class TrainWorker(CaptureMixin):
         self.switches = switches
         self.init_capture(config, role=role, rank=rank, world_size=2)
         return os.getpid()
+
+    def is_idle(self) -> bool:
+        """Return whether nothing records here."""
+        return process_session().sink is None
 
     def also(self, config: ProfilingConfig, role: str) -> None:
         """Play another role in the same process."""
@@ -149,3 +153,17 @@ class WorkerGroup:
         """Call every worker, and wait for none."""
         self.calls.append(method_name)
         return [getattr(worker, method_name).remote(*args, **kwargs) for worker in self.workers]
+
+
+class Loop:
+    """A training loop that is an actor itself, as verl's."""
+
+    def begin(self, config: ProfilingConfig, workers: list[Any]) -> int:
+        """Begin step 2 with all ranks of the actor role; return the process's id."""
+        import ray
+
+        self.callback = ProfilingCallback(config)
+        self.callback.add_workers("actor", workers)
+        self.callback.on_step_begin(2)
+        ray.get([worker.work.remote() for worker in workers])
+        return os.getpid()

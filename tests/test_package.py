@@ -27,7 +27,7 @@ HEAVY = (
 
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
-    ("errors", "clock"),
+    ("errors", "clock", "termination"),
     ("named_files", "visible"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),

@@ -37,11 +37,20 @@ class BackgroundWork:
             self._unfinished += 1
             self._put(work, 0.0)
             if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, name=f"verl-profiling-{self._name}", daemon=True).start()
+                thread = threading.Thread(target=self._run, name=f"verl-profiling-{self._name}", daemon=True)
+                try:
+                    thread.start()
+                    self._running = True
+                except RuntimeError:  # the interpreter ends, and since Python 3.12 starts no thread
+                    logger.debug("%s: work waits for drain()", self._name)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all work is done; return whether it was done in time."""
+        with self._changed:
+            alone = not self._running and self._has_work()
+            self._running = self._running or alone
+        if alone:
+            self._run()
         with self._changed:
             return self._changed.wait_for(lambda: not self._unfinished, max(0.0, timeout_s))
 

@@ -128,6 +128,20 @@ class Capture:
         self._anchors.append(clock.read_anchor())
         return self._result()
 
+    def try_stop(self, wait_s: float) -> bool:
+        """Let the thread that owns the recording stop it; return whether :meth:`close` may be called now.
+
+        Args:
+            wait_s: How long to wait for that thread.
+        """
+        bound = any(not tool.any_thread for tool, *_ in self._recordings)
+        if bound and not self._owner.is_current() and self._owner.is_alive():
+            try:
+                self._owner.hand_over(self._stop_for_good, wait_s)
+            except OwnerAbsentError:
+                return not self._owner.is_alive()
+        return True
+
     def step(self) -> None:
         """Note that a mini-batch is done."""
         self._owner.serve()

@@ -29,6 +29,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         keep: ``False`` for a warm-up, which is discarded.
         last: No capture comes after this one, as far as the schedule says.
         upload: Where the files go that are written into ``folder``, if it only stages them.
+        loop: The process of the loop; a capture ends when it is seen to be gone.
         roles: Under which roles the callback knows the worker, the first one first.
         workers: How many workers are asked in all.
     """
@@ -43,6 +44,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     keep: bool = True
     last: bool = False
     upload: Upload | None = None
+    loop: ProcessId | None = None
     roles: list[str] = []
     workers: int = 1
 

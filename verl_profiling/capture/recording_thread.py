@@ -97,7 +97,7 @@ class OwnerThread:
         Raises:
             OwnerAbsentError: The owner has ended, or passed no stage for ``timeout_s`` seconds.
         """
-        if not self._is_alive():
+        if not self.is_alive():
             raise OwnerAbsentError("which has ended")
         self._done.clear()
         self._action, self.waiting = action, True
@@ -108,8 +108,9 @@ class OwnerThread:
     def _withdraw(self) -> None:
         self._action, self.waiting = None, False
 
-    def _is_alive(self) -> bool:
-        """Look for the native id, because Python's own ids are reused at once."""
+    def is_alive(self) -> bool:
+        """Return whether the owner has not ended."""
+        # by its native id, because Python's own ids are reused at once
         tasks = Path("/proc/self/task")
         return not tasks.exists() or (tasks / str(self._id)).exists()
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
+import multiprocessing.util
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from verl_profiling import clock
+from verl_profiling import clock, termination
 from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.capture import HANDOVER_S, Capture
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
+from verl_profiling.capture.orphan import LOOK_S, OrphanWatch, is_orphan, leave_result
 from verl_profiling.capture.prediction import Predictions
 from verl_profiling.capture.replies import (
     another_is_open,
@@ -52,6 +56,7 @@ class Session:
         """Forget everything. A forked child calls this: it inherits the slot, but records nothing."""
         self.sink: StageSink | None = None
         self._capture: Capture | None = None
+        self._watch: OrphanWatch | None = None
         self._last: CaptureResult | None = None
         self._roles: dict[str, RoleConfig] = {}
         self._lock = threading.RLock()
@@ -76,6 +81,8 @@ class Session:
         with self._lock:
             if not self._roles:
                 atexit.register(self.leave)
+                if multiprocessing.parent_process() is not None:  # forked, it runs no others
+                    multiprocessing.util.Finalize(None, self.leave, exitpriority=100)
                 self._hooks = FinishHooks(config.after)
             self._roles[identity.name] = role
             self._finish_s = max(self._finish_s, config.timeouts.finish_s)
@@ -101,11 +108,15 @@ class Session:
             if not role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
                 self._hooks.begun(request, identity, recorded=False)
                 return self._reply(identity, "skipped", received_ns, reason="not selected")
+            if self._capture is not None and is_orphan(self._capture.request):
+                self._rescue(self._capture)
             if self._capture is not None:
                 return self._join(self._capture, request, identity, received_ns)
             capture = Capture(request, role, identity, self._finisher, self._predictions, self._handover_s)
             expected = capture.open()
             self._capture = capture
+            self._watch = OrphanWatch(request, partial(self._rescue, capture))
+            termination.hold()
             self.sink = capture.sink
             self._hooks.begun(request, identity)
             status: StartStatus = "armed" if capture.state is State.ARMED else "recording"
@@ -162,12 +173,26 @@ class Session:
                     capture.identity,
                     capture.request.step,
                 )
-                self._close(capture)
+                leave_result(capture.request, self._close(capture))
         if not self._finisher.drain(self._finish_s):
             logger.error(
                 "artifacts were still being compressed after %.0f s; they stay uncompressed", self._finish_s
             )
         self._hooks.drain(self._finish_s)
+
+    def _rescue(self, capture: Capture) -> bool:
+        """Close a capture whose loop is gone; return whether that was possible, or had been done."""
+        if self._capture is not capture:
+            return True
+        if not capture.try_stop(LOOK_S):
+            return False
+        with self._lock:
+            if self._capture is capture:
+                capture.notes.append(
+                    f"{capture.request.loop}, which captured, is gone; this process stopped by itself"
+                )
+                leave_result(capture.request, self._close(capture))
+        return True
 
     def _close(self, capture: Capture) -> CaptureResult:
         try:
@@ -175,6 +200,9 @@ class Session:
         finally:
             self.sink = None
             self._capture = None
+            if self._watch is not None:
+                self._watch.end()
+            termination.release()
         return self._last
 
     def _join(

@@ -136,6 +136,11 @@ class _Callback:
             )
         self._entered = True
 
+    def _abandoned(self, hook: str, error: Exception) -> Iterator[Round]:
+        """Return what stops the workers after a hook failed while they record."""
+        controller = self._live()
+        return controller.abandon(f"{hook}: {_raised(error)}") if controller is not None else iter(())
+
     def _failed(self, hook: str, error: Exception, loop_raised: bool = False) -> None:
         """The one failure boundary of the hooks: training goes on unless the settings are strict.
 
@@ -238,7 +243,7 @@ class ProfilingCallback(_Callback):
         """
         if (controller := self._live()) is not None:
             logger.warning("closing the capture after %s: %s", type(error).__name__, error)
-            self._drive("on_exception", controller.close(complete=False), loop_raised=True)
+            self._drive("on_exception", controller.close(False, _raised(error)), loop_raised=True)
 
     def on_train_end(self) -> None:
         """Close an open capture, and wait for artifacts that are being compressed."""
@@ -254,6 +259,8 @@ class ProfilingCallback(_Callback):
             for round_ in rounds:
                 round_.wait()
         except Exception as error:
+            for round_ in self._abandoned(hook, error):
+                round_.wait()
             self._failed(hook, error, loop_raised)
 
 
@@ -310,7 +317,7 @@ class AsyncProfilingCallback(_Callback):
         """See :meth:`ProfilingCallback.on_exception`."""
         if (controller := self._live()) is not None:
             logger.warning("closing the capture after %s: %s", type(error).__name__, error)
-            await self._drive("on_exception", controller.close(complete=False), loop_raised=True)
+            await self._drive("on_exception", controller.close(False, _raised(error)), loop_raised=True)
 
     async def on_train_end(self) -> None:
         """See :meth:`ProfilingCallback.on_train_end`."""
@@ -325,7 +332,14 @@ class AsyncProfilingCallback(_Callback):
             for round_ in rounds:
                 await round_.wait_async()
         except Exception as error:
+            for round_ in self._abandoned(hook, error):
+                await round_.wait_async()
             self._failed(hook, error, loop_raised)
+
+
+def _raised(error: BaseException) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _refuse_event_loop() -> None:

@@ -21,6 +21,7 @@ from verl_profiling import clock
 from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog
+from verl_profiling.controller.ending import LoopEnding
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture
 from verl_profiling.controller.order import LoopOrder
@@ -31,7 +32,7 @@ from verl_profiling.controller.spmd import Alone, find_peers
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.controller.targets import Call, Round, Target, Waiting, Worker, make_targets
 from verl_profiling.errors import ConfigError, ProfilingError, choices_hint
-from verl_profiling.identity import WorkerIdentity
+from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, StepRange
@@ -75,6 +76,7 @@ class Controller:
         self._unanswered: list[Call] = []
         self._captures = count(1)
         self._notes: list[str] = []
+        self._ending = LoopEnding(self.train_end)
         self.order = LoopOrder()
 
     def add(self, role: str, workers: Any, loop: AbstractEventLoop | None) -> None:
@@ -132,7 +134,7 @@ class Controller:
                 live.steps.append(step)
                 return
             logger.warning("step %d begins while step %d is being captured; closing it", step, live.steps[-1])
-            yield from self.close(complete=False)
+            yield from self.close(complete=False, why=f"step {step} began before this one had ended")
         step_range = self.config.schedule.step_range(step)
         if step_range is None:
             return
@@ -140,7 +142,7 @@ class Controller:
         live = yield from self._open(step_range, step, policy_version)
         if live is None:
             return
-        self.live, self.sink = live, live.spans
+        self._set_live(live)
         driven = [target for target in self._targets if self._is_driven(target)]
         self._say_begun(live, driven)
         yield from self._start(live, [t for t in driven if not self._has_windows(t)], live.request)
@@ -191,8 +193,26 @@ class Controller:
         if self._folders.wrote_last(step):
             self._folders.add_metrics(*finite_numbers(metrics))
 
-    def close(self, complete: bool) -> Iterator[Round]:
+    def abandon(self, why: str) -> Iterator[Round]:
+        """Close the capture after a hook failed, at all events so that no worker goes on recording."""
+        try:
+            yield from self.close(complete=False, why=why)
+        except Exception as error:
+            live = self.live
+            if live is None:
+                return
+            logger.error("%s; closing the capture failed, too: %s: %s", why, type(error).__name__, error)
+            self._set_live(None)
+            for request in (live.request, live.rollout_request):
+                if request is not None:
+                    self._send(self._targets, "stop_capture", request.capture_id)
+
+    def close(self, complete: bool, why: str = "") -> Iterator[Round]:
         """Stop all workers and write the step folder.
+
+        Args:
+            complete: The step has ended.
+            why: Why not.
 
         Raises:
             ProfilingError: Something failed, and the settings are strict.
@@ -201,12 +221,13 @@ class Controller:
         live = self.live
         if live is None:
             return
+        live.notes += [f"the step was cut short: {why}"] if why else []
         end_ns = clock.now_ns()
         stages = live.spans.close()
         yield from self._close_rollout_window(live)
         targets = [target for target in self._targets if not self._has_windows(target)]
         yield from self._stop(live, targets, live.request)
-        self.live = self.sink = None
+        self._set_live(None)
         participants = live.participants
         manifest = live.manifest(self._identity, end_ns, self._notes)
         manifest = msgspec.structs.replace(
@@ -227,9 +248,10 @@ class Controller:
                 f"step {live.request.step}: {failed[0].name} {failed[0].status}: {failed[0].reason}"
             )
 
-    def train_end(self) -> Iterator[Round]:
+    def train_end(self, why: str = "training ended inside it") -> Iterator[Round]:
         """Close what is open; wait for overdue stops, then for artifacts that are being compressed."""
-        yield from self.close(complete=False)
+        self._ending.ended()
+        yield from self.close(complete=False, why=why)
         finish_s = self.config.timeouts.finish_s
         if calls := self._late.calls:
             yield Round(calls, finish_s)
@@ -283,6 +305,7 @@ class Controller:
                 workers=self._workers(),
                 last=self._is_last(step_range),
                 upload=remote.upload_of(folder) if (remote := self._folders.run.remote) else None,
+                loop=ProcessId.current(),
             )
 
         self._peers = self._peers or find_peers(self.config, self._targets, self._folders)
@@ -335,6 +358,10 @@ class Controller:
         others = self._peers.unfinished if self._peers is not None else set()
         return self._folders.unfinished | self._late.folders | others
 
+    def _set_live(self, live: OpenCapture | None) -> None:
+        self.live, self.sink = live, live.spans if live is not None else None
+        self._ending.records(live is not None)
+
     def _say_begun(self, live: OpenCapture, targets: Iterable[Target]) -> None:
         """Write what is expected, so that the folder explains itself whatever becomes of this process."""
         if live.request.keep and self._peers is not None and self._peers.writes:
@@ -346,6 +373,7 @@ class Controller:
         self, live: OpenCapture, targets: Iterable[Target], request: CaptureRequest
     ) -> Iterator[Round]:
         round_ = Round(self._send(targets, "start_capture", request), self.config.timeouts.start_s)
+        live.participants.take_calls(round_)
         yield round_
         self._remember_unanswered(round_)
         live.participants.take_starts(round_, request)

@@ -67,6 +67,11 @@ class Participants:
         self._opening: dict[str, list[Handshake]] = {}
         self._closing: dict[str, list[Handshake]] = {}
 
+    def take_calls(self, round: Round) -> None:
+        """Note who was called to start: whatever happens now, they have to be stopped."""
+        for call in round.calls:
+            self._all.setdefault(call.worker, _Participant(self._identity(call.worker)))
+
     def take_starts(self, round: Round, request: CaptureRequest) -> None:
         """Take the answers to ``start_capture``."""
         for call in round.calls:
@@ -87,8 +92,11 @@ class Participants:
         overdue = []
         for call in round.calls:
             entry = self._all.get(call.worker)
-            if entry is None or entry.started is None:
+            if entry is None or (entry.started is None and entry.results):
                 self.finished += getattr(call.reply(), "finished", ())
+                continue
+            if entry.started is None:
+                self._take_interrupted(entry, call, request)
                 continue
             reply = self._reply(call, StopReply)
             if reply is not None:
@@ -121,6 +129,16 @@ class Participants:
         recorder = self._all[call.worker].recorder
         alive = recorder.process.alive() if recorder is not None else None
         return alive is False or (alive is None and call.died)
+
+    def _take_interrupted(self, entry: _Participant, call: Call, request: CaptureRequest) -> None:
+        """Take what a worker recorded whose answer to the start nobody waited for: an exception came."""
+        reply = self._reply(call, StopReply)
+        if reply is None:
+            reason = "the start of the capture was interrupted before the worker had answered"
+            entry.results.append(self._failed(entry, request, reason, call.target))
+        elif reply.result.status != "skipped":
+            entry.identity = self._known[call.worker] = reply.result.identity
+            entry.results.append(_labelled(reply.result, request, call.target))
 
     def take_late_stop(self, call: Call, request: CaptureRequest) -> CaptureResult | None:
         """Note an answer to ``stop_capture`` that came late; return the worker's result, if there is one."""

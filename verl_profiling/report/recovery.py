@@ -75,8 +75,9 @@ def recover(path: Path, *, force: bool = False) -> list[Recovered]:
         TraceFormatError: There is no step.
         OSError: A manifest cannot be written.
     """
-    path = the_run(path)
-    folders = [path] if is_step(path) else step_folders(path) if path.is_dir() else []
+    path = the_run(path.resolve())
+    one = is_step(path) or (path.is_dir() and path in step_folders(path.parent))
+    folders = [path] if one else step_folders(path) if path.is_dir() else []
     if not folders:
         raise TraceFormatError(path, "holds no step folders")
     return [_recover(folder, force) for folder in folders]

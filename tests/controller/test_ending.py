@@ -1,0 +1,206 @@
+"""A loop that ends without saying so: by a signal, an exception that nobody reports, or ``sys.exit``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import ray
+from conftest import ROOT, Pool
+from test_callback import configured, local_worker, manifest, set_up
+
+from verl_profiling import ProfilingCallback
+from verl_profiling.capture.session import Session
+from verl_profiling.controller.participants import Participants
+from verl_profiling.manifest import Manifest
+from verl_profiling.run_files import read_manifest
+
+PROGRAM = """
+    import os, signal, sys, time
+    from fleet import TrainWorker
+    from verl_profiling import ProfilingCallback, stage
+    scenario = sys.argv[1]
+    config = {
+        "enable": True,
+        "tool": "tools.example_tool:CProfileTool",
+        "save_path": "run",
+        "schedule": {"steps": [1, 2]},
+    }
+    worker = TrainWorker()
+    worker.init_capture(config, role="actor")
+    profiling = ProfilingCallback(config)
+    profiling.add_workers("actor", worker)
+    if scenario == "own handler":
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(3))
+    for step in (1, 2):
+        profiling.on_step_begin(step)
+        with stage("update_actor"):
+            sum(range(1000))
+        if step == 2:
+            if scenario == "raises":
+                raise ValueError("out of memory")
+            if scenario == "exits":
+                sys.exit(5)
+            if scenario == "interrupted":
+                os.kill(os.getpid(), signal.SIGINT)
+            if scenario == "child":
+                ready, says = os.pipe()
+                child = os.fork()
+                if not child:
+                    os.write(says, b"1")
+                    time.sleep(30)
+                    os._exit(0)
+                os.read(ready, 1)
+                os.kill(child, signal.SIGTERM)
+                _, status = os.waitpid(child, 0)
+                sys.exit(os.WTERMSIG(status))
+            if scenario in ("terminated", "own handler"):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(30)
+        profiling.on_step_end()
+        if scenario == "between":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+"""
+
+
+def end(folder: Path, scenario: str) -> tuple[int, str]:
+    """Run the loop; return its exit status and what it printed."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), scenario],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def read(folder: Path, step: int = 2) -> Manifest:
+    """Return the manifest of a step."""
+    return read_manifest(folder / "run" / f"step_{step:06d}")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "status", "why"),
+    [
+        ("terminated", 143, "ended by SIGTERM"),
+        ("own handler", 3, "the process of the loop ended"),
+        ("interrupted", -signal.SIGINT, "ended with KeyboardInterrupt"),
+        ("raises", 1, "ended with ValueError: out of memory"),
+        ("exits", 5, "the process of the loop ended"),
+        ("child", signal.SIGTERM, "the process of the loop ended"),
+    ],
+)
+def test_what_was_recorded_is_written_and_the_manifest_says_why(
+    tmp_path: Path, scenario: str, status: int, why: str
+) -> None:
+    """The process ends as it would have, but for the status of SIGTERM; a forked child dies as before."""
+    assert end(tmp_path, scenario)[0] == status
+    whole, cut = read(tmp_path, 1), read(tmp_path, 2)
+    assert (whole.state, whole.complete, whole.notes) == ("written", True, [])
+    assert (cut.state, cut.complete) == ("written", False)
+    [note] = cut.notes
+    assert why in note
+    assert [artifact.status for artifact in cut.workers[0].artifacts] == ["ok"]
+    assert [span.name for span in cut.workers[0].stages] == ["update_actor"]
+
+
+def test_between_captures_the_signal_kills_as_ever(tmp_path: Path) -> None:
+    """Nothing is replaced while nothing records."""
+    assert end(tmp_path, "between")[0] == -signal.SIGTERM
+    assert read(tmp_path, 1).complete
+
+
+def test_a_handler_is_there_while_a_capture_is_open_and_no_longer(tmp_path: Path, session: Session) -> None:
+    """And none that is the user's own is touched."""
+    config = configured(tmp_path, schedule={"steps": [1, 2]})
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    callback.on_step_begin(1)
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    callback.on_step_end()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    own = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        callback.on_step_begin(2)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        callback.on_step_end()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, own)
+    callback.on_train_end()
+
+
+class _InterruptedError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("hook", ["start", "stop"])
+def test_a_hook_that_is_interrupted_leaves_no_worker_recording(tmp_path: Path, pool: Pool, hook: str) -> None:
+    """Ctrl-C while the callback waits: who was called is stopped, and what they have is kept."""
+    config = configured(tmp_path, timeouts={"start_s": 20, "stop_s": 20})
+    switches = tmp_path / "switches"
+    switches.mkdir()
+    set_up(config, pool.sync[:2])
+    ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[:2])
+
+    def interrupt(number: int, frame: object) -> None:
+        (switches / hook).unlink()
+        raise _InterruptedError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        if hook == "stop":
+            callback.on_step_begin(2)
+        (switches / hook).touch()
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(_InterruptedError) as raised:
+            callback.on_step_begin(2) if hook == "start" else callback.on_step_end()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    callback.on_exception(raised.value)
+    for actor in pool.sync[:2]:
+        assert ray.get(actor.is_idle.remote())
+    callback.on_train_end()
+    written = manifest(config)
+    assert [(worker.name, worker.status) for worker in written.workers] == [
+        ("actor_rank0", "ok"),
+        ("actor_rank1", "ok"),
+    ]
+    assert any("_InterruptedError" in note for note in written.notes)
+
+
+@pytest.mark.parametrize("failing", ["take_starts", "take_stops", "clocks"])
+def test_a_hook_that_fails_leaves_no_worker_recording(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Whatever of ours raises, in whatever hook, and again when the capture is closed."""
+    config = configured(tmp_path, schedule={"steps": [1, 2]})
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise RuntimeError("a bug of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Participants, failing, fail)
+        callback.on_step_begin(1)
+        callback.on_step_end()
+        assert session.sink is None
+    callback.on_step_begin(2)
+    assert session.sink is not None
+    callback.on_step_end()
+    assert manifest(config, 2).workers[0].status == "ok"
+    callback.on_train_end()

@@ -1,0 +1,74 @@
+"""SIGTERM while something records: the process unwinds, so that what was recorded is written.
+
+Only the default action is replaced, and only while something records: a process whose owner handles the
+signal, as Ray's processes do, ends as its owner says, which runs exit handlers or not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+__all__ = ["hold", "release", "was_terminated"]
+
+_lock = threading.Lock()
+_held = 0
+_process = 0
+_terminated = False
+
+
+def hold() -> None:
+    """From now on, SIGTERM raises ``SystemExit`` in the main thread, if it would have killed the process."""
+    global _held, _process
+    with _lock:
+        _held += 1
+        _process = os.getpid()
+        if _on_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _unwind)
+
+
+def release() -> None:
+    """Take back one :func:`hold`; after the last one, the signal kills again."""
+    global _held
+    with _lock:
+        _held = max(0, _held - 1)
+        if not _held:
+            _restore()
+
+
+def was_terminated() -> bool:
+    """Return whether SIGTERM is why this process ends."""
+    return _terminated
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    global _terminated
+    # It was released on a thread that cannot restore the action, or this child was forked just now.
+    if not _held or _process != os.getpid():
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return
+    _terminated = True
+    raise SystemExit(128 + number)
+
+
+def _restore() -> None:
+    if _on_main_thread() and signal.getsignal(signal.SIGTERM) is _unwind:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _forget() -> None:
+    """A forked child records nothing, and dies of the signal as before."""
+    global _held, _lock
+    _lock = threading.Lock()
+    _held = 0
+    _restore()
+
+
+os.register_at_fork(after_in_child=_forget)
