@@ -160,3 +160,26 @@ def test_what_stays_on_disk_is_planned(tmp_path: Path, capsys: pytest.CaptureFix
     limits = {"keep_last": 5, "keep_slowest": 2}
     assert planned(tmp_path, {"enable": True, "limits": limits}) == 0
     assert "  kept on disk: the last 5, and the 2 of the longest steps\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rollout", "stack", "part"),
+    [
+        ({"max_window_s": None}, False, "10,000 iterations take 6 GB"),
+        ({"max_window_s": None, "count": 500}, True, "rollout.count=500 with stacks"),
+        ({"max_window_s": None, "count": 500}, False, ""),
+        ({"max_window_s": None}, True, ""),
+        ({}, False, ""),
+    ],
+)
+def test_an_engine_that_records_without_a_bound_is_cautioned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rollout: dict[str, Any], stack: bool, part: str
+) -> None:
+    """With what is known of its size; a window of seconds, or of a few iterations, is a bound."""
+    config = {"enable": True, "rollout": rollout, "tools": {"torch": {"stack": stack}}}
+    assert planned(tmp_path, config) == 0
+    printed = capsys.readouterr().out
+    assert ("caution: " in printed) == bool(part)
+    assert part in printed
+    assert planned(tmp_path, {**config, "tool": "spans"}) == 0
+    assert "caution: " not in capsys.readouterr().out

@@ -63,6 +63,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         warm_ups: Steps up to there that run the tools and discard the recording.
         never: Listed steps that are outside of the run.
         kept: Captures that stay, in words; empty if all do.
+        cautions: What is allowed, and likely to hurt the run.
         roles: One entry for each role that the settings name, and one for all others.
     """
 
@@ -75,6 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     warm_ups: list[int]
     never: list[int]
     kept: str
+    cautions: list[str]
     roles: list[PlannedRole]
 
 
@@ -99,6 +101,7 @@ def plan_of(config: ProfilingConfig, steps: int | None = None) -> Plan:
         warm_ups=warm_ups,
         never=[step for step in schedule.steps or () if steps is not None and step > steps],
         kept=_kept(config.limits),
+        cautions=config.cautions(),
         roles=roles,
     )
 

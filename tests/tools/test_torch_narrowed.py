@@ -14,12 +14,18 @@ from verl_profiling import stage
 from verl_profiling.capture.session import Session
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.testing import record_step
-from verl_profiling.tools.memory import own_bytes
+from verl_profiling.tools.memory import give_back, own_bytes
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 pytestmark = pytest.mark.skipif(own_bytes() is None, reason="only Linux tells the memory of a process")
 
 ONE = torch.ones(1)
+
+
+@pytest.fixture(autouse=True)
+def _heap_of_one_piece() -> None:
+    """What earlier tests left is given back, so that it costs no time to look at."""
+    give_back()
 
 
 def work(events: int) -> None:

@@ -153,14 +153,16 @@ class Capture:
                     logger.exception("%s: tool %s failed in step()", self.identity, tool.name)
         self._guard.mini_batch()
 
-    def _ask_to_end(self, running: RunningTool, reason: str) -> None:
+    def _ask_to_end(self, running: RunningTool) -> None:
         """Let a thread end a recording that is not inside of an operator: the main one, or at a stage's end.
 
         To stop torch while another thread is inside of one has ended the process.
         """
 
         def end() -> None:
-            if not self._lock.held_here:
+            if running not in self._recordings or self._lock.held_here:
+                return
+            if reason := self._guard.overrun(running):
                 self._end_early(running, reason)
 
         if not running.tool.any_thread:

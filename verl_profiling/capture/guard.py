@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ class Guard:
         workers: How many workers are captured in all.
         recordings: Returns what records now.
         end_early: Ends one of them, with the reason, on the thread that has done a mini-batch.
-        ask_to_end: Lets one of them be ended; called on a thread that may not do so.
+        ask_to_end: Lets one be ended, if it exceeds the limits then; called on a thread that may not do so.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Guard:
         workers: int,
         recordings: Callable[[], Sequence[RunningTool]],
         end_early: Callable[[RunningTool, str], None],
-        ask_to_end: Callable[[RunningTool, str], None],
+        ask_to_end: Callable[[RunningTool], None],
     ) -> None:
         self._limits = limits
         self._neighbours = _neighbours(workers)
@@ -82,30 +82,28 @@ class Guard:
         self.mini_batches += 1
         if self._thread is not None:
             done = f"ended after {self.mini_batches} mini-batches, before the next one: "
-            for running, reason in self._overruns((self.mini_batches + 1) / self.mini_batches):
-                self._end_early(running, done + reason)
+            for running in self._recordings():
+                if reason := self.overrun(running, (self.mini_batches + 1) / self.mini_batches):
+                    self._end_early(running, done + reason)
 
     def exceeds(self, footprint: Footprint, folder: Path) -> str:
         """Return why a recording of that size cannot be; empty if it can."""
         return overrun(self._limits, footprint, folder, self._neighbours)
 
+    def overrun(self, running: RunningTool, growth: float = 1.0) -> str:
+        """Return why a recording has to end, or would if larger by a factor; empty if it may go on."""
+        try:
+            footprint = running.recording.footprint()
+        except Exception:
+            logger.exception("tool %s does not say what it takes", running.tool.name)
+            return ""
+        return self.exceeds(footprint.scaled(growth), running.destination.folder) if footprint else ""
+
     def _run(self) -> None:
         while not self._ended.wait(PERIOD_S):
-            for running, reason in self._overruns(1.0):
-                self._ask_to_end(running, reason)
-
-    def _overruns(self, growth: float) -> Iterator[tuple[RunningTool, str]]:
-        """Yield what exceeds the limits, or would if it were larger by a factor, and why."""
-        for running in self._recordings():
-            try:
-                footprint = running.recording.footprint()
-            except Exception:
-                logger.exception("tool %s does not say what it takes", running.tool.name)
-                continue
-            if footprint is None:
-                continue
-            if reason := self.exceeds(footprint.scaled(growth), running.destination.folder):
-                yield running, reason
+            for running in self._recordings():
+                if self.overrun(running):
+                    self._ask_to_end(running)
 
 
 def _neighbours(workers: int) -> int:

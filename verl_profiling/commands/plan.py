@@ -70,6 +70,8 @@ def _lines(plan: Plan, steps: int | None) -> Iterator[str]:
         yield f"  never come in {steps} steps: {_few(plan.never)}"
     if plan.kept:
         yield f"  kept on disk: {plan.kept}"
+    for caution in plan.cautions:
+        yield f"caution: {caution}"
     for role in plan.roles:
         yield f"role {role.role}" if role.role else ("every other role" if plan.roles[1:] else "every role")
         if not role.captured:

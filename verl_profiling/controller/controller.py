@@ -122,6 +122,8 @@ class Controller:
                 if role not in roles:
                     text = f"{key}: no workers were added as {role!r}; {choices_hint(role, roles)}"
                     self._notes.append(text)
+        if any(target.is_rollout for target in self._targets):
+            self._notes += self.config.cautions()
         for text in self._notes:
             if text not in before:
                 logger.warning("%s", text)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.ranks import Ranks
 from verl_profiling.remote import check_url, is_url
 from verl_profiling.settings.after import AfterHook
@@ -247,6 +248,14 @@ class ProfilingConfig:
             stages=frozenset(stages) if stages is not None else None,
             limits=self.limits,
         )
+
+    def cautions(self) -> list[str]:
+        """Return what is allowed, and likely to hurt the run."""
+        rollout = self.for_role(ROLLOUT_ROLE)
+        options = [getattr(tool.options, "stack", None) for tool in rollout.tools if tool.name == "torch"]
+        if not (rollout.enable and options):
+            return []
+        return [caution] if (caution := self.rollout.caution(bool(options[0]))) else []
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain, JSON-compatible values, as :meth:`from_any` takes them."""

@@ -39,7 +39,7 @@ class Growth:
     """How much more memory this process uses than when the object was made.
 
     What the allocator had in reserve may be used up without the process growing, so glibc is asked for what
-    is in use, too. It walks over all that is free, which may take milliseconds: at most a hundredth of the
+    is in use, too. It walks over all that is free, which may take milliseconds: at most a thirtieth of the
     time goes into that.
     """
 
@@ -58,8 +58,8 @@ class Growth:
 
     def _heap_bytes(self) -> int:
         """Return what glibc has handed out; 0 with another allocator, or before glibc 2.33."""
-        begin_s = time.monotonic()
-        if begin_s >= self._next_s:
+        if time.monotonic() >= self._next_s:
+            begin_s = time.thread_time()
             try:
                 mallinfo2 = ctypes.CDLL(None).mallinfo2
             except (AttributeError, OSError):
@@ -68,8 +68,7 @@ class Growth:
             mallinfo2.restype = _Mallinfo2
             found = mallinfo2()
             self._in_use = found.uordblks + found.hblkhd
-            end_s = time.monotonic()
-            self._next_s = end_s + 100 * (end_s - begin_s)
+            self._next_s = time.monotonic() + 30 * (time.thread_time() - begin_s)
         return self._in_use
 
 

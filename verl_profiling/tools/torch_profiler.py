@@ -239,7 +239,8 @@ class _TorchRecording(Recording):
         self._event_size = _EventSize.of(options)
         self._on_accelerator = activities != [torch.profiler.ProfilerActivity.CPU]
         profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
-        self._growth = self._whole_growth = Growth()
+        self._whole_growth = Growth()
+        self._growth: Growth | None = self._whole_growth
         profiler.start()
         self._other.watch()
 
@@ -263,14 +264,16 @@ class _TorchRecording(Recording):
     def step(self) -> None:
         self._mini_batches += 1
         if self._options.mini_batches is not None:
-            self._other.unwatch()  # a step may start ours, after its wait
+            growth, self._growth = self._growth, None  # a step may copy all events
+            self._other.unwatch()  # and start ours, after its wait
             self._profiler.step()
             self._other.watch()
-            if self._profiler.current_action.name == "NONE":  # what follows is not recorded yet, or no more
-                self._growth = Growth()
+            waits = self._profiler.current_action.name == "NONE"  # nothing is recorded yet, or no more
+            self._growth = Growth() if waits else growth
 
     def footprint(self) -> Footprint | None:
-        grown, size = self._growth.bytes(), self._event_size
+        growth, size = self._growth, self._event_size
+        grown = growth.bytes() if growth is not None else None
         if grown is None:
             return None
         events = grown // size.recorded
