@@ -235,15 +235,17 @@ class Controller:
         manifest = msgspec.structs.replace(
             manifest, complete=complete, stages=stages, workers=participants.results()
         )
-        if live.request.keep and self._peers is not None:
-            whole = yield from self._peers.conclude(manifest, live.folder, participants.finished)
-            if whole is not None:
-                manifest = self._written(live, whole)
-            self.last_folder = live.folder
-        self._hooks.ended(live.request.capture_id, lambda: self._folders.is_written(live.folder))
-        self._take_late_answers()
-        for finished in participants.finished:
-            self._folders.note(finished)
+        try:
+            if live.request.keep and self._peers is not None:
+                whole = yield from self._peers.conclude(manifest, live.folder, participants.finished)
+                if whole is not None:
+                    manifest = self._written(live, whole)
+                self.last_folder = live.folder
+            self._hooks.ended(live.request.capture_id, lambda: self._folders.is_written(live.folder))
+        finally:  # a manifest that cannot be written costs no news of earlier steps
+            self._take_late_answers()
+            for finished in participants.finished:
+                self._folders.note(finished)
         failed = [worker for worker in manifest.workers if worker.status not in ("ok", "skipped")]
         if failed and self.config.strict:
             raise ProfilingError(
