@@ -13,8 +13,9 @@ from conftest import Pool
 from example_loops import settings
 from fleet import WorkerGroup
 
-from verl_profiling import ConfigError
+from verl_profiling import ConfigError, ProfilingCallback
 from verl_profiling.controller.targets import Call, Round, make_targets
+from verl_profiling.workers import CaptureMixin
 
 
 class Local:
@@ -150,3 +151,12 @@ def test_a_group_binds_its_own_methods_first() -> None:
     [target] = make_targets("actor", Group())
     assert [call.reply() for call in target.call("start_capture", 3)] == [3, 4]
     assert target.size == 2
+
+
+@pytest.mark.parametrize(("first", "second"), [("my/role", "my role"), ("x" * 80 + "a", "x" * 80 + "b")])
+def test_roles_whose_files_would_have_the_same_names_are_refused(first: str, second: str) -> None:
+    """When they are added, before one overwrites the other's traces; the same group may have several names."""
+    callback = ProfilingCallback({"enable": True, "tool": "spans"})
+    callback.add_workers(first, CaptureMixin())
+    with pytest.raises(ConfigError, match="files of the same names"):
+        callback.add_workers(second, CaptureMixin())

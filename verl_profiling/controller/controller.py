@@ -32,7 +32,7 @@ from verl_profiling.controller.spmd import Alone, find_peers
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.controller.targets import Call, Round, Target, Waiting, Worker, make_targets
 from verl_profiling.errors import ConfigError, ProfilingError, choices_hint
-from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.identity import ProcessId, WorkerIdentity, safe_name
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, StepRange
@@ -83,10 +83,16 @@ class Controller:
         """Register workers; those registered under another role already get one name more.
 
         Raises:
-            ConfigError: There are none, the role has some already, or one has no capture methods.
+            ConfigError: There are none, the role has some already, its files would have the names of
+                another's, or one has no capture methods.
         """
         if any(role in target.roles for target in self._targets):
             raise ConfigError("", f"role {role!r} has its workers already; add all of a role at once")
+        for other in (other for target in self._targets for other in target.roles):
+            if safe_name(other) == safe_name(role):
+                raise ConfigError(
+                    "", f"roles {other!r} and {role!r} have files of the same names; rename one of them"
+                )
         by_key = {target.key: target for target in self._targets}
         for target in make_targets(role, workers, loop):
             if (known := by_key.get(target.key)) is not None:
