@@ -155,7 +155,7 @@ def test_a_group_binds_its_own_methods_first() -> None:
 
 @pytest.mark.parametrize(("first", "second"), [("my/role", "my role"), ("x" * 80 + "a", "x" * 80 + "b")])
 def test_roles_whose_files_would_have_the_same_names_are_refused(first: str, second: str) -> None:
-    """When they are added, before one overwrites the other's traces; the same group may have several names."""
+    """When they are added, before one overwrites the other's traces."""
     callback = ProfilingCallback({"enable": True, "tool": "spans"})
     callback.add_workers(first, CaptureMixin())
     with pytest.raises(ConfigError, match="files of the same names"):
