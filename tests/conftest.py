@@ -142,6 +142,7 @@ def ray_cluster(_ray_ends: None) -> None:
     if ray.is_initialized():
         return
     ray.init(
+        address="local",  # whatever cluster runs on this machine
         num_cpus=4,
         num_gpus=0,
         include_dashboard=False,
