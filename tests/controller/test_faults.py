@@ -472,12 +472,12 @@ FULL_DISK = """
     from verl_profiling import stage
     from verl_profiling.testing import record_step
 
-    folder = Path(sys.argv[1])
-    with record_step(settings(), folder) as recorded, stage("update_actor"):
+    folder, any_room = Path(sys.argv[1]), {"min_free_bytes": 0}
+    with record_step(settings(limits=any_room), folder) as recorded, stage("update_actor"):
         train(int(sys.argv[2]))
     [artifact] = recorded.result.artifacts
     print(artifact.status, artifact.path, artifact.reason, sep="|")
-    with record_step(settings(tool="spans"), folder) as again, stage("update_actor"):
+    with record_step(settings(tool="spans", limits=any_room), folder) as again, stage("update_actor"):
         train()
     assert again.result.status == "ok"
 """
