@@ -32,7 +32,7 @@ WARM_UP = 4  # the first steps are slower
 CODE = (
     "verl_profiling/integrations/verl.py",
     "verl_profiling/integrations/verl_trainer.py",
-    "verl_profiling/integrations/verl_workers.py",
+    "verl_profiling/integrations/verl_training_workers.py",
     "verl_profiling/integrations/verl_servers.py",
 )
 UNPROFILED, PROFILED = 24, 8

@@ -22,7 +22,7 @@ from results import record, row
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.vllm_requests import watch_vllm
-from verl_profiling.integrations import verl_trainer, verl_workers
+from verl_profiling.integrations import verl_trainer, verl_training_workers
 
 CALLS = {
     "timer `step`": 1,
@@ -36,7 +36,7 @@ CALLS = {
 }
 CODE = (
     "verl_profiling/integrations/verl_trainer.py",
-    "verl_profiling/integrations/verl_workers.py",
+    "verl_profiling/integrations/verl_training_workers.py",
     "verl_profiling/engines/vllm_requests.py",
     "verl_profiling/capture/stage.py",
 )
@@ -97,11 +97,11 @@ def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
     method = Plain.method
     for wrapped in (
         stage("update_actor")(method),
-        verl_workers._critic_stage("values", method),
-        verl_workers._counted_mini_batch(method),
+        verl_training_workers._critic_stage("values", method),
+        verl_training_workers._counted_mini_batch(method),
     ):
         yield lambda: method(plain, 1), lambda wrapped=wrapped: wrapped(plain, 1)
-    verl_workers.hook_fsdp_engine(hooked)
+    verl_training_workers.hook_fsdp_engine(hooked)
     yield lambda: plain.prepare_micro_batches(1), lambda: hooked.prepare_micro_batches(1)
     log = RequestLog()
     log.serve(0, enable=True)

@@ -26,7 +26,7 @@ from verl_profiling.engines.death import how_processes_ended
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.recording import TraceRecording
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.engines.sglang_calls import ManagerCalls
+from verl_profiling.engines.sglang_transport import ManagerCalls
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig

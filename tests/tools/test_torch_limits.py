@@ -15,7 +15,7 @@ from verl_profiling import stage
 from verl_profiling.capture.session import Session
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.testing import RecordedStep, leaks, record_step
-from verl_profiling.tools.memory import available_bytes, give_back, own_bytes
+from verl_profiling.tools.process_memory import available_bytes, give_back, own_bytes
 
 pytestmark = pytest.mark.skipif(own_bytes() is None, reason="only Linux tells the memory of a process")
 
@@ -209,7 +209,7 @@ def test_the_estimate_is_near_and_the_memory_is_given_back(run_python: Any, tmp_
         from example_loops import settings
         from verl_profiling.capture.session import process_session
         from verl_profiling.testing import record_step
-        from verl_profiling.tools.memory import own_bytes
+        from verl_profiling.tools.process_memory import own_bytes
 
         one = torch.ones(1)
         def add():

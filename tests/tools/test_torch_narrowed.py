@@ -14,7 +14,7 @@ from verl_profiling import stage
 from verl_profiling.capture.session import Session
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.testing import record_step
-from verl_profiling.tools.memory import give_back, own_bytes
+from verl_profiling.tools.process_memory import give_back, own_bytes
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 pytestmark = pytest.mark.skipif(own_bytes() is None, reason="only Linux tells the memory of a process")

@@ -14,7 +14,7 @@ from verl_profiling.capture.prediction import Measured
 from verl_profiling.settings.limits import Limits
 from verl_profiling.settings.typed_values import in_units
 from verl_profiling.tools import Destination, Footprint, Recording, Tool
-from verl_profiling.tools.memory import available_bytes
+from verl_profiling.tools.process_memory import available_bytes
 
 __all__ = ["Guard", "RunningTool", "overrun"]
 

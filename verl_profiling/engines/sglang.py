@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from verl_profiling.engines.base import EngineAdapter, EngineTrace, TraceTool, new_spool, refuse_option
 from verl_profiling.engines.death import how_processes_ended
-from verl_profiling.engines.sglang_calls import HTTPCalls, ManagerCalls, SGLangCalls
+from verl_profiling.engines.sglang_transport import HTTPCalls, ManagerCalls, SGLangCalls
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig

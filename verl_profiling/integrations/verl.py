@@ -28,8 +28,8 @@ _HOOKS = {
     "verl.trainer.ppo.v1.trainer_base": "verl_trainer:hook_v1_trainer",
     "verl.trainer.ppo.ray_trainer": "verl_trainer:hook_v0_trainer",
     "verl.single_controller.ray.base": "verl_nsys:hook_worker_groups",
-    "verl.workers.engine_workers": "verl_workers:hook_workers",
-    "verl.workers.engine.fsdp.transformer_impl": "verl_workers:hook_fsdp_engine",
+    "verl.workers.engine_workers": "verl_training_workers:hook_workers",
+    "verl.workers.engine.fsdp.transformer_impl": "verl_training_workers:hook_fsdp_engine",
     "verl.workers.rollout.vllm_rollout.vllm_async_server": "verl_servers:hook_vllm_server",
     "verl.workers.rollout.sglang_rollout.async_sglang_server": "verl_servers:hook_sglang_server",
 }

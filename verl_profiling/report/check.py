@@ -10,7 +10,7 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, Artifact
 from verl_profiling.run_files import read_manifest, read_starts
-from verl_profiling.timeline.blocks import Blocks
+from verl_profiling.timeline.decompress import Blocks
 from verl_profiling.timeline.inputs import (
     UNWRITTEN,
     is_step,

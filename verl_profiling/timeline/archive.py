@@ -20,8 +20,8 @@ from typing import BinaryIO
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.blocks import Blocks, is_gzip
 from verl_profiling.timeline.controller import CONTROLLER
+from verl_profiling.timeline.decompress import Blocks, is_gzip
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import Source, StepInputs
 from verl_profiling.timeline.whole_files import whole_file

@@ -22,7 +22,7 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MAX_NS
-from verl_profiling.timeline.blocks import BLOCK_BYTES, Blocks
+from verl_profiling.timeline.decompress import BLOCK_BYTES, Blocks
 from verl_profiling.timeline.event import AbsoluteEvent, Event
 from verl_profiling.timeline.limits import MAX_US, Limits
 from verl_profiling.timeline.salvage import UNDECODABLE, Salvage, load_json

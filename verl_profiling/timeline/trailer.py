@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.blocks import Blocks
+from verl_profiling.timeline.decompress import Blocks
 from verl_profiling.timeline.salvage import load_json
 
 __all__ = ["read_trailer"]

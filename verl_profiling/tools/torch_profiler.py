@@ -15,7 +15,7 @@ import msgspec
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Footprint, Marks, Output, Recording, Tool
-from verl_profiling.tools.memory import Growth, give_back
+from verl_profiling.tools.process_memory import Growth, give_back
 from verl_profiling.tools.trace_file import output_of_raw_trace
 
 __all__ = ["MiniBatchWindow", "TorchOptions", "TorchTool"]
