@@ -256,12 +256,20 @@ class FaultRun:
         if fault.kind == "an engine dies":
             self._server.engine.fault = "died"
         if fault.kind == "the manifest cannot be written":
-            (self._folder(step) / MANIFEST_NAME).unlink(missing_ok=True)
-            (self._folder(step) / MANIFEST_NAME).mkdir()
+            self._block(self._folder(step) / MANIFEST_NAME)
         if fault.kind != "a step's end is left out":
             callback.on_step_end({"reward": 0.5})
         if fault.kind == "hooks come out of order":
             callback.on_step_end()
+
+    def _block(self, manifest: Path) -> None:
+        """Put a folder in its place; that the capture has begun may be written at the same moment."""
+        while not manifest.is_dir():
+            manifest.unlink(missing_ok=True)
+            try:
+                manifest.mkdir()
+            except FileExistsError:
+                continue
 
     def _work(self, step: int) -> None:
         for answer in [worker.work.remote(step) for worker in self._workers]:
