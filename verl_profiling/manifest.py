@@ -41,6 +41,7 @@ MAX_NS = 4 * 10**18
 """Largest time in a manifest or a trace (the year 2096): the sum or the difference of two fits 64 bits."""
 
 Ns = Annotated[int, msgspec.Meta(ge=-MAX_NS, le=MAX_NS)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 ArtifactStatus = Literal["ok", "pending", "missing", "empty", "truncated", "failed", "skipped"]
 CaptureStatus = Literal["ok", "failed", "empty", "truncated", "skipped"]
 ManifestState = Literal["begun", "written", "recovered"]
@@ -163,8 +164,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     begin_ns: Ns
     first_token_ns: Ns = 0
     end_ns: Ns
-    prompt_tokens: int
-    response_tokens: int
+    prompt_tokens: Count
+    response_tokens: Count
     policy_version: int | None = None
     failed: bool = False
 

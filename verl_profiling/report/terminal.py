@@ -114,7 +114,7 @@ def _stages(rows: list[StageRow]) -> Table:
     table = _table("Step anatomy", "stage", "runs", "seconds", "share", "")
     table.columns[-1].justify = "left"
     for row in rows:
-        bar = f"[cyan]{'█' * round(row.share * _BAR_CELLS)}[/cyan]"
+        bar = f"[cyan]{'█' * round(min(row.share, 1.0) * _BAR_CELLS)}[/cyan]"
         name = escape("  " * row.depth + row.name)
         table.add_row(name, str(row.runs), _seconds(row.duration_us), f"{row.share:.1%}", bar)
     return table
