@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ PROGRAM = """
             if scenario == "exits":
                 sys.exit(5)
             if scenario == "interrupted":
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
                 os.kill(os.getpid(), signal.SIGINT)
             if scenario == "child":
                 ready, says = os.pipe()
@@ -120,7 +122,17 @@ def test_between_captures_the_signal_kills_as_ever(tmp_path: Path) -> None:
     assert read(tmp_path, 1).complete
 
 
-def test_a_handler_is_there_while_a_capture_is_open_and_no_longer(tmp_path: Path, session: Session) -> None:
+@pytest.fixture
+def default_sigterm() -> Iterator[None]:
+    """SIGTERM ends the process, as where Ray has not been started: it has a handler of its own."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_is_there_while_a_capture_is_open_and_no_longer(
+    tmp_path: Path, session: Session, default_sigterm: None
+) -> None:
     """And none that is the user's own is touched."""
     config = configured(tmp_path, schedule={"steps": [1, 2]})
     callback = ProfilingCallback(config)
@@ -130,14 +142,11 @@ def test_a_handler_is_there_while_a_capture_is_open_and_no_longer(tmp_path: Path
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     callback.on_step_end()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    own = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        callback.on_step_begin(2)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-        callback.on_step_end()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, own)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    callback.on_step_begin(2)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    callback.on_step_end()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     callback.on_train_end()
 
 
