@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from conftest import Pool
@@ -129,7 +130,9 @@ def test_a_dead_actor_is_a_failed_entry(tmp_path: Path, pool: Pool, mortal: Any)
     callback.on_train_begin()
     callback.on_step_begin(1)
     ray.get([pool.sync[0].work.remote(), mortal.work.remote()])
+    process = psutil.Process(ray.get(mortal.__ray_call__.remote(lambda _: os.getpid())))
     ray.kill(mortal)
+    psutil.wait_procs([process], timeout=30)  # Ray only asks for it: the stop could still be answered
     callback.on_step_end()
     callback.on_step_begin(2)
     ray.get(pool.sync[0].work.remote())

@@ -25,7 +25,7 @@ from verl_profiling.controller.ending import LoopEnding
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture
 from verl_profiling.controller.order import LoopOrder
-from verl_profiling.controller.overdue_stops import OverdueStop, OverdueStops
+from verl_profiling.controller.overdue_stops import DYING_S, OverdueStop, OverdueStops
 from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.spmd import Alone, find_peers
@@ -265,6 +265,8 @@ class Controller:
         finish_s = self.config.timeouts.finish_s
         if calls := self._late.calls:
             yield Round(calls, finish_s)
+        if self._late.dying:
+            yield Waiting(self._late.wait_for_the_dying, min(DYING_S, finish_s))
         self._take_late_answers()
         pending = self._folders.pending_workers()
         owners = {id(target) for (target, _), identity in self._known.items() if identity.name in pending}

@@ -5,6 +5,7 @@ How long they are waited for at the end of training is in ``Controller.train_end
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,11 @@ from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.step_folders import StepFolders, WrittenStep
 from verl_profiling.controller.targets import Call
 
-__all__ = ["OverdueStop", "OverdueStops"]
+__all__ = ["DYING_S", "OverdueStop", "OverdueStops"]
+
+DYING_S = 20.0
+"""How long a killed process is waited for that is still to be seen: to give back its memory takes time."""
+_LOOK_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,17 @@ class OverdueStops:
     def folders(self) -> set[Path]:
         """The step folders into which they may still write."""
         return {written.folder for stop, written in self._overdue if not stop.call.future.done()}
+
+    @property
+    def dying(self) -> bool:
+        """Whether a worker is said to be dead whose process can still be seen."""
+        return any(stop.participants.is_ending(stop.call) for stop, _ in self._overdue)
+
+    def wait_for_the_dying(self, timeout_s: float) -> None:
+        """Wait until the processes of dead workers have ended, and write nothing any more."""
+        deadline = time.monotonic() + timeout_s
+        while self.dying and time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN_S)
 
     def expect(self, overdue: list[OverdueStop], written: WrittenStep) -> None:
         """Keep the calls of a capture whose manifest has been written without them."""
