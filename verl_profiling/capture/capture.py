@@ -398,10 +398,10 @@ class Capture:
         Raises:
             CaptureStateError: That thread did not run it.
         """
-        bound = any(not running.tool.any_thread for running in self._recordings)
-        if not bound or self._owner.is_current():
-            action()
-            return
+        with self._lock:  # a stage may be starting a recording on another thread
+            if self._may_stop_here():
+                action()
+                return
         try:
             self._owner.hand_over(action, self._handover_s)
         except OwnerAbsentError as absence:
