@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,36 @@ def test_a_thread_bound_tool_is_stopped_on_the_thread_that_started_it(tmp_path: 
     done.set()
     trainer.join()
     assert ThreadBound.threads == [trainer.ident, trainer.ident]
+
+
+class SlowToStart(ThreadBound):
+    """Starts when it is let to."""
+
+    starting = threading.Event()
+    go_on = threading.Event()
+
+    def start(self, destination: Destination) -> Recording:
+        """Say that it starts, and wait."""
+        self.starting.set()
+        self.go_on.wait(10)
+        return super().start(destination)
+
+
+def test_a_stop_beside_a_stage_that_starts_its_tool_leaves_the_tool_to_that_stage(tmp_path: Path) -> None:
+    """The stage's thread starts and stops it, and the stop returns as soon as the stage has ended."""
+    ThreadBound.threads.clear()
+
+    def train() -> None:
+        with stage("update_actor"):
+            pass
+
+    with record_step(of(SlowToStart, mode="discrete"), tmp_path):
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        owner = trainer.ident
+        SlowToStart.starting.wait(10)
+        threading.Timer(0.3, SlowToStart.go_on.set).start()
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 10
+    trainer.join()
+    assert ThreadBound.threads == [owner, owner]

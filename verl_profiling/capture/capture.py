@@ -34,6 +34,7 @@ __all__ = ["Capture"]
 logger = logging.getLogger(__name__)
 
 HANDOVER_S = 30.0
+LOOK_AGAIN_S = 0.2
 
 
 class Capture:
@@ -398,17 +399,25 @@ class Capture:
         Raises:
             CaptureStateError: That thread did not run it.
         """
-        with self._lock:  # a stage may be starting a recording on another thread
-            if self._may_stop_here():
-                action()
+        deadline = time.monotonic() + self._handover_s
+        while True:
+            with self._lock:  # a stage may be starting a recording on another thread
+                if self._may_stop_here():
+                    action()
+                    return
+            left_s = max(deadline - time.monotonic(), 0.0)
+            try:
+                self._owner.hand_over(action, min(left_s, LOOK_AGAIN_S))
                 return
-        try:
-            self._owner.hand_over(action, self._handover_s)
-        except OwnerAbsentError as absence:
-            raise CaptureStateError(
-                f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
-                f"started recording, {absence} ({self.identity}); start and stop on one thread"
-            ) from absence
+            except OwnerAbsentError as absence:
+                alive = self._owner.is_alive()
+                if alive and left_s:
+                    continue
+                why = f"which passed no stage for {self._handover_s:.1f} s" if alive else "which has ended"
+                raise CaptureStateError(
+                    f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
+                    f"started recording, {why} ({self.identity}); start and stop on one thread"
+                ) from absence
 
     def _destination(self, stage: str | None, occurrence: int) -> Destination:
         return Destination(

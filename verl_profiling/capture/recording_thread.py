@@ -98,12 +98,12 @@ class OwnerThread:
             OwnerAbsentError: The owner has ended, or passed no stage for ``timeout_s`` seconds.
         """
         if not self.is_alive():
-            raise OwnerAbsentError("which has ended")
+            raise OwnerAbsentError("the owner has ended")
         self._done.clear()
         self._action, self.waiting = action, True
         if not self._done.wait(timeout_s):
             self._withdraw()
-            raise OwnerAbsentError(f"which passed no stage for {timeout_s:.1f} s")
+            raise OwnerAbsentError(f"the owner passed no stage for {timeout_s:.1f} s")
 
     def _withdraw(self) -> None:
         self._action, self.waiting = None, False
