@@ -29,7 +29,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.settings.typed_values import Size, in_units
+from verl_profiling.settings.typed_values import Size
+from verl_profiling.units import byte_size
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- (table|file|results): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -101,7 +102,7 @@ def default_of(field: dataclasses.Field[Any], kind: Any) -> str:
     if factory is not dataclasses.MISSING:
         return "" if dataclasses.is_dataclass(factory) else f"`{json.dumps(factory())}`"
     if kind is Size:
-        return f"`{in_units(field.default).replace(' ', '')}`"
+        return f"`{byte_size(field.default).replace(' ', '')}`"
     if isinstance(field.default, tuple):
         return f"`[{', '.join(map(str, field.default))}]`"
     return f"`{field.default if isinstance(field.default, str) else json.dumps(field.default)}`"

@@ -27,7 +27,7 @@ HEAVY = (
 
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
-    ("errors", "clock", "termination"),
+    ("errors", "clock", "termination", "units"),
     ("named_files", "visible"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
@@ -47,7 +47,7 @@ FLOORS = (
 TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
-    *("errors", "clock", "named_files", "visible", "identity", "ranks"),
+    *("errors", "clock", "units", "named_files", "visible", "identity", "ranks"),
     *("manifest", "run_files", "nsys_ranges", "remote"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")

@@ -11,7 +11,6 @@ from example_loops import settings
 
 from verl_profiling import ConfigError
 from verl_profiling.settings.limits import Limits
-from verl_profiling.settings.typed_values import in_units
 
 
 @pytest.mark.parametrize(
@@ -64,14 +63,6 @@ def test_a_store_behind_a_url_is_not_counted(limits: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="counts files of a folder, and save_path is a URL") as caught:
         settings(save_path="memory://bucket/run", limits=limits)
     assert caught.value.key == f"limits.{next(iter(limits))}"
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (2 * 10**9, "2 GB")]
-)
-def test_sizes_are_shown_as_they_are_written(size: int, text: str) -> None:
-    """With three digits."""
-    assert in_units(size) == text
 
 
 def test_the_room_of_a_folder_that_does_not_exist_is_that_of_its_parent(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import msgspec
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.manifest import Artifact
 from verl_profiling.settings.limits import Limits
-from verl_profiling.settings.typed_values import in_units
 from verl_profiling.tools import Output
+from verl_profiling.units import byte_size
 
 __all__ = ["ByteBudget"]
 
@@ -38,8 +38,8 @@ class ByteBudget:
         if limits.step_bytes is not None:
             self._left = limits.step_bytes // request.workers
             self._share = (
-                f"limits.step_bytes={in_units(limits.step_bytes)} is "
-                f"{in_units(self._left)} for each of {request.workers} workers"
+                f"limits.step_bytes={byte_size(limits.step_bytes)} is "
+                f"{byte_size(self._left)} for each of {request.workers} workers"
             )
         self._folder = Path(request.folder)
         self._artifacts = artifacts
@@ -59,7 +59,7 @@ class ByteBudget:
             return artifact
         size = _size(path)
         most: int | None = self._each
-        why = f"limits.artifact_bytes={in_units(most or 0)}"
+        why = f"limits.artifact_bytes={byte_size(most or 0)}"
         if self._left is not None:
             share = self._left // max(1, self._artifacts)
             self._artifacts -= 1
@@ -76,7 +76,7 @@ def _cut(path: Path, artifact: Artifact, size: int, most: int, why: str) -> Arti
     """Keep the begin of a trace, which readers can use; of anything else, nothing."""
     if path.is_file() and path.name.endswith(_READABLE_WHEN_CUT) and most:
         os.truncate(path, most)
-        reason = f"cut to {in_units(most)} of {in_units(size)}: {why}"
+        reason = f"cut to {byte_size(most)} of {byte_size(size)}: {why}"
         logger.warning("%s: %s", path, reason)
         return msgspec.structs.replace(artifact, status="truncated", bytes=most, events=None, reason=reason)
     if path.is_dir():
@@ -84,7 +84,7 @@ def _cut(path: Path, artifact: Artifact, size: int, most: int, why: str) -> Arti
     else:
         path.unlink(missing_ok=True)
     reason = (
-        f"removed: its {in_units(size)} are more than {in_units(most)}, and part of it is of no use: {why}"
+        f"removed: its {byte_size(size)} are more than {byte_size(most)}, and part of it is of no use: {why}"
     )
     logger.warning("%s: %s", path, reason)
     return msgspec.structs.replace(artifact, status="failed", bytes=None, events=None, reason=reason)

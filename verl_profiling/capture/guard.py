@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from verl_profiling.capture.prediction import Measured
 from verl_profiling.settings.limits import Limits
-from verl_profiling.settings.typed_values import in_units
 from verl_profiling.tools import Destination, Footprint, Recording, Tool
 from verl_profiling.tools.process_memory import available_bytes
+from verl_profiling.units import byte_size
 
 __all__ = ["Guard", "RunningTool", "overrun"]
 
@@ -132,23 +132,23 @@ def overrun(limits: Limits, footprint: Footprint, folder: Path, workers: int) ->
         return f"about {footprint.events} events are more than limits.max_events={limits.max_events}"
     if limits.memory_bytes is not None and footprint.stop_bytes > limits.memory_bytes:
         return (
-            f"writing {footprint} takes {in_units(footprint.stop_bytes)} of memory, more than "
-            f"limits.memory_bytes={in_units(limits.memory_bytes)}"
+            f"writing {footprint} takes {byte_size(footprint.stop_bytes)} of memory, more than "
+            f"limits.memory_bytes={byte_size(limits.memory_bytes)}"
         )
     more = footprint.stop_bytes - footprint.held_bytes
     available = available_bytes()
     if available is not None and more > limits.memory_share * available / workers:
         shared = f" for {workers} workers" if workers > 1 else ""
         return (
-            f"writing {footprint} takes {in_units(more)} more memory, and limits.memory_share="
-            f"{limits.memory_share:g} of {in_units(available)}{shared} is less"
+            f"writing {footprint} takes {byte_size(more)} more memory, and limits.memory_share="
+            f"{limits.memory_share:g} of {byte_size(available)}{shared} is less"
         )
     try:
         room = shutil.disk_usage(folder).free - limits.min_free_bytes
     except OSError:
         return ""
     if footprint.disk_bytes * workers > room:
-        each = f"{in_units(footprint.disk_bytes)} of {folder}" + (" per worker" if workers > 1 else "")
-        free = in_units(max(0, room))
+        each = f"{byte_size(footprint.disk_bytes)} of {folder}" + (" per worker" if workers > 1 else "")
+        free = byte_size(max(0, room))
         return f"writing {footprint} takes {each}, and {free} are free above limits.min_free_bytes"
     return ""

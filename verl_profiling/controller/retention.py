@@ -18,7 +18,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, Manifest
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.limits import Limits
-from verl_profiling.settings.typed_values import in_units
+from verl_profiling.units import byte_size
 
 __all__ = ["Retention"]
 
@@ -79,9 +79,9 @@ class Retention:
         held = sum(size for folder, size in sizes.items() if folder not in leaving)
         if held + sizes[newest.folder] <= total:
             return ""
-        last, limit = in_units(sizes[newest.folder]), in_units(total)
+        last, limit = byte_size(sizes[newest.folder]), byte_size(total)
         return (
-            f"the step folders hold {in_units(held)}, the last one alone {last}; "
+            f"the step folders hold {byte_size(held)}, the last one alone {last}; "
             f"another would exceed limits.total_bytes={limit}"
         )
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.settings.typed_values import Size, field_types, in_units, value_of
+from verl_profiling.settings.typed_values import Size, field_types, value_of
+from verl_profiling.units import byte_size
 
 __all__ = ["Limits"]
 
@@ -68,6 +69,6 @@ class Limits:
         if free >= self.min_free_bytes:
             return ""
         return (
-            f"{folder} has {in_units(free)} of free space, less than "
-            f"limits.min_free_bytes={in_units(self.min_free_bytes)}"
+            f"{folder} has {byte_size(free)} of free space, less than "
+            f"limits.min_free_bytes={byte_size(self.min_free_bytes)}"
         )

@@ -15,7 +15,7 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 
-__all__ = ["Size", "build", "check_seconds", "field_types", "in_units", "value_of"]
+__all__ = ["Size", "build", "check_seconds", "field_types", "value_of"]
 
 T = TypeVar("T")
 Size = NewType("Size", int)
@@ -111,15 +111,6 @@ def _size(text: str, key: str) -> int:
         raise ConfigError(key, f"{text!r} is not a size; write a number of bytes, or e.g. 2GB or 512MiB")
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
-
-
-def in_units(size: int) -> str:
-    """Return a number of bytes as a person writes it, e.g. ``1.5 GB``."""
-    for unit in ("TB", "GB", "MB", "kB"):
-        scale = 1000 ** _POWERS[unit[0].upper()]
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size} bytes"
 
 
 def _choices(options: tuple[Any, ...]) -> str:

@@ -1,0 +1,75 @@
+"""Times and sizes are written in the unit that fits, wherever a person reads them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_profiling.units import byte_size, duration, time_unit
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 s"),
+        (74520067.4, "74,520,067 s"),
+        (999.6, "1,000 s"),
+        (123.4, "123 s"),
+        (9.996, "10.0 s"),
+        (1.0, "1.00 s"),
+        (0.99951, "1.00 s"),
+        (0.9994, "999 ms"),
+        (0.0123, "12.3 ms"),
+        (0.00014, "140 us"),
+        (3.2e-7, "320 ns"),
+        (3e-12, "0.003 ns"),
+        (-0.0123, "-12.3 ms"),
+    ],
+)
+def test_a_time_has_three_digits_and_the_unit_that_fits(seconds: float, text: str) -> None:
+    """Rounding is done before the unit is chosen, so there are no 1000 ms."""
+    assert duration(seconds) == text
+
+
+@given(st.floats(min_value=1e-9, max_value=1e9))
+def test_a_time_can_be_read_back(seconds: float) -> None:
+    """To half a percent, whatever its size; so it is never shown as nothing."""
+    match = re.fullmatch(r"([\d,.]+) (s|ms|us|ns)", duration(seconds))
+    assert match is not None
+    assert float(match[1].replace(",", "")) * SECONDS[match[2]] == pytest.approx(seconds, rel=0.005)
+
+
+def test_a_change_has_a_sign() -> None:
+    """Both ways; no change has none."""
+    assert [duration(s, signed=True) for s in (0.01, -0.01, 0.0)] == ["+10.0 ms", "-10.0 ms", "0 s"]
+
+
+def test_an_axis_has_one_unit() -> None:
+    """That of its longest time; an empty axis is in seconds."""
+    assert [time_unit(seconds) for seconds in (80.0, 0.08, 8e-6, 0.0)] == [
+        ("s", 1.0),
+        ("ms", 1e-3),
+        ("us", 1e-6),
+        ("s", 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1 kB"),
+        (999_600, "1 MB"),
+        (1_500_000_000, "1.5 GB"),
+        (12_345_000_000_000_000, "12,345 TB"),
+    ],
+)
+def test_a_size_has_three_digits_and_the_unit_that_fits(size: int, text: str) -> None:
+    """Powers of ten, as disks and files are measured."""
+    assert byte_size(size) == text

@@ -1,0 +1,45 @@
+"""Times and sizes as a person reads them: three digits, in the unit that fits."""
+
+from __future__ import annotations
+
+__all__ = ["byte_size", "duration", "time_unit"]
+
+_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+_SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
+
+
+def duration(seconds: float, *, signed: bool = False) -> str:
+    """Return a time in the unit that fits: ``1,234 s``, ``1.23 s``, ``12.3 ms``, ``123 us``, ``0 s``.
+
+    Args:
+        seconds: The time (s).
+        signed: Write ``+`` before a time greater than 0.
+    """
+    if not seconds:
+        return "0 s"
+    unit, scale = time_unit(seconds)
+    return f"{'+' if signed and seconds > 0 else ''}{_three_digits(seconds / scale)} {unit}"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Return the unit that fits a time, e.g. the longest of an axis: its name, and its length (s)."""
+    return _unit(seconds, _TIMES) if seconds else _TIMES[0]
+
+
+def byte_size(size: int) -> str:
+    """Return a number of bytes in the unit that fits: ``2 GB``, ``12.3 MB``, ``512 bytes``."""
+    unit, scale = _unit(size, _SIZES)
+    number = _three_digits(size / scale)
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+
+
+def _unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:
+    """Return the largest unit of which a value is at least one, when rounded to three digits."""
+    return next((unit for unit in units if abs(value) >= 0.9995 * unit[1]), units[-1])
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    if size < 0.9995:  # less than one of the smallest unit
+        return f"{value:.3g}"
+    return f"{value:,.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
