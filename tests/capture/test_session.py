@@ -628,6 +628,6 @@ def test_a_worker_without_free_space_skips_its_artifacts(tmp_path: Path, session
     assert (recorded.result.status, artifact.status) == ("skipped", "skipped")
     assert artifact.reason == recorded.result.reason
     assert artifact.reason.startswith(f"{tmp_path} has ")
-    assert artifact.reason.endswith("of free space, less than limits.min_free_bytes=5e+03 TB")
+    assert artifact.reason.endswith("of free space, less than limits.min_free_bytes=5,000 TB")
     assert [span.name for span in recorded.result.stages] == ["update_actor"]
     assert list(tmp_path.iterdir()) == []

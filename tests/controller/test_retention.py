@@ -189,7 +189,7 @@ def test_a_full_disk_is_not_written_to(
     [warning] = [line.message for line in caplog.records]
     assert warning.startswith("step 1 is not captured, nor are others until there is room: ")
     assert f"{config.save_path} has " in warning
-    assert "limits.min_free_bytes=5e+03 TB" in warning
+    assert "limits.min_free_bytes=5,000 TB" in warning
 
 
 def test_that_nothing_was_captured_for_a_while_is_in_the_next_manifest(

@@ -70,7 +70,7 @@ def test_the_room_of_a_folder_that_does_not_exist_is_that_of_its_parent(tmp_path
     assert Limits(min_free_bytes=0).no_room(tmp_path / "a" / "b") == ""
     problem = settings(limits={"min_free_bytes": "5000TB"}).limits.no_room(tmp_path / "a" / "b")
     assert problem.startswith(f"{tmp_path} has ")
-    assert problem.endswith("of free space, less than limits.min_free_bytes=5e+03 TB")
+    assert problem.endswith("of free space, less than limits.min_free_bytes=5,000 TB")
 
 
 @pytest.mark.parametrize("steps", [numpy.arange(2, 4), [numpy.int64(2), 3], range(2, 4)])
