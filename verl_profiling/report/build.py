@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from statistics import fmean
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import Manifest
+from verl_profiling.manifest import Manifest, StageSpan
 from verl_profiling.report.activity import Activity, read_activity
-from verl_profiling.report.capture_rows import clock_notes, costs, measures
+from verl_profiling.report.capture_rows import clock_notes, costs, measures, requests
 from verl_profiling.report.findings import find
+from verl_profiling.report.intervals import Spans, length, subtract, within
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.lost import WEIGHT_SYNC, lost_total, stragglers
 from verl_profiling.report.model import Clock, Coverage, GanttSpan, Report
@@ -24,6 +26,8 @@ from verl_profiling.report.numbers import (
     top_ops,
     worker_row,
 )
+from verl_profiling.report.over_time import requests_running
+from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.sources import Source, StepInputs
 from verl_profiling.visible import visible_text_of
 
@@ -134,6 +138,8 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         notes=_notes(manifest) if manifest else [],
         measures=measures(manifest) if manifest else [],
         costs=costs(manifest, inputs.directory) if manifest else [],
+        running=requests_running(requests(manifest), step.span_ns / 1000) if manifest else [],
+        timeline_begin_ns=manifest.begin_ns - zero_ns(manifest.begin_ns) if manifest else None,
     )
     return visible_text_of(find(report))
 
@@ -154,6 +160,9 @@ def _gantt(step: Step) -> Iterator[GanttSpan]:
     """Yield every run of a stage: the controller's, then each worker's."""
     rows = [("controller", step.stages), *((worker.name, step.stages_of(worker)) for worker in step.workers)]
     for name, spans in rows:
+        activities = [lane.activity for lane in step.lanes if lane.source.worker == name]
+        busy = [activity.busy for activity in activities]
+        communication = [subtract(activity.communication, activity.compute) for activity in activities]
         for span in spans:
             yield GanttSpan(
                 lane=name,
@@ -161,7 +170,15 @@ def _gantt(step: Step) -> Iterator[GanttSpan]:
                 begin_us=(span.begin_ns - step.begin_ns) / 1000,
                 end_us=(span.end_ns - step.begin_ns) / 1000,
                 depth=span.depth,
+                busy_us=_mean_us(busy, span),
+                communication_us=_mean_us(communication, span),
             )
+
+
+def _mean_us(lanes: list[Spans], stage: StageSpan) -> float | None:
+    """Return how much of a stage the spans of each lane cover, on average."""
+    covered = [length(within(spans, stage.begin_ns, stage.end_ns)) / 1000 for spans in lanes]
+    return fmean(covered) if covered else None
 
 
 def _clocks(manifest: Manifest) -> Iterator[Clock]:

@@ -38,6 +38,7 @@ REPORT_TABLES: Mapping[str, type[msgspec.Struct]] = {
 }
 """Fields of the report that are tables, and the types of their rows."""
 
+_CURVES = ("load", "communication_load")
 _LOST = {cause: f"lost_{cause}_us" for cause in CAUSES}
 
 
@@ -50,7 +51,7 @@ def columns(row: type[msgspec.Struct]) -> dict[str, Any]:
     for name, kind in get_type_hints(row).items():
         if name == "lost_us":
             found |= dict.fromkeys(_LOST.values(), float)
-        elif name != "load":
+        elif name not in _CURVES:
             found[name] = kind
     return found
 
@@ -59,6 +60,7 @@ def flat_rows(step: int | None, rows: Iterable[msgspec.Struct]) -> Iterable[dict
     """Yield the rows of one table, with the columns that :func:`columns` names."""
     for row in rows:
         fields = msgspec.structs.asdict(row)
-        fields.pop("load", None)
+        for curve in _CURVES:
+            fields.pop(curve, None)
         lost = fields.pop("lost_us", None) or {}
         yield {"step": step, **fields, **{column: lost[cause] for cause, column in _LOST.items() if lost}}

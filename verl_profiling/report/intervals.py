@@ -82,4 +82,6 @@ def intersection(spans: Spans, other: Spans) -> Spans:
 
 def within(spans: Spans, begin_ns: int, end_ns: int) -> Spans:
     """Return the part of ``spans`` from ``begin_ns`` to ``end_ns``."""
-    return union(np.clip(spans, begin_ns, end_ns))
+    first = np.searchsorted(spans[:, 1], begin_ns, side="right")
+    last = np.searchsorted(spans[:, 0], end_ns, side="left")
+    return np.clip(spans[first:last], begin_ns, end_ns)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
 from verl_profiling.report.activity import Activity
-from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of, within
+from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of
 from verl_profiling.report.optimes import Window
 from verl_profiling.timeline.sources import Source
 
 __all__ = ["Lane", "Step"]
-
-LOAD_PARTS = 120
 
 
 class Lane:
@@ -61,20 +57,6 @@ class Lane:
     def is_engine(self) -> bool:
         """Whether it is a rank of a rollout engine."""
         return self.source.replica is not None
-
-    def load(self, begin_ns: int, end_ns: int) -> list[int]:
-        """Return the busy share (percent) of each of ``LOAD_PARTS`` equal parts of a span."""
-        edges = np.linspace(begin_ns, end_ns, LOAD_PARTS + 1).astype(np.int64)
-        busy = within(self.activity.busy, begin_ns, end_ns)
-        # Busy time before each edge: whole spans, plus a part of the span that the edge cuts.
-        before = np.concatenate(([0], np.cumsum(busy[:, 1] - busy[:, 0])))
-        at = np.searchsorted(busy[:, 0], edges, side="right")
-        cut = (
-            np.where(at > 0, np.maximum(busy[at - 1, 1] - edges, 0), 0) if len(busy) else np.zeros(len(edges))
-        )
-        covered = np.diff(before[at] - cut)
-        width = np.maximum(np.diff(edges), 1)
-        return [int(share) for share in np.rint(100 * covered / width)]
 
 
 class Step:

@@ -22,6 +22,7 @@ __all__ = [
     "Percentiles",
     "Report",
     "RequestRow",
+    "RunningRow",
     "StageRow",
     "StragglerRow",
     "Tail",
@@ -75,6 +76,8 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         host_bound_us: Idle time inside its own stages (also in ``lost_us``).
         lost_us: Idle time by cause; adds up to ``idle_us``.
         load: Busy percentage of each of equally long parts of the step, 0 to 100.
+        communication_load: Percentage of each part in which it communicated and computed nothing; a
+            part of ``load``.
     """
 
     name: str
@@ -93,6 +96,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     host_bound_us: float
     lost_us: dict[str, float]
     load: list[int]
+    communication_load: list[int] = []
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,6 +292,20 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool
 
 
+class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How many requests of a replica are running over time.
+
+    Attributes:
+        worker: Name of the replica, e.g. ``rollout0``.
+        replica: Index of the replica.
+        requests: Mean number of requests on their way in each of equally long parts of the step.
+    """
+
+    worker: str
+    replica: int
+    requests: list[float]
+
+
 class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
     """One number that a worker recorded with the capture, such as the peak memory of a stage.
 
@@ -331,6 +349,8 @@ class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
         begin_us: Begin, relative to that of the step.
         end_us: End, relative to the begin of the step.
         depth: 0 for an outermost stage.
+        busy_us: Time of it in which the worker's lanes were busy, on average; ``None`` without a trace.
+        communication_us: Time of it in which they communicated and computed nothing; a part of ``busy_us``.
     """
 
     lane: str
@@ -338,6 +358,8 @@ class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
     begin_us: float
     end_us: float
     depth: int
+    busy_us: float | None = None
+    communication_us: float | None = None
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -419,6 +441,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         notes: Notes of the capture.
         measures: Numbers that workers recorded, such as the peak memory of their stages.
         costs: What the capture cost each worker.
+        running: Requests running over time, one row per replica.
+        timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
     """
 
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -445,3 +469,5 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
     measures: list[MeasureRow] = []
     costs: list[CostRow] = []
+    running: list[RunningRow] = []
+    timeline_begin_ns: int | None = None

@@ -46,6 +46,7 @@ from verl_profiling.report.model import (
     Throughput,
     WorkerRow,
 )
+from verl_profiling.report.over_time import percent
 
 __all__ = [
     "CAPTURE_CALLS",
@@ -130,7 +131,10 @@ def worker_row(lane: Lane, step: Step, tail: Tail | None) -> WorkerRow:
         memcpy_us=length(memory) / 1000,
         host_bound_us=lost["host_bound"],
         lost_us=lost,
-        load=lane.load(step.begin_ns, step.end_ns),
+        load=percent(lane.activity.busy, step.begin_ns, step.end_ns),
+        communication_load=percent(
+            subtract(lane.activity.communication, lane.activity.compute), step.begin_ns, step.end_ns
+        ),
     )
 
 

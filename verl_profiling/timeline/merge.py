@@ -162,8 +162,16 @@ def _readable(inputs: StepInputs) -> tuple[StepInputs, list[str], int]:
             continue
         sources.append(source)
     begin_ns = inputs.manifest.begin_ns if inputs.manifest else min(begins, default=0)
-    base_ns = (begin_ns - _SLACK_NS) // 1_000_000_000 * 1_000_000_000
-    return msgspec.structs.replace(inputs, controller=controller, sources=sources), problems, base_ns
+    return (
+        msgspec.structs.replace(inputs, controller=controller, sources=sources),
+        problems,
+        zero_ns(begin_ns),
+    )
+
+
+def zero_ns(begin_ns: int) -> int:
+    """Return what a timeline counts its times from (unix ns), of a step that begins at ``begin_ns``."""
+    return (begin_ns - _SLACK_NS) // 1_000_000_000 * 1_000_000_000
 
 
 def _begin_ns(trace: Trace) -> int:

@@ -1,0 +1,97 @@
+"""The curves of the page are the exact means of what ran in each part of the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from drawn_steps import STAGES, Worker, report_of
+from hypothesis import given
+from hypothesis import strategies as st
+from step_folders import build_step, with_facts
+
+from verl_profiling.analysis import open_step
+from verl_profiling.report.flat_rows import columns
+from verl_profiling.report.intervals import EMPTY, spans_of
+from verl_profiling.report.model import RequestRow, WorkerRow
+from verl_profiling.report.over_time import PARTS, percent, requests_running
+
+SECOND = 1_000_000_000
+PART = SECOND  # a step of PARTS seconds has parts of one second
+
+
+def request(begin_s: float, end_s: float, replica: int = 0) -> RequestRow:
+    """Return a request of a replica."""
+    return RequestRow(
+        worker=f"rollout{replica}",
+        replica=replica,
+        begin_us=begin_s * 1e6,
+        first_token_us=None,
+        end_us=end_s * 1e6,
+        latency_us=(end_s - begin_s) * 1e6,
+        prompt_tokens=1,
+        response_tokens=1,
+        policy_version=None,
+        failed=False,
+    )
+
+
+def test_a_part_is_busy_for_the_share_that_is_covered() -> None:
+    """A half covered part is 50, whatever begins before the step or ends after it."""
+    begin = 1_790_000_000 * SECOND
+    spans = spans_of([(begin - 5, begin + PART // 2), (begin + 2 * PART, begin + (PARTS + 9) * PART)])
+    assert percent(spans, begin, begin + PARTS * PART) == [50, 0, *[100] * (PARTS - 2)]
+    assert percent(EMPTY, begin, begin + PARTS * PART) == [0] * PARTS
+    assert percent(EMPTY, begin, begin) == [0] * PARTS
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**12), st.integers(0, 10**11)), max_size=30))
+def test_the_parts_add_up_to_what_ran(pairs: list[tuple[int, int]]) -> None:
+    """No request is counted twice or lost, however they overlap."""
+    whole_s = 2e12 / 1e9
+    rows = requests_running((request(b / 1e9, (b + took) / 1e9) for b, took in pairs), whole_s * 1e6)
+    running = sum(sum(row.requests) for row in rows) * whole_s / PARTS
+    rounding = 0.005 * whole_s + 1e-6
+    assert running == pytest.approx(sum(took for _, took in pairs) / 1e9, abs=rounding)
+
+
+def test_each_replica_has_a_curve_of_its_requests() -> None:
+    """Two requests at once are 2, half a part of one is 0.5; replicas come in order."""
+    rows = requests_running(
+        [request(0, 2, replica=1), request(1, 2.5, replica=1), request(3, 4)], PARTS * 1e6
+    )
+    assert [row.worker for row in rows] == ["rollout0", "rollout1"]
+    assert rows[0].requests[:5] == [0, 0, 0, 1, 0]
+    assert rows[1].requests[:4] == [1, 2, 0.5, 0]
+    assert {len(row.requests) for row in rows} == {PARTS}
+
+
+def test_a_rank_that_waits_in_a_collective_is_told_from_one_that_computes(tmp_path: Path) -> None:
+    """Both are busy; the curve and the stage say which of it is communication alone."""
+    kernels = [("gemm", 5.0, 6.0), ("ncclDevKernel_AllReduce", 5.5, 8.0)]
+    step = report_of(tmp_path, STAGES, [Worker("actor", stages=[("update_actor", 5, 8)], kernels=kernels)])
+    (row,) = step.workers
+    part = PARTS // 10  # parts of a second
+    assert row.load[5 * part : 8 * part] == [100] * 3 * part
+    assert row.communication_load[5 * part : 6 * part] == [0] * part
+    assert row.communication_load[6 * part : 8 * part] == [100] * 2 * part
+    assert sum(row.communication_load) == pytest.approx(100 * 2 * part, abs=1)
+    spans = {(span.lane, span.name): span for span in step.gantt}
+    own = spans["actor_rank0", "update_actor"]
+    assert (own.busy_us, own.communication_us) == (3e6, 2e6)
+    assert spans["controller", "update_actor"].busy_us is None
+
+
+def test_a_step_has_its_curves_and_its_place_in_the_timeline(tmp_path: Path) -> None:
+    """The requests of the engine, and nanoseconds from the timeline's first to the step's begin."""
+    report = open_step(with_facts(build_step(tmp_path))).report()
+    (row,) = report.running
+    assert row.worker == "rollout0"
+    assert sum(row.requests) / PARTS * report.span_us == pytest.approx(300, rel=0.05)
+    assert report.timeline_begin_ns is not None
+    assert 3_600 * SECOND <= report.timeline_begin_ns < 3_601 * SECOND
+
+
+def test_curves_are_in_no_flat_table() -> None:
+    """A column of 240 numbers is none."""
+    assert not {"load", "communication_load"} & set(columns(WorkerRow))
