@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from functools import cache
 from pathlib import Path
 from zlib import crc32
 
@@ -47,14 +48,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def current(cls) -> ProcessId:
         """Return the calling process's."""
-        pid = os.getpid()
-        return cls(
-            host=socket.gethostname(),
-            clock_domain=clock.domain(),
-            pid=pid,
-            namespace=_pid_namespace(),
-            started=_start_ticks(pid),
-        )
+        return _process(os.getpid())
 
     def alive(self) -> bool | None:
         """Return whether it still runs; ``None`` where that cannot be seen from here."""
@@ -70,6 +64,18 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
+
+
+@cache
+def _process(pid: int) -> ProcessId:
+    """Return what does not change while the process lives; a fork has another ``pid``."""
+    return ProcessId(
+        host=socket.gethostname(),
+        clock_domain=clock.domain(),
+        pid=pid,
+        namespace=_pid_namespace(),
+        started=_start_ticks(pid),
+    )
 
 
 def _pid_namespace() -> str:
