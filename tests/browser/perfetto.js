@@ -1,4 +1,4 @@
-// Loads a served trace in the real Perfetto UI, runs SQL in its trace processor, prints JSON.
+// Loads a served trace in the real Perfetto UI, runs SQL in its trace processor, prints JSON with the lanes shown.
 // usage: node perfetto.js CHROMIUM URL QUERIES_JSON
 const { chromium } = require("playwright-core");
 
@@ -25,6 +25,11 @@ const { chromium } = require("playwright-core");
     }
     return all;
   }, JSON.parse(queries));
+  const first = () => window.app.trace.workspace.children[0].name === "controller";
+  await page.waitForFunction(first, null, { timeout: 10000 }).catch(() => {});
+  results.lanes = await page.evaluate(() =>
+    window.app.trace.workspace.children.map(({ name, children }) => [name, children.map((node) => node.name)]),
+  );
   console.log(JSON.stringify(results));
   await browser.close();
 })().catch((error) => {

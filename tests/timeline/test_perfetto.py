@@ -104,6 +104,15 @@ def test_perfetto_names_every_lane(opened: tuple[Path, dict[str, list[list]]]) -
     assert {process for thread, process, _ in threads if thread == "stages"} == {"controller", *WORKERS}
 
 
+def test_perfetto_shows_the_controller_first(opened: tuple[Path, dict[str, list[list]]]) -> None:
+    """Lanes are in the timeline's order, stages first, and no process or thread id is behind a name."""
+    lanes = opened[1]["lanes"]
+    assert [name for name, _ in lanes] == ["controller", *WORKERS]
+    assert all(threads[0] == "stages" for _, threads in lanes)
+    assert {"rpc actor_rank0", "rpc actor_rank1", "rpc rollout0"} < set(lanes[0][1])
+    assert all("profiler" in threads for _, threads in lanes[1:])
+
+
 def test_perfetto_binds_every_arrow(opened: tuple[Path, dict[str, list[list]]]) -> None:
     """Each arrow joins a controller's stage to the same stage of a worker, which begins inside it."""
     arrows = opened[1]["arrows"]

@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "timeline.json.gz").write_bytes(b"timeline")
     (tmp_path / "report.html").write_bytes(b"report")
     (tmp_path / "ui").mkdir()
-    (tmp_path / "ui" / "index.html").write_bytes(b"perfetto")
+    (tmp_path / "ui" / "index.html").write_bytes(b"<head></head>perfetto")
     return tmp_path
 
 
@@ -54,7 +54,8 @@ def test_files_and_ui_are_served(offline: TimelineServer) -> None:
     """The timeline and the report by name, everything else from the UI."""
     assert get(offline.address("timeline.json.gz"))[0] == b"timeline"
     assert get(offline.address("report.html"))[0] == b"report"
-    assert get(offline.address(""))[0] == b"perfetto"
+    for page in ("", "index.html"):
+        assert get(offline.address(page))[0].endswith(b"</script></head>perfetto")
     assert offline.timeline_address("timeline.json.gz").startswith(
         offline.address("#!/?url=http://127.0.0.1:")
     )

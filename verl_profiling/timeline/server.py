@@ -13,6 +13,7 @@ import importlib.util
 import shutil
 from collections.abc import Mapping
 from http import HTTPStatus
+from importlib import resources
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ PERFETTO_PORT = 9001
 """The only port that ``ui.perfetto.dev`` may fetch a local trace from."""
 
 _ONLINE_UI = "https://ui.perfetto.dev"
+_LANES = "lanes_in_perfetto.js"
 _OWN_NAMES = ("127.0.0.1", "localhost")
 _TYPES = {".gz": "application/gzip", ".tar": "application/x-tar", ".html": "text/html; charset=utf-8"}
 
@@ -73,10 +75,13 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         if (self.headers["Host"] or "").rpartition(":")[0] not in _OWN_NAMES:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
-        path = self.server.files.get(urlsplit(self.path).path.removeprefix("/"))
+        asked = urlsplit(self.path).path.removeprefix("/")
+        path = self.server.files.get(asked)
         if path is None:
             if self.server.ui is None:
                 self.send_error(HTTPStatus.NOT_FOUND)
+            elif asked in ("", "index.html"):
+                self._send_ui(self.server.ui)
             else:
                 super().do_GET()
             return
@@ -91,6 +96,17 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             self.send_header("Content-Length", str(path.stat().st_size))
             self.end_headers()
             shutil.copyfileobj(file, self.wfile)
+
+    def _send_ui(self, ui: Path) -> None:
+        """Send the UI's page, with a script that puts the lanes in the timeline's order."""
+        script = resources.files("verl_profiling.timeline").joinpath(_LANES).read_bytes()
+        page = (ui / "index.html").read_bytes()
+        page = page.replace(b"</head>", b"<script>" + script + b"</script></head>", 1)
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", _TYPES[".html"])
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
 
     def translate_path(self, path: str) -> str:
         self.directory = str(self.server.ui)
