@@ -10,10 +10,7 @@ import msgspec
 from verl_profiling.timeline.limits import LONGEST_US, MAX_US
 from verl_profiling.timeline.salvage import UNDECODABLE
 
-__all__ = ["GPU_CATEGORIES", "AbsoluteEvent", "Event"]
-
-GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"})
-"""Categories of the events on the lanes of a device's streams, as kineto names them."""
+__all__ = ["AbsoluteEvent", "Event"]
 
 NO_ARGS = msgspec.Raw(b"")
 

@@ -6,6 +6,7 @@ joined by copying: a gzip file is a sequence of members (RFC 1952, section 2.2).
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import msgspec
 from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.event import GPU_CATEGORIES, Event
+from verl_profiling.timeline.categories import is_host, is_on_device
+from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.slim import Keep
@@ -35,6 +37,7 @@ _LAST_OTHER = LANE_PIDS - 2  # the last id is that of the requests
 _OTHERS_PER_TRACE = 50
 _ID_STRIDE = 1 << 33
 _ODD_IDS = 1 << 32
+_NAME_LENGTH = 120  # characters of a process's name
 _PROCESS_METADATA = {"process_name", "process_labels", "process_sort_index"}
 _ENCODER = msgspec.json.Encoder()
 
@@ -89,9 +92,10 @@ def compressor() -> Any:
 
 
 def name_process(pid: int, name: str) -> list[Event]:
-    """Return the metadata that names a process and sorts it by its id."""
+    """Return the metadata that names a process, in bounded length, and sorts it by its id."""
+    shown = name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
     return [
-        Event("M", name="process_name", pid=pid, tid=0, args=msgspec.Raw(_ENCODER.encode({"name": name}))),
+        Event("M", name="process_name", pid=pid, tid=0, args=msgspec.Raw(_ENCODER.encode({"name": shown}))),
         Event("M", name="process_sort_index", pid=pid, tid=0, args=msgspec.Raw(b'{"sort_index":%d}' % pid)),
     ]
 
@@ -123,6 +127,8 @@ def write_member(job: MemberJob) -> Member:
 
         try:
             for events in trace.chunks():
+                if not pids.known:
+                    pids.find_host(events)
                 base_ns = trace.base_ns - job.source.offset_ns
                 kept = job.keep.select(events, base_ns)
                 left_out += len(events) - len(kept)
@@ -188,7 +194,8 @@ class _Pids:
     """Assigns the timeline's ids to the processes of one trace.
 
     The host process gets the id of the lane, which it shares with the lane of its stages and with
-    other traces of the same worker. The ids of devices follow it, in order of their numbers.
+    other traces of the same worker. The ids of devices follow it, in order of their numbers. Which
+    process is which follows from the categories of their events, and a device's name from its label.
 
     Attributes:
         known: New id by the trace's own id.
@@ -200,12 +207,18 @@ class _Pids:
     def __init__(self, job: MemberJob) -> None:
         self.known: dict[int | str | None, int] = {}
         self._job = job
+        self._host: int | str | None = None
         first = _FIRST_OTHER + _OTHERS_PER_TRACE * job.lane_index
         self._next_other = job.pid + min(first, _LAST_OTHER - _OTHERS_PER_TRACE)
         self.titles: dict[int, str] = {}
         self.marked = False
         self.crowded = 0
         self._odd_ids: dict[int | str, int] = {}
+
+    def find_host(self, events: list[Event]) -> None:
+        """Take the process with most events of the host, among the first of a trace, for the lane's own."""
+        counts = Counter(event.pid for event in events if event.ph == "X" and is_host(event))
+        self._host = max(counts, key=counts.__getitem__, default=None)
 
     def assign(self, event: Event) -> int:
         """Return the new id for the process of an event, which is seen for the first time.
@@ -218,9 +231,10 @@ class _Pids:
             event.tid, event.s = _PROFILER_TID, event.s and "t"
             self.marked = True
             return self._job.pid
-        if event.cat in GPU_CATEGORIES and isinstance(old, int) and 0 <= old < _FIRST_OTHER - _FIRST_DEVICE:
+        is_device = old != self._host and is_on_device(event)
+        if is_device and isinstance(old, int) and 0 <= old < _FIRST_OTHER - _FIRST_DEVICE:
             new, name = self._job.pid + _FIRST_DEVICE + old, f"{title} GPU {old}"
-        elif self._job.pid not in self.titles:
+        elif self._job.pid not in self.titles and self._host in (None, old):
             new, name = self._job.pid, title
         elif self._next_other >= self._job.pid + _LAST_OTHER:
             self.crowded += 1
@@ -235,14 +249,20 @@ class _Pids:
         return new
 
     def entitle(self, names: list[Event]) -> None:
-        """Name the processes that are neither the host nor a device as the trace names them."""
-        words: dict[int, list[str]] = {}
+        """Name devices by their labels, and processes that are neither host nor device as the trace does."""
+        words: dict[int, dict[str, str]] = {}
         for event in names:
             key = {"process_name": "name", "process_labels": "labels"}.get(event.name)
             new = self.known.get(event.pid, 0)
-            if key and new >= self._job.pid + _FIRST_OTHER:
-                words.setdefault(new, []).append(event.said(key))
-        self.titles.update((new, " ".join((self._job.title, *said))) for new, said in words.items())
+            is_other = new >= self._job.pid + _FIRST_OTHER
+            if key and new > self._job.pid and (is_other or key == "labels"):
+                said = words.setdefault(new, {})
+                if key not in said:
+                    said[key] = event.said(key)
+        for new, said in words.items():
+            named = " ".join(dict.fromkeys(filter(None, said.values())))
+            if named:
+                self.titles[new] = f"{self._job.title} {named}"
 
     def small_id(self, old: int | str) -> int:
         """Return a flow id below the stride; larger ids and other types are numbered."""

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.event import GPU_CATEGORIES
+from verl_profiling.timeline.categories import is_on_device
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import TIMELINE_NAME, Source, StepInputs, sorted_sources
 
@@ -97,7 +97,7 @@ def _process(trace: Trace) -> _Process:
     for event in head:
         if event.ph == "M" and event.name == "process_name":
             return host, event.said("name"), event.pid
-    pids = (event.pid for event in head if event.ph == "X" and event.cat not in GPU_CATEGORIES)
+    pids = (event.pid for event in head if event.ph == "X" and not is_on_device(event))
     return host, "", next(pids, None)
 
 

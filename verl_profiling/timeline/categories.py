@@ -1,0 +1,97 @@
+"""What the category of an event says: one table for all accelerators, which the documentation prints.
+
+A category that is not in the table is unknown: where its events are on a device, they are shown as
+unrecognised work of it (see :mod:`~verl_profiling.report.kinds`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from verl_profiling.timeline.event import Event
+
+__all__ = ["CATEGORIES", "Category", "is_host", "is_on_device"]
+
+Meaning = Literal["kernel", "copy", "on device, no work", "host", "collective on the host", "no work"]
+
+_KINETO = "https://github.com/pytorch/kineto/blob/main/libkineto/include/ActivityType.h"
+_OLD = "https://github.com/pytorch/kineto/blob/be239c04/tb_plugin/torch_tb_profiler/profiler/trace.py"
+_HTA = "https://github.com/facebookresearch/HolisticTraceAnalysis/blob/main/hta/common/types.py"
+_XPU = "https://github.com/pytorch/kineto/tree/main/libkineto/src/plugin/xpupti"
+_NPU = "https://github.com/Ascend/pytorch/tree/master/torch_npu/profiler/analysis"
+
+
+class Category(NamedTuple):
+    """What events with one of these categories are.
+
+    Attributes:
+        names: The categories.
+        of: Whose they are.
+        meaning: What their events are.
+        source: Where this is said.
+    """
+
+    names: tuple[str, ...]
+    of: str
+    meaning: Meaning
+    source: str
+
+
+CATEGORIES = (
+    Category(("kernel",), "CUDA, ROCm, XPU, PrivateUse1", "kernel", _KINETO),
+    Category(("gpu_memcpy", "gpu_memset"), "CUDA, ROCm, XPU, PrivateUse1", "copy", _KINETO),
+    Category(("Kernel",), "CUDA, older torch (seen: 1.9)", "kernel", _OLD),
+    Category(("Memcpy", "Memset"), "CUDA, older torch (seen: 1.9)", "copy", _OLD),
+    Category(("mtia_ccp_events",), "MTIA", "kernel", _HTA),
+    Category(
+        ("gpu_user_annotation", "cuda_sync", "cuda_event", "cuda_profiler_range"),
+        "CUDA, ROCm",
+        "on device, no work",
+        _KINETO,
+    ),
+    Category(("xpu_sync", "xpu_scope_profiler"), "XPU", "on device, no work", _XPU),
+    Category(("mtia_insight", "mtia_counters"), "MTIA", "on device, no work", _KINETO),
+    Category(("hardware_counters",), "CUDA", "on device, no work", _KINETO),
+    Category(("cpu_op",), "every torch", "host", _KINETO),
+    Category(("Operator", "Runtime"), "older torch (seen: 1.9)", "host", _OLD),
+    Category(("cuda_runtime", "cuda_driver"), "CUDA, ROCm", "host", _KINETO),
+    Category(("xpu_runtime", "xpu_driver"), "XPU", "host", _KINETO),
+    Category(("hpu_op",), "HPU", "host", _KINETO),
+    Category(("mtia_runtime", "glow_runtime"), "MTIA, Glow", "host", _KINETO),
+    Category(("privateuse1_runtime", "privateuse1_driver"), "PrivateUse1", "host", _KINETO),
+    Category(("collective_comm",), "XPU", "collective on the host", _XPU),
+    Category(("Communication",), "older torch (not seen here)", "collective on the host", _OLD),
+    Category(
+        ("user_annotation", "python_function", "Python", "cpu_instant_event", "overhead", "Trace"),
+        "every torch",
+        "no work",
+        _KINETO,
+    ),
+    Category(("external_correlation", "ProfilerStep", "Module", "Memory"), "torch", "no work", _OLD),
+    Category(("enqueue", "dequeue"), "Ascend NPU", "no work", _NPU),
+)
+"""All categories that are known."""
+
+_ON_DEVICE = frozenset(
+    name
+    for category in CATEGORIES
+    if category.meaning in ("kernel", "copy", "on device, no work")
+    for name in category.names
+)
+_ON_HOST = frozenset(
+    name
+    for category in CATEGORIES
+    if category.meaning in ("host", "collective on the host") or category.of == "every torch"
+    for name in category.names
+) - {"Trace", "overhead"}
+_LAUNCHES = frozenset({"ac2g", "async"})  # arrows from a call on the host to its kernel
+
+
+def is_on_device(event: Event) -> bool:
+    """Return whether an event is on a lane of a device: one of its own, or the end of a launch."""
+    return event.cat in _ON_DEVICE or (event.ph == "f" and event.cat in _LAUNCHES)
+
+
+def is_host(event: Event) -> bool:
+    """Return whether an event is of a process that runs code on the host."""
+    return event.cat in _ON_HOST
