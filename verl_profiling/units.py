@@ -26,7 +26,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return _unit(seconds, _TIMES) if seconds else _TIMES[0]
 
 
-def byte_size(size: int) -> str:
+def byte_size(size: float) -> str:
     """Return a number of bytes in the unit that fits: ``2 GB``, ``12.3 MB``, ``512 bytes``."""
     unit, scale = _unit(size, _SIZES)
     number = _three_digits(size / scale)

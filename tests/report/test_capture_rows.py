@@ -50,8 +50,8 @@ def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
     text = io.StringIO()
     print_report(report, Console(file=text))
     shown = text.getvalue()
-    assert re.search(r"update_actor +process_peak_rss_bytes +3\.00 GB +actor_rank0 +3\.00 GB", shown)
-    assert re.search(r"capture: actor_rank0 took longest: 0\.250 s to start, 1\.500 s to stop", shown)
+    assert re.search(r"update_actor +process_peak_rss_bytes +3 GB +actor_rank0 +3 GB", shown)
+    assert re.search(r"capture: actor_rank0 took longest: 250 ms to start, 1\.50 s to stop", shown)
     page = render_html(report)
     assert '<section id="peaks-by-stage">' in page
     assert "process peak rss MB" in page
@@ -103,8 +103,8 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     ("name", "value", "text"),
     [
         ("peak_bytes", 1.25e9, "1.25 GB"),
-        ("peak_bytes", 999e6, "999.0 MB"),
-        ("peak_bytes", 0, "0.0 MB"),
+        ("peak_bytes", 999e6, "999 MB"),
+        ("peak_bytes", 0, "0 bytes"),
         ("loss", 1 / 3, "0.333333"),
         ("tokens", 1234567.0, "1.23457e+06"),
         ("loss", float("nan"), "nan"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,12 @@ from rich.console import Console
 from step_folders import build_step
 
 from verl_profiling.analysis import load_reports
+from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.report import numbers
 from verl_profiling.report.build import build_report
 from verl_profiling.report.diff import Diff, compare, print_diff
-from verl_profiling.report.model import Report, StageRow
+from verl_profiling.report.model import OpRow, Report, StageRow
 from verl_profiling.timeline.inputs import find_steps
 
 
@@ -66,6 +69,74 @@ def test_noise_excuses_a_change(report: Report) -> None:
     assert stage(slightly).noise_s == pytest.approx(0.2)
     assert slightly.slower_than(0.05) == []
     assert [change.name for change in clearly.slower_than(0.05)] == ["update_actor"]
+    assert "medians of 3 steps before and 2 after" in clearly.basis
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (3, 1)])
+def test_noise_is_stated_only_where_it_was_measured(report: Report, before: int, after: int) -> None:
+    """One step has no range, so one on either side leaves the noise open, and the text says so."""
+    spread = [with_stage(report, seconds) for seconds in (0.8, 1.0, 1.2)]
+    diff = compare(spread[:before], spread[:after])
+    assert {change.noise_s for change in diff.changes} == {None}
+    assert "the noise is not known" in diff.basis
+
+
+def test_a_stage_that_a_step_does_not_have_took_no_time_in_it(report: Report) -> None:
+    """One validation in three steps: the median is 0 s, and what it takes is noise."""
+    without = msgspec.structs.replace(report, stages=[], span_us=1e7)
+    diff = compare([without, without, with_stage(report, 4.0)], [with_stage(report, 4.0)] * 3)
+    assert (stage(diff).before_s, stage(diff).after_s, stage(diff).noise_s) == (0.0, 4.0, 2.0)
+    assert stage(diff).change is None
+
+
+def test_a_lane_that_a_step_does_not_have_was_not_recorded(report: Report) -> None:
+    """Its median is over the steps that do; a lane of one side only is named, for sums are over lanes."""
+    fewer = msgspec.structs.replace(report, workers=report.workers[:1])
+    busy = {row.name: row.busy_us / 1e6 for row in report.workers}
+    diff = compare([report, fewer, fewer], [report] * 2)
+    lanes = {change.name: change for change in diff.changes if change.kind == "worker"}
+    assert {name: change.before_s for name, change in lanes.items()} == busy
+    assert (lanes["actor_rank0"].noise_s, lanes["actor_rank1"].noise_s) == (0.0, None)
+    assert diff.notes == []
+    (note,) = compare([fewer], [report]).notes
+    assert note.startswith("2 of the lanes are only after (actor_rank1, rollout0_rank0): ")
+
+
+def test_every_kernel_is_compared(report: Report) -> None:
+    """Not the longest of each side: the hundredth on one and the first on the other are one change."""
+    names = [f"kernel{number:03}" for number in range(200)]
+
+    def timed(slow: str) -> Report:
+        rows = [OpRow(name=n, stage="", calls=1, self_us=9e6 if n == slow else 1e3, share=0) for n in names]
+        return msgspec.structs.replace(report, ops=rows)
+
+    ops = [c for c in compare([timed("")], [timed("kernel150")]).changes if c.kind == "op"]
+    assert len(ops) == 200
+    assert (ops[0].name, ops[0].before_s, ops[0].after_s) == ("kernel150", 0.001, 9.0)
+
+
+def test_a_report_lists_every_kernel(report: Report) -> None:
+    """Their shares add up to 1, and there are more than the page shows."""
+    assert len(report.ops) > 40
+    assert sum(row.share for row in report.ops) == pytest.approx(1.0)
+
+
+def test_kernels_beyond_ten_thousand_are_one_row(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a trace with a million names makes no report of a million rows, and nothing is missing from it."""
+    monkeypatch.setattr(numbers, "_MOST_OPS", 3)
+    (inputs,) = find_steps(Path(report.directory))
+    rows = build_report(inputs).ops
+    assert [row.name for row in rows] == [*(row.name for row in report.ops[:3]), "(all others)"]
+    for field in ("calls", "self_us", "share"):
+        whole = sum(getattr(row, field) for row in report.ops)
+        assert sum(getattr(row, field) for row in rows) == pytest.approx(whole)
+
+
+def test_a_change_below_the_floor_is_none(report: Report) -> None:
+    """However large its share; the floor is in seconds."""
+    diff = compare([with_stage(report, 0.010, 0.1)], [with_stage(report, 0.018, 0.1)])
+    assert diff.slower_than(0.05, 0.010) == []
+    assert [change.name for change in diff.slower_than(0.05, 0.007)] == ["update_actor"]
 
 
 def test_a_tiny_stage_cannot_fail(report: Report) -> None:
@@ -93,9 +164,58 @@ def test_reports_and_runs_can_be_loaded(tmp_path: Path, report: Report) -> None:
         load_reports(saved)
 
 
-def test_the_table_fits_100_columns(report: Report) -> None:
-    """Changes are printed with their sign."""
+def printed(diff: Diff, width: int) -> str:
+    """Return what a terminal of this width shows."""
     text = io.StringIO()
-    print_diff(compare([with_stage(report, 1.0)], [with_stage(report, 1.2)]), Console(file=text))
-    assert "+20.0%" in text.getvalue()
-    assert max(map(len, text.getvalue().splitlines())) <= 100
+    print_diff(diff, Console(file=text, force_terminal=True, color_system=None, width=width))
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_table_fits_the_terminal(report: Report, width: int) -> None:
+    """Changes are printed with their sign, numbers in one piece, and what is not shown is counted."""
+    longer = [msgspec.structs.replace(row, name=f"{row.name}<{'x' * 99}>") for row in report.ops]
+    diff = compare(
+        [with_stage(report, 0.001), with_stage(report, 0.001)],
+        [msgspec.structs.replace(with_stage(report, 0.0012), ops=[*report.ops, *longer])] * 2,
+    )
+    text = printed(diff, width)
+    assert re.search(r"update_actor +1\.00 ms +1\.20 ms +\+200 us +\+20\.0% +±0 s", text)
+    assert max(map(len, text.splitlines())) <= min(width, 100)
+    assert "…" in text
+    more = sum(change.kind == "op" for change in diff.changes) - 12
+    assert f"{more:,} more, with smaller changes" in text
+
+
+def test_what_fails_says_what_it_rests_on(
+    report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit, the floor, the change and the basis; on standard error beside JSON."""
+    sides = []
+    for name, seconds in (("report-a.json", 1.0), ("report-b.json", 1.1)):
+        sides.append(str(tmp_path / name))
+        (tmp_path / name).write_bytes(msgspec.json.encode(with_stage(report, seconds)))
+    assert main(["diff", *sides, "--fail-above", "5%"]) == 1
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == (
+        "slower by more than 5% and 10.0 ms: update_actor (+100 ms) (1 step(s) before and 1 after; the noise "
+        "is not known: several steps on both sides would measure it)"
+    )
+    assert main(["diff", *sides, "--fail-above", "5%", "--json"]) == 1
+    output = capsys.readouterr()
+    assert output.err.splitlines() == [line]
+    assert len(msgspec.json.decode(output.out, type=Diff).changes) > 40
+    assert main(["diff", *sides, "--fail-above", "5%", "--min-ms", "200"]) == 0
+    assert "slower by more than 5% and 200 ms: nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--fail-above", "--min-ms"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "much", ""])
+def test_a_limit_is_a_number_that_can_be_exceeded(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that never fails, or always does, is refused."""
+    with pytest.raises(SystemExit) as left:
+        main(["diff", "a", "b", f"{option}={value}"])
+    assert left.value.code == 2
+    assert f"argument {option}: {value!r} is not a " in capsys.readouterr().err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,9 +14,11 @@ from rich.console import Console
 from verl_profiling.analysis import saved_report
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.common import StepByStep, add_limits, limits_of, local_path
-from verl_profiling.report.diff import compare, print_diff
+from verl_profiling.report.diff import Change, Diff, compare, print_diff
 from verl_profiling.report.model import Report
 from verl_profiling.timeline.limits import Limits
+from verl_profiling.units import duration
+from verl_profiling.visible import visible
 
 __all__ = ["configure", "run"]
 
@@ -23,7 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     parser.description = (
         "Compares two steps, two runs or two report.json files: by stage, cause of idle time, worker and "
-        "kernel. With several steps on a side it compares medians and shows the noise."
+        "kernel. With several steps on a side it compares medians; with several on both sides it shows the "
+        "noise."
     )
     parser.epilog = "example: verl-profiling diff outputs/main outputs/branch --fail-above 5%"
     for side in ("before", "after"):
@@ -36,7 +41,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--fail-above",
         type=_share,
         metavar="PERCENT",
-        help="exit 1 when the step or a stage got slower by more than this, and than the noise",
+        help="exit 1 when the step or a stage got slower by more than this, and than the known noise",
+    )
+    parser.add_argument(
+        "--min-ms",
+        type=_milliseconds,
+        default=10.0,
+        metavar="MS",
+        help="with --fail-above: a change of no more than this is none (default: %(default)g)",
     )
 
 
@@ -52,10 +64,16 @@ def run(arguments: argparse.Namespace) -> int:
     exit_code = max(before.exit_code, after.exit_code)
     if arguments.fail_above is None:
         return exit_code
-    slower = diff.slower_than(arguments.fail_above)
-    if slower and not arguments.json:
-        print("slower: " + ", ".join(change.name for change in slower))
+    slower = diff.slower_than(arguments.fail_above, arguments.min_ms / 1000)
+    print(_verdict(diff, slower, arguments), file=sys.stderr if arguments.json else sys.stdout)
     return EXIT_FINDING if slower else exit_code
+
+
+def _verdict(diff: Diff, slower: list[Change], arguments: argparse.Namespace) -> str:
+    """Say what is slower, by how much, and what that rests on."""
+    named = ", ".join(visible(f"{c.name} ({duration(c.change_s, signed=True)})") for c in slower) or "nothing"
+    limit = f"more than {100 * arguments.fail_above:.3g}% and {duration(arguments.min_ms / 1000)}"
+    return f"slower by {limit}: {named} ({diff.basis})"
 
 
 class _Side(NamedTuple):
@@ -76,7 +94,18 @@ def _reports(path: Path, limits: Limits) -> _Side:
 
 
 def _share(text: str) -> float:
+    return _at_least_0(text, text.removesuffix("%"), "a percentage such as 5%") / 100
+
+
+def _milliseconds(text: str) -> float:
+    return _at_least_0(text, text, "a time in milliseconds such as 10")
+
+
+def _at_least_0(text: str, number: str, kind: str) -> float:
     try:
-        return float(text.removesuffix("%")) / 100
+        value = float(number)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage such as 5%") from None
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
+    return value

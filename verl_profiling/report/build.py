@@ -21,9 +21,9 @@ from verl_profiling.report.numbers import (
     anatomy,
     collectives,
     engine_row,
+    kernels,
     rollout_tail,
     throughput,
-    top_ops,
     worker_row,
 )
 from verl_profiling.report.over_time import requests_running
@@ -120,7 +120,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         tail=tail,
         stragglers=stragglers(step),
         collectives=collectives(step),
-        ops=top_ops(step),
+        ops=kernels(step),
         lost=lost_total(workers),
         weight_sync_share=step.share(step.during(WEIGHT_SYNC)),
         throughput=throughput(step, engines),

@@ -1,27 +1,34 @@
 """Compares two steps or two runs: what became slower or faster, and whether by more than the noise.
 
-With several steps on a side, a number is their median and its noise is half their range. With one
-step on each side the noise is unknown.
+A number is the median over the steps of a side. Its noise is half its range over them, the larger of
+both sides; it is measured where each side has several steps, and unknown otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from verl_profiling.report.columns import fitting_console, shortened, table_of
 from verl_profiling.report.model import Report
 from verl_profiling.report.numbers import CAPTURE_CALLS
+from verl_profiling.units import duration
 
 __all__ = ["Change", "Diff", "compare", "print_diff"]
 
 _SMALLEST_SHARE = 0.01
 _ROWS = 12
+_KINDS = {
+    "step": "Step",
+    "stage": "Stages",
+    "lost": "Idle time by cause (all lanes)",
+    "worker": "Busy time",
+    "op": "Kernels (operators, in a CPU trace) by self time",
+}
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +40,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         before_s: Median over the steps of A; ``None`` if A does not have it.
         after_s: Median over the steps of B; ``None`` if B does not have it.
         change_s: ``after_s - before_s``, where ``None`` counts as 0.
-        change: ``change_s / before_s``; ``None`` if A does not have it.
-        noise_s: Half the range over the steps, the larger of both sides; ``None`` with one step each.
+        change: ``change_s / before_s``; ``None`` if that is 0 or ``None``.
+        noise_s: Half the range over the steps, the larger of both sides; ``None`` unless both
+            sides have several steps.
     """
 
     kind: str
@@ -58,16 +66,32 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         before: Number of steps of A.
         after: Number of steps of B.
         changes: One entry per number that at least one side has.
+        notes: What to know before comparing, as sentences.
     """
 
     before: int
     after: int
     changes: list[Change]
+    notes: list[str] = []
 
-    def slower_than(self, share: float) -> list[Change]:
-        """Return the step and the stages that became slower by more than a share and more than the noise.
+    @property
+    def basis(self) -> str:
+        """What the comparison rests on, as a phrase."""
+        if self.before > 1 and self.after > 1:
+            return f"medians of {self.before} steps before and {self.after} after; noise is half their range"
+        return (
+            f"{self.before} step(s) before and {self.after} after; the noise is not known: "
+            "several steps on both sides would measure it"
+        )
+
+    def slower_than(self, share: float, min_s: float = 0.0) -> list[Change]:
+        """Return the step and the stages that became slower by more than a share, a time and the noise.
 
         Stages below 1 % of the step are ignored, and so is the capture's own cost.
+
+        Args:
+            share: Smallest change, as a fraction of what it was before.
+            min_s: Smallest change (s).
         """
         step_s = next((c.before_s for c in self.changes if c.kind == "step"), None) or 0.0
         return [
@@ -77,28 +101,25 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
             and change.name != CAPTURE_CALLS
             and change.stands_out
             and (change.after_s or 0.0) >= _SMALLEST_SHARE * step_s
-            and (change.change_s > 0 if change.change is None else change.change > share)
+            and change.change_s > min_s
+            and (change.change is None or change.change > share)
         ]
 
 
 def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:
     """Compare the steps of two sides."""
-    left, right = _numbers(before), _numbers(after)
-    changes = [_change(key, left.get(key, []), right.get(key, [])) for key in dict.fromkeys([*left, *right])]
-    order = {"step": 0, "stage": 1, "lost": 2, "worker": 3, "op": 4}
-    changes.sort(key=lambda change: (order[change.kind], -abs(change.change_s)))
-    return Diff(before=len(before), after=len(after), changes=changes)
+    left, right = ([dict(_numbers_of(report)) for report in side] for side in (before, after))
+    keys = dict.fromkeys(key for numbers in (*left, *right) for key in numbers)
+    changes = [_change(key, left, right) for key in keys]
+    order = list(_KINDS)
+    changes.sort(key=lambda change: (order.index(change.kind), -abs(change.change_s)))
+    return Diff(before=len(before), after=len(after), changes=changes, notes=list(_notes(changes)))
 
 
-def _numbers(reports: Iterable[Report]) -> dict[tuple[str, str], list[float]]:
-    found: dict[tuple[str, str], list[float]] = {}
-    for report in reports:
-        for key, seconds in _numbers_of(report):
-            found.setdefault(key, []).append(seconds)
-    return found
+_Key = tuple[str, str]
 
 
-def _numbers_of(report: Report) -> Iterator[tuple[tuple[str, str], float]]:
+def _numbers_of(report: Report) -> Iterator[tuple[_Key, float]]:
     yield ("step", "step"), report.span_us / 1e6
     for stage in report.stages:
         yield ("stage", stage.name), stage.duration_us / 1e6
@@ -113,9 +134,10 @@ def _numbers_of(report: Report) -> Iterator[tuple[tuple[str, str], float]]:
         yield ("op", name), seconds
 
 
-def _change(key: tuple[str, str], before: list[float], after: list[float]) -> Change:
-    a, b = (median(side) if side else None for side in (before, after))
-    ranges = [(max(side) - min(side)) / 2 for side in (before, after) if len(side) > 1]
+def _change(key: _Key, before: list[dict[_Key, float]], after: list[dict[_Key, float]]) -> Change:
+    sides = [_values(key, steps) for steps in (before, after)]
+    a, b = (median(values) if values else None for values in sides)
+    known = all(len(values) > 1 for values in sides if values) and len(before) > 1 and len(after) > 1
     difference = (b or 0.0) - (a or 0.0)
     return Change(
         kind=key[0],
@@ -124,36 +146,56 @@ def _change(key: tuple[str, str], before: list[float], after: list[float]) -> Ch
         after_s=b,
         change_s=difference,
         change=difference / a if a else None,
-        noise_s=max(ranges) if ranges else None,
+        noise_s=max((max(values) - min(values)) / 2 for values in sides if values) if known else None,
     )
+
+
+def _values(key: _Key, steps: list[dict[_Key, float]]) -> list[float]:
+    """Return a number of each step; a stage, cause or kernel that a step does not have took no time in it.
+
+    A lane that a step does not have was not recorded, so nothing is known of it.
+    """
+    if not any(key in numbers for numbers in steps):
+        return []
+    return [numbers.get(key, 0.0) for numbers in steps if key in numbers or key[0] != "worker"]
+
+
+def _notes(changes: list[Change]) -> Iterator[str]:
+    lanes = [change for change in changes if change.kind == "worker"]
+    for side, missing in (
+        ("before", [lane.name for lane in lanes if lane.after_s is None]),
+        ("after", [lane.name for lane in lanes if lane.before_s is None]),
+    ):
+        if missing:
+            named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            yield (
+                f"{len(missing)} of the lanes {'is' if len(missing) == 1 else 'are'} only {side} ({named}): "
+                "idle time and kernels are sums over lanes"
+            )
 
 
 def print_diff(diff: Diff, console: Console) -> None:
     """Print the largest changes of each kind; those within the noise are dim."""
-    console = Console(file=console.file, width=100, highlight=False)
-    console.print(f"{diff.before} step(s) before, {diff.after} after; medians, in seconds per step")
-    titles = {
-        "step": "Step",
-        "stage": "Stages",
-        "lost": "Idle time by cause",
-        "worker": "Busy time",
-        "op": "Kernels by self time",
-    }
-    for kind, title in titles.items():
-        table = Table(
-            title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-        )
-        table.add_column("name", no_wrap=True, max_width=46)
-        for heading in ("before", "after", "change", "", "noise"):
-            table.add_column(heading, justify="right")
-        for change in [change for change in diff.changes if change.kind == kind][:_ROWS]:
-            cells = [_seconds(change.before_s), _seconds(change.after_s), f"{change.change_s:+.3f}"]
-            cells.append("new" if change.change is None else f"{change.change:+.1%}")
-            cells.append("" if change.noise_s is None else f"±{change.noise_s:.3f}")
-            table.add_row(escape(change.name), *cells, style=None if change.stands_out else "dim")
+    console = fitting_console(console)
+    console.print(diff.basis)
+    for note in diff.notes:
+        console.print(f"[yellow]note:[/yellow] {escape(note)}")
+    for kind, title in _KINDS.items():
+        rows = [change for change in diff.changes if change.kind == kind]
+        table = table_of(title, "name", "before", "after", "change", "relative", "noise")
+        for change in rows[:_ROWS]:
+            cells = ("" if s is None else duration(s) for s in (change.before_s, change.after_s))
+            relative = "" if change.change is None else f"{change.change:+.1%}"
+            table.add_row(
+                escape(shortened(change.name)),
+                *cells,
+                duration(change.change_s, signed=True),
+                "new" if change.before_s is None else relative,
+                "" if change.noise_s is None else f"±{duration(change.noise_s)}",
+                style=None if change.stands_out else "dim",
+            )
+        if len(rows) > _ROWS:
+            table.caption = f"{len(rows) - _ROWS:,} more, with smaller changes: --json"
         if table.row_count:
+            console.print()
             console.print(table)
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"

@@ -14,6 +14,7 @@ from verl_profiling.report.terminal import rollout_sentence
 __all__ = ["render_html"]
 
 Cell = str | float | int | None
+_TOP_OPS = 40
 
 
 def render_html(report: Report) -> str:
@@ -189,8 +190,10 @@ def _collectives(report: Report) -> str:
 
 
 def _ops(report: Report) -> str:
-    rows = [(r.stage, r.name, r.calls, r.self_us / 1e6, 100 * r.share) for r in report.ops]
+    rows = [(r.stage, r.name, r.calls, r.self_us / 1e6, 100 * r.share) for r in report.ops[:_TOP_OPS]]
     note = "Operators stand in for kernels in a CPU trace."
+    if (more := len(report.ops) - _TOP_OPS) > 0:
+        note += f" {more:,} more are in report.json and in the CSV."
     return _section(
         "Kernels by self time", _table(("stage", "kernel", "calls", "self s", "% of all"), rows), note
     )

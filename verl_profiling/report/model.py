@@ -429,7 +429,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         tail: How the rollout ended.
         stragglers: One row per stage and role with several workers.
         collectives: The collectives that cost most waiting.
-        ops: The kernels with most self time.
+        ops: All kernels, those with most self time first.
         lost: Idle time by cause, largest first, ``unexplained`` last; adds up to all idle time.
         weight_sync_share: Share of the step spent on updating the engines' weights.
         throughput: Tokens per time, if their number is known.

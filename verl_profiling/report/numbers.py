@@ -54,16 +54,17 @@ __all__ = [
     "anatomy",
     "collectives",
     "engine_row",
+    "kernels",
     "rollout_tail",
     "throughput",
-    "top_ops",
     "worker_row",
 ]
 
 CAPTURE_CALLS = "(starting and stopping the capture)"
 OUTSIDE_STAGES = "(outside stages)"
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
-_TOP_OPS = 40
+_MOST_OPS = 10_000
+_OTHERS = "(all others)"
 _TOP_COLLECTIVES = 20
 
 
@@ -238,15 +239,21 @@ def collectives(step: Step) -> list[CollectiveRow]:
     return sorted(rows, key=lambda row: -row.wait_us)[:_TOP_COLLECTIVES]
 
 
-def top_ops(step: Step) -> list[OpRow]:
-    """Return the kernels with the most self time over all lanes, by the stage in which they began."""
+def kernels(step: Step) -> list[OpRow]:
+    """Return the kernels by self time over all lanes, by the stage in which they began, longest first.
+
+    Those beyond 10,000 are one row, ``(all others)``.
+    """
     totals: dict[tuple[str, str], tuple[int, int]] = {}
     for lane in step.lanes:
         for place, (calls, self_ns) in lane.activity.ops.items():
             before = totals.get(place, (0, 0))
             totals[place] = (before[0] + calls, before[1] + self_ns)
     everything = sum(self_ns for _, self_ns in totals.values()) or 1
-    ranked = sorted(totals.items(), key=lambda item: -item[1][1])[:_TOP_OPS]
+    ranked = sorted(totals.items(), key=lambda item: -item[1][1])
+    if rest := [total for _, total in ranked[_MOST_OPS:]]:
+        calls, self_ns = (sum(numbers) for numbers in zip(*rest, strict=True))
+        ranked = [*ranked[:_MOST_OPS], (("", _OTHERS), (calls, self_ns))]
     return [
         OpRow(name=name, stage=stage, calls=calls, self_us=self_ns / 1000, share=self_ns / everything)
         for (stage, name), (calls, self_ns) in ranked

@@ -1,0 +1,85 @@
+"""The terminal's report fits 80 columns, and shows when it leaves something out."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import msgspec
+import pytest
+from rich.console import Console
+from step_folders import build_step
+
+from verl_profiling.analysis import open_step
+from verl_profiling.report.columns import shortened
+from verl_profiling.report.model import Report
+from verl_profiling.report.terminal import print_report
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The report of a real step, with long names and many rows."""
+    found = open_step(build_step(tmp_path_factory.mktemp("run"))).report()
+    lanes = [msgspec.structs.replace(row, name=f"{row.name}.{'n' * 60}") for row in found.workers]
+    engines = [msgspec.structs.replace(row, name=f"{row.name}.{'n' * 60}") for row in found.engines]
+    ops = [msgspec.structs.replace(row, name=f"{row.name}<{'x' * 90}>") for row in found.ops]
+    return msgspec.structs.replace(
+        found, workers=lanes, engines=engines, ops=ops, stragglers=found.stragglers * 12
+    )
+
+
+def printed(report: Report, width: int) -> str:
+    """Return what a terminal of this width shows."""
+    text = io.StringIO()
+    print_report(report, Console(file=text, force_terminal=True, color_system=None, width=width))
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_it_fits_the_terminal(report: Report, width: int) -> None:
+    """From 80 to 100 columns; a number stays in one piece, and so does each name of a lane, if over lines."""
+    text = printed(report, width)
+    assert max(map(len, text.splitlines())) <= min(width, 100)
+    assert not re.search(r"^ *(s|ms|us|ns)\b", text, re.MULTILINE)
+    first_column = "".join(line.split(" ")[0] for line in text.splitlines())
+    assert all(row.name in first_column for row in report.workers)
+
+
+def test_what_is_left_out_is_counted(report: Report) -> None:
+    """Kernels and stragglers beyond the first eight, and the middle of a long name."""
+    text = printed(report, 80)
+    assert f"{len(report.ops) - 8:,} more: --csv, --json" in text
+    assert f"{len(report.stragglers) - 8:,} more: --csv, --json" in text
+    assert "…" in text
+
+
+def test_every_column_has_a_heading(report: Report) -> None:
+    """Above each column of figures stands what it is."""
+    lines = printed(report, 100).splitlines()
+    rules = [index for index, line in enumerate(lines) if line.startswith("──")]
+    assert len(rules) >= 5
+    for rule in rules:
+        cells = [match.span() for match in re.finditer(r"\S+(?: \S+)*", lines[rule + 1])]
+        upper, lower = (lines[rule - back].ljust(100) for back in (2, 1))
+        heading = [a + b for a, b in zip(upper, lower, strict=True)]
+        assert all("".join(heading[begin:end]).strip() for begin, end in cells), lines[rule + 1]
+
+
+@pytest.mark.parametrize(("us", "shown"), [(0.9, "900 ns"), (3.0, "3.00 us"), (4000.0, "4.00 ms")])
+def test_a_short_trace_is_not_zero(report: Report, us: float, shown: str) -> None:
+    """A step of microseconds is shown in them."""
+    text = printed(msgspec.structs.replace(report, span_us=us), 80)
+    assert text.startswith(f"step 12: {shown}\n")
+
+
+def test_a_shortened_name_keeps_both_ends() -> None:
+    """Template arguments at the end tell kernels apart."""
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>>"
+    short = shortened(name)
+    assert len(short) == 44
+    head, tail = short.split("…")
+    assert name.startswith(head)
+    assert name.endswith(tail)
+    assert len(head) > 20
+    assert len(tail) > 10
+    assert shortened("a" * 44) == "a" * 44
