@@ -154,6 +154,7 @@ def test_a_restarted_actor_is_not_taken_for_the_one_that_recorded(
     config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2]})
     worker = ray.remote(num_cpus=0, max_restarts=1)(Reborn).remote(config)
     try:
+        ray.get(worker.__ray_ready__.remote())
         callback = ProfilingCallback(config)
         callback.add_workers("actor", [worker])
         with callback:
