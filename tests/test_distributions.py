@@ -115,6 +115,17 @@ def test_the_wheel_holds_nothing_but_the_package(distributions: dict[str, Path])
     assert not [name for name in names if "__pycache__" in name]
 
 
+def test_the_wheel_holds_the_whole_package(distributions: dict[str, Path]) -> None:
+    """Every file of the package that is under version control: scripts, styles and settings too."""
+    listed = subprocess.run(
+        ["git", "ls-files", "verl_profiling"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    with zipfile.ZipFile(distributions["wheel"]) as wheel:
+        assert set(listed.stdout.split()) == {
+            name for name in wheel.namelist() if ".dist-info/" not in name and not name.endswith("/")
+        }
+
+
 def test_the_source_distribution_holds_what_tests_and_docs_need(distributions: dict[str, Path]) -> None:
     """All that is under version control, so that a packager can build, test and read it."""
     with tarfile.open(distributions["sdist"]) as sdist:
