@@ -195,6 +195,37 @@ def test_importing_imports_no_framework(
     )
 
 
+@pytest.mark.parametrize("module", ["timeline.merge", "report.build", "cli"])
+def test_the_analysis_imports_nothing_that_records(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], module: str
+) -> None:
+    """A process that merges one trace of many starts in a tenth of a second."""
+    run_python(
+        f"""
+        import sys
+        import verl_profiling.{module}
+        rooms = ("capture", "controller", "tools", "workers", "engines", "settings")
+        names = tuple(f"verl_profiling.{{room}}" for room in rooms)
+        assert not [name for name in sys.modules if name.startswith(names)]
+        """
+    )
+
+
+def test_names_of_the_package_are_found_when_they_are_used(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """They are listed before, there is one of each, and a name that does not exist is an error."""
+    run_python(
+        """
+        import verl_profiling
+        assert set(verl_profiling.__all__) <= set(dir(verl_profiling))
+        from verl_profiling.capture.session import stage
+        assert verl_profiling.stage is stage
+        assert not hasattr(verl_profiling, "stages")
+        """
+    )
+
+
 def test_switched_off_costs_no_import_and_no_thread(
     run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
