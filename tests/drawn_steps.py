@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, Manifest, Request, StageSpan
+from verl_profiling.manifest import (
+    MANIFEST_NAME,
+    Artifact,
+    CaptureResult,
+    Manifest,
+    Request,
+    Rpc,
+    StageSpan,
+    ToolSpan,
+)
 from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
+
+Drawn = tuple[str, float, float]
 
 S = 1_000_000_000  # the synthetic steps are drawn in seconds
 BASE = 1_790_000_000 * S
@@ -22,16 +34,29 @@ STAGES = [("rollout", 0, 4), ("reward", 4, 5), ("update_actor", 5, 8), ("update_
 
 @dataclass
 class Worker:
-    """One worker of a synthetic step, in seconds after its begin."""
+    """One worker of a synthetic step, in seconds after its begin.
+
+    Attributes:
+        kernels: What its device ran.
+        operators: What its host ran.
+        calls: Calls of the CUDA runtime that its host made.
+        tool: Starts and stops of its tool, each with the stage that it recorded.
+    """
 
     role: str
     rank: int = 0
     replica: int | None = None
-    stages: list[tuple[str, float, float]] = field(default_factory=list)
-    kernels: list[tuple[str, float, float]] = field(default_factory=list)
-    iterations: list[tuple[str, float, float]] = field(default_factory=list)
+    stages: list[Drawn] = field(default_factory=list)
+    kernels: list[Drawn] = field(default_factory=list)
+    operators: list[Drawn] = field(default_factory=list)
+    calls: list[Drawn] = field(default_factory=list)
+    iterations: list[Drawn] = field(default_factory=list)
     requests: list[tuple[float, float, int]] = field(default_factory=list)
     recorded: tuple[float, float] = (0.0, 10.0)
+    tool: list[tuple[str, float, float, str | None]] = field(default_factory=list)
+    mode: str = "e2e"
+    host: str = ""
+    cores: int = 0
 
 
 def ns(seconds: float) -> int:
@@ -40,12 +65,26 @@ def ns(seconds: float) -> int:
 
 
 def report_of(
-    folder: Path, stages: list[tuple[str, float, float]], workers: list[Worker], end: float = 10.0
+    folder: Path,
+    stages: Sequence[Drawn | tuple[str, float, float, int]],
+    workers: Sequence[Worker],
+    end: float = 10.0,
+    calls: Sequence[Drawn] = (),
 ) -> Report:
-    """Write a step that is drawn by hand, and return its report."""
+    """Write a step that is drawn by hand, and return its report.
+
+    Args:
+        folder: Where it is written.
+        stages: The controller's stages, with their depth where it is not 0.
+        workers: Its workers.
+        end: When it ends.
+        calls: Calls of the controller that start and stop the capture.
+    """
     results = []
     for worker in workers:
-        identity = WorkerIdentity(role=worker.role, rank=worker.rank, replica=worker.replica)
+        identity = WorkerIdentity(
+            role=worker.role, rank=worker.rank, replica=worker.replica, host=worker.host
+        )
         lane = identity.lane(0)
         events = [
             {
@@ -57,7 +96,12 @@ def report_of(
                 "ts": begin * 1e6,
                 "dur": (stop - begin) * 1e6,
             }
-            for cat, spans in (("kernel", worker.kernels), ("user_annotation", worker.iterations))
+            for cat, spans in (
+                ("kernel", worker.kernels),
+                ("cpu_op", worker.operators),
+                ("cuda_runtime", worker.calls),
+                ("user_annotation", worker.iterations),
+            )
             for name, begin, stop in spans
         ]
         path = folder / f"{lane}.torch.json.gz"
@@ -68,6 +112,9 @@ def report_of(
         results.append(
             CaptureResult(
                 identity=identity,
+                mode=worker.mode,
+                cores=worker.cores,
+                tool_spans=[ToolSpan(name, ns(a), ns(b), stage) for name, a, b, stage in worker.tool],
                 artifacts=[
                     Artifact(
                         path=path.name,
@@ -99,7 +146,8 @@ def report_of(
         begin_ns=ns(0),
         end_ns=ns(end),
         controller=WorkerIdentity(role="controller"),
-        stages=[StageSpan(name, ns(a), ns(b)) for name, a, b in stages],
+        stages=[StageSpan(name, ns(a), ns(b), depth=sum(depth)) for name, a, b, *depth in stages],
+        rpcs=[Rpc("worker", name, ns(a), ns(b)) for name, a, b in calls],
         workers=results,
     )
     write_controller_trace(folder, manifest)

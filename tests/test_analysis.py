@@ -155,7 +155,7 @@ def test_a_frame_that_does_not_exist_lists_those_that_do(folder: Path) -> None:
     with pytest.raises(ConfigError, match="unknown table 'worker'; did you mean 'workers'"):
         step.to_frame("worker")  # type: ignore[arg-type]
     for wrong in (None, 3, "__class__", "notes"):
-        with pytest.raises(ConfigError, match="choose from: collectives, costs"):
+        with pytest.raises(ConfigError, match="choose from: anchors, collectives, costs"):
             step.to_frame(wrong)  # type: ignore[arg-type]
 
 

@@ -58,6 +58,7 @@ FrameName = Literal[
     "requests",
     "measures",
     "costs",
+    "anchors",
 ]
 """The tables that :meth:`CapturedStep.to_frame` makes."""
 
@@ -260,7 +261,7 @@ class CapturedStep:
 
         Args:
             name: The table. Columns are the fields of its rows in
-                :mod:`verl_profiling.report.model`, after the step; a worker's idle time has a column
+                :mod:`verl_profiling.report.rows`, after the step; a worker's idle time has a column
                 for each cause, ``lost_<cause>_us``.
 
         Raises:
@@ -271,7 +272,7 @@ class CapturedStep:
         from verl_profiling.report.capture_rows import requests
         from verl_profiling.report.flat_rows import REPORT_TABLES
         from verl_profiling.report.frames import data_frame
-        from verl_profiling.report.model import RequestRow
+        from verl_profiling.report.rows import RequestRow
 
         choices = get_args(FrameName)
         if name not in choices:

@@ -28,6 +28,7 @@ __all__ = [
     "Rpc",
     "RunInfo",
     "StageSpan",
+    "ToolSpan",
     "expected_artifact",
     "worst_fate",
 ]
@@ -36,6 +37,9 @@ SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 RUN_NAME = "run.json"
 CONTROLLER_TRACE_NAME = "controller.trace.json.gz"
+
+TOOL_THREAD = "tool"
+"""Name of the threads of the controller's trace that show when tools were started and stopped."""
 
 MAX_NS = 4 * 10**18
 """Largest time in a manifest or a trace (the year 2096): the sum or the difference of two fits 64 bits."""
@@ -144,6 +148,22 @@ class CaptureCost(msgspec.Struct, frozen=True, kw_only=True):
     export_s: float = 0.0
 
 
+class ToolSpan(msgspec.Struct, frozen=True):
+    """One start or stop of a worker's tools, in unix nanoseconds.
+
+    Attributes:
+        name: ``start``, or ``stop``, which includes writing.
+        begin_ns: When it began.
+        end_ns: When it ended.
+        stage: Stage that the recording holds, in discrete mode; ``None`` in e2e mode.
+    """
+
+    name: Literal["start", "stop"]
+    begin_ns: Ns
+    end_ns: Ns
+    stage: str | None = None
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One inference request that ended while a rollout engine was captured.
 
@@ -186,6 +206,8 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         stages: Spans of the stages it ran, in order of their begin.
         anchors: Clock readings at start and stop.
         cost: What the capture cost this worker.
+        tool_spans: When its tools were started and stopped, in order of their end.
+        cores: CPUs of its host; 0 where that is not known.
         notes: Things a user should know, e.g. a selection that matched nothing.
         requests: Inference requests that a rollout engine served, in order of their end.
         policy_versions: Versions of a rollout engine's weights during the capture, in order, if
@@ -205,6 +227,8 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[StageSpan] = []
     anchors: list[ClockAnchor] = []
     cost: CaptureCost = CaptureCost()
+    tool_spans: list[ToolSpan] = []
+    cores: int = 0
     notes: list[str] = []
     requests: list[Request] = []
     policy_versions: list[int] = []

@@ -287,6 +287,39 @@ def test_stages_of_like_names_have_files_of_their_own(tmp_path: Path) -> None:
         assert len(spans(tmp_path / artifact.path, artifact.stage)) == 1
 
 
+def test_discrete_mode_says_when_its_tool_started_and_stopped(tmp_path: Path) -> None:
+    """Around each recorded stage, whose own time they are no part of; their seconds are those of the cost."""
+    with record_step(settings(mode="discrete"), tmp_path) as recorded:
+        for name in ("old_log_prob", "update_actor"):
+            with stage(name):
+                train()
+    result = recorded.result
+    assert [(span.name, span.stage) for span in result.tool_spans] == [
+        ("start", "old_log_prob"),
+        ("stop", "old_log_prob"),
+        ("start", "update_actor"),
+        ("stop", "update_actor"),
+    ]
+    spent = {"start": 0.0, "stop": 0.0}
+    for own, start, stop in zip(result.stages, result.tool_spans[::2], result.tool_spans[1::2], strict=True):
+        assert start.begin_ns <= start.end_ns <= own.begin_ns <= own.end_ns <= stop.begin_ns <= stop.end_ns
+        for span in (start, stop):
+            spent[span.name] += (span.end_ns - span.begin_ns) / 1e9
+    assert spent["start"] == pytest.approx(result.cost.start_s, rel=0.1)
+    assert spent["stop"] == pytest.approx(result.cost.stop_s, rel=0.1)
+    assert result.cores == os.cpu_count()
+
+
+def test_e2e_mode_starts_and_stops_its_tool_once(tmp_path: Path) -> None:
+    """Before the first stage and after the last."""
+    with record_step(settings(), tmp_path) as recorded, stage("update_actor"):
+        train()
+    result = recorded.result
+    assert [(span.name, span.stage) for span in result.tool_spans] == [("start", None), ("stop", None)]
+    assert result.tool_spans[0].end_ns <= result.stages[0].begin_ns
+    assert result.stages[0].end_ns <= result.tool_spans[1].begin_ns
+
+
 def test_discrete_mode_records_only_selected_stages(tmp_path: Path) -> None:
     """A selected stage inside one that is not selected is recorded; all are spans in the result."""
     config = settings(mode="discrete", select={"stages": ["update_actor"]})

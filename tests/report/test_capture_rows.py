@@ -16,7 +16,8 @@ from verl_profiling.analysis import open_step
 from verl_profiling.manifest import MANIFEST_NAME, ClockAnchor
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
-from verl_profiling.report.model import CostRow, MeasureRow, Report
+from verl_profiling.report.model import Report
+from verl_profiling.report.rows import CostRow, MeasureRow
 from verl_profiling.report.terminal import print_report, quantity
 from verl_profiling.run_files import read_manifest, write_json_atomically
 

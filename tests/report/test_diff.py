@@ -17,7 +17,8 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.report import numbers
 from verl_profiling.report.build import build_report
 from verl_profiling.report.diff import Diff, compare, print_diff
-from verl_profiling.report.model import OpRow, Report, StageRow
+from verl_profiling.report.model import Report
+from verl_profiling.report.rows import OpRow, StageRow
 from verl_profiling.timeline.inputs import find_steps
 
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_profiling.report.intervals import EMPTY, intersection, length, spans_of, subtract, union, within
+from verl_profiling.report.intervals import (
+    EMPTY,
+    crowded,
+    divided,
+    intersection,
+    length,
+    spans_of,
+    subtract,
+    union,
+    within,
+)
 
 PAIRS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
 
@@ -46,7 +58,20 @@ def test_within_clips(pairs: list[tuple[int, int]], begin: int, end: int) -> Non
     )
 
 
+@given(st.lists(PAIRS, max_size=5))
+def test_time_in_several_sets_is_divided(sets: list[list[tuple[int, int]]]) -> None:
+    """Each instant counts for the sets that hold it with equal parts; what more than one holds is crowded."""
+    each = [instants(pairs) for pairs in sets]
+    held = Counter(instant for one in each for instant in one)
+    spans = [spans_of(pairs) for pairs in sets]
+    assert covered(crowded(spans)) == {instant for instant, count in held.items() if count > 1}
+    expected = [sum(1 / held[instant] for instant in one) for one in each]
+    np.testing.assert_allclose(divided(spans), expected, atol=1e-9)
+
+
 def test_nothing_is_nothing() -> None:
     """The empty set is neutral."""
+    assert divided([]) == []
+    assert length(crowded([EMPTY, EMPTY])) == 0
     assert length(union()) == 0
     assert length(subtract(EMPTY, EMPTY)) == 0

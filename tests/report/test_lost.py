@@ -13,10 +13,10 @@ from verl_profiling.manifest import (
     MANIFEST_NAME,
     Rpc,
 )
+from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.build import build_report
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import Report
-from verl_profiling.report.numbers import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.svg import gantt_chart
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
@@ -193,7 +193,7 @@ def test_stages_alone_tell_stragglers_and_gantt(tmp_path: Path) -> None:
 def test_findings_name_what_stands_out_with_its_number(drawn: Report) -> None:
     """At most five, the heaviest first, each with advice."""
     assert 1 <= len(drawn.findings) <= 5
-    assert [f.weight for f in drawn.findings] == sorted((f.weight for f in drawn.findings), reverse=True)
+    assert [f.seconds for f in drawn.findings] == sorted((f.seconds for f in drawn.findings), reverse=True)
     tail = next(f for f in drawn.findings if f.rule == "long_tail")
     assert "3.00 lane-seconds" in tail.text or "4.00 lane-seconds" in tail.text
     assert all(f.advice for f in drawn.findings)

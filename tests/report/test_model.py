@@ -8,12 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from verl_profiling.report import model
+from verl_profiling.report import model, rows
 from verl_profiling.report.findings import THRESHOLDS
 from verl_profiling.report.lost import CAUSES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
-STRUCTS = [getattr(model, name) for name in model.__all__ if name[0].isupper() and name[1].islower()]
+STRUCTS = [
+    getattr(module, name)
+    for module in (model, rows)
+    for name in module.__all__
+    if name[0].isupper() and name[1].islower()
+]
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from step_folders import WORKERS, build_step, recordings
 
+from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
-from verl_profiling.report.numbers import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.timeline.inputs import find_steps
 
 

@@ -13,8 +13,8 @@ from step_folders import build_step, with_facts
 from verl_profiling.analysis import open_step
 from verl_profiling.report.flat_rows import columns
 from verl_profiling.report.intervals import EMPTY, spans_of
-from verl_profiling.report.model import RequestRow, WorkerRow
 from verl_profiling.report.over_time import PARTS, percent, requests_running
+from verl_profiling.report.rows import RequestRow, WorkerRow
 
 SECOND = 1_000_000_000
 PART = SECOND  # a step of PARTS seconds has parts of one second

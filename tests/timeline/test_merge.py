@@ -13,8 +13,8 @@ from step_folders import WORKERS, build_step, read_events, recordings, unix_ns
 
 from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import StageSpan
-from verl_profiling.run_files import read_manifest
+from verl_profiling.manifest import MANIFEST_NAME, StageSpan, ToolSpan
+from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.slim import Keep
@@ -160,6 +160,60 @@ def test_stages_that_cross_get_threads_of_their_own(tmp_path: Path) -> None:
         "update_weights": "stages",
         "late": "stages",
     }
+
+
+SHORTER = [("rollout", 1, 9), ("update_actor", 6, 14), ("update_weights", 13, 19)]
+
+
+def test_arrows_lead_into_stages_that_cross(tmp_path: Path) -> None:
+    """The controller's trace has a row ``stages 2``, on either side, and its arrows are there too."""
+    folder = build_step(tmp_path)
+    manifest = read_manifest(folder)
+    begin = manifest.begin_ns
+    spans = [("rollout", 0, 10), ("update_actor", 5, 15), ("update_weights", 12, 20)]
+    stages = [StageSpan(name, begin + a * 1000, begin + b * 1000) for name, a, b in spans]
+    inside = [StageSpan(name, begin + a * 1000, begin + b * 1000) for name, a, b in SHORTER]
+    workers = [msgspec.structs.replace(worker, stages=inside) for worker in manifest.workers]
+    manifest = msgspec.structs.replace(manifest, stages=stages, workers=workers, clocks=[])
+    write_controller_trace(folder, manifest)
+    write_json_atomically(folder / MANIFEST_NAME, manifest)
+    _, events = merged(folder)
+    names = process_names(events)
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    shown = [e for e in events if e["ph"] == "X" and e.get("cat") == "stage"]
+    at = {(e["pid"], e["tid"], e["ts"]): e["name"] for e in shown}
+    lanes = {names[e["pid"]] for e in shown} - {"controller"}
+    assert len(lanes) == len(WORKERS)
+    ends = [e for e in events if e["name"] == "causes" and e["ph"] == "f"]
+    assert sorted((names[e["pid"]], at[e["pid"], e["tid"], e["ts"]]) for e in ends) == sorted(
+        (lane, name) for lane in lanes for name, *_ in spans
+    )
+    assert {name for name in threads.values() if name.startswith("stages")} == {"stages", "stages 2"}
+
+
+def test_a_tools_start_and_stop_have_a_lane(tmp_path: Path) -> None:
+    """In the worker's process, on a thread of their own, with the stage that was recorded."""
+    folder = build_step(tmp_path, rank1_clock_ns=CLOCK_NS)
+    manifest = read_manifest(folder)
+    begin = manifest.begin_ns + CLOCK_NS
+    tool = [ToolSpan("start", begin - 9_000, begin, "s"), ToolSpan("stop", begin + 5_000, begin + 7_000)]
+    workers = [
+        msgspec.structs.replace(worker, tool_spans=tool if worker.name == "actor_rank1" else [])
+        for worker in manifest.workers
+    ]
+    manifest = msgspec.structs.replace(manifest, workers=workers)
+    write_controller_trace(folder, manifest)
+    result, events = merged(folder)
+    base = json.loads(gzip.decompress(result.path.read_bytes()))["baseTimeNanoseconds"]
+    names = process_names(events)
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    shown = [e for e in events if e.get("cat") == "capture"]
+    assert {(names[e["pid"]], threads[e["pid"], e["tid"]]) for e in shown} == {("actor_rank1", "tool")}
+    assert [(e["name"], e["dur"], e["args"]) for e in shown] == [
+        ("start the tool", 9.0, {"stage": "s"}),
+        ("stop the tool", 2.0, {}),
+    ]
+    assert base + round(shown[0]["ts"] * 1000) == manifest.begin_ns - 9_000
 
 
 def test_every_event_is_valid(tmp_path: Path) -> None:

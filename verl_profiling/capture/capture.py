@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.byte_budget import ByteBudget
+from verl_profiling.capture.cost import CostMeter
 from verl_profiling.capture.guard import Guard, RunningTool
 from verl_profiling.capture.ledger import ArtifactLedger
 from verl_profiling.capture.messages import CaptureRequest
@@ -24,7 +26,7 @@ from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.capture.states import TRANSITIONS, Event, State, StateMachine
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, StageSpan, worst_fate
+from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, worst_fate
 from verl_profiling.settings.config import RoleConfig
 from verl_profiling.tools import Destination, Tool
 from verl_profiling.tools.peaks import process_peak_bytes
@@ -89,7 +91,7 @@ class Capture:
             role.limits, request.workers, lambda: list(self._recordings), self._end_early, self._ask_to_end
         )
         self._anchors = [clock.read_anchor()]
-        self._start_s = self._stop_s = self._export_s = 0.0
+        self._cost = CostMeter()
 
     @property
     def state(self) -> State:
@@ -119,13 +121,11 @@ class Capture:
 
     def close(self) -> CaptureResult:
         """Stop recording and return the result, of which the tools' errors are a part."""
-        begin = time.perf_counter()
         self._guard.end()
         try:
             self._on_owner_thread(self._stop_for_good)
         except CaptureStateError as error:
             self._give_up(str(error))
-        self._stop_s += time.perf_counter() - begin
         self._anchors.append(clock.read_anchor())
         return self._result()
 
@@ -183,10 +183,10 @@ class Capture:
             self._recordings.remove(running)
             self._spans.stop_marking()
             self._truncated = reason
-            self._stop_tool(running, reason)
+            with self._cost.stopping(running.destination.stage):
+                self._stop_tool(running, reason)
             self._mark_spans()
         running.measured.stopping_s = time.perf_counter() - begin
-        self._stop_s += running.measured.stopping_s
 
     def begin(self, name: str) -> None:
         """Begin a stage; in discrete mode, start the tools for it."""
@@ -205,13 +205,11 @@ class Capture:
         if self._owner.waiting:
             self._owner.serve()
         if span is not None and span is self._recorded and self._may_stop_here():
-            begin = time.perf_counter()
             with self._lock:
                 self._stop_tools()
                 self._recorded = None
                 if self.state is State.RECORDING:
                     self._machine.move(Event.STAGE_END)
-            self._stop_s += time.perf_counter() - begin
 
     def _selects(self, name: str) -> bool:
         return self._role.stages is None or name in self._role.stages
@@ -265,9 +263,8 @@ class Capture:
 
     def _start_tools(self, stage: str | None, occurrence: int) -> None:
         """Start all tools; if one fails, stop those already started, record the reason, and raise."""
-        begin = time.perf_counter()
         destination = self._destination(stage, occurrence)
-        with self._lock:
+        with self._cost.starting(stage), self._lock:
             self._owner.claim()
             for tool in self._role.tools:
                 tool, refusal = self._fitting(tool, destination)
@@ -291,8 +288,7 @@ class Capture:
             self._mark_spans()
             if self.request.keep:
                 self._guard.begin()
-        self._ledger.begin(stage)
-        self._start_s += time.perf_counter() - begin
+            self._ledger.begin(stage)
 
     def _fitting(self, tool: Tool, destination: Destination) -> tuple[Tool, str]:
         """Return a tool, narrowed if the limits demand it, and why it must not record at all."""
@@ -327,8 +323,10 @@ class Capture:
             for measured in self._measured:
                 measured.until_ns, measured.mini_batches = clock.now_ns(), self._guard.mini_batches
             self._measured = []
-            for running in recordings:
-                self._stop_tool(running)
+            if recordings:
+                with self._cost.stopping(recordings[0].destination.stage):
+                    for running in recordings:
+                        self._stop_tool(running)
 
     def _stop_tool(self, running: RunningTool, truncated: str = "") -> None:
         """Stop one tool; ``truncated`` says why it ends before its time."""
@@ -337,7 +335,7 @@ class Capture:
         try:
             if self.request.keep:
                 outputs = [measured.counting(output) for output in recording.stop()]
-                self._export_s += sum(output.export_s for output in outputs)
+                self._cost.export_s += sum(output.export_s for output in outputs)
                 self._ledger.keep(outputs, end_ns, truncated)
                 for name, value in recording.metrics().items():
                     self._metrics[name] = max(value, self._metrics.get(name, value))
@@ -467,5 +465,7 @@ class Capture:
             notes=[*self.notes, *self._spans.notes()],
             metrics=self._metrics,
             anchors=self._anchors,
-            cost=CaptureCost(start_s=self._start_s, stop_s=self._stop_s, export_s=self._export_s),
+            cost=self._cost.cost(),
+            tool_spans=self._cost.spans,
+            cores=os.cpu_count() or 0,
         )

@@ -1,4 +1,4 @@
-"""The controller's trace: stages, calls and every worker's stages, in Chrome's trace format.
+"""The controller's trace: stages, calls, and every worker's stages and tool, in Chrome's trace format.
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 ("Trace Event Format"); ``baseTimeNanoseconds`` as Kineto writes it.
@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 from isal import igzip
 
-from verl_profiling.manifest import CONTROLLER_TRACE_NAME, Manifest, StageSpan
+from verl_profiling.manifest import CONTROLLER_TRACE_NAME, TOOL_THREAD, Manifest, StageSpan
 
 __all__ = ["write_controller_trace"]
 
 _FIRST_RPC_THREAD = 1000
+_TOOL_TID = 999_999
 _CONTROLLER_PID = 1
 
 
@@ -72,12 +73,24 @@ def _events(manifest: Manifest) -> Iterator[dict[str, Any]]:
         )
     for pid, worker in enumerate(manifest.workers, _CONTROLLER_PID + 1):
         yield from _process(pid, worker.name, str(worker.identity))
-        yield from _stage_threads(worker.stages, pid, base_ns + manifest.offset_ns(worker.identity))
+        workers_base_ns = base_ns + manifest.offset_ns(worker.identity)
+        yield from _stage_threads(worker.stages, pid, workers_base_ns)
+        if worker.tool_spans:
+            yield _named("thread_name", pid, _TOOL_TID, TOOL_THREAD)
+        for span in worker.tool_spans:
+            begin_ns, end_ns = span.begin_ns - workers_base_ns, span.end_ns - workers_base_ns
+            arguments = {"stage": span.stage} if span.stage else {}
+            yield _span(f"{span.name} the tool", "capture", pid, _TOOL_TID, begin_ns, end_ns, arguments)
 
 
 def _base_ns(manifest: Manifest) -> int:
-    """Return the earliest time in the trace: the calls that started the capture precede the step."""
-    return min([manifest.begin_ns, *(rpc.begin_ns for rpc in manifest.rpcs)])
+    """Return the earliest time in the trace: what started the capture precedes the step."""
+    starts = [
+        span.begin_ns - manifest.offset_ns(worker.identity)
+        for worker in manifest.workers
+        for span in worker.tool_spans
+    ]
+    return min([manifest.begin_ns, *(rpc.begin_ns for rpc in manifest.rpcs), *starts])
 
 
 def _process(pid: int, name: str, label: str) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.afterwards.uploads import uploaded
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.byte_budget import ByteBudget
+from verl_profiling.capture.cost import CostMeter
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.capture.replies import another_is_open, nothing_to_stop, start_reply, stop_reply
 from verl_profiling.capture.states import ENGINE_TRANSITIONS, Event, State, StateMachine
@@ -29,7 +31,7 @@ from verl_profiling.engines.recording import EngineRecording, RecordingMaker
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, worst_fate
+from verl_profiling.manifest import Artifact, CaptureResult, worst_fate
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 
 __all__ = ["EngineRecorder", "Recorder"]
@@ -72,8 +74,7 @@ class _OpenCapture:
         self.request = request
         self.recording = recording
         self.end_ns = 0
-        self.start_s = 0.0
-        self.stop_s = 0.0
+        self.meter = CostMeter()
         self.anchors = [clock.read_anchor()]
         self.timer: asyncio.TimerHandle | None = None
         self.halting: asyncio.Task[None] | None = None
@@ -169,13 +170,12 @@ class EngineRecorder(Recorder):
             Path(request.folder).mkdir(parents=True, exist_ok=True)
         label = f"step{request.step}-{request.occurrence}-{clock.now_ns():x}"
         capture = _OpenCapture(request, self._recording(request, label, self._ranks))
-        begin = time.perf_counter()
         try:
-            await while_alive(self._engine, self._engine.start(label))
+            with capture.meter.starting(request.stage):
+                await while_alive(self._engine, self._engine.start(label))
         except BaseException:
             capture.recording.drop()
             raise
-        capture.start_s = time.perf_counter() - begin
         try:
             capture.recording.opened()
         except OSError:
@@ -207,11 +207,10 @@ class EngineRecorder(Recorder):
         return capture.halting
 
     async def _stop_engine(self, capture: _OpenCapture) -> None:
-        begin = time.perf_counter()
         try:
-            await while_alive(self._engine, self._engine.stop())
+            with capture.meter.stopping(capture.request.stage):
+                await while_alive(self._engine, self._engine.stop())
         finally:
-            capture.stop_s = time.perf_counter() - begin
             self._machine.move(Event.WRITTEN)
 
     async def _close(self, capture: _OpenCapture) -> CaptureResult:
@@ -274,7 +273,7 @@ class EngineRecorder(Recorder):
         if not capture.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
         capture.anchors.append(clock.read_anchor())
-        requests = self._requests.end()
+        requests, cost = self._requests.end(), capture.meter.cost()
         return CaptureResult(
             identity=self._identity,
             roles=[self._identity.role],
@@ -286,7 +285,9 @@ class EngineRecorder(Recorder):
             reason=reason,
             artifacts=artifacts,
             anchors=capture.anchors,
-            cost=CaptureCost(start_s=capture.start_s, stop_s=capture.stop_s or waited_s),
+            cost=msgspec.structs.replace(cost, stop_s=cost.stop_s or waited_s),
+            tool_spans=list(capture.meter.spans),
+            cores=os.cpu_count() or 0,
             notes=[*capture.recording.notes, *self._requests.weight_updates(self._identity.name, requests)],
             requests=requests,
             policy_versions=self._requests.policy_versions,

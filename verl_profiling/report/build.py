@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from statistics import fmean
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import Manifest, StageSpan
+from verl_profiling.manifest import Manifest
 from verl_profiling.report.activity import Activity, read_activity
-from verl_profiling.report.capture_rows import clock_notes, costs, measures, requests
+from verl_profiling.report.anatomy import anatomy, capture_time
+from verl_profiling.report.capture_rows import anchors, clock_notes, costs, measures, requests
 from verl_profiling.report.findings import find
-from verl_profiling.report.intervals import Spans, length, subtract, within
+from verl_profiling.report.gantt import gantt
+from verl_profiling.report.intervals import length
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.lost import WEIGHT_SYNC, lost_total, stragglers
-from verl_profiling.report.model import Clock, Coverage, GanttSpan, Report
+from verl_profiling.report.model import Clock, Coverage, Report
 from verl_profiling.report.numbers import (
-    anatomy,
     collectives,
     engine_row,
     kernels,
@@ -124,7 +124,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         lost=lost_total(workers),
         weight_sync_share=step.share(step.during(WEIGHT_SYNC)),
         throughput=throughput(step, engines),
-        gantt=list(_gantt(step)),
+        gantt=list(gantt(step)),
         findings=[],
         clocks=list(_clocks(manifest)) if manifest else [],
         coverage=Coverage(
@@ -138,6 +138,9 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         notes=_notes(manifest) if manifest else [],
         measures=measures(manifest) if manifest else [],
         costs=costs(manifest, inputs.directory) if manifest else [],
+        capture_us=length(capture_time(step)) / 1000,
+        anchors=anchors(manifest) if manifest else [],
+        captured=manifest is not None,
         running=requests_running(requests(manifest), step.span_ns / 1000) if manifest else [],
         timeline_begin_ns=manifest.begin_ns - zero_ns(manifest.begin_ns) if manifest else None,
     )
@@ -154,31 +157,6 @@ def _notes(manifest: Manifest) -> list[str]:
     """Return what the capture noted, and what stands out in its clocks."""
     of_workers = (note for worker in manifest.workers for note in worker.notes)
     return [*manifest.notes, *of_workers, *clock_notes(manifest)]
-
-
-def _gantt(step: Step) -> Iterator[GanttSpan]:
-    """Yield every run of a stage: the controller's, then each worker's."""
-    rows = [("controller", step.stages), *((worker.name, step.stages_of(worker)) for worker in step.workers)]
-    for name, spans in rows:
-        activities = [lane.activity for lane in step.lanes if lane.source.worker == name]
-        busy = [activity.busy for activity in activities]
-        communication = [subtract(activity.communication, activity.compute) for activity in activities]
-        for span in spans:
-            yield GanttSpan(
-                lane=name,
-                name=span.name,
-                begin_us=(span.begin_ns - step.begin_ns) / 1000,
-                end_us=(span.end_ns - step.begin_ns) / 1000,
-                depth=span.depth,
-                busy_us=_mean_us(busy, span),
-                communication_us=_mean_us(communication, span),
-            )
-
-
-def _mean_us(lanes: list[Spans], stage: StageSpan) -> float | None:
-    """Return how much of a stage the spans of each lane cover, on average."""
-    covered = [length(within(spans, stage.begin_ns, stage.end_ns)) / 1000 for spans in lanes]
-    return fmean(covered) if covered else None
 
 
 def _clocks(manifest: Manifest) -> Iterator[Clock]:

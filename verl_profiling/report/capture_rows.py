@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest
-from verl_profiling.report.model import CostRow, MeasureRow, RequestRow
+from verl_profiling.report.rows import AnchorRow, CostRow, MeasureRow, RequestRow
 from verl_profiling.timeline.inputs import resolve_artifact
 
-__all__ = ["clock_notes", "costs", "measures", "requests"]
+__all__ = ["anchors", "clock_notes", "costs", "measures", "requests"]
 
 _STAGE_PREFIX = "stage/"
 _SET_CLOCK_NS = 1_000_000
@@ -82,6 +82,26 @@ def clock_notes(manifest: Manifest) -> Iterator[str]:
                 f"{worker.name}: the clock of {worker.identity.host} was set by {set_ns / 1e6:+,.1f} ms "
                 "during the capture; its lane may be off by as much"
             )
+
+
+def anchors(manifest: Manifest) -> list[AnchorRow]:
+    """Return what the clock of each worker did between its first reading and its last."""
+    rows = []
+    for worker in manifest.workers:
+        if len(worker.anchors) < 2:
+            continue
+        first, last = worker.anchors[0], worker.anchors[-1]
+        zero_ns = manifest.begin_ns + manifest.offset_ns(worker.identity)
+        rows.append(
+            AnchorRow(
+                worker=worker.name,
+                host=worker.identity.host,
+                begin_us=(first.unix_ns - zero_ns) / 1000,
+                end_us=(last.unix_ns - zero_ns) / 1000,
+                set_us=(last.unix_ns - first.unix_ns - last.monotonic_ns + first.monotonic_ns) / 1000,
+            )
+        )
+    return rows
 
 
 def _clock_set_ns(worker: CaptureResult) -> int:

@@ -13,9 +13,9 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.columns import fitting_console, shortened, table_of
 from verl_profiling.report.model import Report
-from verl_profiling.report.numbers import CAPTURE_CALLS
 from verl_profiling.units import duration
 
 __all__ = ["Change", "Diff", "compare", "print_diff"]

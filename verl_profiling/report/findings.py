@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.report.numbers import CAPTURE_CALLS
 
 __all__ = ["LIMIT", "THRESHOLDS", "find"]
 
@@ -57,9 +57,9 @@ _CAUSE_TEXT = {
 
 
 def find(report: Report) -> Report:
-    """Return the report with its findings, those with the largest weight first."""
+    """Return the report with its findings, those those with most seconds at stake first."""
     found = [*_lost(report), *_calls(report), *_communication(report), *_late_ranks(report)]
-    found.sort(key=lambda finding: -finding.weight)
+    found.sort(key=lambda finding: -finding.seconds)
     return msgspec.structs.replace(report, findings=[*_coverage(report), *found][:LIMIT])
 
 
@@ -70,7 +70,7 @@ def _coverage(report: Report) -> Iterator[Finding]:
             rule="coverage",
             text=f"The capture is not whole ({missing} missing or damaged): the numbers are partial.",
             advice="see what is missing below, and `verl-profiling check`",
-            weight=0.0,
+            seconds=0.0,
         )
 
 
@@ -81,7 +81,7 @@ def _lost(report: Report) -> Iterator[Finding]:
                 rule=row.cause,
                 text=f"Lanes {_CAUSE_TEXT[row.cause]}: {row.seconds:.2f} lane-seconds ({row.share:.0%}).",
                 advice=_ADVICE[row.cause],
-                weight=row.seconds,
+                seconds=row.seconds,
             )
 
 
@@ -93,7 +93,7 @@ def _calls(report: Report) -> Iterator[Finding]:
                 text=f"Starting and stopping the capture took {row.duration_us / 1e6:.2f} s of the step "
                 f"({row.share:.0%}), which a step that is not profiled does not spend.",
                 advice=_ADVICE["capture"],
-                weight=row.duration_us / 1e6 * len(report.workers),
+                seconds=row.duration_us / 1e6 * len(report.workers),
             )
 
 
@@ -105,7 +105,7 @@ def _communication(report: Report) -> Iterator[Finding]:
             rule="exposed_communication",
             text=f"{exposed / busy:.0%} of the busy time is communication with no computation beside it.",
             advice="prefetch shards (FSDP), overlap gradient reduction, or use a smaller parallel group",
-            weight=exposed / 1e6,
+            seconds=exposed / 1e6,
         )
 
 
@@ -123,5 +123,5 @@ def _late_ranks(report: Report) -> Iterator[Finding]:
             text=f"{worst.late} is the last to arrive at {worst.late_share:.0%} of the {worst.calls} runs of "
             f"{worst.name[:60]}.",
             advice="look at what this rank does before it, and at its host",
-            weight=worst.wait_us / 1e6,
+            seconds=worst.wait_us / 1e6,
         )

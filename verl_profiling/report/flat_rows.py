@@ -1,6 +1,6 @@
 """The rows of a report without nesting, for CSV files and data frames.
 
-A new column of a table belongs in :mod:`~verl_profiling.report.model`; it appears here by itself.
+A new column of a table belongs in :mod:`~verl_profiling.report.rows`; it appears here by itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any, get_type_hints
 import msgspec
 
 from verl_profiling.report.lost import CAUSES
-from verl_profiling.report.model import (
+from verl_profiling.report.rows import (
+    AnchorRow,
     CollectiveRow,
     CostRow,
     EngineRow,
@@ -35,10 +36,11 @@ REPORT_TABLES: Mapping[str, type[msgspec.Struct]] = {
     "ops": OpRow,
     "measures": MeasureRow,
     "costs": CostRow,
+    "anchors": AnchorRow,
 }
 """Fields of the report that are tables, and the types of their rows."""
 
-_CURVES = ("load", "communication_load")
+_CURVES = ("load", "communication_load", "waiting_load")
 _LOST = {cause: f"lost_{cause}_us" for cause in CAUSES}
 
 

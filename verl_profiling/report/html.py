@@ -7,7 +7,8 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from verl_profiling.report.model import Report, WorkerRow
+from verl_profiling.report.model import Report
+from verl_profiling.report.rows import WorkerRow
 from verl_profiling.report.svg import gantt_chart, lost_bar, stage_colours, tail_chart
 from verl_profiling.report.terminal import rollout_sentence
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["EMPTY", "Cover", "Spans", "intersection", "length", "spans_of", "subtract", "union", "within"]
+__all__ = [
+    "EMPTY",
+    "Cover",
+    "Spans",
+    "crowded",
+    "divided",
+    "intersection",
+    "length",
+    "spans_of",
+    "subtract",
+    "union",
+    "within",
+]
 
 Spans: TypeAlias = NDArray[np.int64]
 
@@ -85,3 +97,31 @@ def within(spans: Spans, begin_ns: int, end_ns: int) -> Spans:
     first = np.searchsorted(spans[:, 1], begin_ns, side="right")
     last = np.searchsorted(spans[:, 0], end_ns, side="left")
     return np.clip(spans[first:last], begin_ns, end_ns)
+
+
+def crowded(sets: Sequence[Spans]) -> Spans:
+    """Return the time that is in more than one of the sets."""
+    edges, count, _ = _counted(sets)
+    keep = count > 1
+    return union(np.stack((edges[:-1][keep], edges[1:][keep]), axis=1))
+
+
+def divided(sets: Sequence[Spans]) -> list[float]:
+    """Return each set's part of the time covered, in nanoseconds.
+
+    Time in ``n`` sets counts for each of them with ``1 / n``, so the parts add up to the time covered.
+    """
+    edges, count, places = _counted(sets)
+    before = np.concatenate(([0.0], np.cumsum(np.diff(edges) / np.maximum(count, 1))))
+    return [float((before[place[:, 1]] - before[place[:, 0]]).sum()) for place in places]
+
+
+def _counted(sets: Sequence[Spans]) -> tuple[NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int64]]]:
+    """Return all edges, in how many sets the time between neighbours is, and where each set's edges are."""
+    edges = np.unique(np.concatenate((EMPTY, *sets)))
+    places = [np.searchsorted(edges, spans) for spans in sets]
+    change = np.zeros(len(edges), dtype=np.int64)
+    for place in places:
+        change[place[:, 0]] += 1
+        change[place[:, 1]] -= 1
+    return edges, np.cumsum(change)[:-1], places

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
+from verl_profiling.manifest import CaptureResult, Manifest, StageSpan, ToolSpan
 from verl_profiling.report.activity import Activity
 from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of
 from verl_profiling.report.optimes import Window
@@ -97,6 +97,11 @@ class Step:
             StageSpan(s.name, s.begin_ns - shift, s.end_ns - shift, s.thread, s.depth, s.failed)
             for s in worker.stages
         ]
+
+    def tool_spans_of(self, worker: CaptureResult) -> list[ToolSpan]:
+        """Return when a worker's tools were started and stopped, on the controller's clock."""
+        shift = self.manifest.offset_ns(worker.identity) if self.manifest else 0
+        return [ToolSpan(s.name, s.begin_ns - shift, s.end_ns - shift, s.stage) for s in worker.tool_spans]
 
     def windows_of(self, source: Source) -> list[Window]:
         """Return the outermost stages that a trace is told apart by: its worker's, else the controller's."""

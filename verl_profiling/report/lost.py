@@ -8,7 +8,8 @@ from statistics import median
 from verl_profiling.manifest import StageSpan
 from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, spans_of, subtract, union
 from verl_profiling.report.lanes import Lane, Step
-from verl_profiling.report.model import LostRow, StragglerRow, Tail, WorkerRow
+from verl_profiling.report.model import Tail
+from verl_profiling.report.rows import LostRow, StragglerRow, WorkerRow
 
 __all__ = ["CAUSES", "ROLLOUT", "WEIGHT_SYNC", "lost_by_cause", "lost_total", "stragglers", "working_span"]
 

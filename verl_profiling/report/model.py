@@ -1,130 +1,42 @@
 """The report as data: what ``--json`` prints, and what every output format shows.
 
-All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1.
+All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1. The rows of
+its tables are in :mod:`~verl_profiling.report.rows`.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+from verl_profiling.report.rows import (
+    AnchorRow,
+    CollectiveRow,
+    CostRow,
+    EngineRow,
+    LostRow,
+    MeasureRow,
+    OpRow,
+    RunningRow,
+    StageRow,
+    StragglerRow,
+    WorkerRow,
+)
 
 __all__ = [
     "REPORT_SCHEMA_VERSION",
     "Clock",
-    "CollectiveRow",
-    "CostRow",
     "Coverage",
-    "EngineRow",
     "Finding",
     "GanttSpan",
-    "LostRow",
-    "MeasureRow",
-    "OpRow",
     "Percentiles",
     "Report",
-    "RequestRow",
-    "RunningRow",
-    "StageRow",
-    "StragglerRow",
     "Tail",
     "Throughput",
-    "WorkerRow",
 ]
 
 REPORT_SCHEMA_VERSION = 1
-
-
-class StageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage of the controller, all its runs together.
-
-    Attributes:
-        name: The stage. ``(starting and stopping the capture)`` is the time outside stages that this
-            took, ``(outside stages)`` the rest of the step.
-        runs: Number of runs.
-        begin_us: Begin of its first run, relative to the begin of the step.
-        duration_us: Total time in it.
-        share: Share of the step.
-        depth: 0 for an outermost stage; only those add up to the step.
-    """
-
-    name: str
-    runs: int
-    begin_us: float
-    duration_us: float
-    share: float
-    depth: int = 0
-
-
-class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How one lane (a training rank, or a rank of a rollout engine) spent its time.
-
-    ``docs/report.md`` defines each number. All times lie inside the span.
-
-    Attributes:
-        name: Name of the lane.
-        role: Role of the worker.
-        rank: Rank inside the role, or inside the replica.
-        replica: Index of the rollout replica.
-        device: ``False`` for a CPU trace, where operators are counted in place of kernels.
-        span_us: Time for which it was observed.
-        busy_us: Time in which anything ran.
-        idle_us: ``span_us - busy_us``.
-        compute_us: Time in which computing kernels ran.
-        communication_us: Time in which communication kernels ran.
-        exposed_communication_us: Communication with no computation at the same time.
-        overlap_us: Computation and communication at the same time.
-        memcpy_us: Time in which memory was copied or set.
-        host_bound_us: Idle time inside its own stages (also in ``lost_us``).
-        lost_us: Idle time by cause; adds up to ``idle_us``.
-        load: Busy percentage of each of equally long parts of the step, 0 to 100.
-        communication_load: Percentage of each part in which it communicated and computed nothing; a
-            part of ``load``.
-    """
-
-    name: str
-    role: str
-    rank: int
-    replica: int | None
-    device: bool
-    span_us: float
-    busy_us: float
-    idle_us: float
-    compute_us: float
-    communication_us: float
-    exposed_communication_us: float
-    overlap_us: float
-    memcpy_us: float
-    host_bound_us: float
-    lost_us: dict[str, float]
-    load: list[int]
-    communication_load: list[int] = []
-
-
-class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank of a rollout engine spent its time, from the names of its iterations.
-
-    Attributes:
-        name: Name of the lane.
-        replica: Index of the replica.
-        busy_us: As in :class:`WorkerRow`.
-        queueing_us: From the begin of the rollout to the engine's first iteration.
-        iterations: Number of iterations.
-        prefill_us: Time in iterations that processed prompt tokens.
-        decode_us: Time in iterations that only generated.
-        prefill_tokens: Prompt tokens processed.
-        decode_tokens: Tokens generated.
-        finish_us: End of its last iteration, relative to the begin of the rollout.
-    """
-
-    name: str
-    replica: int
-    busy_us: float
-    queueing_us: float | None
-    iterations: int
-    prefill_us: float
-    decode_us: float
-    prefill_tokens: int
-    decode_tokens: int
-    finish_us: float | None
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +68,7 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
         latency_s: Latency of the requests, from sending to the complete response.
         response_tokens: Lengths of the responses.
         finishes_us: Time at which each request (or else each replica) was done, sorted.
+        last_replica: Index of the replica that was done last.
     """
 
     replicas: int
@@ -167,82 +80,7 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: Percentiles | None
     response_tokens: Percentiles | None
     finishes_us: list[float]
-
-
-class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How far apart the workers of a role end a stage.
-
-    Attributes:
-        stage: The stage.
-        role: The role.
-        workers: Number of workers that ran it.
-        slowest: Worker that took longest.
-        slowest_us: Time that it took.
-        median_us: Median over the workers.
-        wait_us: Time by which the other workers were done before the last one, added up.
-    """
-
-    stage: str
-    role: str
-    workers: int
-    slowest: str
-    slowest_us: float
-    median_us: float
-    wait_us: float
-
-
-class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How unevenly the ranks of a role arrive at a collective.
-
-    Attributes:
-        name: The collective.
-        role: The role.
-        calls: Calls that every rank made.
-        median_us: Median of the shortest run of each call: its cost once all ranks have arrived.
-        wait_us: Sum, over calls and ranks, of the time by which a run exceeds the shortest one.
-        late: Rank that most often had the shortest run, which means that it arrived last.
-        late_share: Share of the calls in which it did.
-    """
-
-    name: str
-    role: str
-    calls: int
-    median_us: float
-    wait_us: float
-    late: str
-    late_share: float
-
-
-class OpRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One kernel (or operator, in a CPU trace) in one stage, over all lanes.
-
-    Attributes:
-        name: The kernel.
-        stage: Stage in which it began, or ``""``.
-        calls: Number of calls.
-        self_us: Time in it, without nested calls.
-        share: Share of the self time of all kernels.
-    """
-
-    name: str
-    stage: str
-    calls: int
-    self_us: float
-    share: float
-
-
-class LostRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle time of all lanes due to one cause.
-
-    Attributes:
-        cause: Name of the cause; ``docs/report.md`` defines each.
-        seconds: Lane-seconds; these are accelerator-seconds if each lane has its own accelerator.
-        share: Share of the observed time of all lanes.
-    """
-
-    cause: str
-    seconds: float
-    share: float
+    last_replica: int | None = None
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,94 +99,19 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s_per_lane: float
 
 
-class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One inference request that ended while its replica was captured.
-
-    It is a row of a table, not of the report: a step may have a hundred thousand.
-
-    Attributes:
-        worker: Name of the replica, e.g. ``rollout0``.
-        replica: Index of the replica.
-        begin_us: When it was sent, after the begin of the step.
-        first_token_us: When its first output arrived, after the begin of the step; ``None`` where
-            only whole responses are handed over.
-        end_us: When its response was complete, after the begin of the step.
-        latency_us: From being sent to the complete response.
-        prompt_tokens: Length of the prompt.
-        response_tokens: Length of the response.
-        policy_version: Version of the weights that it began with, where it is known.
-        failed: It raised, or was given up.
-    """
-
-    worker: str
-    replica: int
-    begin_us: float
-    first_token_us: float | None
-    end_us: float
-    latency_us: float
-    prompt_tokens: int
-    response_tokens: int
-    policy_version: int | None
-    failed: bool
-
-
-class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests of a replica are running over time.
-
-    Attributes:
-        worker: Name of the replica, e.g. ``rollout0``.
-        replica: Index of the replica.
-        requests: Mean number of requests on their way in each of equally long parts of the step.
-    """
-
-    worker: str
-    replica: int
-    requests: list[float]
-
-
-class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One number that a worker recorded with the capture, such as the peak memory of a stage.
-
-    Attributes:
-        worker: Name of the worker.
-        stage: The stage that it was recorded in, or ``""``.
-        name: What it is, with its unit, e.g. ``process_peak_rss_bytes``.
-        value: The number; of a stage that ran several times, the largest.
-    """
-
-    worker: str
-    stage: str
-    name: str
-    value: float
-
-
-class CostRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What the capture cost one worker.
-
-    Attributes:
-        worker: Name of the worker.
-        start_s: Seconds to start recording.
-        stop_s: Seconds to stop it.
-        export_s: Of these, seconds to write what was recorded.
-        bytes: Size of its artifacts on disk, as far as it is known.
-    """
-
-    worker: str
-    start_s: float
-    stop_s: float
-    export_s: float
-    bytes: int
-
-
 class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a stage on one worker.
+    """One run of a stage on one worker, or one start or stop of its tool.
 
     Attributes:
         lane: Name of the worker, or ``controller``.
-        name: The stage.
+        name: The stage; of a start or stop, the stage that is recorded, or ``""``.
         begin_us: Begin, relative to that of the step.
         end_us: End, relative to the begin of the step.
         depth: 0 for an outermost stage.
+        row: Row inside the lane, from 0. Spans of one depth in one row follow each other; stages that run
+            side by side are in different rows, and a stage inside another is in the row of that one.
+        kind: ``stage``; ``start`` or ``stop`` for the time in which the worker's tool started or stopped
+            (writing included), which a step that is not profiled does not spend.
         busy_us: Time of it in which the worker's lanes were busy, on average; ``None`` without a trace.
         communication_us: Time of it in which they communicated and computed nothing; a part of ``busy_us``.
     """
@@ -358,6 +121,8 @@ class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
     begin_us: float
     end_us: float
     depth: int
+    row: int = 0
+    kind: Literal["stage", "start", "stop"] = "stage"
     busy_us: float | None = None
     communication_us: float | None = None
 
@@ -369,13 +134,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         rule: Name of the rule; ``docs/report.md`` gives its threshold.
         text: A sentence with its number.
         advice: What to try.
-        weight: Lane-seconds at stake; the heaviest come first.
+        seconds: Lane-seconds at stake; of the findings, those with most come first.
+        lanes: The lanes that it is about: the one at fault where that is known, else those that lost the
+            time, the one that lost most first.
     """
 
     rule: str
     text: str
     advice: str
-    weight: float
+    seconds: float = 0.0
+    lanes: list[str] = []
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
@@ -403,6 +171,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
         events: Events in them.
         missing: What is missing or damaged, as sentences.
         limited: Traces that were not read whole because of a limit; ``missing`` says which.
+        lanes: Lanes of which something is missing or damaged.
     """
 
     expected: int
@@ -410,6 +179,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     missing: list[str]
     limited: int = 0
+    lanes: list[str] = []
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -441,6 +211,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         notes: Notes of the capture.
         measures: Numbers that workers recorded, such as the peak memory of their stages.
         costs: What the capture cost each worker.
+        capture_us: Wall time that the capture added to the loop: the calls that start and stop it (before
+            and after the step too) and, in discrete mode, the starts and stops of tools inside stages.
+        anchors: What each worker's clock did during the capture.
+        captured: Whether a capture with a manifest was read. ``False`` for plain traces, of which neither
+            stages nor workers are known.
         running: Requests running over time, one row per replica.
         timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
     """
@@ -469,5 +244,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
     measures: list[MeasureRow] = []
     costs: list[CostRow] = []
+    capture_us: float = 0.0
+    anchors: list[AnchorRow] = []
+    captured: bool = True
     running: list[RunningRow] = []
     timeline_begin_ns: int | None = None

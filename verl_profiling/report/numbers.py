@@ -33,25 +33,14 @@ from statistics import median
 import numpy as np
 
 from verl_profiling.manifest import Request
-from verl_profiling.report.intervals import Spans, intersection, length, spans_of, subtract, union
+from verl_profiling.report.intervals import intersection, length, subtract, union
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import ROLLOUT, lost_by_cause, working_span
-from verl_profiling.report.model import (
-    CollectiveRow,
-    EngineRow,
-    OpRow,
-    Percentiles,
-    StageRow,
-    Tail,
-    Throughput,
-    WorkerRow,
-)
+from verl_profiling.report.model import Percentiles, Tail, Throughput
 from verl_profiling.report.over_time import percent
+from verl_profiling.report.rows import CollectiveRow, EngineRow, OpRow, WorkerRow
 
 __all__ = [
-    "CAPTURE_CALLS",
-    "OUTSIDE_STAGES",
-    "anatomy",
     "collectives",
     "engine_row",
     "kernels",
@@ -60,52 +49,10 @@ __all__ = [
     "worker_row",
 ]
 
-CAPTURE_CALLS = "(starting and stopping the capture)"
-OUTSIDE_STAGES = "(outside stages)"
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
 _MOST_OPS = 10_000
 _OTHERS = "(all others)"
 _TOP_COLLECTIVES = 20
-
-
-def anatomy(step: Step) -> list[StageRow]:
-    """Return the controller's stages in order of their first begin, and the rest of the step.
-
-    The time in which the controller started and stopped recordings is a row of its own.
-
-    A stage's duration is the length of the union of its runs, its share that of the step.
-    """
-    rows = []
-    for name, depth in dict.fromkeys((span.name, span.depth) for span in step.stages):
-        runs = [s for s in step.stages if (s.name, s.depth) == (name, depth)]
-        covered = spans_of((s.begin_ns, s.end_ns) for s in runs)
-        rows.append(
-            StageRow(
-                name=name,
-                runs=len(runs),
-                begin_us=(runs[0].begin_ns - step.begin_ns) / 1000,
-                duration_us=length(covered) / 1000,
-                share=step.share(covered),
-                depth=depth,
-            )
-        )
-    if rows:
-        rest = subtract(spans_of([(step.begin_ns, step.end_ns)]), step.during())
-        calls = intersection(rest, step.calls)
-        if len(calls):
-            rows.append(_rest_row(CAPTURE_CALLS, calls, step))
-        rows.append(_rest_row(OUTSIDE_STAGES, subtract(rest, calls), step))
-    return rows
-
-
-def _rest_row(name: str, spans: Spans, step: Step) -> StageRow:
-    return StageRow(
-        name=name,
-        runs=len(spans),
-        begin_us=(int(spans[0, 0]) - step.begin_ns) / 1000 if len(spans) else 0.0,
-        duration_us=length(spans) / 1000,
-        share=step.share(spans),
-    )
 
 
 def worker_row(lane: Lane, step: Step, tail: Tail | None) -> WorkerRow:

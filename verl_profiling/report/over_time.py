@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.report.intervals import Spans
-from verl_profiling.report.model import RequestRow, RunningRow
+from verl_profiling.report.rows import RequestRow, RunningRow
 
 __all__ = ["PARTS", "percent", "requests_running"]
 

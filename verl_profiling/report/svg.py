@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from verl_profiling.report.model import GanttSpan, LostRow, Report, Tail
+from verl_profiling.report.model import GanttSpan, Report, Tail
+from verl_profiling.report.rows import LostRow
 
 __all__ = ["gantt_chart", "lost_bar", "stage_colours", "tail_chart"]
 

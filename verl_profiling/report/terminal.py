@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from verl_profiling.report.columns import fitting_console, shortened, table_of
-from verl_profiling.report.model import CostRow, MeasureRow, Report, StageRow, Tail, WorkerRow
+from verl_profiling.report.model import Report, Tail
+from verl_profiling.report.rows import CostRow, MeasureRow, StageRow, WorkerRow
 from verl_profiling.units import byte_size, duration
 
 __all__ = ["print_report", "rollout_sentence"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import TOOL_THREAD
 from verl_profiling.timeline.event import Event
-from verl_profiling.timeline.member import STAGES_TID, name_thread
+from verl_profiling.timeline.member import STAGES_TID, TOOL_TID, name_thread
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import StepInputs
 
@@ -17,6 +19,7 @@ __all__ = ["CONTROLLER", "ControllerEvents", "controller_events"]
 CONTROLLER = "controller"
 _ARROW = "causes"
 _MOST_ROWS = 64
+_STAGES = re.compile(r"stages(?: \d+)?")
 
 
 class ControllerEvents(NamedTuple):
@@ -60,26 +63,30 @@ def controller_events(inputs: StepInputs, pids: dict[str, int], base_ns: int) ->
 
 def _placed(events: list[Event], shift_ns: int, pids: dict[str, int]) -> list[Event]:
     names: dict[Any, str] = {}
-    stage_threads = set()
+    threads: dict[tuple[Any, Any], int] = {}  # those that the timeline numbers itself
     for event in events:
         if event.ph == "M" and event.name in ("process_name", "thread_name"):
             name = event.said("name")
             if event.name == "process_name":
                 names[event.pid] = name
-            elif name == "stages":
-                stage_threads.add((event.pid, event.tid))
+            elif _STAGES.fullmatch(name):
+                threads[event.pid, event.tid] = STAGES_TID
+            elif name == TOOL_THREAD:
+                threads[event.pid, event.tid] = TOOL_TID
     placed = []
     stages: dict[str, list[Event]] = {}
     for event in events:
         if event.name in ("process_name", "process_sort_index", "process_labels") or event.pid not in names:
             continue
         worker = names[event.pid]
-        is_stage = (event.pid, event.tid) in stage_threads
+        thread = threads.get((event.pid, event.tid))
+        if thread == STAGES_TID and event.name == "thread_name" and event.said("name") != "stages":
+            continue  # they are spread over threads below, which are named there
         event.pid = pids[worker]
-        event.tid = STAGES_TID if is_stage else event.tid
+        event.tid = event.tid if thread is None else thread
         if event.ts is not None:
             event.ts = round(event.ts * 1000 + shift_ns) / 1000
-        if is_stage and event.ph == "X":
+        if thread == STAGES_TID and event.ph == "X":
             stages.setdefault(worker, []).append(event)
         placed.append(event)
     for spans in stages.values():

@@ -21,13 +21,25 @@ from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.slim import Keep
 from verl_profiling.timeline.sources import Source
 
-__all__ = ["LANE_PIDS", "STAGES_TID", "Member", "MemberJob", "compressor", "name_process", "write_member"]
+__all__ = [
+    "LANE_PIDS",
+    "STAGES_TID",
+    "TOOL_TID",
+    "Member",
+    "MemberJob",
+    "compressor",
+    "name_process",
+    "write_member",
+]
 
 LANE_PIDS = 10_000
 """Number of process ids reserved for a lane."""
 
 STAGES_TID = 1 << 23
 """Thread id of the stages' lane in a worker's process; Linux assigns none above 2^22."""
+
+TOOL_TID = STAGES_TID + 2
+"""Thread id of the lane that shows when a worker's tool was started and stopped."""
 
 _PROFILER_TID = STAGES_TID + 1
 _PROFILER_LANES = {"Spans", "Traces", ""}  # processes in which kineto puts its own events

@@ -1,0 +1,107 @@
+"""The anatomy adds up to the step, whatever runs side by side, and starts and stops of tools are no stage."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from drawn_steps import Worker, report_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
+from verl_profiling.report.model import Report
+
+
+def durations(report: Report) -> dict[str, float]:
+    """Return the seconds of each row."""
+    return {row.name: round(row.duration_us / 1e6, 9) for row in report.stages}
+
+
+def shares(report: Report) -> dict[str, float]:
+    """Return the share of the step of each row."""
+    return {row.name: round(row.share, 9) for row in report.stages}
+
+
+def test_a_tools_start_and_stop_are_not_the_stage(tmp_path: Path) -> None:
+    """In discrete mode a stage of 140 ms that takes 525 ms with its tool is one of 140 ms."""
+    tool = [("start", 1.0, 1.2, "update_actor"), ("stop", 1.34, 1.525, "update_actor")]
+    stages = [("update_actor", 1.2, 1.34)]
+    workers = [Worker("actor", rank, stages=stages, tool=tool, mode="discrete") for rank in range(2)]
+    report = report_of(tmp_path, [("update_actor", 1.0, 1.525), ("reward", 2, 3)], workers)
+    assert durations(report) == {
+        "update_actor": 0.14,
+        "reward": 1.0,
+        CAPTURE_CALLS: 0.385,
+        OUTSIDE_STAGES: 8.475,
+    }
+    assert report.capture_us == pytest.approx(385_000)
+
+
+def test_a_tool_that_stops_beside_another_stage_holds_up_nobody(tmp_path: Path) -> None:
+    """In an asynchronous loop the engine writes its trace while the trainer works."""
+    engine = Worker("rollout", replica=0, tool=[("stop", 4, 6, "rollout")], mode="discrete")
+    report = report_of(tmp_path, [("rollout", 0, 4.5), ("update_actor", 4, 8)], [engine])
+    assert durations(report) == {
+        "rollout": 4.0,
+        "update_actor": 3.5,
+        CAPTURE_CALLS: 0.5,
+        OUTSIDE_STAGES: 2.0,
+    }
+
+
+def test_a_stage_that_only_the_worker_names_counts_where_it_must_be_waited_for(tmp_path: Path) -> None:
+    """Where the controller is in one stage only, that is the one which the tool makes longer."""
+    actor = Worker(
+        "actor", tool=[("start", 0, 1, "compute_ref"), ("stop", 6, 7, "compute_ref")], mode="discrete"
+    )
+    report = report_of(tmp_path, [("ref_log_prob", 0, 4), ("update_actor", 5, 8), ("rollout", 5, 9)], [actor])
+    assert durations(report)["ref_log_prob"] == 3.0
+    assert durations(report)[CAPTURE_CALLS] == 1.0
+
+
+def test_stages_side_by_side_share_their_time(tmp_path: Path) -> None:
+    """Half of a second belongs to each of two stages, and the row says that it shares."""
+    stages = [("rollout", 0, 6), ("update_actor", 4, 9), ("mini_batch", 5, 6, 1)]
+    report = report_of(tmp_path, stages, [])
+    assert durations(report) == {"rollout": 6.0, "update_actor": 5.0, "mini_batch": 1.0, OUTSIDE_STAGES: 1.0}
+    assert shares(report) == {"rollout": 0.5, "update_actor": 0.4, "mini_batch": 0.1, OUTSIDE_STAGES: 0.1}
+    assert {row.name: row.side_by_side_us for row in report.stages if row.side_by_side_us} == {
+        "rollout": 2e6,
+        "update_actor": 2e6,
+    }
+
+
+def test_a_stage_counts_inside_of_the_step_only(tmp_path: Path) -> None:
+    """One that an asynchronous loop began before the step, or ends after it, takes none of another step."""
+    report = report_of(tmp_path, [("rollout", -5, 3), ("update_actor", 9, 20)], [])
+    assert durations(report) == {"rollout": 3.0, "update_actor": 1.0, OUTSIDE_STAGES: 6.0}
+
+
+SPANS = st.tuples(st.sampled_from("abcd"), st.integers(-2, 12), st.integers(0, 6), st.sampled_from((0, 0, 1)))
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(SPANS, min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(-2, 12), st.integers(0, 4), st.sampled_from("abx")), max_size=4),
+    st.lists(st.tuples(st.integers(-2, 12), st.integers(0, 4)), max_size=3),
+)
+def test_outermost_rows_add_up_to_the_step(
+    stages: list[tuple[str, int, int, int]],
+    tool: list[tuple[int, int, str]],
+    calls: list[tuple[int, int]],
+) -> None:
+    """Whatever overlaps, and wherever tools start and stop."""
+    with tempfile.TemporaryDirectory() as folder:
+        worker = Worker("actor", tool=[("stop", a, a + b, stage) for a, b, stage in tool], mode="discrete")
+        report = report_of(
+            Path(folder),
+            [(name, a, a + b, depth) for name, a, b, depth in stages],
+            [worker],
+            calls=[("stop_capture", a, a + b) for a, b in calls],
+        )
+    assert sum(row.share for row in report.stages if row.depth == 0) == pytest.approx(1.0)
+    assert all(0 <= row.share * report.span_us <= row.duration_us + 1e-3 for row in report.stages)
+    assert all(0 <= row.side_by_side_us <= row.duration_us for row in report.stages)

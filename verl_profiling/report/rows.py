@@ -1,0 +1,302 @@
+"""The tables of the report: one type of row each.
+
+All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "AnchorRow",
+    "CollectiveRow",
+    "CostRow",
+    "EngineRow",
+    "LostRow",
+    "MeasureRow",
+    "OpRow",
+    "RequestRow",
+    "RunningRow",
+    "StageRow",
+    "StragglerRow",
+    "WorkerRow",
+]
+
+
+class StageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage of the controller, all its runs together.
+
+    Attributes:
+        name: The stage. ``(starting and stopping the capture)`` is the time that this took, which is
+            in no stage, ``(outside stages)`` the rest of the step.
+        runs: Number of runs.
+        begin_us: Begin of its first run, relative to the begin of the step.
+        duration_us: Total time in it, without the starts and stops of tools.
+        share: Share of the step. Time in which several stages run side by side is divided equally among
+            them, so the shares of all rows with depth 0 add up to 1.
+        depth: 0 for an outermost stage.
+        side_by_side_us: Part of ``duration_us`` in which another stage of the same depth ran too.
+    """
+
+    name: str
+    runs: int
+    begin_us: float
+    duration_us: float
+    share: float
+    depth: int = 0
+    side_by_side_us: float = 0.0
+
+
+class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How one lane (a training rank, or a rank of a rollout engine) spent its time.
+
+    ``docs/report.md`` defines each number. All times lie inside the span.
+
+    Attributes:
+        name: Name of the lane.
+        role: Role of the worker.
+        rank: Rank inside the role, or inside the replica.
+        replica: Index of the rollout replica.
+        device: ``False`` for a CPU trace, where operators are counted in place of kernels.
+        span_us: Time for which it was observed.
+        busy_us: Time in which anything ran.
+        idle_us: ``span_us - busy_us``.
+        compute_us: Time in which computing kernels ran.
+        communication_us: Time in which communication kernels ran.
+        exposed_communication_us: Communication with no computation at the same time.
+        overlap_us: Computation and communication at the same time.
+        memcpy_us: Time in which memory was copied or set.
+        host_bound_us: Idle time inside its own stages (also in ``lost_us``).
+        lost_us: Idle time by cause; adds up to ``idle_us``.
+        load: Busy percentage of each of equally long parts of the step, 0 to 100.
+        waiting_us: Part of the communication in which it waited for ranks that came later to a collective.
+        communication_load: Percentage of each part in which it communicated and computed nothing; a
+            part of ``load``.
+        waiting_load: Percentage of each part in which all that it did was wait in collectives, as in
+            ``waiting_us``; a part of ``communication_load``. A rank that is waited for has little of it.
+        graphs: Whether its host launched graphs (CUDA graphs, say) in place of single kernels.
+    """
+
+    name: str
+    role: str
+    rank: int
+    replica: int | None
+    device: bool
+    span_us: float
+    busy_us: float
+    idle_us: float
+    compute_us: float
+    communication_us: float
+    exposed_communication_us: float
+    overlap_us: float
+    memcpy_us: float
+    host_bound_us: float
+    lost_us: dict[str, float]
+    load: list[int]
+    waiting_us: float = 0.0
+    communication_load: list[int] = []
+    waiting_load: list[int] = []
+    graphs: bool = False
+
+
+class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank of a rollout engine spent its time, from the names of its iterations.
+
+    Attributes:
+        name: Name of the lane.
+        replica: Index of the replica.
+        busy_us: As in :class:`WorkerRow`.
+        queueing_us: From the begin of the rollout to the engine's first iteration.
+        iterations: Number of iterations.
+        prefill_us: Time in iterations that processed prompt tokens.
+        decode_us: Time in iterations that only generated.
+        prefill_tokens: Prompt tokens processed.
+        decode_tokens: Tokens generated.
+        finish_us: End of its last iteration, relative to the begin of the rollout.
+    """
+
+    name: str
+    replica: int
+    busy_us: float
+    queueing_us: float | None
+    iterations: int
+    prefill_us: float
+    decode_us: float
+    prefill_tokens: int
+    decode_tokens: int
+    finish_us: float | None
+
+
+class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How far apart the workers of a role end a stage.
+
+    Attributes:
+        stage: The stage.
+        role: The role.
+        workers: Number of workers that ran it.
+        slowest: Worker that took longest.
+        slowest_us: Time that it took.
+        median_us: Median over the workers.
+        wait_us: Time by which the other workers were done before the last one, added up.
+    """
+
+    stage: str
+    role: str
+    workers: int
+    slowest: str
+    slowest_us: float
+    median_us: float
+    wait_us: float
+
+
+class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How unevenly the ranks of a role arrive at a collective.
+
+    Attributes:
+        name: The collective.
+        role: The role.
+        calls: Calls that every rank made.
+        median_us: Median of the shortest run of each call: its cost once all ranks have arrived.
+        wait_us: Time for which ranks waited in it for later ones, added up over the ranks. An instant
+            counts once for a rank, however many of its calls wait in it.
+        late: Rank that most often had the shortest run, which means that it arrived last.
+        late_share: Share of the calls in which it did.
+    """
+
+    name: str
+    role: str
+    calls: int
+    median_us: float
+    wait_us: float
+    late: str
+    late_share: float
+
+
+class OpRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel (or operator, in a CPU trace) in one stage, over all lanes.
+
+    Attributes:
+        name: The kernel.
+        stage: Stage in which it began, or ``""``.
+        calls: Number of calls.
+        self_us: Time in it, without nested calls.
+        share: Share of the self time of all kernels.
+    """
+
+    name: str
+    stage: str
+    calls: int
+    self_us: float
+    share: float
+
+
+class LostRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Idle time of all lanes due to one cause.
+
+    Attributes:
+        cause: Name of the cause; ``docs/report.md`` defines each.
+        seconds: Lane-seconds; these are accelerator-seconds if each lane has its own accelerator.
+        share: Share of the observed time of all lanes.
+    """
+
+    cause: str
+    seconds: float
+    share: float
+
+
+class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One inference request that ended while its replica was captured.
+
+    It is a row of a table, not of the report: a step may have a hundred thousand.
+
+    Attributes:
+        worker: Name of the replica, e.g. ``rollout0``.
+        replica: Index of the replica.
+        begin_us: When it was sent, after the begin of the step.
+        first_token_us: When its first output arrived, after the begin of the step; ``None`` where
+            only whole responses are handed over.
+        end_us: When its response was complete, after the begin of the step.
+        latency_us: From being sent to the complete response.
+        prompt_tokens: Length of the prompt.
+        response_tokens: Length of the response.
+        policy_version: Version of the weights that it began with, where it is known.
+        failed: It raised, or was given up.
+    """
+
+    worker: str
+    replica: int
+    begin_us: float
+    first_token_us: float | None
+    end_us: float
+    latency_us: float
+    prompt_tokens: int
+    response_tokens: int
+    policy_version: int | None
+    failed: bool
+
+
+class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How many requests of a replica are running over time.
+
+    Attributes:
+        worker: Name of the replica, e.g. ``rollout0``.
+        replica: Index of the replica.
+        requests: Mean number of requests on their way in each of equally long parts of the step.
+    """
+
+    worker: str
+    replica: int
+    requests: list[float]
+
+
+class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One number that a worker recorded with the capture, such as the peak memory of a stage.
+
+    Attributes:
+        worker: Name of the worker.
+        stage: The stage that it was recorded in, or ``""``.
+        name: What it is, with its unit, e.g. ``process_peak_rss_bytes``.
+        value: The number; of a stage that ran several times, the largest.
+    """
+
+    worker: str
+    stage: str
+    name: str
+    value: float
+
+
+class CostRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What the capture cost one worker.
+
+    Attributes:
+        worker: Name of the worker.
+        start_s: Seconds to start recording.
+        stop_s: Seconds to stop it.
+        export_s: Of these, seconds to write what was recorded.
+        bytes: Size of its artifacts on disk, as far as it is known.
+    """
+
+    worker: str
+    start_s: float
+    stop_s: float
+    export_s: float
+    bytes: int
+
+
+class AnchorRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's clock did from its first reading in the capture to its last.
+
+    Attributes:
+        worker: Name of the worker.
+        host: Its host.
+        begin_us: When the clock was first read, after the begin of the step.
+        end_us: When it was last read, after the begin of the step.
+        set_us: How far unix time moved ahead of monotonic time in between; more than a few microseconds
+            where the clock was set, or slewed by NTP.
+    """
+
+    worker: str
+    host: str
+    begin_us: float
+    end_us: float
+    set_us: float
