@@ -28,11 +28,12 @@ from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.overdue_stops import DYING_S, OverdueStop, OverdueStops
 from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.retention import Retention
+from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Alone, find_peers
 from verl_profiling.controller.step_folders import StepFolders
-from verl_profiling.controller.targets import Call, Round, Target, Waiting, Worker, make_targets
-from verl_profiling.errors import ConfigError, ProfilingError, choices_hint
-from verl_profiling.identity import ProcessId, WorkerIdentity, safe_name
+from verl_profiling.controller.targets import Round, Target, Waiting
+from verl_profiling.errors import ProfilingError
+from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, StepRange
@@ -42,10 +43,6 @@ __all__ = ["Controller"]
 logger = logging.getLogger(__name__)
 
 HANDSHAKES = 8
-_NOBODY = (
-    "no workers and no rollout were added to the callback, so nobody records: call "
-    "add_workers(role, workers) or add_rollout(replicas) before the first step that is captured"
-)
 
 
 class Controller:
@@ -71,34 +68,19 @@ class Controller:
         self._hooks = FinishHooks(config.after)
         self._peers: Alone | None = None
         self._identity = WorkerIdentity(role="controller")
-        self._targets: list[Target] = []
-        self._known: dict[Worker, WorkerIdentity] = {}
-        self._unanswered: list[Call] = []
+        self._roster = Roster(config)
         self._captures = count(1)
         self._notes: list[str] = []
         self._ending = LoopEnding(self.train_end)
         self.order = LoopOrder()
 
     def add(self, role: str, workers: Any, loop: AbstractEventLoop | None) -> None:
-        """Register workers; those registered under another role already get one name more.
+        """Register workers.
 
         Raises:
-            ConfigError: There are none, the role has some already, its files would have the names of
-                another's, or one has no capture methods.
+            ConfigError: As :meth:`Roster.add` raises it.
         """
-        if any(role in target.roles for target in self._targets):
-            raise ConfigError("", f"role {role!r} has its workers already; add all of a role at once")
-        for other in (other for target in self._targets for other in target.roles):
-            if safe_name(other) == safe_name(role):
-                raise ConfigError(
-                    "", f"roles {other!r} and {role!r} have files of the same names; rename one of them"
-                )
-        by_key = {target.key: target for target in self._targets}
-        for target in make_targets(role, workers, loop):
-            if (known := by_key.get(target.key)) is not None:
-                known.roles.append(role)
-            else:
-                self._targets.append(target)
+        self._roster.add(role, workers, loop)
 
     def wants(self, step: int) -> bool:
         """Take note that a step begins; return whether it needs any work at all.
@@ -116,20 +98,7 @@ class Controller:
 
     def check_selection(self, capturing: bool = False) -> None:
         """Warn of roles in the settings that no worker has; once a step is captured, of no workers at all."""
-        roles = {role for target in self._targets for role in target.roles}
-        before, self._notes = self._notes, []
-        if capturing and not roles:
-            self._notes.append(_NOBODY)
-        for key, named in (
-            ("select.roles", self.config.select.roles or ()),
-            ("roles", tuple(self.config.roles)),
-        ):
-            for role in named if roles else ():
-                if role not in roles:
-                    text = f"{key}: no workers were added as {role!r}; {choices_hint(role, roles)}"
-                    self._notes.append(text)
-        if any(target.is_rollout for target in self._targets):
-            self._notes += self.config.cautions()
+        before, self._notes = self._notes, self._roster.cautions(capturing)
         for text in self._notes:
             if text not in before:
                 logger.warning("%s", text)
@@ -151,9 +120,9 @@ class Controller:
         if live is None:
             return
         self._set_live(live)
-        driven = [target for target in self._targets if self._is_driven(target)]
+        driven = self._roster.driven
         self._say_begun(live, driven)
-        yield from self._start(live, [t for t in driven if not self._has_windows(t)], live.request)
+        yield from self._start(live, [t for t in driven if not self._roster.has_windows(t)], live.request)
         if self._peers is not None:
             self._peers.begun(live.participants.identities())
         live.begin_ns = clock.now_ns()
@@ -166,9 +135,7 @@ class Controller:
             return
         live.end_rollout()
         yield from self._close_rollout_window(live)
-        targets = [
-            target for target in self._targets if self._is_driven(target) and self._has_windows(target)
-        ]
+        targets = [target for target in self._roster.driven if self._roster.has_windows(target)]
         if targets:
             live.rollout_request = msgspec.structs.replace(next(live.rollout_requests), step=live.steps[-1])
             yield from self._start(live, targets, live.rollout_request)
@@ -213,7 +180,7 @@ class Controller:
             self._set_live(None)
             for request in (live.request, live.rollout_request):
                 if request is not None:
-                    self._send(self._targets, "stop_capture", request.capture_id)
+                    self._roster.send(self._roster.targets, "stop_capture", request.capture_id)
 
     def close(self, complete: bool, why: str = "") -> Iterator[Round]:
         """Stop all workers and write the step folder.
@@ -233,7 +200,7 @@ class Controller:
         end_ns = clock.now_ns()
         stages = live.spans.close()
         yield from self._close_rollout_window(live)
-        targets = [target for target in self._targets if not self._has_windows(target)]
+        targets = [target for target in self._roster.targets if not self._roster.has_windows(target)]
         yield from self._stop(live, targets, live.request)
         self._set_live(None)
         participants = live.participants
@@ -269,16 +236,18 @@ class Controller:
             yield Waiting(self._late.wait_for_the_dying, min(DYING_S, finish_s))
         self._take_late_answers()
         pending = self._folders.pending_workers()
-        owners = {id(target) for (target, _), identity in self._known.items() if identity.name in pending}
+        owners = {
+            id(target) for (target, _), identity in self._roster.known.items() if identity.name in pending
+        }
         peers = self._peers or Alone()
         targets = [
             target
-            for target in self._targets
-            if id(target) in owners or not peers.writes or self._runs_hooks(target)
+            for target in self._roster.targets
+            if id(target) in owners or not peers.writes or self._roster.runs_hooks(target)
         ]
-        calls = self._send(targets, "stop_capture", None, finish_s)
+        calls = self._roster.send(targets, "stop_capture", None, finish_s)
         yield (round_ := Round(calls, finish_s + self.config.timeouts.start_s + self._hooks.longest_s))
-        self._remember_unanswered(round_)
+        self._roster.remember_unanswered(round_)
         finished = [item for call in calls for item in getattr(call.reply(), "finished", ())]
         for item in finished:
             self._folders.note(item)
@@ -320,7 +289,7 @@ class Controller:
                 loop=ProcessId.current(),
             )
 
-        self._peers = self._peers or find_peers(self.config, self._targets, self._folders)
+        self._peers = self._peers or find_peers(self.config, self._roster.targets, self._folders)
         request = yield from self._peers.agree(step, make_request)
         if request is None:
             return None
@@ -331,7 +300,7 @@ class Controller:
             )
             for number in count(1)
         )
-        participants = Participants(self.config, self._known)
+        participants = Participants(self.config, self._roster.known)
         if keep and self._peers.writes:
             self._hooks.begun(request, self._identity)
             participants.notes += self._folders.notes_on(folder, step)
@@ -341,7 +310,7 @@ class Controller:
 
     def _workers(self) -> int:
         """Return how many workers are asked, those of other ranks included."""
-        own = sum(target.size for target in self._targets if self._is_driven(target))
+        own = sum(target.size for target in self._roster.driven)
         return max(1, own * (self._peers.processes if self._peers is not None else 1))
 
     def _refuses(self, step: int) -> bool:
@@ -384,10 +353,10 @@ class Controller:
     def _start(
         self, live: OpenCapture, targets: Iterable[Target], request: CaptureRequest
     ) -> Iterator[Round]:
-        round_ = Round(self._send(targets, "start_capture", request), self.config.timeouts.start_s)
+        round_ = Round(self._roster.send(targets, "start_capture", request), self.config.timeouts.start_s)
         live.participants.take_calls(round_)
         yield round_
-        self._remember_unanswered(round_)
+        self._roster.remember_unanswered(round_)
         live.participants.take_starts(round_, request)
         yield from self._shake_hands(live, "start_capture", request)
 
@@ -395,11 +364,11 @@ class Controller:
         participants = live.participants
         remote = participants.remote_clocks()
         round_ = Round(
-            self._send(participants.called(targets), "stop_capture", request.capture_id),
+            self._roster.send(participants.called(targets), "stop_capture", request.capture_id),
             self.config.timeouts.stop_s,
         )
         yield round_
-        self._remember_unanswered(round_)
+        self._roster.remember_unanswered(round_)
         overdue = participants.take_stops(round_, request)
         live.overdue += [OverdueStop(call, request, participants) for call in overdue]
         yield from self._shake_hands(live, "stop_capture", request.capture_id, remote)
@@ -414,7 +383,7 @@ class Controller:
         """Repeat a call, which changes nothing, to measure clocks that are not the controller's."""
         targets = live.participants.remote_clocks() if targets is None else targets
         for _ in range(HANDSHAKES if targets else 0):
-            round_ = Round(self._send(targets, method, argument), self.config.timeouts.start_s)
+            round_ = Round(self._roster.send(targets, method, argument), self.config.timeouts.start_s)
             yield round_
             live.participants.take_handshakes(round_, closing=method == "stop_capture")
 
@@ -422,49 +391,16 @@ class Controller:
         request, live.rollout_request = live.rollout_request, None
         if request is not None:
             yield from self._stop(
-                live, [target for target in self._targets if self._has_windows(target)], request
+                live, [target for target in self._roster.targets if self._roster.has_windows(target)], request
             )
-
-    def _send(self, targets: Iterable[Target], method: str, *arguments: Any) -> list[Call]:
-        """Call all workers. One that has not answered yet gets the call too, and is not waited for."""
-        busy = {call.worker for call in self._unanswered if not call.future.done()}
-        calls = [
-            call
-            for target in targets
-            for call in target.call(method, *(_addressed(argument, target) for argument in arguments))
-        ]
-        for call in calls:
-            call.awaited = call.worker not in busy
-        return calls
 
     def _take_late_answers(self) -> None:
         """Bring manifests up to date with answers that nobody waited for."""
         self._late.take()
-        answered = [call for call in self._unanswered if call.future.done()]
-        self._unanswered = [call for call in self._unanswered if not call.future.done()]
-        for call in answered:
+        for call in self._roster.take_answered():
             for finished in getattr(call.reply(), "finished", ()):
                 self._folders.note(finished)
-
-    def _remember_unanswered(self, round_: Round) -> None:
-        self._unanswered += [call for call in round_.calls if not call.future.done()]
-
-    def _is_driven(self, target: Target) -> bool:
-        return any(self.config.for_role(role).enable for role in target.roles)
 
     def _is_last(self, step_range: StepRange) -> bool:
         last_step = self.config.schedule.last_step()
         return last_step is not None and step_range.last >= last_step
-
-    def _runs_hooks(self, target: Target) -> bool:
-        return any(role in hook.roles for hook in self.config.after.values() for role in target.roles)
-
-    def _has_windows(self, target: Target) -> bool:
-        return target.is_rollout and self.config.for_role(target.roles[0]).mode == "discrete"
-
-
-def _addressed(argument: Any, target: Target) -> Any:
-    """Return an argument of a call; a request says under which roles the worker was added."""
-    if isinstance(argument, CaptureRequest):
-        return msgspec.structs.replace(argument, roles=list(target.roles))
-    return argument

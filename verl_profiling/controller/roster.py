@@ -1,0 +1,121 @@
+"""The workers that were added to a callback, and the calls to them."""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.controller.targets import Call, Round, Target, Worker, make_targets
+from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.identity import WorkerIdentity, safe_name
+from verl_profiling.settings.config import ProfilingConfig
+
+__all__ = ["Roster"]
+
+_NOBODY = (
+    "no workers and no rollout were added to the callback, so nobody records: call "
+    "add_workers(role, workers) or add_rollout(replicas) before the first step that is captured"
+)
+
+
+class Roster:
+    """Knows the workers, which of them the settings select, and who has not answered yet.
+
+    Attributes:
+        targets: All that were added.
+        known: Who a worker said that it is.
+    """
+
+    def __init__(self, config: ProfilingConfig) -> None:
+        self.targets: list[Target] = []
+        self.known: dict[Worker, WorkerIdentity] = {}
+        self._config = config
+        self._unanswered: list[Call] = []
+
+    def add(self, role: str, workers: Any, loop: AbstractEventLoop | None) -> None:
+        """Register workers; those registered under another role already get one name more.
+
+        Raises:
+            ConfigError: There are none, the role has some already, its files would have the names of
+                another's, or one has no capture methods.
+        """
+        roles = self.roles
+        if role in roles:
+            raise ConfigError("", f"role {role!r} has its workers already; add all of a role at once")
+        for other in roles:
+            if safe_name(other) == safe_name(role):
+                raise ConfigError(
+                    "", f"roles {other!r} and {role!r} have files of the same names; rename one of them"
+                )
+        by_key = {target.key: target for target in self.targets}
+        for target in make_targets(role, workers, loop):
+            if (known := by_key.get(target.key)) is not None:
+                known.roles.append(role)
+            else:
+                self.targets.append(target)
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles that have workers, each once."""
+        return list(dict.fromkeys(role for target in self.targets for role in target.roles))
+
+    @property
+    def driven(self) -> list[Target]:
+        """Those of which a role is switched on."""
+        return [t for t in self.targets if any(self._config.for_role(role).enable for role in t.roles)]
+
+    def has_windows(self, target: Target) -> bool:
+        """Return whether it is recorded from the begin of a rollout to its end, not for the whole step."""
+        return target.is_rollout and self._config.for_role(target.roles[0]).mode == "discrete"
+
+    def runs_hooks(self, target: Target) -> bool:
+        """Return whether a hook of the settings runs on it."""
+        return any(role in hook.roles for hook in self._config.after.values() for role in target.roles)
+
+    def cautions(self, capturing: bool) -> list[str]:
+        """Return what the settings select and nobody has; for a captured step, also that nobody is there."""
+        roles = self.roles
+        found = [_NOBODY] if capturing and not roles else []
+        for key, named in (
+            ("select.roles", self._config.select.roles or ()),
+            ("roles", tuple(self._config.roles)),
+        ):
+            for role in named if roles else ():
+                if role not in roles:
+                    found.append(f"{key}: no workers were added as {role!r}; {choices_hint(role, roles)}")
+        if any(target.is_rollout for target in self.targets):
+            found += self._config.cautions()
+        return found
+
+    def send(self, targets: Iterable[Target], method: str, *arguments: Any) -> list[Call]:
+        """Call all workers. One that has not answered yet gets the call too, and is not waited for."""
+        busy = {call.worker for call in self._unanswered if not call.future.done()}
+        calls = [
+            call
+            for target in targets
+            for call in target.call(method, *(_addressed(argument, target) for argument in arguments))
+        ]
+        for call in calls:
+            call.awaited = call.worker not in busy
+        return calls
+
+    def remember_unanswered(self, round_: Round) -> None:
+        """Keep in mind the calls of a round that nobody waits for any longer."""
+        self._unanswered += [call for call in round_.calls if not call.future.done()]
+
+    def take_answered(self) -> list[Call]:
+        """Return those of them that have been answered meanwhile, each once."""
+        answered = [call for call in self._unanswered if call.future.done()]
+        self._unanswered = [call for call in self._unanswered if not call.future.done()]
+        return answered
+
+
+def _addressed(argument: Any, target: Target) -> Any:
+    """Return an argument of a call; a request says under which roles the worker was added."""
+    if isinstance(argument, CaptureRequest):
+        return msgspec.structs.replace(argument, roles=list(target.roles))
+    return argument
