@@ -21,6 +21,7 @@ import msgspec
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import Manifest, RunInfo
 from verl_profiling.report.check import CheckResult, check
+from verl_profiling.report.communication import communicates
 from verl_profiling.run_files import read_starts
 from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
 from verl_profiling.timeline.inputs import steps_in, the_run
@@ -68,18 +69,21 @@ Progress = Callable[[object], None]
 """Called with each trace when the work on it is done."""
 
 
-def open_step(path: str | os.PathLike[str], limits: Limits | None = None) -> CapturedStep:
+def open_step(
+    path: str | os.PathLike[str], limits: Limits | None = None, communication: Sequence[str] = ()
+) -> CapturedStep:
     """Open one step.
 
     Args:
         path: Step folder, trace, or a folder that holds one step or the traces of one.
         limits: How much of each trace is read.
+        communication: Regular expressions of kernels that communicate, besides those that are known.
 
     Raises:
         TraceFormatError: There is nothing to analyse, or the manifest cannot be read.
-        ConfigError: There are several steps.
+        ConfigError: There are several steps, or one of the expressions is none.
     """
-    return only_step(open_run(path, limits).steps(), path)
+    return only_step(open_run(path, limits, communication).steps(), path)
 
 
 def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> CapturedStep:
@@ -95,20 +99,24 @@ def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> Ca
     return steps[0]
 
 
-def open_run(path: str | os.PathLike[str], limits: Limits | None = None) -> CapturedRun:
+def open_run(
+    path: str | os.PathLike[str], limits: Limits | None = None, communication: Sequence[str] = ()
+) -> CapturedRun:
     """Open all steps of a run.
 
     Args:
         path: Run folder, or anything that :func:`open_step` takes.
         limits: How much of each trace is read.
+        communication: Regular expressions of kernels that communicate, besides those that are known.
 
     Raises:
         TraceFormatError: There is no such file or folder, or it holds several runs.
+        ConfigError: One of the expressions is none.
     """
     directory = Path(path)
     if not directory.exists():
         raise TraceFormatError(directory, "no such file or folder")
-    return CapturedRun(the_run(directory), limits or Limits())
+    return CapturedRun(the_run(directory), limits or Limits(), tuple(communication))
 
 
 def load_reports(path: str | os.PathLike[str]) -> list[Report]:
@@ -144,11 +152,14 @@ class CapturedRun:
     Attributes:
         directory: The run's folder.
         limits: How much of each trace is read.
+        communication: Regular expressions of kernels that communicate, besides those that are known.
     """
 
-    def __init__(self, directory: Path, limits: Limits) -> None:
+    def __init__(self, directory: Path, limits: Limits, communication: tuple[str, ...] = ()) -> None:
+        communicates(communication)
         self.directory = directory
         self.limits = limits
+        self.communication = communication
 
     def __repr__(self) -> str:
         return f"<captured run in {self.directory}>"
@@ -172,7 +183,7 @@ class CapturedRun:
         """
         found = steps_in(self.directory)
         for step in found.steps:
-            step.limits = self.limits
+            step.limits, step.communication = self.limits, self.communication
         alone = len(found.steps) == 1
         return [CapturedStep(inputs, alone=alone) for inputs in found.steps], found.problems()
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from step_folders import read_events
 
-from verl_profiling.report.activity import read_activity
+from verl_profiling.report.activity import read_activities
 from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
 from verl_profiling.timeline.inputs import find_steps
@@ -194,7 +194,7 @@ def test_a_stage_is_no_operator(tmp_path: Path) -> None:
         "cat": "cpu_op",
     }
     (tmp_path / "marked.json").write_text(json.dumps([*events, mark]))
-    plain = read_activity([(tmp_path / "plain.json", 0)])
-    marked = read_activity([(tmp_path / "marked.json", 0)], marks={"update_actor"})
+    (plain,) = read_activities([(tmp_path / "plain.json", 0)])
+    (marked,) = read_activities([(tmp_path / "marked.json", 0)], marks={"update_actor"})
     assert marked.busy.tolist() == plain.busy.tolist()
     assert len(plain.busy)

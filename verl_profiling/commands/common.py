@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,17 @@ from verl_profiling.visible import visible
 if TYPE_CHECKING:
     from verl_profiling.report.model import Report
 
-__all__ = ["StepByStep", "add_limits", "add_path", "limits_of", "local_path", "progress", "size", "warn"]
+__all__ = [
+    "StepByStep",
+    "add_communication",
+    "add_limits",
+    "add_path",
+    "limits_of",
+    "local_path",
+    "progress",
+    "size",
+    "warn",
+]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
@@ -82,6 +92,17 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_communication(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says which kernels communicate, besides those that are known."""
+    parser.add_argument(
+        "--communication",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="regular expression of kernels that communicate, besides those that are known; repeatable",
+    )
+
+
 def limits_of(arguments: argparse.Namespace) -> Limits:
     """Return the limits that were asked for."""
     return Limits(
@@ -110,6 +131,7 @@ class StepByStep:
     Args:
         path: What the user named.
         limits: How much of each trace is read.
+        communication: Regular expressions of kernels that communicate, besides those that are known.
 
     Raises:
         TraceFormatError: There is nothing to analyse.
@@ -119,8 +141,8 @@ class StepByStep:
         exit_code: 0 while all is well.
     """
 
-    def __init__(self, path: Path, limits: Limits) -> None:
-        self.steps, problems = open_run(path, limits).steps_and_problems()
+    def __init__(self, path: Path, limits: Limits, communication: Sequence[str] = ()) -> None:
+        self.steps, problems = open_run(path, limits, communication).steps_and_problems()
         self._failures: list[TraceFormatError] = []
         self.exit_code = EXIT_FINDING if problems else EXIT_OK
         left = {step.directory for step in self.steps}

@@ -10,7 +10,14 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep
-from verl_profiling.commands.common import StepByStep, add_limits, add_path, limits_of, progress
+from verl_profiling.commands.common import (
+    StepByStep,
+    add_communication,
+    add_limits,
+    add_path,
+    limits_of,
+    progress,
+)
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
@@ -31,6 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: verl-profiling report outputs/run/step_000012 --json | jq .workers"
     add_path(parser)
     add_limits(parser)
+    add_communication(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, one document per step")
     parser.add_argument(
         "--save", action="store_true", help="write report.json and report.html into the folder"
@@ -48,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on every step under the path."""
-    work = StepByStep(arguments.path, limits_of(arguments))
+    work = StepByStep(arguments.path, limits_of(arguments), arguments.communication)
     reports: list[tuple[CapturedStep, Report]] = []
     with progress("reading", work.traces) as advance:
         for step in work.steps:

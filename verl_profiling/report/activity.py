@@ -1,63 +1,74 @@
-"""Reduces the traces of one lane to time spans and totals, in bounded memory."""
+"""Reads the traces of one lane and reduces them to what its devices did, in bounded memory."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.report.engine import Iteration, parse_iteration
-from verl_profiling.report.intervals import EMPTY, Cover, Spans, union
+from verl_profiling.report.communication import communicates
+from verl_profiling.report.engine import Iteration
+from verl_profiling.report.intervals import EMPTY, Spans, length, union
 from verl_profiling.report.kinds import (
     COMMUNICATION,
     COMPUTE,
     HOST,
     HOST_COMMUNICATION,
     MEMORY,
-    NOTHING,
-    kind_of,
+    UNKNOWN,
 )
 from verl_profiling.report.npu import NpuEvents
-from verl_profiling.report.optimes import OpTimes, Window
-from verl_profiling.timeline.event import Event
+from verl_profiling.report.optimes import Window
+from verl_profiling.report.processes import Processes, is_device
+from verl_profiling.report.reduction import Part, Reduction
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.reader import Trace
 
-__all__ = ["Activity", "read_activity"]
+__all__ = ["Activity", "read_activities"]
 
-_ITERATIONS = ("execute_", "step[")
-_OTHERS = "(other names)"
+_BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
+_MOST_CATEGORIES = 12  # that are named where nothing is recognised
+_LONGEST = 60  # characters of their names
 
 
 class Activity:
-    """What one lane did at which times, on the controller's clock.
+    """What one device of a lane, or its host where it has none, did at which times on the controller's clock.
 
     Attributes:
-        on_device: Whether the trace has device events (see :mod:`~verl_profiling.report.kinds`).
+        device: Name of the device; ``""`` for a CPU trace.
+        on_device: Whether it is that of a device (see :mod:`~verl_profiling.report.kinds`).
+        is_one_of_several: Whether the lane has other devices.
+        is_cut_off: Whether the trace ends before the first event of its device: nothing is known of it.
         compute: Spans of computation.
         communication: Spans of communication.
         memory: Spans in which memory was copied or set.
+        unrecognised: Spans of work of a device that is of no known kind, with nothing else beside it.
         host: Spans in which operators or runtime calls ran on the host.
         collectives: All runs of each collective by name, in order of their begin.
         iterations: The iterations of a rollout engine.
         ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
         first_ns: Begin of the first event that counts.
         last_ns: End of the last event that counts.
-        events: Number of events read.
-        traces: Number of traces that could be read.
+        events: Number of events read; of several devices, the first has them all.
+        traces: Number of traces that could be read, likewise.
         limited: Number of these that were not read whole because of a limit.
+        paths: The traces.
         problems: What could not be read.
+        notes: What to know of the figures.
     """
 
     def __init__(self) -> None:
+        self.device = ""
         self.on_device = False
+        self.is_one_of_several = False
+        self.is_cut_off = False
         self.compute: Spans = EMPTY
         self.communication: Spans = EMPTY
         self.memory: Spans = EMPTY
+        self.unrecognised: Spans = EMPTY
         self.host: Spans = EMPTY
         self.collectives: dict[str, Spans] = {}
         self.iterations: list[Iteration] = []
@@ -67,208 +78,198 @@ class Activity:
         self.events = 0
         self.traces = 0
         self.limited = 0
+        self.paths: list[Path] = []
         self.problems: list[str] = []
+        self.notes: list[str] = []
 
     @property
     def busy(self) -> Spans:
         """Spans in which it was busy with anything."""
-        return union(self.compute, self.communication, self.memory)
+        return union(self.compute, self.communication, self.memory, self.unrecognised)
 
 
-def read_activity(
+def read_activities(
     traces: Iterable[tuple[Path, int]],
     marks: Collection[str] = (),
     windows: Sequence[Window] = (),
     limits: Limits | None = None,
-) -> Activity:
-    """Read the traces of one lane.
+    patterns: tuple[str, ...] = (),
+) -> list[Activity]:
+    """Read the traces of one lane; return what each of its devices did, or what its host did if it has none.
 
     Args:
         traces: Path of each, and the clock offset in ns that is subtracted from its times.
         marks: Names of the worker's stages, which torch_npu records as operators.
         windows: The stages to tell apart in ``ops``.
         limits: How much of each trace is read.
+        patterns: Regular expressions of kernels that communicate, besides those that are known.
 
     Raises:
-        TraceFormatError: None of them can be read.
+        TraceFormatError: None of them can be read, or nothing in them is known to be work.
+        ConfigError: A pattern is no regular expression.
     """
-    limits = limits or Limits()
-    reduction = _Reduction(marks, limits.names)
-    activity = reduction.activity
+    lane = _Lane(marks, limits or Limits(), patterns)
     failure: TraceFormatError | None = None
     for path, offset_ns in traces:
         try:
-            _read(path, offset_ns, reduction, limits)
+            lane.read(path, offset_ns)
         except TraceFormatError as error:
             failure = error
-            activity.problems.append(str(error))
-    if failure and not activity.traces:
+            lane.about.problems.append(str(error))
+    if failure and not lane.about.traces:
         raise failure
-    reduction.finish(windows)
+    return lane.activities(windows)
+
+
+class _Lane:
+    """The traces of one lane while they are read.
+
+    Attributes:
+        about: Number of traces and events, problems and notes.
+    """
+
+    def __init__(self, marks: Collection[str], limits: Limits, patterns: tuple[str, ...]) -> None:
+        self.about = Activity()
+        self._limits = limits
+        self._reduction = Reduction(marks, limits.names, communicates(patterns))
+        self._names: dict[object, str] = {}  # of devices, by their process
+        self._labels: dict[object, str] = {}  # of processes with events of unknown categories
+        self._paths: list[Path] = []
+        self._has_device = False
+        self._cut_off: list[str] = []
+
+    def read(self, path: Path, offset_ns: int) -> None:
+        """Read one trace."""
+        about, reduction = self.about, self._reduction
+        trace = Trace(path, self._limits)
+        about.traces += 1
+        self._paths.append(path)
+        processes = Processes(self._limits.names)
+        npu = NpuEvents(self._limits.names, processes)
+        try:
+            for events in trace.chunks():
+                reduction.add(events, trace.base_ns - offset_ns, npu, processes)
+        finally:
+            reduction.add_npu(npu)
+            about.events += trace.events
+            about.problems += [f"{path.name}: {warning}" for warning in trace.warnings]
+        about.notes += [f"{path.name}: {difference}" for difference in npu.differences()]
+        full = npu.full or processes.full or reduction.full
+        if full:
+            most = f"more than {self._limits.names:,} names of operators or threads (--max-names raises it)"
+            about.problems.append(f"{path.name}: there are {most}; the others are counted together")
+        about.limited += trace.limited or full
+        for pid in (*reduction.devices, *reduction.unknown):
+            self._names.setdefault(pid, processes.device(pid))
+            self._labels.setdefault(pid, processes.label(pid))
+        self._has_device |= _says_device(trace) or processes.has_device()
+        if trace.truncated or trace.limited:
+            self._cut_off.append(path.name)
+
+    def activities(self, windows: Sequence[Window]) -> list[Activity]:
+        """Return what each device did, or what the host did if there is none.
+
+        Raises:
+            TraceFormatError: Nothing in the traces is known to be work.
+        """
+        found = [self._of_device(pid, windows) for pid in sorted(self._devices(), key=_order)]
+        if not found and self._cut_off and (self._has_device or self._reduction.launches):
+            found = [self._of_lost_device()]
+        if not found:
+            found = [self._of_host(windows)]
+        covers = self._reduction.host.covers
+        host = union(*(covers[kind].spans() for kind in _ON_HOST))
+        for activity in found:
+            activity.host, activity.iterations = host, self._reduction.iterations
+            activity.is_one_of_several = len(found) > 1
+            activity.paths = self._paths
+        first, about = found[0], self.about
+        first.traces, first.events, first.limited = about.traces, about.events, about.limited
+        first.problems, first.notes = about.problems, about.notes
+        return found
+
+    def _devices(self) -> set[object]:
+        """Return the processes that are devices; say which have events of unknown categories."""
+        reduction = self._reduction
+        devices = set(reduction.devices)
+        for pid, part in reduction.unknown.items():
+            label = self._labels[pid]
+            if pid in devices or is_device(label) or (not label and pid in reduction.on_streams):
+                categories = ", ".join(reduction.unknown_categories)
+                how = "not counted, beside its kernels" if pid in devices else "counted, of no known kind"
+                self._note(
+                    f"{self._names[pid]} has {length(part.covers[UNKNOWN].spans()) / 1e6:,.3f} ms of events "
+                    f"of unknown categories ({categories}): {how}"
+                )
+                devices.add(pid)
+        return devices
+
+    def _note(self, sentence: str) -> None:
+        self.about.notes.append(f"{self._paths[0].name}: {sentence}")
+
+    def _of_device(self, pid: object, windows: Sequence[Window]) -> Activity:
+        part = self._reduction.devices.get(pid) or self._reduction.unknown[pid]
+        activity = _reduced(part, _ON_DEVICE, windows)
+        activity.on_device, activity.device = True, self._names[pid]
+        return activity
+
+    def _of_lost_device(self) -> Activity:
+        """Return what is known of a device whose events are all behind the end of a trace: nothing."""
+        files = ", ".join(self._cut_off)
+        self.about.problems.append(
+            f"{files}: ends before the first event of its device: nothing is known of it"
+        )
+        activity = Activity()
+        activity.on_device = activity.is_cut_off = True
+        return activity
+
+    def _of_host(self, windows: Sequence[Window]) -> Activity:
+        activity = _reduced(self._reduction.host, _ON_HOST, windows)
+        if not len(activity.busy):
+            raise TraceFormatError(self._paths[0], _what_there_is(self._paths, self._limits))
+        if self._reduction.launches:
+            self._note("kernels were launched, and none was recorded")
+        return activity
+
+
+_ON_DEVICE = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN)
+_ON_HOST = (HOST, HOST_COMMUNICATION)
+
+
+def _reduced(part: Part, kinds: tuple[int, ...], windows: Sequence[Window]) -> Activity:
+    """Return the activity of a part, of which these are computation, communication, copies and the rest."""
+    activity = Activity()
+    covered = [*(part.covers[kind].spans() for kind in kinds), EMPTY, EMPTY][:4]
+    activity.compute, activity.communication, activity.memory, activity.unrecognised = covered
+    for (kind, name), parts in part.collectives.items():
+        if kind == kinds[1]:
+            runs = np.concatenate(parts)
+            activity.collectives[name] = runs[np.argsort(runs[:, 0], kind="stable")]
+    activity.ops = part.ops.by_stage(windows)
+    activity.first_ns, activity.last_ns = part.first_ns, part.last_ns
     return activity
 
 
-def _read(path: Path, offset_ns: int, reduction: _Reduction, limits: Limits) -> None:
-    activity = reduction.activity
-    trace = Trace(path, limits)
-    activity.traces += 1
-    npu = NpuEvents(limits.names)
-    try:
-        for events in trace.chunks():
-            reduction.add(events, trace.base_ns - offset_ns, npu)
-    finally:
-        reduction.add_npu(npu)
-        activity.events += trace.events
-        activity.problems += [f"{path.name}: {warning}" for warning in trace.warnings]
-    if npu.full or reduction.full:
-        most = f"more than {limits.names:,} names of operators or threads (--max-names raises it)"
-        activity.problems.append(f"{path.name}: there are {most}; the others are counted together")
-    activity.limited += trace.limited or npu.full or reduction.full
+def _says_device(trace: Trace) -> bool:
+    """Return whether the header of a trace names a device, or a library that communicates between devices."""
+    backend = str(trace.metadata.get("distributedInfo")).lower()
+    return bool(trace.metadata.get("deviceProperties")) or any(name in backend for name in _BETWEEN_DEVICES)
 
 
-class _Reduction:
-    """Takes events chunk by chunk; its memory does not depend on the length of names or arguments.
-
-    Attributes:
-        activity: What the lane did; complete when finished.
-        full: Whether there are more names or threads than are told apart.
-    """
-
-    def __init__(self, marks: Collection[str], most_names: int) -> None:
-        self.activity = Activity()
-        self.full = False
-        self._marks = frozenset(marks)
-        self._most = most_names
-        self._ops = OpTimes()
-        self._numbers: dict[tuple[str, str], int] = {}  # by category and name
-        self._others: dict[int, int] = {}  # by kind, for names beyond the limit
-        self._kind_of: list[int] = []  # by number
-        self._kinds: defaultdict[int, Cover] = defaultdict(Cover)
-        self._collectives: dict[tuple[int, str], list[Spans]] = {}
-        self._threads: dict[object, int] = {}
-
-    def add(self, events: list[Event], base_ns: int, npu: NpuEvents) -> None:
-        counted: list[Event] = []
-        numbers: list[int] = []
-        nameless: list[Event] = []
-        known = self._numbers
-        for event in events:
-            if event.ph != "X" or event.ts is None:
-                if event.ph == "M":
-                    npu.name(event)
-                continue
-            if not event.cat:
-                nameless.append(event)
-                continue
-            key = (event.cat, event.name)
-            number = known.get(key)
-            if number is None:
-                kind = NOTHING if event.name in self._marks else kind_of(*key)
-                number = self._number(kind, event.name)
-                if len(known) < self._most:
-                    known[key] = number
-            if number >= 0:
-                counted.append(event)
-                numbers.append(number)
-            elif event.cat == "user_annotation" and event.name.startswith(_ITERATIONS):
-                self._add_iteration(event, base_ns)
-        if nameless:
-            npu.add(nameless, _to_spans(nameless, base_ns))
-        if counted:
-            self._count(
-                _to_spans(counted, base_ns),
-                np.array(numbers),
-                lambda index: (counted[index].pid, counted[index].tid),
-            )
-
-    def add_npu(self, npu: NpuEvents) -> None:
-        for spans, numbers, threads in npu.sorted_out(self._number):
-            if len(spans):
-                self._count(spans, numbers, threads.__getitem__)
-
-    def _number(self, kind: int, name: str) -> int:
-        """Return the number of an event's kind and name; below 0 for events that do not count."""
-        if kind == NOTHING:
-            return -1
-        if len(self._kind_of) >= self._most:
-            self.full = True
-            if kind in self._others:
-                return self._others[kind]
-            self._others[kind] = len(self._kind_of)
-            name = _OTHERS
-        self._kind_of.append(kind)
-        return self._ops.number(name)
-
-    def _count(
-        self, spans: Spans, numbers: NDArray[np.int64], thread: Callable[[int], tuple[object, object]]
-    ) -> None:
-        """Add events to the spans of their kind, to the collectives and to the operators."""
-        activity = self.activity
-        kinds = np.array(self._kind_of)[numbers]
-        for kind in np.unique(kinds).tolist():
-            self._kinds[kind].add(spans[kinds == kind])
-        first, last = int(spans[:, 0].min()), int(spans[:, 1].max())
-        activity.first_ns = first if activity.first_ns is None else min(first, activity.first_ns)
-        activity.last_ns = last if activity.last_ns is None else max(last, activity.last_ns)
-        collective = np.flatnonzero((kinds == COMMUNICATION) | (kinds == HOST_COMMUNICATION))
-        for runs in _by_number(collective, numbers):
-            key = (int(kinds[runs[0]]), self._ops.names[numbers[runs[0]]])
-            self._collectives.setdefault(key, []).append(spans[runs])
-        device = kinds <= MEMORY
-        if not activity.on_device and device.any():
-            activity.on_device = True
-            self._ops.clear()  # until the first kernel, operators of the host were counted instead
-        ops = np.flatnonzero(device if activity.on_device else kinds >= HOST)
-        self._ops.add(spans[ops], numbers[ops], [self._thread(thread(index)) for index in ops.tolist()])
-
-    def _thread(self, thread: tuple[object, object]) -> int:
-        number = self._threads.get(thread)
-        if number is None:
-            number = len(self._threads)
-            if number < self._most:
-                self._threads[thread] = number
-            else:
-                self.full = True
-        return number
-
-    def finish(self, windows: Sequence[Window]) -> None:
-        """Decide whether it is a device trace, and fill in the activity."""
-        activity = self.activity
-        kinds = {kind: cover.spans() for kind, cover in self._kinds.items()}
-        host, collectives = kinds.get(HOST, EMPTY), kinds.get(HOST_COMMUNICATION, EMPTY)
-        activity.host = union(host, collectives)
-        if activity.on_device:
-            activity.compute = kinds.get(COMPUTE, EMPTY)
-            activity.communication = kinds.get(COMMUNICATION, EMPTY)
-            activity.memory = kinds.get(MEMORY, EMPTY)
-        else:
-            activity.compute, activity.communication = host, collectives
-        wanted = COMMUNICATION if activity.on_device else HOST_COMMUNICATION
-        for (kind, name), parts in self._collectives.items():
-            if kind == wanted:
-                runs = np.concatenate(parts)
-                activity.collectives[name] = runs[np.argsort(runs[:, 0], kind="stable")]
-        activity.ops = self._ops.by_stage(windows)
-
-    def _add_iteration(self, event: Event, base_ns: int) -> None:
-        begin, end = _to_spans([event], base_ns)[0].tolist()
-        iteration = parse_iteration(event.name, begin, end)
-        if iteration:
-            self.activity.iterations.append(iteration)
+def _order(pid: object) -> tuple[bool, int, str]:
+    """Return what devices are sorted by: their numbers, then their names."""
+    return isinstance(pid, str), pid if isinstance(pid, int) else 0, str(pid)
 
 
-def _to_spans(events: list[Event], base_ns: int) -> Spans:
-    """Return the begin and end of events in unix nanoseconds, exact to 1 ns."""
-    begin_us = np.array([event.ts for event in events], dtype=np.float64)
-    took_us = np.array([event.dur or 0.0 for event in events], dtype=np.float64)
-    whole_us = np.floor(begin_us)
-    begin = whole_us.astype(np.int64) * 1000 + np.rint((begin_us - whole_us) * 1000).astype(np.int64)
-    begin += base_ns
-    return np.stack((begin, begin + np.rint(took_us * 1000).astype(np.int64)), axis=1)
-
-
-def _by_number(indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield the indices of events with the same number together."""
-    if len(indices):
-        ordered = indices[np.argsort(numbers[indices], kind="stable")]
-        yield from np.split(ordered, np.flatnonzero(np.diff(numbers[ordered])) + 1)
+def _what_there_is(paths: Iterable[Path], limits: Limits) -> str:
+    """Return a sentence on the categories of the events in some traces."""
+    counts: Counter[str] = Counter()
+    for path in paths:
+        for events in Trace(path, limits).chunks():
+            counts.update(event.cat[:_LONGEST] or "no category" for event in events if event.ph != "M")
+    if not counts:
+        return "holds no events"
+    named = ", ".join(f"{count:,} of {category}" for category, count in counts.most_common(_MOST_CATEGORIES))
+    rest = len(counts) - _MOST_CATEGORIES
+    more = f" and {rest:,} more categories" if rest > 0 else ""
+    return f"nothing in it is known to be work of a device or an operator: {named}{more}"

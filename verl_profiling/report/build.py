@@ -9,7 +9,7 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Manifest
-from verl_profiling.report.activity import Activity, read_activity
+from verl_profiling.report.activity import Activity, read_activities
 from verl_profiling.report.anatomy import anatomy, capture_time
 from verl_profiling.report.capture_rows import anchors, clock_notes, costs, measures, requests
 from verl_profiling.report.findings import find
@@ -43,6 +43,7 @@ class StepRead(msgspec.Struct, frozen=True, kw_only=True):
         limited: Number of these that were not read whole because of a limit.
         events: Number of events in them.
         missing: What is not there or not whole, as sentences.
+        notes: What to know of the figures, as sentences.
     """
 
     step: Step
@@ -50,6 +51,7 @@ class StepRead(msgspec.Struct, frozen=True, kw_only=True):
     limited: int
     events: int
     missing: list[str]
+    notes: list[str]
 
 
 def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> StepRead:
@@ -63,6 +65,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         TraceFormatError: There is neither a manifest nor a readable trace.
     """
     missing = [*([f"{inputs.title} {inputs.unfinished}"] if inputs.unfinished else []), *inputs.absent]
+    notes = [f"counted as communication on request: {pattern}" for pattern in inputs.communication]
     read: list[tuple[Source, Activity]] = []
     stages = Step(inputs.manifest, [])
     for _, group in groupby(inputs.sources, key=lambda source: source.lane):
@@ -70,12 +73,13 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         try:
             traces_of_lane = ((source.path, source.offset_ns) for source in sources)
             marks, windows = _marks(inputs.manifest, sources[0]), stages.windows_of(sources[0])
-            activity = read_activity(traces_of_lane, marks, windows, inputs.limits)
+            found = read_activities(traces_of_lane, marks, windows, inputs.limits, inputs.communication)
         except TraceFormatError as error:
             missing.append(str(error))
         else:
-            missing += activity.problems
-            read.append((sources[0], activity))
+            missing += found[0].problems
+            notes += found[0].notes
+            read += [(sources[0], activity) for activity in found]
         for source in sources:
             if on_progress:
                 on_progress(source)
@@ -87,6 +91,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         limited=sum(activity.limited for _, activity in read),
         events=sum(activity.events for _, activity in read),
         missing=missing,
+        notes=notes,
     )
 
 
@@ -104,7 +109,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     found = read_step(inputs, on_progress)
     step = found.step
     tail = rollout_tail(step)
-    workers = [worker_row(lane, step, tail) for lane in step.lanes]
+    workers = [worker_row(lane, step, tail, inputs.directory) for lane in step.lanes]
     engines = [engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     promised = [artifact for worker in manifest.workers for artifact in worker.artifacts] if manifest else []
     expected = sum(artifact.status != "skipped" for artifact in promised) if manifest else found.traces
@@ -135,7 +140,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
             missing=found.missing,
         ),
         metrics=manifest.metrics if manifest else {},
-        notes=_notes(manifest) if manifest else [],
+        notes=[*(_notes(manifest) if manifest else []), *found.notes],
         measures=measures(manifest) if manifest else [],
         costs=costs(manifest, inputs.directory) if manifest else [],
         capture_us=length(capture_time(step)) / 1000,

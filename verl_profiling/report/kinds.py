@@ -1,35 +1,83 @@
-"""Classifies the events of a trace.
+"""Classifies the events of a trace, by the tables of :mod:`~verl_profiling.timeline.categories` and
+:mod:`~verl_profiling.report.communication`.
 
-* **Device trace** (with kernels, copies or memsets): busy time is the union, over all streams, of
-  ``kernel``, ``gpu_memcpy`` and ``gpu_memset`` events. A kernel whose name contains ``nccl`` is
-  communication, any other is computation; copies and memsets are memory. For an NPU see
-  :mod:`~verl_profiling.report.npu`.
-* **CPU trace** (without any): busy time is the union, over all threads, of ``cpu_op`` events and of
-  collectives. Names with ``gloo:``, ``nccl:``, ``mpi:`` and ``c10d::`` are communication, all other
-  operators are computation. Waiting in Python between operators is not busy time.
+* **Device trace** (with events of a device): busy time is the union, over all streams, of kernels and
+  copies. A kernel whose name is in the table of communication is communication, any other is computation;
+  copies and memsets are memory. For an NPU see :mod:`~verl_profiling.report.npu`.
+* **CPU trace** (without any): busy time is the union, over all threads, of operators, calls of a runtime
+  and collectives. Waiting in Python between them is not busy time.
 
-The classes of device events are those of HolisticTraceAnalysis 0.5 (``utils/utils.py``,
-``get_kernel_type``), so that the figures can be compared.
+Without the kernels that only the table of communication knows, the classes of device events are those of
+HolisticTraceAnalysis 0.5 (``utils/utils.py``, ``get_kernel_type``), so that the figures can be compared.
 """
 
 from __future__ import annotations
 
-__all__ = ["COMMUNICATION", "COMPUTE", "HOST", "HOST_COMMUNICATION", "MEMORY", "NOTHING", "kind_of"]
+import re
+from collections.abc import Callable
 
-COMPUTE, COMMUNICATION, MEMORY, HOST, HOST_COMMUNICATION, NOTHING = range(6)
+from verl_profiling.report.communication import HOST_COLLECTIVES
+from verl_profiling.timeline.categories import CATEGORIES
 
-_DEVICE_KINDS = {"kernel": COMPUTE, "gpu_memcpy": MEMORY, "gpu_memset": MEMORY}
-_HOST_CATEGORIES = {"cpu_op", "cuda_runtime", "cuda_driver"}
-_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "c10d::")
+__all__ = [
+    "COMMUNICATION",
+    "COMPUTE",
+    "HOST",
+    "HOST_COMMUNICATION",
+    "MEMORY",
+    "NOTHING",
+    "UNKNOWN",
+    "is_launch",
+    "kind_of",
+]
+
+COMPUTE, COMMUNICATION, MEMORY, UNKNOWN, HOST, HOST_COMMUNICATION, NOTHING = range(7)
+"""Kinds of events: of a device, of an unknown category, of the host, and those that do not count."""
+
+_MEANINGS = {name: category.meaning for category in CATEGORIES for name in category.names}
+_OPERATORS = ("cpu_op", "Operator")
+_QUEUES = ("enqueue", "dequeue")  # of torch_npu, to the thread that calls the NPU
+_LAUNCH = re.compile(r"Launch|runFunction|EnqueueKernel")
+# MTIA records copies and its own control beside kernels: the names are those of HTA's ``types.py``.
+_MTIA = "mtia_ccp_events"
+_MTIA_COPY = re.compile(r"dma")
+_MTIA_CONTROL = re.compile(
+    r"job_exe|packet|pe_exe|cpum_exe_subgraph|collective_subgraph_execution|runFunction"
+)
 
 
-def kind_of(category: str, name: str) -> int:
-    """Return the kind of an event by its category and name."""
-    kind = _DEVICE_KINDS.get(category)
-    if kind is not None:
-        return COMMUNICATION if kind == COMPUTE and "nccl" in name.lower() else kind
-    if category in _HOST_CATEGORIES:
-        return HOST_COMMUNICATION if name.startswith(_COLLECTIVES) else HOST
-    if category == "user_annotation" and name.startswith(_COLLECTIVES):
+def kind_of(category: str, name: str, communicates: Callable[[str], bool]) -> int:
+    """Return the kind of an event by its category and name.
+
+    Args:
+        category: Its category.
+        name: Its name.
+        communicates: Says of a kernel's name whether it communicates.
+    """
+    meaning = _MEANINGS.get(category)
+    if meaning == "kernel":
+        return _kernel(category, name, communicates)
+    if meaning == "copy":
+        return MEMORY
+    if meaning == "collective on the host":
         return HOST_COMMUNICATION
-    return NOTHING
+    if meaning == "host":
+        return HOST_COMMUNICATION if name.startswith(HOST_COLLECTIVES) else HOST
+    if category == "user_annotation" and name.startswith(HOST_COLLECTIVES):
+        return HOST_COMMUNICATION
+    return UNKNOWN if meaning is None else NOTHING
+
+
+def is_launch(category: str, name: str) -> bool:
+    """Return whether an event is a call that gives a device something to do."""
+    if category in _QUEUES:
+        return True
+    return _MEANINGS.get(category) == "host" and category not in _OPERATORS and bool(_LAUNCH.search(name))
+
+
+def _kernel(category: str, name: str, communicates: Callable[[str], bool]) -> int:
+    if category == _MTIA and _MTIA_COPY.match(name):
+        return MEMORY
+    if category == _MTIA and _MTIA_CONTROL.match(name):
+        return NOTHING
+    return COMMUNICATION if communicates(name) else COMPUTE

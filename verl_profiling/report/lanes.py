@@ -42,6 +42,8 @@ class Lane:
         if worker is None:
             busy = self.activity.busy
             return spans_of([(int(busy[0, 0]), int(busy[-1, 1]))]) if len(busy) else EMPTY
+        if self.activity.is_cut_off:
+            return EMPTY
         return self.recorded if worker.mode == "discrete" else spans_of([(step.begin_ns, step.end_ns)])
 
     def __repr__(self) -> str:
@@ -50,8 +52,9 @@ class Lane:
 
     @property
     def name(self) -> str:
-        """Name of the lane."""
-        return self.source.lane
+        """Name of the lane, with that of its device where the process has several."""
+        several = self.activity.is_one_of_several
+        return f"{self.source.lane} {self.activity.device}" if several else self.source.lane
 
     @property
     def is_engine(self) -> bool:

@@ -4,13 +4,13 @@ These events have no category. The name of their process tells the lane, and it 
 the file, so events are kept until the trace is read. The lanes, according to the parser's sources
 (github.com/kali20gakki/msprof, ``analysis/csrc/application/timeline``):
 
-* ``Ascend Hardware``: one thread per stream, one event per task, with its ``Task Type``. Tasks of
-  the AI cores and of the AI CPU are computation, DMA tasks are copies; waits, records and
-  placeholders only occupy a stream. Kernels that only drive a collective belong to it.
+* ``Ascend Hardware``: one thread per stream, one event per task, with its type: see :func:`task_kind`.
 * ``Communication`` (``HCCL`` in older versions): one thread per group with whole collectives, and
   one per plane with the transfers that they consist of, which are not counted again.
 * ``CANN``: calls of the runtime on the host.
-* ``Overlap Analysis``: computed by msprof from the first two; not counted again.
+* ``Overlap Analysis``: computed by msprof from the first two; not counted again, but compared with.
+
+``torch.autograd.profiler`` has no categories either: its process is called ``CPU functions``.
 """
 
 from __future__ import annotations
@@ -21,48 +21,65 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.report.intervals import Spans
+from verl_profiling.report.intervals import Cover, Spans, length
 from verl_profiling.report.kinds import COMMUNICATION, COMPUTE, HOST, MEMORY, NOTHING
+from verl_profiling.report.processes import Processes
 from verl_profiling.timeline.event import Event
 
-__all__ = ["NpuEvents"]
+__all__ = ["NpuEvents", "task_kind"]
 
-_COMPUTING_TASKS = {
-    *("AI_CORE", "AIC", "KERNEL_AICORE", "AI_VECTOR_CORE", "AIV", "AIV_SQE", "KERNEL_AIVEC"),
-    *("MIX_AIC", "MIX_AIV", "KERNEL_MIX_AIC", "KERNEL_MIX_AIV", "AI_CPU", "KERNEL_AICPU", "DSA_SQE"),
-}
-_COPYING_TASKS = {"SDMA", "SDMA_SQE", "MEMCPY_ASYNC", "PCIE_DMA_SQE"}
+_HARDWARE, _COLLECTIVES, _OVERLAP = "Ascend Hardware", ("Communication", "HCCL"), "Overlap Analysis"
+_HOSTS = ("CANN", "CPU functions")
 _COLLECTIVE_KERNELS = ("AicpuKernel", "AivKernel")
+_COMPUTING = re.compile(
+    r"(?:^|[ _])(?:AI_?CORE|AI_?VEC(?:TOR_CORE)?|AI_?CPU|AIC|AIV|SIMT|DSA)(?:[ _]|$)", re.IGNORECASE
+)
+_COPYING = re.compile(r"MEMCPY|(?:^|[ _])(?:S|PCIE_)?DMA(?:[ _]|$)", re.IGNORECASE)
+_WAITING = re.compile(
+    r"EVENT|NOTIFY|WAIT|RECORD|WRITE[ _]VALUE|PLACE_?HOLDER|PROFILING|MAINTAINCE|ACTIVE", re.IGNORECASE
+)
+_TYPE_NAME = re.compile(r"[A-Z0-9_]+")
 _TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
-_OTHERS = (None, None, "", b"")  # of no process, so they are of no kind
+_UNNAMED = (None, None, "", b"")  # of no process, so they are of no kind
 _CALL_NUMBER = re.compile(r"_*_\d+_\d+_\d+$")
+_MOST_SHARE, _MOST_NS = 0.001, 1000  # by which our figures may differ from msprof's
+
+
+def task_kind(name: str, task_type: str) -> int:
+    """Return the kind of a task of the hardware.
+
+    Tasks of the AI cores and of the AI CPU are computation, DMA tasks are copies; waits, records and
+    placeholders only occupy a stream. Kernels that only drive a collective belong to it. For any other
+    type (``Other`` is what msprof writes where it does not know the chip) the name decides: where msprof
+    knows no operator, it gives a task its type for a name, in capitals, and that is looked at in the same
+    way; a task with the name of an operator is computation.
+    """
+    if name.endswith(_COLLECTIVE_KERNELS):
+        return NOTHING
+    for told in (task_type, name if _TYPE_NAME.fullmatch(name) else ""):
+        if _COMPUTING.search(told):
+            return COMPUTE
+        if _COPYING.search(told):
+            return MEMORY
+        if _WAITING.search(told):
+            return NOTHING
+    is_operator = bool(task_type) and name != task_type and not _TYPE_NAME.fullmatch(name)
+    return COMPUTE if is_operator else NOTHING
 
 
 class NpuEvents:
-    """The events of one trace that have no category, and the names of its processes and threads.
+    """The events of one trace that have no category.
 
     Attributes:
         full: Whether there are more names than are told apart; the events of the rest are not counted.
     """
 
-    def __init__(self, most_names: int) -> None:
+    def __init__(self, most_names: int, processes: Processes) -> None:
         self.full = False
         self._most = most_names
+        self._processes = processes
         self._parts: list[tuple[Spans, NDArray[np.int64]]] = []
         self._numbers: dict[tuple[object, object, str, bytes], int] = {}
-        self._processes: dict[object, str] = {}
-        self._threads: dict[tuple[object, object], str] = {}
-
-    def name(self, event: Event) -> None:
-        """Add the name of a process or a thread."""
-        if event.name not in ("process_name", "thread_name"):
-            return
-        if len(self._processes) + len(self._threads) >= self._most:
-            self.full = True
-        elif event.name == "process_name":
-            self._processes[event.pid] = event.said("name")
-        else:
-            self._threads[event.pid, event.tid] = event.said("name")
 
     def add(self, events: Sequence[Event], spans: Spans) -> None:
         """Add events and their spans."""
@@ -73,7 +90,7 @@ class NpuEvents:
             number = self._numbers.get(key)
             if number is None:
                 if len(self._numbers) > self._most:
-                    self.full, key = True, _OTHERS
+                    self.full, key = True, _UNNAMED
                 number = self._numbers.setdefault(key, len(self._numbers))
             numbers.append(number)
         self._parts.append((spans, np.array(numbers)))
@@ -93,14 +110,37 @@ class NpuEvents:
             kept = numbers[counted]
             yield spans[counted], given[kept], [keys[index][:2] for index in kept.tolist()]
 
+    def device(self, pid: object) -> str:
+        """Return which NPU a process belongs to: its label, which all processes of an NPU share."""
+        return self._processes.label(pid)
+
+    def differences(self) -> Iterator[str]:
+        """Yield where the figures of the tasks are not those of the trace's own ``Overlap Analysis``."""
+        parts = [(COMPUTE, "Computing"), (COMMUNICATION, "Communication")]
+        classes = np.array([self._compared(*key) for key in self._numbers])
+        if not np.isin(classes, [name for _, name in parts]).any():
+            return
+        covers = {one: Cover() for part in parts for one in part}
+        for spans, numbers in self._parts:
+            for one, cover in covers.items():
+                cover.add(spans[classes[numbers] == str(one)])
+        for kind, name in parts:
+            found, told = length(covers[kind].spans()), length(covers[name].spans())
+            if abs(found - told) > max(_MOST_NS, _MOST_SHARE * told):
+                yield (
+                    f"its Overlap Analysis has {told / 1000:,.1f} us of {name}, and its tasks have "
+                    f"{found / 1000:,.1f} us, which is what the report shows"
+                )
+
+    def _compared(self, pid: object, tid: object, name: str, task_type: bytes) -> str:
+        """Return what an event is compared as: its kind, or its row of the analysis."""
+        return name if self._processes.name(pid) == _OVERLAP else str(self._kind(pid, tid, name, task_type))
+
     def _kind(self, pid: object, tid: object, name: str, task_type: bytes) -> int:
-        process = self._processes.get(pid, "")
-        if process == "Ascend Hardware":
-            task = task_type.decode("utf-8", "replace")
-            if task in _COMPUTING_TASKS and not name.endswith(_COLLECTIVE_KERNELS):
-                return COMPUTE
-            return MEMORY if task in _COPYING_TASKS else NOTHING
-        if process in ("Communication", "HCCL"):
-            plane = self._threads.get((pid, tid), "").startswith("Plane")
+        process = self._processes.name(pid)
+        if process == _HARDWARE:
+            return task_kind(name, task_type.decode("utf-8", "replace"))
+        if process in _COLLECTIVES:
+            plane = self._processes.thread(pid, tid).startswith("Plane")
             return NOTHING if plane else COMMUNICATION
-        return HOST if process == "CANN" else NOTHING
+        return HOST if process in _HOSTS or pid in _HOSTS else NOTHING

@@ -27,7 +27,9 @@ straggler wait         sum of (last end - end)       ``lost.stragglers``
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -55,12 +57,13 @@ _OTHERS = "(all others)"
 _TOP_COLLECTIVES = 20
 
 
-def worker_row(lane: Lane, step: Step, tail: Tail | None) -> WorkerRow:
-    """Return how one lane spent its time, in microseconds."""
+def worker_row(lane: Lane, step: Step, tail: Tail | None, directory: Path) -> WorkerRow:
+    """Return how one lane spent its time, in microseconds; its traces are named relative to a folder."""
     compute = intersection(lane.activity.compute, lane.observed)
     communication = intersection(lane.activity.communication, lane.observed)
     memory = intersection(lane.activity.memory, lane.observed)
-    busy_ns = length(union(compute, communication, memory))
+    unrecognised = intersection(lane.activity.unrecognised, lane.observed)
+    busy_ns = length(union(compute, communication, memory, unrecognised))
     overlap_ns = length(intersection(compute, communication))
     lost = {cause: length(spans) / 1000 for cause, spans in lost_by_cause(lane, step, tail).items()}
     return WorkerRow(
@@ -69,6 +72,8 @@ def worker_row(lane: Lane, step: Step, tail: Tail | None) -> WorkerRow:
         rank=lane.source.rank,
         replica=lane.source.replica,
         device=lane.activity.on_device,
+        accelerator=lane.activity.device,
+        traces=[os.path.relpath(path, directory) for path in lane.activity.paths],
         span_us=length(lane.observed) / 1000,
         busy_us=busy_ns / 1000,
         idle_us=(length(lane.observed) - busy_ns) / 1000,
@@ -77,6 +82,7 @@ def worker_row(lane: Lane, step: Step, tail: Tail | None) -> WorkerRow:
         exposed_communication_us=(length(communication) - overlap_ns) / 1000,
         overlap_us=overlap_ns / 1000,
         memcpy_us=length(memory) / 1000,
+        unrecognised_us=length(unrecognised) / 1000,
         host_bound_us=lost["host_bound"],
         lost_us=lost,
         load=percent(lane.activity.busy, step.begin_ns, step.end_ns),

@@ -24,11 +24,11 @@ class OpTimes:
     """Calls of operators, gathered while a trace is read.
 
     Attributes:
-        names: Name by number.
+        names: Name by number; several may share one list.
     """
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
+    def __init__(self, names: list[str] | None = None) -> None:
+        self.names = [] if names is None else names
         self.clear()
 
     def clear(self) -> None:
@@ -40,7 +40,7 @@ class OpTimes:
         self.names.append(name)
         return len(self.names) - 1
 
-    def add(self, spans: Spans, numbers: ArrayLike, threads: Sequence[int]) -> None:
+    def add(self, spans: Spans, numbers: ArrayLike, threads: ArrayLike) -> None:
         """Add calls: begin and end, operator, and the thread or stream (calls nest inside one)."""
         self._spans.frombytes(np.ascontiguousarray(spans, np.int64).tobytes())
         self._numbers.frombytes(np.asarray(numbers, np.int32).tobytes())

@@ -75,6 +75,9 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         waiting_load: Percentage of each part in which all that it did was wait in collectives, as in
             ``waiting_us``; a part of ``communication_load``. A rank that is waited for has little of it.
         graphs: Whether its host launched graphs (CUDA graphs, say) in place of single kernels.
+        unrecognised_us: Time in which its device was busy with work of no known kind.
+        accelerator: Name of its device, such as ``GPU 0``; empty for a CPU trace.
+        traces: The files that it was read from, relative to the folder of the report.
     """
 
     name: str
@@ -97,6 +100,9 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     communication_load: list[int] = []
     waiting_load: list[int] = []
     graphs: bool = False
+    unrecognised_us: float = 0.0
+    accelerator: str = ""
+    traces: list[str] = []
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):

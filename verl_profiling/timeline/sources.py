@@ -62,6 +62,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
         sources: Trace files, sorted by lane.
         absent: What is missing or cannot be put on a timeline, as sentences.
         limits: How much of each trace is read.
+        communication: Regular expressions of kernels that communicate, besides those that are known.
         unfinished: Why the step is not whole, where its capture has begun and was never written.
     """
 
@@ -73,6 +74,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
     absent: list[str] = []
     unfinished: str = ""
     limits: Limits = Limits()
+    communication: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:

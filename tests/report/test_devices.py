@@ -1,0 +1,232 @@
+"""Which events are work of a device, on real traces of several vendors and on ones that nobody has seen."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_profiling.analysis import open_step
+from verl_profiling.cli import main
+from verl_profiling.errors import ConfigError, TraceFormatError
+from verl_profiling.report.model import Report, WorkerRow
+
+DATA = Path(__file__).parents[1] / "data"
+BASE_NS = 1_700_000_000_000_000_000
+HOST = 4242
+
+
+def covered_us(events: Iterable[dict[str, Any]]) -> float:
+    """Return the time covered by events, one after the other: not the arithmetic of the package."""
+    total, reached = 0.0, float("-inf")
+    for begin, took in sorted((float(event["ts"]), event["dur"]) for event in events):
+        total += max(begin + took - max(begin, reached), 0.0)
+        reached = max(reached, begin + took)
+    return total
+
+
+def complete(name: str) -> list[dict[str, Any]]:
+    """Return the events with a duration of a file of the test data."""
+    content = json.loads(gzip.decompress((DATA / name).read_bytes()))
+    events = content["traceEvents"] if isinstance(content, dict) else content
+    return [event for event in events if event["ph"] == "X"]
+
+
+def only_row(name: str) -> WorkerRow:
+    """Return the one row of the report of a file of the test data."""
+    (row,) = open_step(DATA / name).report().workers
+    return row
+
+
+def event(category: str, begin: float, end: float, *, pid: object = 0, **more: Any) -> dict[str, Any]:
+    """Return a complete event, times in microseconds."""
+    times = {"ts": begin, "dur": end - begin}
+    return {"ph": "X", "cat": category, "name": "work", "pid": pid, "tid": 7, **times, **more}
+
+
+def labelled(pid: object, label: str) -> dict[str, Any]:
+    """Return the metadata that says what a process stands for."""
+    return {"ph": "M", "name": "process_labels", "pid": pid, "tid": 0, "args": {"labels": label}}
+
+
+OPERATOR = event("cpu_op", 0, 40, pid=HOST, name="aten::mm")
+LAUNCH = event("cuda_runtime", 1, 3, pid=HOST, name="cudaLaunchKernel")
+
+
+def report_of(folder: Path, events: list[dict[str, Any]], **header: Any) -> Report:
+    """Return the report of a trace with these events."""
+    content = {"baseTimeNanoseconds": BASE_NS, **header, "traceEvents": events}
+    (folder / "rank0.json").write_text(json.dumps(content))
+    return open_step(folder).report()
+
+
+def test_torch_of_2021_has_other_categories() -> None:
+    """``Kernel``, ``Memcpy`` and ``Memset`` are work: 60.6 % of 996.5 ms."""
+    row = only_row("kineto_2021_v100.json.gz")
+    device = [e for e in complete("kineto_2021_v100.json.gz") if e["cat"] in ("Kernel", "Memcpy", "Memset")]
+    assert row.device
+    assert row.busy_us == pytest.approx(covered_us(device), abs=1)
+    assert 100 * row.busy_us / row.span_us == pytest.approx(60.6, abs=0.05)
+    assert row.span_us == pytest.approx(996_477, abs=1)
+
+
+def test_an_mtia_accelerator_is_a_device() -> None:
+    """Idle and computation are those of HolisticTraceAnalysis, which rounds times to microseconds."""
+    row = only_row("mtia.json.gz")
+    device = [e for e in complete("mtia.json.gz") if e["cat"] == "mtia_ccp_events"]
+    assert (row.device, row.accelerator) == (True, "MTIA 9")
+    assert row.busy_us == pytest.approx(covered_us(device), abs=1)
+    assert row.memcpy_us == pytest.approx(covered_us(e for e in device if e["name"] == "dma_request"), abs=1)
+    assert 100 * row.idle_us / row.span_us == pytest.approx(42.22, abs=0.1)
+    assert 100 * row.compute_us / row.span_us == pytest.approx(54.84, abs=0.1)
+
+
+def test_an_all_reduce_over_multicast_is_communication() -> None:
+    """``multimem_all_reduce_kernel`` is 18 % of the busy time of a B200, beside NCCL's 22 us."""
+    row = only_row("b200.json.gz")
+    kernels = [e for e in complete("b200.json.gz") if e["cat"] == "kernel"]
+    alone = covered_us(e for e in kernels if "multimem_all_reduce" in e["name"])
+    both = covered_us(e for e in kernels if "multimem_all_reduce" in e["name"] or "nccl" in e["name"])
+    assert row.communication_us == pytest.approx(both, abs=0.01)
+    assert 100 * alone / row.busy_us == pytest.approx(18.3, abs=0.05)
+
+
+def test_tasks_of_an_npu_add_up_to_its_own_analysis() -> None:
+    """Tasks of the type ``Other`` compute, if they have the name of an operator: 1,788 of 11,270 us."""
+    row = only_row("ascend_trace_view.json.gz")
+    theirs = covered_us(e for e in complete("ascend_trace_view.json.gz") if e["name"] == "Computing")
+    assert (row.device, row.accelerator) == (True, "NPU")
+    assert row.compute_us == pytest.approx(theirs, abs=1)
+    assert row.compute_us == pytest.approx(1788, abs=1)
+    assert row.span_us == pytest.approx(11_270, abs=1)
+    assert not open_step(DATA / "ascend_trace_view.json.gz").report().notes
+
+
+@pytest.mark.parametrize("label", ["ZPU 3", ""])
+def test_a_device_of_nobody_is_shown_as_such(label: str, tmp_path: Path) -> None:
+    """Its events are of no known kind, busy, named in a note, and the trace is none of a CPU."""
+    work = [event("zpu_task", 10, 30, pid=3, args={"stream": 1}), event("zpu_task", 50, 60, pid=3)]
+    report = report_of(tmp_path, [OPERATOR, *work, *([labelled(3, label)] if label else [])])
+    (row,) = report.workers
+    assert row.device
+    assert row.accelerator == (label or "GPU 3")
+    assert (row.unrecognised_us, row.busy_us, row.compute_us, row.span_us) == (30, 30, 0, 50)
+    assert "zpu_task" in report.notes[0]
+    assert [op.name for op in report.ops] == ["work"]
+
+
+def test_what_is_unknown_beside_kernels_is_not_counted(tmp_path: Path) -> None:
+    """New categories on the lanes of a GPU have been marks so far; a note says how long they are."""
+    events = [event("kernel", 10, 20), event("gpu_new_mark", 0, 90), event("kernel", 30, 40)]
+    report = report_of(tmp_path, events)
+    (row,) = report.workers
+    assert (row.busy_us, row.span_us, row.unrecognised_us) == (20, 30, 0)
+    assert "0.090 ms of events of unknown categories (gpu_new_mark)" in report.notes[0]
+    assert report.ops[0].calls == 2
+
+
+def test_categories_of_the_host_do_not_make_a_device(tmp_path: Path) -> None:
+    """A category that some library invents for its process is no device, labelled or not."""
+    own = event("my_library", 0, 500, pid=HOST)
+    for more in ([], [labelled(HOST, "CPU")]):
+        report = report_of(tmp_path, [OPERATOR, own, *more])
+        (row,) = report.workers
+        assert (row.device, row.busy_us) == (False, 40)
+        assert report.notes == []
+
+
+@pytest.mark.parametrize(
+    "events", [[], [event("python_function", 0, 9, pid=HOST), event("odd", 0, 9, pid=HOST)]]
+)
+def test_nothing_recognised_is_not_zero(
+    events: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace without known work says what is in it, and exits with an error."""
+    with pytest.raises(
+        TraceFormatError, match="1 of python_function, 1 of odd" if events else "holds no events"
+    ):
+        report_of(tmp_path, events)
+    assert main(["report", str(tmp_path)]) != 0
+    assert "busy" not in capsys.readouterr().out
+
+
+def test_one_lane_without_work_costs_that_lane(tmp_path: Path) -> None:
+    """The others are reported, and what was found in it is among what is missing."""
+    odd = {"baseTimeNanoseconds": BASE_NS, "traceEvents": [event("odd", 0, 9, pid=HOST)] * 3}
+    (tmp_path / "rank1.json").write_text(json.dumps(odd))
+    report = report_of(tmp_path, [event("kernel", 0, 10)])
+    assert [row.name for row in report.workers] == ["worker_rank0"]
+    assert "rank1.json" in report.coverage.missing[0]
+    assert "3 of odd" in report.coverage.missing[0]
+
+
+def test_several_devices_are_one_row_each(tmp_path: Path) -> None:
+    """A process that drives two GPUs has two rows, which add up, and share host, file and collectives."""
+    first = [event("kernel", 0, 10, pid=0), event("kernel", 20, 50, pid=0, name="ncclDevKernel_AllReduce")]
+    second = [event("kernel", 0, 5, pid=1), event("kernel", 30, 50, pid=1, name="ncclDevKernel_AllReduce")]
+    report = report_of(tmp_path, [OPERATOR, *first, *second, labelled(1, "GPU 1")])
+    rows = {row.name: row for row in report.workers}
+    assert list(rows) == ["worker_rank0 GPU 0", "worker_rank0 GPU 1"]
+    assert [row.busy_us for row in rows.values()] == [40, 25]
+    assert [row.compute_us for row in rows.values()] == [10, 5]
+    assert [row.traces for row in rows.values()] == [["rank0.json"]] * 2
+    assert sum(op.self_us for op in report.ops) == 65
+    assert (report.coverage.read, report.coverage.events) == (1, 6)
+    assert report.collectives[0].late == "worker_rank0 GPU 1"
+
+
+def test_too_many_devices_are_counted_together(tmp_path: Path) -> None:
+    """A hostile trace with a device per event ends at a limit, which is said, and loses no time."""
+    events = [event("kernel", 10 * n, 10 * n + 1, pid=n) for n in range(500)]
+    report = report_of(tmp_path, events)
+    assert len(report.workers) == 64
+    assert sum(row.busy_us for row in report.workers) == 500
+    assert report.coverage.limited == 1
+
+
+@pytest.mark.parametrize(
+    ("events", "header"),
+    [
+        ([OPERATOR, LAUNCH], {}),
+        ([OPERATOR], {"deviceProperties": [{"id": 0, "name": "NVIDIA H100"}]}),
+        ([labelled(0, "GPU 0"), OPERATOR], {}),
+    ],
+)
+def test_a_gpu_trace_cut_off_before_its_kernels_stays_one(
+    events: list[dict[str, Any]], header: dict[str, Any], tmp_path: Path
+) -> None:
+    """Kineto writes the host first; without what follows, nothing is known of the device."""
+    content = json.dumps({"baseTimeNanoseconds": BASE_NS, **header, "traceEvents": [*events, OPERATOR]})
+    (tmp_path / "rank0.json").write_text(content[: content.rindex("dur")])
+    report = open_step(tmp_path).report()
+    (row,) = report.workers
+    assert row.device
+    assert (row.span_us, row.busy_us, row.idle_us) == (0, 0, 0)
+    assert any("nothing is known of it" in missing for missing in report.coverage.missing)
+    assert report.lost[0].seconds == 0
+
+
+def test_a_whole_trace_of_launches_says_that_no_kernel_was_recorded(tmp_path: Path) -> None:
+    """Where the device's profiler was not allowed to record, operators are all there is."""
+    report = report_of(tmp_path, [OPERATOR, LAUNCH])
+    assert not report.workers[0].device
+    assert "none was recorded" in report.notes[0]
+
+
+def test_users_add_names_of_communication(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By an argument or an option; the report says that it was asked for."""
+    report_of(tmp_path, [event("kernel", 0, 10, name="my_ring<int>"), event("kernel", 20, 25, name="gemm")])
+    report = open_step(tmp_path, communication=["^my_.*<int>"]).report()
+    assert (report.workers[0].communication_us, report.workers[0].compute_us) == (10, 5)
+    assert report.notes == ["counted as communication on request: ^my_.*<int>"]
+    assert (
+        main(["report", str(tmp_path), "--json", "--communication", "ring", "--communication", "gemm"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out)["workers"][0]["communication_us"] == 15
+    with pytest.raises(ConfigError, match=r"--communication.*no regular expression"):
+        open_step(tmp_path, communication=["("])
+    assert main(["report", str(tmp_path), "--communication", "("]) == 2

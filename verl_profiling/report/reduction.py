@@ -1,0 +1,244 @@
+"""Reduces the events of one lane to time spans and totals, for its host and for each of its devices."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.report.engine import Iteration, parse_iteration
+from verl_profiling.report.intervals import Cover, Spans
+from verl_profiling.report.kinds import (
+    COMMUNICATION,
+    HOST_COMMUNICATION,
+    NOTHING,
+    UNKNOWN,
+    is_launch,
+    kind_of,
+)
+from verl_profiling.report.npu import NpuEvents
+from verl_profiling.report.optimes import OpTimes
+from verl_profiling.report.processes import Processes, of_a_stream
+from verl_profiling.timeline.event import Event
+
+__all__ = ["Part", "Reduction"]
+
+_ITERATIONS = ("execute_", "step[")
+_OTHERS = "(other names)"
+_MOST_DEVICES = 64
+_MOST_CATEGORIES = 12  # of an unknown kind, that are named
+_LONGEST = 60  # characters of their names
+
+
+class Part:
+    """What the host, or one device, did.
+
+    Attributes:
+        covers: Time by kind.
+        collectives: Runs by kind and name.
+        ops: Calls of kernels or operators.
+        first_ns: Begin of the first event that counts.
+        last_ns: End of the last event that counts.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.covers: defaultdict[int, Cover] = defaultdict(Cover)
+        self.collectives: dict[tuple[int, str], list[Spans]] = {}
+        self.ops = OpTimes(names)
+        self.first_ns: int | None = None
+        self.last_ns: int | None = None
+
+    def add(self, spans: Spans, kinds: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+        """Add events to the spans of their kind and to the collectives."""
+        present = np.unique(kinds).tolist()
+        for kind in present:
+            self.covers[kind].add(spans[kinds == kind] if len(present) > 1 else spans)
+        first, last = int(spans[:, 0].min()), int(spans[:, 1].max())
+        self.first_ns = first if self.first_ns is None else min(first, self.first_ns)
+        self.last_ns = last if self.last_ns is None else max(last, self.last_ns)
+        collective = np.flatnonzero((kinds == COMMUNICATION) | (kinds == HOST_COMMUNICATION))
+        for runs in _by_number(collective, numbers):
+            key = (int(kinds[runs[0]]), self.ops.names[numbers[runs[0]]])
+            self.collectives.setdefault(key, []).append(spans[runs])
+
+
+class Reduction:
+    """Takes events chunk by chunk; its memory does not depend on the length of names or arguments.
+
+    Attributes:
+        host: What ran on the host.
+        devices: What ran on each device, by its process.
+        unknown: Events of unknown categories, by their process, which may be a device.
+        iterations: The iterations of a rollout engine.
+        launches: Whether the host gave a device something to do.
+        on_streams: Processes with events of unknown categories that carry the number of a device or a stream.
+        unknown_categories: Their categories.
+        full: Whether there are more names, threads or devices than are told apart.
+    """
+
+    def __init__(self, marks: Collection[str], most_names: int, communicates: Callable[[str], bool]) -> None:
+        self._names: list[str] = []  # by number
+        self.host = Part(self._names)
+        self.devices: dict[object, Part] = {}
+        self.unknown: dict[object, Part] = {}
+        self.iterations: list[Iteration] = []
+        self.launches = False
+        self.on_streams: set[object] = set()
+        self.unknown_categories: dict[str, None] = {}
+        self.full = False
+        self._marks = frozenset(marks)
+        self._most = most_names
+        self._communicates = communicates
+        self._numbers: dict[tuple[str, str], int] = {}  # by category and name
+        self._others: dict[int, int] = {}  # by kind, for names beyond the limit
+        self._kind_of: list[int] = []  # by number
+        self._threads: dict[tuple[object, object], int] = {}
+        self._device_of = array("i")  # by number of the thread
+        self._devices: list[object] = []  # by number
+        self._device_numbers: dict[object, int] = {}
+
+    def add(self, events: list[Event], base_ns: int, npu: NpuEvents, processes: Processes) -> None:
+        """Add the events of one trace."""
+        counted: list[Event] = []
+        numbers: list[int] = []
+        nameless: list[Event] = []
+        known = self._numbers
+        for event in events:
+            if event.ph != "X" or event.ts is None:
+                if event.ph == "M":
+                    processes.add(event)
+                continue
+            if not event.cat:
+                nameless.append(event)
+                continue
+            key = (event.cat, event.name)
+            number = known.get(key)
+            if number is None:
+                number = self._new(event)
+                if len(known) < self._most:
+                    known[key] = number
+            if number >= 0:
+                counted.append(event)
+                numbers.append(number)
+            elif event.cat == "user_annotation" and event.name.startswith(_ITERATIONS):
+                self._add_iteration(event, base_ns)
+        if nameless:
+            npu.add(nameless, _to_spans(nameless, base_ns))
+        if counted:
+            self._count(
+                _to_spans(counted, base_ns),
+                np.array(numbers),
+                lambda index: (counted[index].pid, counted[index].tid),
+                lambda pid: pid,
+            )
+
+    def add_npu(self, npu: NpuEvents) -> None:
+        """Add the events of one trace that have no category."""
+        for spans, numbers, threads in npu.sorted_out(self._number):
+            if len(spans):
+                self._count(spans, numbers, threads.__getitem__, npu.device)
+
+    def _new(self, event: Event) -> int:
+        """Return the number of an event's category and name, which are seen for the first time."""
+        kind = NOTHING if event.name in self._marks else kind_of(event.cat, event.name, self._communicates)
+        if kind == UNKNOWN:
+            if len(self.unknown_categories) < _MOST_CATEGORIES:
+                self.unknown_categories[event.cat[:_LONGEST]] = None
+            if of_a_stream(event):
+                self.on_streams.add(event.pid)
+        self.launches = self.launches or is_launch(event.cat, event.name)
+        return self._number(kind, event.name)
+
+    def _number(self, kind: int, name: str) -> int:
+        """Return the number of an event's kind and name; below 0 for events that do not count."""
+        if kind == NOTHING:
+            return -1
+        if len(self._kind_of) >= self._most:
+            self.full = True
+            if kind in self._others:
+                return self._others[kind]
+            self._others[kind] = len(self._kind_of)
+            name = _OTHERS
+        self._kind_of.append(kind)
+        return self.host.ops.number(name)
+
+    def _count(
+        self,
+        spans: Spans,
+        numbers: NDArray[np.int64],
+        thread: Callable[[int], tuple[object, object]],
+        device: Callable[[object], object],
+    ) -> None:
+        """Add events to what their device or the host did."""
+        kinds = np.array(self._kind_of)[numbers]
+
+        def add_by_device(parts: dict[object, Part], at: NDArray[np.int64]) -> None:
+            threads = np.array([self._thread(thread(index), device) for index in at.tolist()])
+            owners = np.array(self._device_of)[threads]
+            present = np.unique(owners).tolist()
+            for owner in present:
+                part = parts.setdefault(self._devices[owner], Part(self._names))
+                mine = np.flatnonzero(owners == owner) if len(present) > 1 else slice(None)
+                part.add(spans[at[mine]], kinds[at[mine]], numbers[at[mine]])
+                part.ops.add(spans[at[mine]], numbers[at[mine]], threads[mine])
+
+        if len(known := np.flatnonzero(kinds < UNKNOWN)):
+            self.host.ops.clear()  # operators are shown where there are no kernels
+            add_by_device(self.devices, known)
+        if len(unknown := np.flatnonzero(kinds == UNKNOWN)):
+            add_by_device(self.unknown, unknown)
+        if len(rest := np.flatnonzero(kinds > UNKNOWN)):
+            self.host.add(spans[rest], kinds[rest], numbers[rest])
+            if not self.devices:
+                threads = [self._thread(thread(index), device) for index in rest.tolist()]
+                self.host.ops.add(spans[rest], numbers[rest], threads)
+
+    def _thread(self, thread: tuple[object, object], device: Callable[[object], object]) -> int:
+        number = self._threads.get(thread)
+        if number is None:
+            number = len(self._threads)
+            if number < self._most:
+                self._threads[thread] = number
+            else:
+                self.full = True
+            if number == len(self._device_of):
+                self._device_of.append(self._device(device(thread[0])))
+        return number
+
+    def _device(self, name: object) -> int:
+        """Return the number of a device, or that of another one when there are too many."""
+        number = self._device_numbers.get(name)
+        if number is None:
+            number = len(self._devices)
+            if number >= _MOST_DEVICES:
+                self.full = True
+                return 0
+            self._devices.append(name)
+            self._device_numbers[name] = number
+        return number
+
+    def _add_iteration(self, event: Event, base_ns: int) -> None:
+        begin, end = _to_spans([event], base_ns)[0].tolist()
+        iteration = parse_iteration(event.name, begin, end)
+        if iteration:
+            self.iterations.append(iteration)
+
+
+def _to_spans(events: Sequence[Event], base_ns: int) -> Spans:
+    """Return the begin and end of events in unix nanoseconds, exact to 1 ns."""
+    begin_us = np.array([event.ts for event in events], dtype=np.float64)
+    took_us = np.array([event.dur or 0.0 for event in events], dtype=np.float64)
+    whole_us = np.floor(begin_us)
+    begin = whole_us.astype(np.int64) * 1000 + np.rint((begin_us - whole_us) * 1000).astype(np.int64)
+    begin += base_ns
+    return np.stack((begin, begin + np.rint(took_us * 1000).astype(np.int64)), axis=1)
+
+
+def _by_number(indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Yield the indices of events with the same number together."""
+    if len(indices):
+        ordered = indices[np.argsort(numbers[indices], kind="stable")]
+        yield from np.split(ordered, np.flatnonzero(np.diff(numbers[ordered])) + 1)
