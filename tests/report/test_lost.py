@@ -161,6 +161,24 @@ def test_time_spent_on_starting_and_stopping_is_found(tmp_path: Path) -> None:
     assert "1.00 s of the step (10%)" in finding.text
 
 
+def test_a_rank_that_works_beside_the_rollout_does_not_wait_for_it(tmp_path: Path) -> None:
+    """In an asynchronous loop, idle time in a stage of its own is the host's."""
+    report = report_of(
+        tmp_path,
+        [("rollout", 0, 10), ("update_actor", 2, 6)],
+        [Worker("actor", stages=[("update_actor", 2, 6)], kernels=[("gemm", 3, 6)])],
+    )
+    assert seconds(report, "actor_rank0") == {"waiting_for_rollout": 6.0, "host_bound": 1.0}
+
+
+def test_a_host_in_a_blocking_call_does_not_fail_to_launch(tmp_path: Path) -> None:
+    """Copying from pageable memory, allocating and waiting are one cause, launching too late another."""
+    calls = [("cudaMemcpyAsync", 0, 1), ("cudaLaunchKernel", 1, 2), ("cudaStreamSynchronize", 4, 5)]
+    worker = Worker("actor", stages=[("update_actor", 0, 10)], kernels=[("gemm", 2, 4)], calls=calls)
+    report = report_of(tmp_path, [("update_actor", 0, 10)], [worker])
+    assert seconds(report, "actor_rank0") == {"host_blocked": 2.0, "host_bound": 6.0}
+
+
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_causes_add_up_to_all_idle_time(tmp_path: Path, mode: str) -> None:
     """In a real capture too, no instant is lost and none is counted twice."""

@@ -47,6 +47,8 @@ class Activity:
         memory: Spans in which memory was copied or set.
         unrecognised: Spans of work of a device that is of no known kind, with nothing else beside it.
         host: Spans in which operators or runtime calls ran on the host.
+        blocked: Spans in which the host was in a call that copies, allocates or waits for the device.
+        graphs: Whether the host launched graphs of kernels.
         collectives: All runs of each collective by name, in order of their begin.
         iterations: The iterations of a rollout engine.
         ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
@@ -70,6 +72,8 @@ class Activity:
         self.memory: Spans = EMPTY
         self.unrecognised: Spans = EMPTY
         self.host: Spans = EMPTY
+        self.blocked: Spans = EMPTY
+        self.graphs = False
         self.collectives: dict[str, Spans] = {}
         self.iterations: list[Iteration] = []
         self.ops: dict[tuple[str, str], tuple[int, int]] = {}
@@ -181,6 +185,7 @@ class _Lane:
         host = union(*(covers[kind].spans() for kind in _ON_HOST))
         for activity in found:
             activity.host, activity.iterations = host, self._reduction.iterations
+            activity.blocked, activity.graphs = self._reduction.blocked.spans(), self._reduction.graphs
             activity.is_one_of_several = len(found) > 1
             activity.paths = self._paths
         first, about = found[0], self.about

@@ -12,14 +12,14 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.report.activity import Activity, read_activities
 from verl_profiling.report.anatomy import anatomy, capture_time
 from verl_profiling.report.capture_rows import anchors, clock_notes, costs, measures, requests
+from verl_profiling.report.collectives import collective_rows, matched_calls, waiting_by_lane
 from verl_profiling.report.findings import find
 from verl_profiling.report.gantt import gantt
-from verl_profiling.report.intervals import length
+from verl_profiling.report.intervals import EMPTY, length
 from verl_profiling.report.lanes import Step
-from verl_profiling.report.lost import WEIGHT_SYNC, lost_total, stragglers
+from verl_profiling.report.lost import WEIGHT_SYNC, lost_total
 from verl_profiling.report.model import Clock, Coverage, Report
 from verl_profiling.report.numbers import (
-    collectives,
     engine_row,
     kernels,
     rollout_tail,
@@ -27,6 +27,7 @@ from verl_profiling.report.numbers import (
     worker_row,
 )
 from verl_profiling.report.over_time import requests_running
+from verl_profiling.report.stragglers import stragglers
 from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.sources import Source, StepInputs
 from verl_profiling.visible import visible_text_of
@@ -109,7 +110,11 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     found = read_step(inputs, on_progress)
     step = found.step
     tail = rollout_tail(step)
-    workers = [worker_row(lane, step, tail, inputs.directory) for lane in step.lanes]
+    calls = matched_calls(step)
+    waiting = waiting_by_lane(calls)
+    workers = [
+        worker_row(lane, step, tail, waiting.get(lane.name, EMPTY), inputs.directory) for lane in step.lanes
+    ]
     engines = [engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     promised = [artifact for worker in manifest.workers for artifact in worker.artifacts] if manifest else []
     expected = sum(artifact.status != "skipped" for artifact in promised) if manifest else found.traces
@@ -123,8 +128,8 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         workers=workers,
         engines=engines,
         tail=tail,
-        stragglers=stragglers(step),
-        collectives=collectives(step),
+        stragglers=stragglers(step, waiting),
+        collectives=collective_rows(calls),
         ops=kernels(step),
         lost=lost_total(workers),
         weight_sync_share=step.share(step.during(WEIGHT_SYNC)),

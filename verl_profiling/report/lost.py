@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from statistics import median
 
 from verl_profiling.manifest import StageSpan
-from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, spans_of, subtract, union
+from verl_profiling.report.intervals import EMPTY, Spans, intersection, spans_of, subtract, union
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import Tail
-from verl_profiling.report.rows import LostRow, StragglerRow, WorkerRow
+from verl_profiling.report.rows import LostRow, WorkerRow
 
-__all__ = ["CAUSES", "ROLLOUT", "WEIGHT_SYNC", "lost_by_cause", "lost_total", "stragglers", "working_span"]
+__all__ = ["CAUSES", "ROLLOUT", "WEIGHT_SYNC", "lost_by_cause", "lost_total", "until_last", "working_span"]
 
 ROLLOUT, WEIGHT_SYNC = "rollout", "update_weights"
 CAUSES = (
@@ -21,6 +20,7 @@ CAUSES = (
     "after_generation",
     "waiting_for_rollout",
     "straggler_wait",
+    "host_blocked",
     "host_bound",
     "other_stages",
     "between_stages",
@@ -35,11 +35,13 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     * ``capture``: while the tool did not record (it was starting or stopping), e2e only;
     * ``weight_sync``: during ``update_weights``, the controller's or the lane's own;
     * ``long_tail``: during the rollout and until the last replica was done, for a training rank
-      after half of them were, for an engine after its own last iteration;
+      after half of them were, for an engine after its own last iteration; a training rank that is in a
+      stage of its own waits for no replica, here and in the next two;
     * ``after_generation``: during the rollout, after the last replica was done;
     * ``waiting_for_rollout``: the rest of the rollout, for a training rank; for an engine, the
       time before its first iteration;
     * ``straggler_wait``: after the end of an own stage, until its role's last worker ends it;
+    * ``host_blocked``: while its host is inside a call that copies, allocates or waits for the device;
     * ``host_bound``: inside an own stage (between iterations, for an engine), or while
       operators run on the host: the device waits for the host to launch work;
     * ``other_stages``: the controller is in a stage in which the lane does not take part;
@@ -64,11 +66,14 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
             claims["waiting_for_rollout"] = intersection(rollout, spans_of([(step.begin_ns, first)]))
         claims["host_bound"] = union(work, own_time)
     else:
+        rollout = subtract(rollout, own_time)  # in an asynchronous loop, ranks work beside it
         claims["long_tail"] = intersection(rollout, spans_of([(half_done, all_done)]))
         claims["after_generation"] = intersection(rollout, spans_of([(all_done, step.end_ns)]))
         claims["waiting_for_rollout"] = rollout
         claims["straggler_wait"] = union(*(_after_stage(lane, name, step) for name in own))
         claims["host_bound"] = union(own_time, lane.activity.host)
+    if lane.activity.on_device:
+        claims["host_blocked"] = lane.activity.blocked
     claims["other_stages"] = step.during()
     claims["between_stages"] = subtract(whole, step.during()) if step.manifest else EMPTY
     claims["unexplained"] = lane.observed
@@ -111,10 +116,11 @@ def working_span(lane: Lane, step: Step) -> Spans:
 def _after_stage(lane: Lane, stage: str, step: Step) -> Spans:
     """Return the time between the end of each of a lane's stages and its end on the role's last worker."""
     peers = [_runs(other.stages, stage) for other in step.lanes if other.source.role == lane.source.role]
-    return _until_last(_runs(lane.stages, stage), peers)
+    return until_last(_runs(lane.stages, stage), peers)
 
 
-def _until_last(own: list[StageSpan], peers: Iterable[list[StageSpan]]) -> Spans:
+def until_last(own: list[StageSpan], peers: Iterable[list[StageSpan]]) -> Spans:
+    """Return the time between the end of each run of a stage and the end of the last peer's same run."""
     peers = list(peers)
     return spans_of(
         (span.end_ns, max(runs[index].end_ns for runs in peers if len(runs) > index))
@@ -137,31 +143,3 @@ def lost_total(rows: Iterable[WorkerRow]) -> list[LostRow]:
         for cause in order
         if totals[cause] or cause == "unexplained"
     ]
-
-
-def stragglers(step: Step) -> list[StragglerRow]:
-    """Return, for each stage that several workers of a role ran, how far apart they ended it."""
-    rows = []
-    for role in dict.fromkeys(worker.identity.role for worker in step.workers):
-        peers = {w.name: step.stages_of(w) for w in step.workers if w.identity.role == role}
-        for stage in dict.fromkeys(span.name for stages in peers.values() for span in stages):
-            runs = {name: own for name, stages in peers.items() if (own := _runs(stages, stage))}
-            if len(runs) < 2:
-                continue
-            took = {
-                name: sum(span.end_ns - span.begin_ns for span in own) / 1000 for name, own in runs.items()
-            }
-            slowest = max(took, key=lambda name: took[name])
-            wait_ns = sum(length(_until_last(own, runs.values())) for own in runs.values())
-            rows.append(
-                StragglerRow(
-                    stage=stage,
-                    role=role,
-                    workers=len(took),
-                    slowest=slowest,
-                    slowest_us=took[slowest],
-                    median_us=median(took.values()),
-                    wait_us=wait_ns / 1000,
-                )
-            )
-    return sorted(rows, key=lambda row: -row.wait_us)

@@ -1,7 +1,7 @@
 """The numbers of the report: the formula of each, and where it is computed.
 
-The causes of idle time and the stragglers are in :mod:`~verl_profiling.report.lost`, self times in
-:mod:`~verl_profiling.report.optimes`, all other numbers in this module.
+The anatomy, the causes of idle time, collectives, stragglers and self times have modules of their own, all
+other numbers are computed in this one.
 
 Let ``S`` be the time in which a lane was observed: the step for an e2e capture, the recorded
 windows for a discrete one, and the time from the first to the last busy event if there is no
@@ -17,33 +17,31 @@ compute                ``|C|``                       HTA 0.5 temporal breakdown
 communication, overlap ``|M|``, ``|C & M|``          HTA 0.5 comm/comp overlap
 exposed communication  ``|M - C|``                   communication less overlap
 tail ratio             last over median finish       ``rollout_tail``
-collective wait        sum of (run - shortest run)   ``collectives``
+collective wait        length of all waits at once   ``collectives``
 self time              duration less nested calls    ``optimes.self_times``
 lost by cause          a partition of ``I``          ``lost.lost_by_cause``
 host-bound             ``|I & own stages|``          ``lost.lost_by_cause``
-straggler wait         sum of (last end - end)       ``lost.stragglers``
+straggler              ``|stage - collective wait|`` ``stragglers``
 ====================== ============================= ==================================
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from verl_profiling.manifest import Request
-from verl_profiling.report.intervals import intersection, length, subtract, union
+from verl_profiling.report.intervals import Spans, intersection, length, subtract, union
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import ROLLOUT, lost_by_cause, working_span
 from verl_profiling.report.model import Percentiles, Tail, Throughput
 from verl_profiling.report.over_time import percent
-from verl_profiling.report.rows import CollectiveRow, EngineRow, OpRow, WorkerRow
+from verl_profiling.report.rows import EngineRow, OpRow, WorkerRow
 
 __all__ = [
-    "collectives",
     "engine_row",
     "kernels",
     "rollout_tail",
@@ -54,13 +52,21 @@ __all__ = [
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
 _MOST_OPS = 10_000
 _OTHERS = "(all others)"
-_TOP_COLLECTIVES = 20
 
 
-def worker_row(lane: Lane, step: Step, tail: Tail | None, directory: Path) -> WorkerRow:
-    """Return how one lane spent its time, in microseconds; its traces are named relative to a folder."""
+def worker_row(lane: Lane, step: Step, tail: Tail | None, waiting: Spans, directory: Path) -> WorkerRow:
+    """Return how one lane spent its time, in microseconds.
+
+    Args:
+        lane: The lane.
+        step: Its step.
+        tail: How the rollout ended.
+        waiting: When the lane waited in collectives.
+        directory: What the names of its traces are relative to.
+    """
     compute = intersection(lane.activity.compute, lane.observed)
     communication = intersection(lane.activity.communication, lane.observed)
+    exposed = subtract(lane.activity.communication, lane.activity.compute)
     memory = intersection(lane.activity.memory, lane.observed)
     unrecognised = intersection(lane.activity.unrecognised, lane.observed)
     busy_ns = length(union(compute, communication, memory, unrecognised))
@@ -86,9 +92,10 @@ def worker_row(lane: Lane, step: Step, tail: Tail | None, directory: Path) -> Wo
         host_bound_us=lost["host_bound"],
         lost_us=lost,
         load=percent(lane.activity.busy, step.begin_ns, step.end_ns),
-        communication_load=percent(
-            subtract(lane.activity.communication, lane.activity.compute), step.begin_ns, step.end_ns
-        ),
+        waiting_us=length(intersection(waiting, lane.observed)) / 1000,
+        communication_load=percent(exposed, step.begin_ns, step.end_ns),
+        waiting_load=percent(intersection(waiting, exposed), step.begin_ns, step.end_ns),
+        graphs=lane.activity.graphs,
     )
 
 
@@ -159,37 +166,6 @@ def _percentiles(sample: list[float]) -> Percentiles | None:
         return None
     p50, p90, p99 = (float(value) for value in np.percentile(sample, (50, 90, 99)))
     return Percentiles(p50=p50, p90=p90, p99=p99, max=max(sample))
-
-
-def collectives(step: Step) -> list[CollectiveRow]:
-    """Compare the nth run of each collective across the ranks of a role, if all ran it equally often.
-
-    All ranks leave a collective together. So the rank with the shortest run arrived last, and the
-    excess of the others is waiting.
-    """
-    rows = []
-    for role in dict.fromkeys(lane.source.role for lane in step.lanes):
-        peers = [lane for lane in step.lanes if lane.source.role == role]
-        names = Counter(name for lane in peers for name in lane.activity.collectives)
-        for name in (name for name, count in names.items() if count == len(peers) > 1):
-            runs = [lane.activity.collectives[name] for lane in peers]
-            if len({len(run) for run in runs}) != 1:
-                continue  # some ranks called it more often, so the nth runs do not belong to the same call
-            took = np.stack([run[:, 1] - run[:, 0] for run in runs])
-            shortest = took.min(axis=0)
-            late = Counter(np.argmin(took, axis=0).tolist()).most_common(1)[0]
-            rows.append(
-                CollectiveRow(
-                    name=name,
-                    role=role,
-                    calls=took.shape[1],
-                    median_us=float(np.median(shortest)) / 1000,
-                    wait_us=float((took - shortest).sum()) / 1000,
-                    late=peers[late[0]].name,
-                    late_share=late[1] / took.shape[1],
-                )
-            )
-    return sorted(rows, key=lambda row: -row.wait_us)[:_TOP_COLLECTIVES]
 
 
 def kernels(step: Step) -> list[OpRow]:

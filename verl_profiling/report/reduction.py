@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.report.engine import Iteration, parse_iteration
+from verl_profiling.report.host_calls import blocks, launches_graph
 from verl_profiling.report.intervals import Cover, Spans
 from verl_profiling.report.kinds import (
     COMMUNICATION,
+    HOST,
     HOST_COMMUNICATION,
     NOTHING,
     UNKNOWN,
@@ -74,6 +76,8 @@ class Reduction:
         unknown: Events of unknown categories, by their process, which may be a device.
         iterations: The iterations of a rollout engine.
         launches: Whether the host gave a device something to do.
+        graphs: Whether it launched graphs of kernels.
+        blocked: Time in which the host was in a call that copies, allocates or waits for the device.
         on_streams: Processes with events of unknown categories that carry the number of a device or a stream.
         unknown_categories: Their categories.
         full: Whether there are more names, threads or devices than are told apart.
@@ -86,6 +90,8 @@ class Reduction:
         self.unknown: dict[object, Part] = {}
         self.iterations: list[Iteration] = []
         self.launches = False
+        self.graphs = False
+        self.blocked = Cover()
         self.on_streams: set[object] = set()
         self.unknown_categories: dict[str, None] = {}
         self.full = False
@@ -95,6 +101,7 @@ class Reduction:
         self._numbers: dict[tuple[str, str], int] = {}  # by category and name
         self._others: dict[int, int] = {}  # by kind, for names beyond the limit
         self._kind_of: list[int] = []  # by number
+        self._blocking: list[bool] = []  # by number
         self._threads: dict[tuple[object, object], int] = {}
         self._device_of = array("i")  # by number of the thread
         self._devices: list[object] = []  # by number
@@ -163,6 +170,8 @@ class Reduction:
             self._others[kind] = len(self._kind_of)
             name = _OTHERS
         self._kind_of.append(kind)
+        self._blocking.append(kind == HOST and blocks(name))
+        self.graphs = self.graphs or (kind == HOST and launches_graph(name))
         return self.host.ops.number(name)
 
     def _count(
@@ -192,6 +201,7 @@ class Reduction:
             add_by_device(self.unknown, unknown)
         if len(rest := np.flatnonzero(kinds > UNKNOWN)):
             self.host.add(spans[rest], kinds[rest], numbers[rest])
+            self.blocked.add(spans[np.array(self._blocking)[numbers]])
             if not self.devices:
                 threads = [self._thread(thread(index), device) for index in rest.tolist()]
                 self.host.ops.add(spans[rest], numbers[rest], threads)

@@ -134,16 +134,20 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How far apart the workers of a role end a stage.
+    """How far apart the work of a role's workers in a stage is.
 
     Attributes:
         stage: The stage.
         role: The role.
         workers: Number of workers that ran it.
-        slowest: Worker that took longest.
-        slowest_us: Time that it took.
+        slowest: Worker that worked longest: its time in the stage, less that in which it waited in
+            collectives for others.
+        slowest_us: Time that it worked.
         median_us: Median over the workers.
-        wait_us: Time by which the other workers were done before the last one, added up.
+        wait_us: Time for which workers waited for others, in collectives of the stage or between their end
+            of it and the last one's, added up.
+        behind_us: Time by which the slowest worked longer than each of the others, added up: what they
+            would not have to wait if it were as fast.
     """
 
     stage: str
@@ -153,6 +157,7 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
     slowest_us: float
     median_us: float
     wait_us: float
+    behind_us: float = 0.0
 
 
 class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
