@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-instructions bench-verl clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-instructions bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,10 @@ $(BROWSER)/.ready: .venv/.ready tests/browser/package.json tests/browser/unpack.
 	  npm install --no-audit --no-fund --no-package-lock --fetch-timeout=30000 --fetch-retries=1 && \
 	  node unpack.mjs node_modules/.chromium
 	touch $@
+
+page-library: ## Write the parts of d3 that the report's page draws with, as requirements/page pins them (needs npm)
+	cd requirements/page && npm install --no-audit --no-fund --no-package-lock && \
+	  node bundle.mjs ../../verl_profiling/report/page/d3.min.js
 
 test: test-fast test-vllm ## Run every test: the default suite, then those that need vLLM
 
@@ -218,5 +222,5 @@ pictures: browser .venv-vllm/.ready ## Run the recipe with vLLM and take the doc
 	  .venv/bin/python -m pytest tests/test_pictures.py $(PYTEST_ARGS)
 
 clean: ## Remove environments, outputs and caches
-	rm -rf .venv .venv-* tests/browser/node_modules outputs build dist docs/_build .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf .venv .venv-* tests/browser/node_modules requirements/page/node_modules outputs build dist docs/_build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

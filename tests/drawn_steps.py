@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from verl_profiling.controller.trace import write_controller_trace
@@ -154,3 +155,65 @@ def report_of(
     write_json_atomically(folder / MANIFEST_NAME, manifest)
     (inputs,) = find_steps(folder)
     return build_report(inputs)
+
+
+FAULTS = ("healthy", "slow rank", "long tail", "host-bound", "slow weight sync")
+
+
+def whole_step(folder: Path, *, ranks: int = 8, replicas: int = 4, fault: str = "healthy") -> Report:
+    """Write a GRPO step, and return its report.
+
+    Args:
+        folder: Where it goes.
+        ranks: Number of training ranks.
+        replicas: Number of rollout replicas.
+        fault: One of ``FAULTS``.
+    """
+    slow = ranks * 5 // 8 if fault == "slow rank" else None
+    generated = 9.0 if fault == "long tail" else 4.2
+    updated = 6.6 if fault == "slow rank" else 3.0
+    synced = 3.0 if fault == "slow weight sync" else 0.25
+    gap = 0.06 if fault == "host-bound" else 0.002
+    begins = list(accumulate((generated + 0.2, 0.3, 1.1, updated, synced), initial=0.05))
+    names = ("rollout", "reward", "old_log_prob", "update_actor", "update_weights")
+    stages = list(zip(names, begins, begins[1:], strict=False))
+    end = begins[-1] + 0.05
+    by_name = {name: (begin, stop) for name, begin, stop in stages}
+    own = [(name, *by_name[name]) for name in names[2:]]
+    workers = []
+    for rank in range(ranks):
+        kernels = _gemms(*by_name["old_log_prob"], 0.002)
+        begin, stop = by_name["update_actor"]
+        for part in range(6):
+            first, last = (begin + (stop - begin) * edge / 6 for edge in (part, part + 1))
+            works = (last - first) * (0.92 if slow is None or rank == slow else 0.92 * 3.0 / updated)
+            kernels += _gemms(first, first + works - 0.003 * (rank % 3), gap)
+            kernels.append(("ncclDevKernel_AllReduce_Sum_f32", kernels[-1][2], last))
+        kernels.append(("ncclDevKernel_Broadcast", begins[-1] - 0.2, begins[-1]))
+        workers.append(Worker("actor", rank, stages=own, kernels=kernels, recorded=(0, end)))
+    for replica in range(replicas):
+        late = fault == "long tail" and replica == replicas - 1
+        stop = generated if late else 4.0 + 0.2 * replica / replicas
+        runs = [("attention", 0.1 + 0.05 * i, 0.145 + 0.05 * i) for i in range(int((stop - 0.1) / 0.05))]
+        names_of = "execute_context_0(0)_generation_8(8)"
+        requests = [(0.1, 1.5 + 2.5 * i / 32, 40 + 5 * i) for i in range(32)] + [(0.1, stop, 900)]
+        workers.append(
+            Worker(
+                "rollout",
+                replica=replica,
+                stages=[("rollout", 0.08, stop)],
+                kernels=runs,
+                iterations=[(names_of, a, b) for _, a, b in runs],
+                requests=requests,
+                recorded=(0, end),
+            )
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return report_of(folder, stages, workers, end)
+
+
+def _gemms(begin: float, end: float, gap: float) -> list[tuple[str, float, float]]:
+    """Return kernels of 30 ms with a gap behind each."""
+    count = max(int((end - begin) / (0.03 + gap)), 1)
+    took = (end - begin) / count
+    return [("gemm", begin + i * took, begin + (i + 1) * took - gap) for i in range(count)]

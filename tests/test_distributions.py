@@ -103,8 +103,8 @@ def test_its_commands_read_a_step(bin_folder: Path, tmp_path: Path) -> None:
     assert set(WORKERS) <= set(json.dumps(report).replace('"', " ").split())
     run([command, "report", step, "--save"], tmp_path)
     page = (step / "report.html").read_text()
-    for name in ("page.css", "page.js"):
-        assert (PACKAGE / "report" / name).read_text().strip()[:200] in page
+    for name in ("page.css", "picture.js", "d3.min.js"):
+        assert (PACKAGE / "report" / "page" / name).read_text().strip()[:200] in page
 
 
 def test_the_wheel_holds_nothing_but_the_package(distributions: dict[str, Path]) -> None:

@@ -1,33 +1,31 @@
 // Opens an HTML report and prints, as JSON, what a user would see after clicking around in it.
-// usage: node report.js CHROMIUM FILE [SCREENSHOT_FOLDER]
-const { chromium } = require("playwright-core");
+// usage: node report.js CHROMIUM FILE_OR_ADDRESS [SCREENSHOT_FOLDER]
 const path = require("path");
+const { main, open, settled, violations } = require("./page.js");
 
-(async () => {
-  const [executablePath, file, folder] = process.argv.slice(2);
-  const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu", "--no-first-run"] });
-  const context = await browser.newContext({ viewport: { width: 1240, height: 900 }, colorScheme: "light" });
-  const page = await context.newPage();
-  const seen = { problems: [], requests: [] };
-  page.on("console", (message) => message.type() === "error" && seen.problems.push(message.text()));
-  page.on("pageerror", (error) => seen.problems.push(String(error)));
-  page.on("request", (request) => seen.requests.push(request.url()));
-  await page.goto("file://" + file);
-
+main(async ([executablePath, address, folder]) => {
+  const { browser, page, seen } = await open(executablePath, address);
   const theme = () => page.evaluate(() => document.documentElement.dataset.theme);
   const paper = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
   const column = (index) =>
-    page.$$eval("#workers tbody tr", (rows, at) => rows.map((row) => row.cells[at].textContent), index);
-  const shot = async (name, options) => folder && page.screenshot({ path: path.join(folder, name), ...options });
+    page.$$eval("#workers tbody tr", (rows, at) => rows.map((row) => row.cells[at].dataset.v ?? row.cells[at].textContent), index);
+  const shot = async (name) => folder && page.screenshot({ path: path.join(folder, name) });
+  const ticks = () => page.$$eval(".ruler .tick text", (all) => all.map((each) => each.textContent));
+  const tip = () => page.$eval(".tip", (each) => (each.hidden ? null : [...each.children].map((line) => line.textContent)));
+  const focused = () => page.evaluate(() => document.activeElement.getAttribute("aria-label"));
 
   seen.title = await page.title();
   seen.sections = await page.$$eval("section > h2", (all) => all.map((each) => each.textContent));
+  seen.figures = await page.$$eval("#figures div", (all) => all.map((each) => [...each.querySelectorAll("dt, strong, span")].map((part) => part.textContent)));
+  seen.pictureFrom = await page.$eval(".rows", (rows) => rows.getBoundingClientRect().top);
+  seen.axe = await violations(page);
   seen.theme = [await theme()];
   seen.paper = [await paper()];
   await shot("report-light.png");
   await page.click("#theme");
   seen.theme.push(await theme());
   seen.paper.push(await paper());
+  seen.axe.push(...(await violations(page)));
   await shot("report-dark.png");
   await page.keyboard.press("t");
   seen.theme.push(await theme());
@@ -42,17 +40,78 @@ const path = require("path");
   await page.locator("#workers th:nth-child(1) button").click();
   seen.names = await column(0);
 
-  seen.stages = await page.$$eval("svg.gantt .stage", (all) => all.map((each) => each.getAttribute("aria-label")));
-  await page.locator("svg.gantt .stage").first().focus();
-  seen.focused = await page.evaluate(() => document.activeElement.getAttribute("aria-label"));
+  // The picture: hover, focus, select, zoom, pan.
+  await page.evaluate(() => scrollTo(0, 0));
+  seen.stages = await page.$$eval("g.stage", (all) => all.map((each) => each.getAttribute("aria-label")));
+  const lane = page.locator('.row[aria-label="actor_rank0"]');
+  const bar = lane.locator("g.stage").first();
+  const box = await bar.boundingBox();
+  const [x, y] = [box.x + box.width / 2, box.y + 6];
+  await page.mouse.move(x, y);
+  seen.hovered = await tip();
+  await page.mouse.move(5, 5);
+  seen.left = await tip();
+
+  await page.mouse.move(x, y);
+  seen.whole = await ticks();
+  await page.mouse.wheel(0, -300);
+  await page.waitForTimeout(200);
+  seen.wheelOutside = [await ticks(), await page.evaluate(() => scrollY)];
+  await page.evaluate(() => scrollTo(0, 0));
+  await page.mouse.click(x, y);
+  seen.selected = await page.textContent("#selected");
+  seen.pressed = await page.$$eval('g.stage[aria-pressed="true"]', (all) => all.map((each) => each.getAttribute("aria-label")));
+  seen.dimmed = await page.locator("g.stage.dim").count();
+  await page.mouse.wheel(0, -300);
+  await settled(page);
+  seen.wheel = await ticks();
+  const before = await bar.boundingBox();
+  await page.mouse.down();
+  await page.mouse.move(x + 120, y, { steps: 4 });
+  await page.mouse.up();
+  await settled(page);
+  seen.dragged = (await bar.boundingBox()).x - before.x;
+  seen.stillSelected = await page.textContent("#selected");
+  await page.keyboard.press("0");
+  await settled(page);
+  seen.reset = await ticks();
+  await page.keyboard.press("+");
+  await settled(page);
+  seen.plus = await ticks();
+  await page.keyboard.press("Shift+ArrowLeft");
+  await settled(page);
+  seen.panned = await ticks();
+  await page.locator(".zoom button").nth(2).click();
+  await settled(page);
+  seen.link = await page.$eval(".zoom a", (link) => (link.hidden ? null : link.href));
+  seen.command = await page.$eval("#view", (note) => (note.hidden ? null : note.textContent));
+  await page.locator("#selected button").first().click();
+  await settled(page);
+  seen.zoomed = await ticks();
+  seen.zoomedLink = await page.$eval(".zoom a", (link) => (link.hidden ? null : link.href));
+  await page.locator("#selected button").last().click();
+  seen.cleared = await page.textContent("#selected");
+  await page.locator(".zoom button").nth(2).click();
+  await settled(page);
+
+  await page.locator('g.stage[tabindex="0"]').focus();
+  seen.focused = [await focused()];
+  for (const key of ["ArrowUp", "ArrowLeft", "ArrowRight", "ArrowDown", "ArrowDown", "ArrowUp"]) {
+    await page.keyboard.press(key);
+    seen.focused.push(await focused());
+  }
+  seen.focusTip = await tip();
+  await page.keyboard.press("Enter");
+  seen.byKey = await page.textContent("#selected");
+  await page.keyboard.press("Escape");
+  seen.escaped = await page.textContent("#selected");
 
   await page.setViewportSize({ width: 390, height: 844 });
+  await settled(page);
   seen.overflow = await page.evaluate(() => document.documentElement.scrollWidth - window.innerWidth);
-  await page.evaluate(() => scrollTo(0, 0));
+  seen.axe.push(...(await violations(page)));
+  await page.evaluate(() => { document.activeElement.blur(); scrollTo(0, 0); });
   await shot("report-phone.png");
   console.log(JSON.stringify(seen));
   await browser.close();
-})().catch((error) => {
-  console.error(error);
-  process.exit(1);
 });

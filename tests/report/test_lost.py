@@ -17,7 +17,7 @@ from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.build import build_report
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import Report
-from verl_profiling.report.svg import gantt_chart
+from verl_profiling.report.page.picture import picture
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
 
@@ -205,7 +205,7 @@ def test_stages_alone_tell_stragglers_and_gantt(tmp_path: Path) -> None:
     assert report.workers == []
     assert [(row.slowest, row.wait_us) for row in report.stragglers] == [("actor_rank1", 1e6)]
     assert {span.lane for span in report.gantt} == {"controller", "actor_rank0", "actor_rank1"}
-    assert "actor_rank1" in gantt_chart(report)
+    assert "actor_rank1" in str(picture(report))
 
 
 def test_findings_name_what_stands_out_with_its_number(drawn: Report) -> None:

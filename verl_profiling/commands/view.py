@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--port", f"{arguments.port} cannot be used: {error.strerror}") from error
     with server:
         print(f"timeline  {server.timeline_address(timeline.name)}")
-        print(f"report    {server.address(page.name)}", flush=True)
+        print(f"report    {server.page_address(page.name, timeline.name)}", flush=True)
         if not arguments.no_browser:
             webbrowser.open(server.timeline_address(timeline.name))
         try:

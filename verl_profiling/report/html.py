@@ -1,49 +1,53 @@
-"""Renders a report as one self-contained HTML file, without network or library."""
+"""Renders the report of a step as one self-contained HTML page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from importlib import resources
 from pathlib import Path
 
 from verl_profiling.report.model import Report
+from verl_profiling.report.page.document import document
+from verl_profiling.report.page.picture import picture
+from verl_profiling.report.page.summary import summary
+from verl_profiling.report.page.tables import (
+    Cell,
+    count,
+    number,
+    percent,
+    section,
+    size,
+    table,
+    time,
+)
 from verl_profiling.report.rows import WorkerRow
-from verl_profiling.report.svg import gantt_chart, lost_bar, stage_colours, tail_chart
 from verl_profiling.report.terminal import rollout_sentence
+from verl_profiling.units import duration
 
-__all__ = ["render_html"]
+__all__ = ["page_title", "render_html"]
 
-Cell = str | float | int | None
 _TOP_OPS = 40
+_SCRIPTS = ("scale.js", "lanes.js", "pointer.js", "selection.js", "picture.js", "tail.js")
 
 
 def render_html(report: Report) -> str:
     """Return the page."""
-    title = f"Step {report.step}" if report.step is not None else Path(report.directory).name
-    files = resources.files("verl_profiling.report")
-    style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    policy = "" if report.policy_version is None else f" · policy version {report.policy_version}"
-    covered = (
-        f"{report.coverage.read} of {report.coverage.expected} traces · {report.coverage.events:,} events"
-    )
+    parts = [f"policy version {report.policy_version}"] if report.policy_version is not None else []
+    parts.append(f"{report.coverage.events:,} events")
     sections = "".join(filter(None, _sections(report)))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{escape(title)} · verl-profiling</title><link rel="icon" href="data:,">'
-        f"<style>{style}</style></head><body>"
-        f"<header><h1>{escape(title)}</h1><p>{report.span_us / 1e6:.3f} s{policy} · {covered}</p>"
-        '<button id="theme" type="button" title="switch theme (t)">light / dark</button></header>'
-        f"<main>{sections}</main><script>{script}</script></body></html>\n"
-    )
+    return document(page_title(report), " · ".join(parts), sections, picture(report), _SCRIPTS)
+
+
+def page_title(report: Report) -> str:
+    """Return what a report is called."""
+    return f"Step {report.step}" if report.step is not None else Path(report.directory).name
 
 
 def _sections(report: Report) -> Iterable[str]:
-    yield _findings(report)
-    yield _section("Step", _legend(report) + _scroll(gantt_chart(report)), _STEP_NOTE)
+    yield summary(report)
+    yield _picture(report)
     yield _stages(report)
-    yield _section("Idle time by cause", _lost(report), "Every instant of idle time has one cause.")
+    yield _lost(report)
     yield _workers("Workers", [row for row in report.workers if row.replica is None])
     yield _workers("Rollout engines", [row for row in report.workers if row.replica is not None])
     yield _engines(report)
@@ -53,106 +57,91 @@ def _sections(report: Report) -> Iterable[str]:
     yield _ops(report)
     yield _measures(report)
     yield _costs(report)
+    yield _clocks(report)
     yield _reported(report)
     yield _about(report)
 
 
-_STEP_NOTE = "Upper bar: stages. Lower area: how much of the time something ran on the lane."
-
-
-def _section(title: str, content: str, note: str = "") -> str:
-    if not content:
+def _picture(report: Report) -> str:
+    if not report.gantt and not report.workers:
         return ""
-    slug = title.lower().replace(" ", "-")
-    remark = f"<p>{escape(note)}</p>" if note else ""
-    return f'<section id="{slug}"><h2>{escape(title)}</h2>{remark}{content}</section>'
-
-
-def _scroll(content: str) -> str:
-    return f'<div class="scroll" tabindex="0">{content}</div>'
-
-
-def _findings(report: Report) -> str:
-    items = "".join(
-        f"<li>{escape(f.text)} <span>Try: {escape(f.advice)}.</span></li>" for f in report.findings
-    )
-    early = "" if report.complete else "<p>The step ended early; this is what was recorded until then.</p>"
-    return _section("Findings", early + (f"<ol>{items}</ol>" if items else ""))
-
-
-def _legend(report: Report) -> str:
-    names = stage_colours(report).items()
-    return (
-        '<ul class="legend">'
-        + "".join(f'<li><i class="c{c}"></i>{escape(n)}</li>' for n, c in names)
-        + "</ul>"
+    command = escape(f"verl-profiling view {report.directory}")
+    return section(
+        "Lanes over time",
+        '<div id="tools" class="tools"></div><div id="picture" class="picture"></div>'
+        '<p id="selected" class="note" aria-live="polite"></p>'
+        f'<p id="view" class="note" hidden>Its timeline: <code>{command}</code> opens this page with links '
+        "into it.</p><noscript><p>A script draws the picture; the tables below need none.</p></noscript>",
     )
 
 
 def _stages(report: Report) -> str:
     rows = [
-        (("\N{NO-BREAK SPACE}" * 3 * s.depth) + s.name, s.runs, s.duration_us / 1e6, 100 * s.share)
-        for s in report.stages
+        (
+            "\N{NO-BREAK SPACE}" * 3 * row.depth + row.name,
+            count(row.runs),
+            time(row.duration_us / 1e6),
+            percent(row.share),
+        )
+        for row in report.stages
     ]
-    return _section("Step anatomy", _table(("stage", "runs", "seconds", "% of step"), rows))
+    return section("Step anatomy", table("Step anatomy", ("stage", "runs", "time", "of the step"), rows))
 
 
 def _lost(report: Report) -> str:
-    rows = [(row.cause.replace("_", " "), row.seconds, 100 * row.share) for row in report.lost]
-    keys = [f'<i class="c{index % 10}"></i>' for index in range(len(rows))]
-    return lost_bar(report.lost) + _table(("cause", "lane-seconds", "% of observed"), rows, keys)
+    rows = [(row.cause.replace("_", " "), time(row.seconds), percent(row.share)) for row in report.lost]
+    keys = [f"k-{row.cause}" for row in report.lost]
+    parts = "".join(
+        f'<i class="{escape(key)}" style="flex-grow: {row.seconds:.6g}"></i>'
+        for key, row in zip(keys, report.lost, strict=True)
+        if row.seconds
+    )
+    bar = f'<div class="stacked" aria-hidden="true">{parts}</div>' if parts else ""
+    found = table("Idle time by cause", ("cause", "lanes' time", "of observed"), rows, keys)
+    return section("Idle time by cause", bar + found, "Every instant of idle time has one cause.")
 
 
 def _workers(title: str, rows: Sequence[WorkerRow]) -> str:
-    headings = ["name", "observed s", "busy s", "busy %", "idle s", "host-bound s", "compute s"]
-    headings += ["communication s", "exposed s", "overlap s", "copy s"]
+    times = ("idle", "host-bound", "compute", "communication", "exposed", "overlap", "copy")
+    headings = ("name", "observed", "busy", "busy share", *times)
     cells = [
         (
             row.name,
-            row.span_us / 1e6,
-            row.busy_us / 1e6,
-            100 * row.busy_us / row.span_us if row.span_us else 0.0,
-            row.idle_us / 1e6,
-            row.host_bound_us / 1e6,
-            row.compute_us / 1e6,
-            row.communication_us / 1e6,
-            row.exposed_communication_us / 1e6,
-            row.overlap_us / 1e6,
-            row.memcpy_us / 1e6,
+            time(row.span_us / 1e6),
+            time(row.busy_us / 1e6),
+            percent(row.busy_us / row.span_us if row.span_us else 0.0),
+            time(row.idle_us / 1e6),
+            time(row.host_bound_us / 1e6),
+            time(row.compute_us / 1e6),
+            time(row.communication_us / 1e6),
+            time(row.exposed_communication_us / 1e6),
+            time(row.overlap_us / 1e6),
+            time(row.memcpy_us / 1e6),
         )
         for row in rows
     ]
     note = (
         "" if any(row.device for row in rows) else "CPU traces: busy means that operators or collectives ran."
     )
-    return _section(title, _table(headings, cells), note)
+    return section(title, table(title, headings, cells), note)
 
 
 def _engines(report: Report) -> str:
-    headings = (
-        "name",
-        "iterations",
-        "prefill s",
-        "decode s",
-        "prompt tokens",
-        "generated",
-        "queueing s",
-        "finish s",
-    )
+    headings = ("name", "iterations", "prefill", "decode", "prompt tokens", "generated", "queueing", "finish")
     rows: list[tuple[Cell, ...]] = [
         (
             row.name,
-            row.iterations,
-            row.prefill_us / 1e6,
-            row.decode_us / 1e6,
-            row.prefill_tokens,
-            row.decode_tokens,
-            None if row.queueing_us is None else row.queueing_us / 1e6,
-            None if row.finish_us is None else row.finish_us / 1e6,
+            count(row.iterations),
+            time(row.prefill_us / 1e6),
+            time(row.decode_us / 1e6),
+            count(row.prefill_tokens),
+            count(row.decode_tokens),
+            time(None if row.queueing_us is None else row.queueing_us / 1e6),
+            time(None if row.finish_us is None else row.finish_us / 1e6),
         )
         for row in report.engines
     ]
-    return _section("Engine iterations", _table(headings, rows))
+    return section("Engine iterations", table("Engine iterations", headings, rows))
 
 
 def _tail(report: Report) -> str:
@@ -161,71 +150,112 @@ def _tail(report: Report) -> str:
         return ""
     sentence = rollout_sentence(tail).removeprefix("rollout: ")
     note = f"{sentence[0].upper()}{sentence[1:]} (dashed: the median)."
-    rows = [
-        (name, sample.p50, sample.p90, sample.p99, sample.max)
-        for name, sample in (("latency s", tail.latency_s), ("response tokens", tail.response_tokens))
-        if sample
-    ]
-    table = _table((f"{tail.requests} requests", "p50", "p90", "p99", "largest"), rows)
-    return _section("Rollout tail", tail_chart(tail) + table, note)
+    rows: list[tuple[Cell, ...]] = []
+    if sample := tail.latency_s:
+        rows.append(("latency", *map(time, (sample.p50, sample.p90, sample.p99, sample.max))))
+    if sample := tail.response_tokens:
+        rows.append(("response tokens", *map(number, (sample.p50, sample.p90, sample.p99, sample.max))))
+    found = table("Requests", (f"{tail.requests:,} requests", "p50", "p90", "p99", "largest"), rows)
+    return section("Rollout tail", '<div id="tail" class="chart"></div>' + found, note)
 
 
 def _stragglers(report: Report) -> str:
     rows = [
-        (r.stage, r.role, r.workers, r.slowest, r.slowest_us / 1e6, r.median_us / 1e6, r.wait_us / 1e6)
-        for r in report.stragglers
+        (
+            row.stage,
+            row.role,
+            count(row.workers),
+            row.slowest,
+            time(row.slowest_us / 1e6),
+            time(row.median_us / 1e6),
+            time(row.wait_us / 1e6),
+        )
+        for row in report.stragglers
     ]
-    return _section(
-        "Stragglers",
-        _table(("stage", "role", "workers", "slowest", "s", "median s", "others waited s"), rows),
-    )
+    headings = ("stage", "role", "workers", "slowest", "took", "median", "others waited")
+    return section("Stragglers", table("Stragglers", headings, rows))
 
 
 def _collectives(report: Report) -> str:
     rows = [
-        (r.name, r.role, r.calls, r.median_us, r.wait_us / 1e6, r.late, 100 * r.late_share)
-        for r in report.collectives
+        (
+            row.name,
+            row.role,
+            count(row.calls),
+            time(row.median_us / 1e6),
+            time(row.wait_us / 1e6),
+            row.late,
+            percent(row.late_share),
+        )
+        for row in report.collectives
     ]
-    headings = ("collective", "role", "calls", "median us", "waiting s", "most often last", "% of calls")
-    return _section("Collectives", _table(headings, rows))
+    headings = ("collective", "role", "calls", "median", "waiting", "most often last", "of calls")
+    return section("Collectives", table("Collectives", headings, rows))
 
 
 def _ops(report: Report) -> str:
-    rows = [(r.stage, r.name, r.calls, r.self_us / 1e6, 100 * r.share) for r in report.ops[:_TOP_OPS]]
-    note = "Operators stand in for kernels in a CPU trace."
+    rows = [
+        (row.name, row.stage, count(row.calls), time(row.self_us / 1e6), percent(row.share))
+        for row in report.ops[:_TOP_OPS]
+    ]
+    headings = ("kernel", "stage", "calls", "self time", "of all")
+    notes = [] if any(row.device for row in report.workers) else ["Operators stand in for kernels."]
     if (more := len(report.ops) - _TOP_OPS) > 0:
-        note += f" {more:,} more are in report.json and in the CSV."
-    return _section(
-        "Kernels by self time", _table(("stage", "kernel", "calls", "self s", "% of all"), rows), note
-    )
+        notes.append(f"{more:,} more are in report.json and in the CSV.")
+    note = " ".join(notes)
+    return section("Kernels by self time", table("Kernels by self time", headings, rows), note)
 
 
 def _measures(report: Report) -> str:
     """Return a row for each worker and stage, and a column for each number that any of them has."""
     names = list(dict.fromkeys(row.name for row in report.measures))
-    cells: dict[tuple[str, str], dict[str, float]] = {}
+    cells: dict[tuple[str, str], dict[str, Cell]] = {}
     for row in report.measures:
-        value = row.value / 1e6 if row.name.endswith("_bytes") else row.value
+        value = size(row.value) if row.name.endswith("_bytes") else number(row.value)
         cells.setdefault((row.worker, row.stage), {})[row.name] = value
-    headings = [
-        f"{n.removesuffix('_bytes').replace('_', ' ')} MB" if n.endswith("_bytes") else n for n in names
-    ]
+    headings = [name.removesuffix("_bytes").replace("_", " ") for name in names]
     rows = [(*place, *(found.get(name) for name in names)) for place, found in cells.items()]
     note = "The largest value of a stage that ran several times."
-    return _section("Peaks by stage", _table(("worker", "stage", *headings), rows), note)
+    return section("Peaks by stage", table("Peaks by stage", ("worker", "stage", *headings), rows), note)
 
 
 def _costs(report: Report) -> str:
-    rows = [(row.worker, row.start_s, row.stop_s, row.export_s, row.bytes / 1e6) for row in report.costs]
-    note = "Writing is part of stopping. A step that is not profiled spends none of it."
-    headings = ("worker", "start s", "stop s", "writing s", "MB on disk")
-    return _section("Cost of the capture", _table(headings, rows), note)
+    rows = [
+        (row.worker, time(row.start_s), time(row.stop_s), time(row.export_s), size(row.bytes))
+        for row in report.costs
+    ]
+    note = (
+        f"It added {duration(report.capture_us / 1e6)} to the loop, which a step that is not profiled does "
+        "not spend. Writing is part of stopping."
+    )
+    headings = ("worker", "start", "stop", "writing", "on disk")
+    return section("Cost of the capture", table("Cost of the capture", headings, rows), note)
+
+
+def _clocks(report: Report) -> str:
+    rows = [
+        (row.worker, row.host, time((row.end_us - row.begin_us) / 1e6), time(row.set_us / 1e6))
+        for row in report.anchors
+    ]
+    found = table("Clocks", ("worker", "host", "watched for", "was set by"), rows)
+    note = "How far unix time ran ahead of monotonic time during the capture."
+    return section("Clocks", found, note)
 
 
 def _reported(report: Report) -> str:
-    rows = [(name, float(value)) for name, value in report.metrics.items()]
+    """Return the loop's metrics, those with the same prefix folded together."""
+    groups: dict[str, list[tuple[Cell, ...]]] = {}
+    for name, value in report.metrics.items():
+        prefix = name.partition("/")[0] if "/" in name else ""
+        groups.setdefault(prefix, []).append((name, number(value)))
+    content = "".join(
+        f"<details><summary><bdi>{escape(prefix or 'others')}</bdi> ({len(rows)})</summary>"
+        f"{table(prefix or 'others', ('metric', 'value'), rows)}</details>"
+        for prefix, rows in groups.items()
+    )
+    field = '<input id="filter" type="search" placeholder="filter" aria-label="filter metrics" hidden>'
     note = "What the training loop logged for the step."
-    return _section("Reported by the loop", _table(("metric", "value"), rows), note)
+    return section("Reported by the loop", content and field + content, note)
 
 
 def _about(report: Report) -> str:
@@ -240,34 +270,7 @@ def _about(report: Report) -> str:
             f"{rate.tokens_per_s_per_lane:,.0f} per second and lane"
         )
     lines.append(f"weight sync: {report.weight_sync_share:.1%} of the step")
-    lines += [f"missing: {sentence}" for sentence in report.coverage.missing] + [
-        f"note: {n}" for n in report.notes
-    ]
-    return _section(
-        "About this step", "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
-    )
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[Cell]], keys: Sequence[str] = ()) -> str:
-    """Return a table that is sorted by clicking a heading; numbers are right-aligned."""
-    if not rows:
-        return ""
-    head = "".join(f'<th scope="col"><button type="button">{escape(h)}</button></th>' for h in headings)
-    body = []
-    for index, row in enumerate(rows):
-        cells = "".join(
-            _cell(value, headings[column], keys[index] if keys and not column else "")
-            for column, value in enumerate(row)
-        )
-        body.append(f"<tr>{cells}</tr>")
-    return _scroll(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>")
-
-
-def _cell(value: Cell, heading: str, key: str) -> str:
-    if value is None:
-        return '<td class="n" data-v="-1">&ndash;</td>'
-    if isinstance(value, str):
-        return f'<td title="{escape(value)}">{key}{escape(value)}</td>'
-    digits = 0 if isinstance(value, int) else 1 if "%" in heading else 3
-    text = f"{value:,.{digits}f}"
-    return f'<td class="n" data-v="{value:g}">{text}</td>'
+    lines += [f"missing: {sentence}" for sentence in report.coverage.missing]
+    lines += [f"note: {note}" for note in report.notes]
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return section("About this step", f"<ul>{items}</ul>")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from importlib import resources
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 __all__ = ["PERFETTO_PORT", "TimelineServer", "bundled_ui"]
 
@@ -65,6 +65,10 @@ class TimelineServer(http.server.ThreadingHTTPServer):
         """Return the address that opens a served timeline in the Perfetto UI."""
         ui = self.address("") if self.ui else f"{_ONLINE_UI}/"
         return f"{ui}#!/?url={self.address(name)}"
+
+    def page_address(self, name: str, timeline: str) -> str:
+        """Return the address of a served page, from which it links into a served timeline."""
+        return f"{self.address(name)}#timeline={quote(self.timeline_address(timeline), safe='')}"
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):

@@ -1,0 +1,56 @@
+// Opens the report of a step with many lanes, unfolds and filters, and prints what is seen as JSON.
+// usage: node large.js CHROMIUM FILE
+const { main, open, settled, violations } = require("./page.js");
+
+main(async ([executablePath, address]) => {
+  const { browser, page, seen } = await open(executablePath, address);
+  const rows = () => page.$$eval(".row", (all) => all.map((row) => `${row.classList[1]} ${row.getAttribute("aria-label")}`));
+  const visible = (selector) => page.$$eval(selector, (all) => all.filter((each) => each.checkVisibility()).length);
+
+  seen.folded = await rows();
+  seen.axe = await violations(page);
+  const button = page.locator('.label[data-role="actor"] button');
+  seen.button = [await button.textContent(), await button.getAttribute("aria-label")];
+  await button.focus();
+  const began = Date.now();
+  await page.keyboard.press("Enter");
+  await settled(page);
+  seen.unfoldMs = Date.now() - began;
+  seen.unfolded = await rows();
+  seen.zoomMs = await page.evaluate(async () => {
+    const start = performance.now();
+    document.querySelector(".zoom button").click();
+    await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+    return performance.now() - start;
+  });
+  seen.focus = await page.evaluate(() => document.activeElement.getAttribute("aria-expanded"));
+  await page.keyboard.press("Enter");
+  await settled(page);
+  seen.refolded = await rows();
+
+  seen.workers = [await visible("#workers tbody tr")];
+  await page.locator("#workers .fold").click();
+  seen.workers.push(await visible("#workers tbody tr"));
+  seen.fold = await page.textContent("#workers .fold");
+  await page.locator("#workers .fold").click();
+  seen.workers.push(await visible("#workers tbody tr"));
+  await page.locator("#workers th:nth-child(1) button").click();
+  await page.locator("#workers th:nth-child(1) button").click();
+  seen.first = await page.textContent("#workers tbody tr:first-child td");
+  seen.sortedRows = await visible("#workers tbody tr");
+
+  const metrics = "#reported-by-the-loop";
+  seen.groups = await page.$$eval(`${metrics} > details`, (all) => all.map((each) => [each.querySelector("summary").textContent, each.open]));
+  await page.fill("#filter", "CLIP");
+  seen.filtered = await page.$$eval(`${metrics} tbody tr`, (all) => all.filter((row) => row.checkVisibility()).map((row) => row.cells[0].textContent));
+  await page.fill("#filter", "");
+  seen.unfiltered = await visible(`${metrics} > details`);
+  await page.fill("#filter", "timing");
+  seen.manyFiltered = await visible(`${metrics} tbody tr`);
+
+  await page.setViewportSize({ width: 390, height: 844 });
+  await settled(page);
+  seen.overflow = await page.evaluate(() => document.documentElement.scrollWidth - window.innerWidth);
+  console.log(JSON.stringify(seen));
+  await browser.close();
+});

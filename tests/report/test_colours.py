@@ -1,0 +1,62 @@
+"""Colours of the page: the same for a name everywhere, and readable in both themes."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+
+import pytest
+
+from verl_profiling.report.lost import CAUSES
+from verl_profiling.report.page.colours import stage_colour
+
+STYLE = resources.files("verl_profiling.report.page").joinpath("page.css").read_text(encoding="utf-8")
+LIGHT, DARK = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in STYLE.split("}", 2)[:2])
+STAGES = [name for name in LIGHT if re.fullmatch(r"s\d+", name)]
+LOST = [name for name in LIGHT if name.startswith("k-")]
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance, as WCAG 2.2 defines it."""
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours."""
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_a_theme_changes_paper_and_ink_alone() -> None:
+    """A stage, a cause and a load have one colour."""
+    assert set(DARK) == {"paper", "ink", "faint", "line", "panel", "strong"}
+    assert len(STAGES) == 16
+    assert [f"k-{cause}" for cause in CAUSES] == LOST
+
+
+@pytest.mark.parametrize("name", [*STAGES, *LOST, "compute", "communication"])
+def test_what_is_drawn_stands_out_from_both_papers(name: str) -> None:
+    """WCAG asks a contrast of 3 of graphics."""
+    assert min(contrast(LIGHT[name], theme["paper"]) for theme in (LIGHT, DARK)) >= 3
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_white_name_on_a_stage_can_be_read(name: str) -> None:
+    """WCAG asks a contrast of 4.5 of text."""
+    assert contrast(LIGHT[name], "#ffffff") >= 4.5
+
+
+def test_no_colour_means_two_things() -> None:
+    """Stages, causes and load share none."""
+    drawn = [LIGHT[name] for name in (*STAGES, *LOST, "compute", "communication")]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_the_colour_of_a_stage_depends_on_its_name_alone() -> None:
+    """Known stages have colours of their own; any other name has one of those left."""
+    known = [stage_colour(name) for name in ("rollout", "reward", "update_actor", "validate")]
+    assert known == [0, 1, 7, 9]
+    assert {stage_colour(f"mine {i}") for i in range(100)} == set(range(10, 16))
+    assert stage_colour("mine 1") == stage_colour("mine 1")

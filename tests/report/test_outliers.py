@@ -1,0 +1,53 @@
+"""Of many lanes those that differ from their peers are named, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from drawn_steps import whole_step
+
+from verl_profiling.report.model import Report
+from verl_profiling.report.outliers import outliers
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """A step in which all ranks do the same."""
+    return whole_step(tmp_path_factory.mktemp("healthy"), ranks=16, replicas=4)
+
+
+def test_nobody_stands_out_in_a_healthy_step(healthy: Report) -> None:
+    """Small differences are none."""
+    assert outliers(healthy) == {}
+
+
+def test_a_slow_rank_stands_out(tmp_path: Path) -> None:
+    """The others wait for it in a collective, in which it arrives last."""
+    found = outliers(whole_step(tmp_path, ranks=16, replicas=4, fault="slow rank"))
+    assert list(found) == ["actor_rank10"]
+    assert "AllReduce" in found["actor_rank10"]
+
+
+def test_a_late_replica_stands_out(tmp_path: Path) -> None:
+    """Its stage is longer than that of the others."""
+    found = outliers(whole_step(tmp_path, ranks=2, replicas=4, fault="long tail"))
+    assert found["rollout3"] == "slowest in rollout: 8.92 s, median 4.00 s"
+    assert set(found) == {"rollout3", "rollout3_rank0"}
+
+
+def test_an_idle_lane_stands_out(healthy: Report) -> None:
+    """Its busy share is far from the median of its role, on either side."""
+    first, *others = healthy.workers
+    idle = msgspec.structs.replace(first, busy_us=first.span_us * 0.01)
+    found = outliers(msgspec.structs.replace(healthy, workers=[idle, *others]))
+    assert list(found) == ["actor_rank0"]
+    assert found["actor_rank0"].startswith("busy 1%, median ")
+
+
+def test_two_lanes_have_no_median_to_differ_from(healthy: Report) -> None:
+    """Nor has a lane that was never observed."""
+    one, two = healthy.workers[:2]
+    apart = [msgspec.structs.replace(one, busy_us=0.0), msgspec.structs.replace(two, span_us=0.0)]
+    assert outliers(msgspec.structs.replace(healthy, workers=apart, collectives=[])) == {}

@@ -1,0 +1,242 @@
+"""The HTML report in a real browser: clicked, zoomed, hovered, folded, filtered, read by axe-core."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from urllib.parse import unquote
+
+import msgspec
+import pytest
+from browser import needs_browser, run_script
+from drawn_steps import whole_step
+
+from verl_profiling.report.html import render_html
+from verl_profiling.report.model import Report
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.server import TimelineServer, bundled_ui
+
+pytestmark = needs_browser
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a step of two ranks and two replicas."""
+    return tmp_path_factory.mktemp("run") / "step_000001"
+
+
+@pytest.fixture(scope="module")
+def report(step: Path) -> Report:
+    """Its report."""
+    return whole_step(step, ranks=2, replicas=2)
+
+
+@pytest.fixture(scope="module")
+def seen(report: Report, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What is seen of its page, opened as a file."""
+    page = tmp_path_factory.mktemp("html") / "report.html"
+    page.write_text(render_html(report), encoding="utf-8")
+    return run_script("report.js", str(page))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What is seen of the page of 300 lanes."""
+    folder = tmp_path_factory.mktemp("large")
+    metrics = {f"timing_s/{i}": float(i) for i in range(30)} | {"actor/clip_low": 0.1, "actor/clip_high": 0.2}
+    report = whole_step(folder / "step_000001", ranks=256, replicas=44, fault="slow rank")
+    page = folder / "report.html"
+    page.write_text(render_html(msgspec.structs.replace(report, metrics=metrics)), encoding="utf-8")
+    return run_script("large.js", str(page))
+
+
+def test_the_browser_has_nothing_to_complain_about(seen: dict, large: dict) -> None:
+    """No error on the console, and no request but the page itself."""
+    for page in (seen, large):
+        assert page["problems"] == []
+        assert len([url for url in page["requests"] if not url.startswith("data:")]) == 1
+
+
+def test_axe_finds_nothing(seen: dict, large: dict) -> None:
+    """Contrast, labels and roles: light, dark and on a phone."""
+    assert seen["axe"] == []
+    assert large["axe"] == []
+
+
+def test_the_first_screen_has_four_figures_and_the_picture(seen: dict, report: Report) -> None:
+    """Each figure has a title, a number with its unit and a line; the picture begins above the fold."""
+    titles, numbers, lines = zip(*seen["figures"], strict=True)
+    assert titles == ("Step", "Accelerators busy", "Lost", "Slowest stage")
+    assert all(number[0].isdigit() for number in numbers)
+    slowest = max((row for row in report.stages if row.name[0] != "("), key=lambda row: row.duration_us)
+    assert lines[3] == f"{slowest.name}, {slowest.share:.0%} of the step"
+    assert seen["pictureFrom"] < 450
+
+
+def test_all_sections_are_there(seen: dict) -> None:
+    """What the capture holds is shown; sections without content are not."""
+    assert {"Lanes over time", "Step anatomy", "Idle time by cause", "Workers", "Rollout engines"} <= set(
+        seen["sections"]
+    )
+    assert {"Engine iterations", "Rollout tail", "Stragglers", "Kernels by self time"} <= set(
+        seen["sections"]
+    )
+    assert "Reported by the loop" not in seen["sections"]
+    assert seen["title"].startswith("Step 1 ")
+
+
+def test_the_theme_switches_by_button_and_by_key(seen: dict) -> None:
+    """It starts with the system's preference, and switching changes the colours."""
+    assert seen["theme"] == ["light", "dark", "light"]
+    assert len(set(seen["paper"])) == 2
+
+
+def test_tables_sort_by_click_and_by_keyboard(seen: dict) -> None:
+    """The first press on a number sorts the largest to the top, the second turns it round."""
+    values = [float(value) for value in seen["descending"]]
+    assert values == sorted(values, reverse=True)
+    assert seen["ascending"] == seen["descending"][::-1]
+    assert seen["sorted"] == ["ascending"]
+    assert seen["names"] == ["actor_rank0", "actor_rank1"]
+
+
+def test_the_pointer_says_what_is_under_it(seen: dict) -> None:
+    """The stage, the lane, its time and how busy it was; away from the picture, nothing."""
+    stage, lane, took, busy, *_ = seen["hovered"]
+    assert (stage, lane) == ("old_log_prob", "actor_rank0")
+    assert ", from " in took
+    assert busy.startswith("busy ")
+    assert busy.endswith("communication alone")
+    assert seen["left"] is None
+
+
+def test_the_wheel_zooms_once_the_picture_was_clicked(seen: dict) -> None:
+    """Before that it scrolls the page, as anywhere else on it."""
+    assert seen["wheelOutside"][0] == seen["whole"]
+    assert seen["wheel"] != seen["whole"]
+
+
+def test_dragging_pans_and_selects_nothing(seen: dict) -> None:
+    """The lanes follow the pointer, pixel by pixel."""
+    assert seen["dragged"] == pytest.approx(120, abs=2)
+    assert seen["stillSelected"] == seen["selected"]
+
+
+def test_keys_and_buttons_zoom_and_pan(seen: dict) -> None:
+    """Closer, along, and back to the whole step."""
+    assert seen["reset"] == seen["whole"]
+    assert len({tuple(seen[name]) for name in ("whole", "plus", "panned", "zoomed")}) == 4
+
+
+def test_a_click_selects_a_stage_in_all_lanes(seen: dict) -> None:
+    """The others fade, and what the stage took is said; a button clears."""
+    assert seen["selected"].startswith("old_log_prob: ")
+    assert "2 runs on 2 lanes" in seen["selected"]
+    assert len(seen["pressed"]) == 3
+    assert seen["dimmed"] == len(seen["stages"]) - 3
+    assert seen["cleared"] == ""
+
+
+def test_the_keyboard_reaches_every_stage(seen: dict) -> None:
+    """The tab key comes to the last one; arrows move from stage to stage and lane to lane; Enter selects."""
+    last, up, left, right, down, below, again = (label.partition(":")[0] for label in seen["focused"])
+    assert last == "old_log_prob, actor_rank0"
+    assert up == "old_log_prob, controller"
+    assert left == "reward, controller"
+    assert (right, down) == (up, last)
+    assert below == "old_log_prob, actor_rank1"
+    assert again == last
+    assert seen["focusTip"][:2] == ["old_log_prob", "actor_rank0"]
+    assert seen["byKey"].startswith("old_log_prob: ")
+    assert seen["escaped"] == ""
+
+
+def test_a_phone_scrolls_no_page_sideways(seen: dict, large: dict) -> None:
+    """Wide tables scroll inside themselves."""
+    assert seen["overflow"] <= 0
+    assert large["overflow"] <= 0
+
+
+def test_a_file_says_how_to_come_to_the_timeline(seen: dict, step: Path) -> None:
+    """A page opened from the disk has no timeline beside it that it could open."""
+    assert seen["link"] is None
+    assert f"verl-profiling view {step}" in seen["command"]
+
+
+def test_a_served_page_links_into_the_timeline(report: Report, step: Path, tmp_path: Path) -> None:
+    """To the range that is shown, in nanoseconds of the timeline; the real Perfetto opens it there."""
+    (inputs,) = find_steps(step)
+    page, timeline = tmp_path / "report.html", tmp_path / "t.json.gz"
+    page.write_text(render_html(report), encoding="utf-8")
+    merge(inputs, timeline)
+    server = TimelineServer({path.name: path for path in (page, timeline)}, bundled_ui(), port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        seen = run_script("report.js", server.page_address(page.name, timeline.name))
+        assert seen["command"] is None
+        zero = report.timeline_begin_ns or 0
+        begin = zero + round(min(span.begin_us for span in report.gantt) * 1000)
+        end = zero + round(max(span.end_us for span in report.gantt) * 1000)
+        base = server.timeline_address(timeline.name)
+        assert unquote(seen["link"]) == f"{base}&visStart={begin}&visEnd={end}"
+        first, last = (int(part) for part in seen["zoomedLink"].partition("&visStart=")[2].split("&visEnd="))
+        (bar,) = (s for s in report.gantt if (s.lane, s.name) == ("controller", "old_log_prob"))
+        assert begin < first < zero + bar.begin_us * 1000
+        assert zero + bar.end_us * 1000 < last < end
+        if bundled_ui():
+            opened = run_script("visible.js", seen["zoomedLink"])
+            assert opened == pytest.approx([first, last], abs=(last - first) * 0.02)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    "timeline", ["javascript:alert(1)", "https://evil.example/#!/?url=x", "//evil.example/#!/", ""]
+)
+def test_a_link_to_elsewhere_is_none(report: Report, tmp_path: Path, timeline: str) -> None:
+    """Whoever sends the page's address with another timeline in it leads nobody there."""
+    page = tmp_path / "report.html"
+    page.write_text(render_html(report), encoding="utf-8")
+    server = TimelineServer({page.name: page}, None, port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        seen = run_script("link.js", f"{server.address(page.name)}#timeline={timeline}")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert seen is None
+
+
+def test_a_large_role_is_folded_with_those_first_who_stand_out(large: dict) -> None:
+    """A button unfolds it and folds it again, and keeps the focus."""
+    assert large["folded"][:3] == ["lane controller", "group actor", "lane actor_rank160"]
+    assert len(large["folded"]) < 12
+    assert large["button"] == ["all 256", "all 256 lanes of actor"]
+    assert sum(row.startswith("lane actor_rank") for row in large["unfolded"]) == 256
+    assert large["unfolded"][2] == "lane actor_rank160"
+    assert large["focus"] == "true"
+    assert large["refolded"] == large["folded"]
+
+
+def test_hundreds_of_lanes_are_drawn_without_waiting(large: dict) -> None:
+    """Unfolding 256 lanes and zooming in all of them takes no time that a person would call long."""
+    assert large["unfoldMs"] < 2_000
+    assert large["zoomMs"] < 1_000
+
+
+def test_a_long_table_shows_its_top(large: dict) -> None:
+    """Ten rows, all on request, and ten again, also of another order."""
+    assert large["workers"] == [10, 256, 10]
+    assert large["fold"] == "top 10"
+    assert large["first"] == "actor_rank255"
+    assert large["sortedRows"] == 10
+
+
+def test_metrics_fold_by_prefix_and_are_filtered_by_name(large: dict) -> None:
+    """A filter opens the groups in which it finds something, and shows all that it finds."""
+    assert large["groups"] == [["timing_s (30)", False], ["actor (2)", False]]
+    assert large["filtered"] == ["actor/clip_low", "actor/clip_high"]
+    assert large["unfiltered"] == 2
+    assert large["manyFiltered"] == 30

@@ -1,0 +1,97 @@
+"""The data of the picture: every lane and stage of the report, by role, in rows that do not overlap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from drawn_steps import STAGES, Worker, report_of, whole_step
+
+from verl_profiling.report.model import GanttSpan, Report
+from verl_profiling.report.page.picture import picture
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """A step of twelve ranks, of which one is slow, and two replicas."""
+    return whole_step(tmp_path_factory.mktemp("step"), ranks=12, replicas=2, fault="slow rank")
+
+
+def span(name: str, begin: float, end: float, depth: int = 0, lane: str = "controller") -> GanttSpan:
+    """Return a stage of the controller."""
+    return GanttSpan(lane=lane, name=name, begin_us=begin, end_us=end, depth=depth)
+
+
+def test_lanes_are_grouped_by_role_the_controller_first(report: Report) -> None:
+    """With their number, and nobody left out."""
+    groups = {group["role"]: group for group in picture(report)["groups"]}
+    assert {role: len(group["lanes"]) for role, group in groups.items()} == {
+        "controller": 1,
+        "actor": 12,
+        "rollout": 2,
+    }
+    assert [lane["name"] for lane in groups["actor"]["lanes"] if lane["stands_out"]] == ["actor_rank7"]
+    assert groups["rollout"]["engine"]
+
+
+def test_a_role_has_the_mean_of_its_lanes(report: Report) -> None:
+    """A folded role shows how busy it was on average."""
+    actor = picture(report)["groups"][1]
+    loads = [lane["load"] for lane in actor["lanes"]]
+    assert actor["load"][100] == pytest.approx(sum(load[100] for load in loads) / 12, abs=0.05)
+    assert len(actor["load"]) == len(actor["communication"]) == len(loads[0])
+
+
+def test_a_role_shows_from_when_to_when_all_lanes_were_in_a_stage(tmp_path: Path) -> None:
+    """The first and the last begin and end of each run."""
+    workers = [
+        Worker("actor", rank, stages=[("update_actor", 5 + rank / 10, 7 + rank)], kernels=[("k", 5, 6)])
+        for rank in range(2)
+    ]
+    (envelope,) = picture(report_of(tmp_path, STAGES, workers))["groups"][1]["envelope"]
+    edges = [envelope[key] / 1e6 for key in ("begin", "all_in", "first_out", "end")]
+    assert edges == pytest.approx([5, 5.1, 7, 8])
+    assert envelope["lanes"] == 2
+
+
+def test_starts_and_stops_of_a_tool_are_no_stages(report: Report) -> None:
+    """They are in the lane and the row of their worker, under a name and a colour of their own."""
+    spans = [
+        span("update_actor", 5, 15),
+        msgspec.structs.replace(span("update_actor", 3, 5), kind="start", row=1),
+    ]
+    found = picture(msgspec.structs.replace(report, gantt=spans, workers=[]))
+    assert found["stages"] == [
+        {"name": "update_actor", "colour": "s7"},
+        {"name": "(tool starts)", "colour": "tool"},
+    ]
+    (controller,) = found["groups"]
+    assert [(one["stage"], one["row"]) for one in controller["lanes"][0]["spans"]] == [(0, 0), (1, 1)]
+
+
+def test_workers_without_a_trace_have_a_lane(report: Report) -> None:
+    """Their role is that of their name."""
+    spans = [span("generate", 0, 1, lane="agent_loop3"), span("ref", 0, 1, lane="ref_rank0")]
+    groups = picture(msgspec.structs.replace(report, gantt=spans, workers=[]))["groups"]
+    assert [(group["role"], group["lanes"][0]["load"]) for group in groups] == [
+        ("agent_loop", []),
+        ("ref", []),
+    ]
+
+
+def test_a_report_of_an_older_version_has_a_picture(report: Report) -> None:
+    """Without the curves that it does not hold."""
+    old = [msgspec.structs.replace(row, communication_load=[]) for row in report.workers]
+    found = picture(msgspec.structs.replace(report, workers=old, running=[], timeline_begin_ns=None))
+    assert found["running"] == {}
+    assert found["groups"][1]["communication"] == []
+
+
+def test_the_curve_of_many_requests_is_thinned(report: Report) -> None:
+    """A hundred thousand requests do not make a page of megabytes; the first and the last stay."""
+    assert report.tail is not None
+    tail = msgspec.structs.replace(report.tail, finishes_us=[float(i) for i in range(100_000)])
+    finishes = picture(msgspec.structs.replace(report, tail=tail))["finishes_us"]
+    assert len(finishes) == 400
+    assert (finishes[0], finishes[-1]) == (0.0, 99_999.0)

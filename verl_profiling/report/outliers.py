@@ -1,0 +1,51 @@
+"""Which lanes of a role stand out from the others, and by what: they are the ones to look at first."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from verl_profiling.report.model import Report
+from verl_profiling.report.rows import WorkerRow
+from verl_profiling.units import duration
+
+__all__ = ["outliers"]
+
+_LATE_SHARE = 0.8
+_LATE_CALLS = 5
+_SLOWER = 1.1  # times the median of the role
+_OF_THE_STEP = 0.01
+_SPREADS = 3.0  # robust standard deviations
+_POINTS = 0.05  # of the busy share
+_NORMAL = 1.4826  # median absolute deviation of a normal distribution, in standard deviations
+
+
+def outliers(report: Report) -> dict[str, str]:
+    """Return what stands out about a worker or lane, by its name; the most telling ones first."""
+    found: dict[str, str] = {}
+    for row in report.stragglers:
+        apart_us = row.slowest_us - row.median_us
+        if row.slowest_us > _SLOWER * row.median_us and apart_us > _OF_THE_STEP * report.span_us:
+            took, usual = duration(row.slowest_us / 1e6), duration(row.median_us / 1e6)
+            found.setdefault(row.slowest, f"slowest in {row.stage}: {took}, median {usual}")
+    for call in report.collectives:
+        lanes = sum(row.role == call.role for row in report.workers)
+        cost = call.wait_us > _OF_THE_STEP * report.span_us * lanes
+        if cost and call.late_share >= _LATE_SHARE and call.calls >= _LATE_CALLS:
+            found.setdefault(call.late, f"last at {call.late_share:.0%} of {call.calls} {call.name[:40]}")
+    for role in dict.fromkeys(row.role for row in report.workers):
+        for lane, reason in _unlike([row for row in report.workers if row.role == role]):
+            found.setdefault(lane, reason)
+    return found
+
+
+def _unlike(lanes: list[WorkerRow]) -> list[tuple[str, str]]:
+    """Return the lanes whose busy share is far from that of their peers, the farthest first."""
+    shares = {row.name: row.busy_us / row.span_us for row in lanes if row.span_us}
+    if len(shares) < 3:
+        return []
+    usual = median(shares.values())
+    spread = _NORMAL * median(abs(share - usual) for share in shares.values())
+    limit = max(_SPREADS * spread, _POINTS)
+    far = [name for name, share in shares.items() if abs(share - usual) > limit]
+    far.sort(key=lambda name: -abs(shares[name] - usual))
+    return [(name, f"busy {shares[name]:.0%}, median {usual:.0%}") for name in far]

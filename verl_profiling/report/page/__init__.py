@@ -1,0 +1,1 @@
+"""What the HTML pages are made of: their shell, their tables and charts, style and script."""

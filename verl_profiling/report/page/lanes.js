@@ -1,0 +1,97 @@
+// Lanes by role: which are shown, and how each is drawn. A large role is folded; what stands out is shown first.
+const FOLDED_FROM = 9;
+const SHOWN_OUTLIERS = 5;
+const BAR = 20;
+const STRIP = 4;
+const LOAD = 18;
+const CURVE = 34;
+
+function rowsOf(group, unfolded) {
+  const large = group.lanes.length >= FOLDED_FROM;
+  const standing = group.lanes.filter((lane) => lane.stands_out);
+  const rest = group.lanes.filter((lane) => !lane.stands_out);
+  const rows = [];
+  if (large) rows.push({ kind: "group", key: `group ${group.role}`, group, spans: group.envelope, ...curves(group) });
+  const lanes = !large ? group.lanes : unfolded ? [...standing, ...rest] : standing.slice(0, SHOWN_OUTLIERS);
+  for (const lane of lanes) rows.push({ kind: "lane", key: lane.name, group, lane, spans: lane.spans, ...curves(lane) });
+  const running = runningIn(group);
+  if (running.length) rows.push({ kind: "running", key: `running ${group.role}`, group, spans: [], running });
+  for (const row of rows) row.levels = 1 + Math.max(0, ...row.spans.map((span) => span.row));
+  return rows;
+}
+
+function curves({ load, communication }) {
+  return { load, communication };
+}
+
+function runningIn(group) {
+  const workers = [...new Set(group.lanes.map((lane) => lane.worker))].filter((name) => data.running[name]);
+  if (!workers.length) return [];
+  return data.running[workers[0]].map((_, part) => workers.reduce((sum, name) => sum + data.running[name][part], 0));
+}
+
+function describe(row, span) {
+  const name = data.stages[span.stage].name;
+  const where = row.kind === "group" ? plural(span.lanes, `lane`) + ` of ${row.group.role}` : row.lane.name;
+  const busy = span.busy == null || span.end <= span.begin ? "" : `, busy ${percent(span.busy / (span.end - span.begin))}`;
+  return `${name}, ${where}: ${duration((span.end - span.begin) / 1e6)}${busy}`;
+}
+
+function heightOf(row) {
+  return row.kind === "running" ? CURVE : row.levels * BAR + (row.load?.length ? LOAD : 0) + 4;
+}
+
+function drawRow(row, svg, axis) {
+  const x = (us) => axis.x(us) - axis.left;
+  const drawing = d3.select(svg).attr("width", axis.width).attr("height", heightOf(row));
+  drawing.selectAll("g.stage").data(row.spans).join((enter) => enterBar(enter, row))
+    .each(function place(span) { placeBar(d3.select(this), row, span, x, axis.width); });
+  const parts = row.load?.length ?? 0;
+  if (parts) {
+    const top = row.levels * BAR + 2;
+    const busy = row.load.map((share, part) => [0, share - row.communication[part] || 0]);
+    const all = row.load.map((share, part) => [busy[part][1], share]);
+    drawArea(drawing, "compute", busy, parts, x, (share) => top + LOAD - (share * LOAD) / 100);
+    drawArea(drawing, "communication", all, parts, x, (share) => top + LOAD - (share * LOAD) / 100);
+  }
+  if (row.kind === "running") {
+    const most = Math.max(d3.max(row.running), 1);
+    drawArea(drawing, "running", row.running.map((count) => [0, count]), row.running.length, x, (count) => CURVE - 2 - (count / most) * (CURVE - 6));
+  }
+}
+
+function enterBar(enter, row) {
+  const bar = enter.append("g")
+    .attr("class", (span) => `stage ${data.stages[span.stage].colour}${span.nested ? " nested" : ""}`)
+    .attr("role", "button").attr("tabindex", -1).attr("aria-pressed", "false")
+    .attr("aria-label", (span) => describe(row, span));
+  bar.append("rect").attr("class", "spread");
+  if (row.kind === "group") bar.append("rect").attr("class", "together");
+  bar.append("text").text((span) => (span.nested ? "" : data.stages[span.stage].name));
+  return bar;
+}
+
+function placeBar(bar, row, span, x, width) {
+  const [begin, end] = [Math.max(x(span.begin), -2), Math.min(x(span.end), width + 2)];
+  const seen = end >= -1 && begin <= width + 1;
+  bar.attr("display", seen ? null : "none");
+  if (!seen) return;
+  const y = span.row * BAR + (span.nested ? BAR - STRIP - 1 : 0);
+  const height = span.nested ? STRIP : BAR - 2;
+  bar.select(".spread").attr("x", begin).attr("y", y).attr("width", Math.max(end - begin, 0.8)).attr("height", height);
+  if (row.kind === "group") {
+    const [first, last] = [Math.max(x(span.all_in), -2), Math.min(x(span.first_out), width + 2)];
+    bar.select(".together").attr("x", first).attr("y", y).attr("width", Math.max(last - first, 0)).attr("height", height);
+  }
+  const label = bar.select("text");
+  const room = end - Math.max(begin, 0) - 8;
+  label.attr("x", Math.max(begin, 0) + 4).attr("y", y + 12)
+    .attr("display", room > 6.4 * data.stages[span.stage].name.length ? null : "none");
+}
+
+function drawArea(drawing, name, parts, count, x, y) {
+  const width = data.span_us / count;
+  const shape = d3.area().curve(d3.curveStepAfter)
+    .x((_, part) => x(part * width)).y0(([low]) => y(low)).y1(([, high]) => y(high));
+  drawing.selectAll(`path.${name}`).data([[...parts, parts.at(-1)]]).join("path").attr("class", name).attr("d", shape);
+}

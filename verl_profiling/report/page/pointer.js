@@ -1,0 +1,44 @@
+// What is under the pointer, or has the focus: said in a box beside it.
+function makeTip(container) {
+  const tip = element("div", { className: "tip", hidden: true });
+  tip.setAttribute("role", "status");
+  container.append(tip);
+  return {
+    hide() { tip.hidden = true; },
+    show(lines, left, top) {
+      const [title, ...rest] = lines;
+      tip.replaceChildren(element("strong", {}, element("bdi", { textContent: title })), ...rest.map((line) => element("span", { textContent: line })));
+      tip.hidden = false;
+      const room = container.clientWidth - tip.offsetWidth - 4;
+      tip.style.left = `${Math.max(4, Math.min(left + 14, room))}px`;
+      tip.style.top = `${top + 18}px`;
+    },
+  };
+}
+
+function spanAt(row, us, level) {
+  const hits = row.spans.filter((span) => span.begin <= us && us <= span.end);
+  return hits.find((span) => !span.nested && span.row === level) ?? hits.find((span) => !span.nested) ?? hits[0];
+}
+
+function partAt(values, us) {
+  return values[Math.min(Math.max(Math.floor((us / data.span_us) * values.length), 0), values.length - 1)];
+}
+
+function linesAt(row, span, us) {
+  const title = span ? data.stages[span.stage].name : row.kind === "running" ? "requests running" : "no stage";
+  const lines = [title, row.kind === "lane" ? row.lane.name : `${row.group.role}, ${plural(row.group.lanes.length, "lane")}`];
+  if (span) {
+    lines.push(`${duration((span.end - span.begin) / 1e6)}, from ${duration(span.begin / 1e6)} to ${duration(span.end / 1e6)}`);
+    if (row.kind === "group" && span.lanes > 1) lines.push(`the first ends it at ${duration(span.first_out / 1e6)}`);
+    if (span.busy != null && span.end > span.begin) {
+      const took = span.end - span.begin;
+      lines.push(`busy ${percent(span.busy / took)} of it, ${percent(span.communication / took)} communication alone`);
+    }
+  }
+  if (row.load?.length) lines.push(`at ${duration(us / 1e6)}: busy ${Math.round(partAt(row.load, us))} %, ${Math.round(partAt(row.communication, us))} % communication alone`);
+  const running = row.kind === "lane" ? data.running[row.lane.worker] : row.group.engine ? runningIn(row.group) : null;
+  if (running?.length) lines.push(`at ${duration(us / 1e6)}: ${Math.round(10 * partAt(running, us)) / 10} requests running`);
+  if (row.lane?.stands_out) lines.push(row.lane.stands_out);
+  return lines;
+}

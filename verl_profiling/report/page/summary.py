@@ -1,0 +1,87 @@
+"""The first screen: a few large numbers with a line each, and what stands out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from verl_profiling.report.model import Finding, Report
+from verl_profiling.report.page.colours import stage_colour
+from verl_profiling.units import duration
+
+__all__ = ["figure", "figures", "summary"]
+
+_LANES = 3
+
+
+def summary(report: Report) -> str:
+    """Return the figures of a step, and its findings of which the first is open."""
+    early = (
+        ""
+        if report.complete
+        else '<p class="early">The step ended early; this is what was recorded until then.</p>'
+    )
+    return f"{early}{figures(_figures(report))}{_findings(report)}"
+
+
+def figures(items: Iterator[str]) -> str:
+    """Return a row of figures."""
+    return f'<section id="figures" aria-label="Main figures"><dl>{"".join(items)}</dl></section>'
+
+
+def figure(title: str, value: str, line: str, key: str = "") -> str:
+    """Return one figure.
+
+    Args:
+        title: What it is.
+        value: The number, with its unit.
+        line: What it consists of, as HTML.
+        key: Class of the colour key before the line.
+    """
+    mark = f'<i class="{escape(key)}"></i>' if key else ""
+    shown = f"<strong>{escape(value)}</strong><span>{mark}{line}</span>"
+    return f"<div><dt>{escape(title)}</dt><dd>{shown}</dd></div>"
+
+
+def _figures(report: Report) -> Iterator[str]:
+    coverage = report.coverage
+    yield figure(
+        "Step", duration(report.span_us / 1e6), f"{coverage.read} of {coverage.expected} traces read"
+    )
+    observed = sum(row.span_us for row in report.workers)
+    if observed:
+        busy = sum(row.busy_us for row in report.workers) / observed
+        exposed = sum(row.exposed_communication_us for row in report.workers) / observed
+        device = any(row.device for row in report.workers)
+        title = "Accelerators busy" if device else "Lanes busy (CPU)"
+        lanes = f"{len(report.workers)} lane{'s' if len(report.workers) > 1 else ''}"
+        yield figure(title, f"{busy:.0%}", f"of {lanes}; {exposed:.0%} communication alone")
+    lost = sum(row.seconds for row in report.lost)
+    if lost:
+        most = max(report.lost, key=lambda row: row.seconds)
+        cause = escape(most.cause.replace("_", " "))
+        line = f"of all lanes; {most.seconds / lost:.0%} {cause}"
+        yield figure("Lost", duration(lost), line, f"k-{most.cause}")
+    stages = [row for row in report.stages if row.depth == 0 and not row.name.startswith("(")]
+    if stages:
+        longest = max(stages, key=lambda row: row.duration_us)
+        line = f"<bdi>{escape(longest.name)}</bdi>, {longest.share:.0%} of the step"
+        key = f"s{stage_colour(longest.name)}"
+        yield figure("Slowest stage", duration(longest.duration_us / 1e6), line, key)
+
+
+def _findings(report: Report) -> str:
+    items = [_sentence(finding) for finding in report.findings]
+    first, *others = items or ["Nothing stands out: no finding is above its threshold."]
+    more = "".join(f"<li>{item}</li>" for item in others)
+    if others:
+        more = f'<details><summary>{len(others)} more</summary><ol start="2">{more}</ol></details>'
+    return f'<section id="findings" aria-label="Findings"><p>{first}</p>{more}</section>'
+
+
+def _sentence(finding: Finding) -> str:
+    """Return a finding with its advice, and those of its lanes that it does not name itself."""
+    named = [name for name in finding.lanes if name not in finding.text]
+    lanes = ", ".join(named[:_LANES]) + (f" and {len(named) - _LANES} more" if len(named) > _LANES else "")
+    where = f" <span>Most of it: {escape(lanes)}.</span>" if lanes else ""
+    return f"{escape(finding.text)}{where} <span>Try: {escape(finding.advice)}.</span>"
