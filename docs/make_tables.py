@@ -6,11 +6,12 @@ every reader renders::
     <!-- table: verl_profiling.settings.schedule:Schedule schedule. -->
     <!-- file: ../tests/tools/example_tool.py python -->
     <!-- results: hooks -->
+    <!-- rows: verl_profiling.report.communication:PATTERNS -->
     <!-- end -->
 
 A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning that its
 docstring gives. Results are a table of ``benchmarks/results.json``, with where it was measured; its columns
-are made in ``benchmarks/results.py``.
+are made in ``benchmarks/results.py``. Rows are a tuple of named tuples, one column per field.
 With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
 """
 
@@ -33,7 +34,7 @@ from verl_profiling.settings.typed_values import Size
 from verl_profiling.units import byte_size
 
 DOCS = Path(__file__).parent
-BLOCK = re.compile(r"(<!-- (table|file|results): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (table|file|results|rows): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
 ATTRIBUTE = re.compile(r"^    (\w+): (.*)$")
 TYPE_NAMES = {
     bool: "true or false",
@@ -141,6 +142,27 @@ def measured(name: str) -> str:
     return found
 
 
+def listed(location: str) -> str:
+    """Return the table of a tuple of named tuples."""
+    module, _, name = location.partition(":")
+    rows = getattr(import_module(module), name)
+    lines = [f"| {' | '.join(row)} |" for row in (rows[0]._fields, *map(cells, rows))]
+    return "\n".join([lines[0], "|---" * len(rows[0]._fields) + "|", *lines[1:]])
+
+
+def cells(row: Any) -> Iterator[str]:
+    """Yield the cells of a named tuple: addresses as links, names and patterns as code."""
+    for field, value in row._asdict().items():
+        if isinstance(value, tuple):
+            yield ", ".join(f"`{name}`" for name in value)
+        elif field == "source":
+            yield f"[source]({value})"
+        elif field in ("pattern", "example"):
+            yield f"`{value}`".replace("|", r"\|")
+        else:
+            yield value
+
+
 def tables_in(page: Path) -> Iterator[str]:
     """Yield the locations of the dataclasses that a page has tables of."""
     for _, kind, what, _, _ in BLOCK.findall(page.read_text()):
@@ -157,6 +179,7 @@ def filled(page: Path) -> str:
             "table": lambda: table(what, extra),
             "file": lambda: quoted(page, what, extra),
             "results": lambda: measured(what),
+            "rows": lambda: listed(what),
         }[kind]()
         return f"{begin}\n{content}\n\n{end}"
 

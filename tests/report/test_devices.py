@@ -230,3 +230,15 @@ def test_users_add_names_of_communication(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(ConfigError, match=r"--communication.*no regular expression"):
         open_step(tmp_path, communication=["("])
     assert main(["report", str(tmp_path), "--communication", "("]) == 2
+
+
+@pytest.mark.parametrize("vendor", ["mlu", "gcu", "zpu"])
+def test_what_forks_of_kineto_call_their_own_is_known_by_its_end(vendor: str, tmp_path: Path) -> None:
+    """Forks name categories after their vendor and leave ``kernel`` as it is."""
+    host = [event(f"{vendor}_runtime", 0, 90, pid=HOST), OPERATOR]
+    marks = [event(f"{vendor}_user_annotation", 0, 80), event(f"{vendor}_sync", 60, 80)]
+    work = [event("kernel", 10, 30), event(f"{vendor}_memcpy", 40, 45), event(f"{vendor}_memset", 50, 51)]
+    report = report_of(tmp_path, [*host, *marks, *work])
+    (row,) = report.workers
+    assert (row.compute_us, row.memcpy_us, row.busy_us, row.unrecognised_us) == (20, 6, 26, 0)
+    assert report.notes == []

@@ -198,3 +198,16 @@ def test_a_stage_is_no_operator(tmp_path: Path) -> None:
     (marked,) = read_activities([(tmp_path / "marked.json", 0)], marks={"update_actor"})
     assert marked.busy.tolist() == plain.busy.tolist()
     assert len(plain.busy)
+
+
+def test_a_difference_from_the_overlap_analysis_is_said(tmp_path: Path) -> None:
+    """Where the rules do not give msprof's own figures, a note says both."""
+    events = device_events(Decimal(1_700_000_000_000_000), "Communication")
+    for event in events:
+        if event["name"] == "Computing" and event["ts"] == "1700000000000300":
+            event["dur"] += 70.0
+    (tmp_path / "trace_view.json").write_text(json.dumps(events))
+    (inputs,) = find_steps(tmp_path)
+    (note,) = build_report(inputs).notes
+    assert "320.0 us of Computing" in note
+    assert "250.0 us" in note

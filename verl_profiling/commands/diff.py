@@ -13,10 +13,9 @@ from rich.console import Console
 
 from verl_profiling.analysis import saved_report
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.common import StepByStep, add_limits, limits_of, local_path
+from verl_profiling.commands.common import StepByStep, add_communication, add_limits, limits_of, local_path
 from verl_profiling.report.diff import Change, Diff, compare, print_diff
 from verl_profiling.report.model import Report
-from verl_profiling.timeline.limits import Limits
 from verl_profiling.units import duration
 from verl_profiling.visible import visible
 
@@ -36,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             side, type=local_path, metavar=side.upper(), help="step folder, run folder or report.json"
         )
     add_limits(parser)
+    add_communication(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--fail-above",
@@ -54,8 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare both sides."""
-    limits = limits_of(arguments)
-    before, after = _reports(arguments.before, limits), _reports(arguments.after, limits)
+    before, after = (_reports(path, arguments) for path in (arguments.before, arguments.after))
     diff = compare(before.reports, after.reports)
     if arguments.json:
         print(msgspec.json.encode(diff).decode())
@@ -81,10 +80,10 @@ class _Side(NamedTuple):
     exit_code: int
 
 
-def _reports(path: Path, limits: Limits) -> _Side:
+def _reports(path: Path, arguments: argparse.Namespace) -> _Side:
     if (saved := saved_report(path)) is not None:
         return _Side([saved], EXIT_OK)
-    work = StepByStep(path, limits)
+    work = StepByStep(path, limits_of(arguments), arguments.communication)
     reports = []
     for step in work.steps:
         with work.surviving():

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 
 from verl_profiling.report.communication import HOST_COLLECTIVES
-from verl_profiling.timeline.categories import CATEGORIES
+from verl_profiling.timeline.categories import meaning_of
 
 __all__ = [
     "COMMUNICATION",
@@ -34,7 +34,6 @@ __all__ = [
 COMPUTE, COMMUNICATION, MEMORY, UNKNOWN, HOST, HOST_COMMUNICATION, NOTHING = range(7)
 """Kinds of events: of a device, of an unknown category, of the host, and those that do not count."""
 
-_MEANINGS = {name: category.meaning for category in CATEGORIES for name in category.names}
 _OPERATORS = ("cpu_op", "Operator")
 _QUEUES = ("enqueue", "dequeue")  # of torch_npu, to the thread that calls the NPU
 _LAUNCH = re.compile(r"Launch|runFunction|EnqueueKernel")
@@ -54,7 +53,7 @@ def kind_of(category: str, name: str, communicates: Callable[[str], bool]) -> in
         name: Its name.
         communicates: Says of a kernel's name whether it communicates.
     """
-    meaning = _MEANINGS.get(category)
+    meaning = meaning_of(category)
     if meaning == "kernel":
         return _kernel(category, name, communicates)
     if meaning == "copy":
@@ -72,7 +71,7 @@ def is_launch(category: str, name: str) -> bool:
     """Return whether an event is a call that gives a device something to do."""
     if category in _QUEUES:
         return True
-    return _MEANINGS.get(category) == "host" and category not in _OPERATORS and bool(_LAUNCH.search(name))
+    return meaning_of(category) == "host" and category not in _OPERATORS and bool(_LAUNCH.search(name))
 
 
 def _kernel(category: str, name: str, communicates: Callable[[str], bool]) -> int:

@@ -6,11 +6,12 @@ unrecognised work of it (see :mod:`~verl_profiling.report.kinds`).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from verl_profiling.timeline.event import Event
 
-__all__ = ["CATEGORIES", "Category", "is_host", "is_on_device"]
+__all__ = ["CATEGORIES", "Category", "is_host", "is_on_device", "meaning_of"]
 
 Meaning = Literal["kernel", "copy", "on device, no work", "host", "collective on the host", "no work"]
 
@@ -18,6 +19,10 @@ _KINETO = "https://github.com/pytorch/kineto/blob/main/libkineto/include/Activit
 _OLD = "https://github.com/pytorch/kineto/blob/be239c04/tb_plugin/torch_tb_profiler/profiler/trace.py"
 _HTA = "https://github.com/facebookresearch/HolisticTraceAnalysis/blob/main/hta/common/types.py"
 _XPU = "https://github.com/pytorch/kineto/tree/main/libkineto/src/plugin/xpupti"
+_GAUDI = "https://github.com/HabanaAI/gaudi-pytorch-bridge"
+_MLU = (
+    "https://github.com/Cambricon/torch_mlu/blob/main/third_party/kineto_mlu/libkineto/src/ActivityType.cpp"
+)
 _NPU = "https://github.com/Ascend/pytorch/tree/master/torch_npu/profiler/analysis"
 
 
@@ -25,7 +30,7 @@ class Category(NamedTuple):
     """What events with one of these categories are.
 
     Attributes:
-        names: The categories.
+        names: The categories; ``*`` stands for the name of any vendor.
         of: Whose they are.
         meaning: What their events are.
         source: Where this is said.
@@ -38,7 +43,7 @@ class Category(NamedTuple):
 
 
 CATEGORIES = (
-    Category(("kernel",), "CUDA, ROCm, XPU, PrivateUse1", "kernel", _KINETO),
+    Category(("kernel",), "CUDA, ROCm, XPU, HPU, PrivateUse1", "kernel", _KINETO),
     Category(("gpu_memcpy", "gpu_memset"), "CUDA, ROCm, XPU, PrivateUse1", "copy", _KINETO),
     Category(("Kernel",), "CUDA, older torch (seen: 1.9)", "kernel", _OLD),
     Category(("Memcpy", "Memset"), "CUDA, older torch (seen: 1.9)", "copy", _OLD),
@@ -56,9 +61,17 @@ CATEGORIES = (
     Category(("Operator", "Runtime"), "older torch (seen: 1.9)", "host", _OLD),
     Category(("cuda_runtime", "cuda_driver"), "CUDA, ROCm", "host", _KINETO),
     Category(("xpu_runtime", "xpu_driver"), "XPU", "host", _KINETO),
-    Category(("hpu_op",), "HPU", "host", _KINETO),
+    Category(("hpu_op",), "HPU", "host", _GAUDI),
     Category(("mtia_runtime", "glow_runtime"), "MTIA, Glow", "host", _KINETO),
     Category(("privateuse1_runtime", "privateuse1_driver"), "PrivateUse1", "host", _KINETO),
+    Category(("*_memcpy", "*_memset"), "any other vendor, as MLU", "copy", _MLU),
+    Category(("*_runtime", "*_driver"), "any other vendor, as MLU", "host", _MLU),
+    Category(
+        ("*_user_annotation", "*_sync", "*_profiler_range"),
+        "any other vendor, as MLU",
+        "on device, no work",
+        _MLU,
+    ),
     Category(("collective_comm",), "XPU", "collective on the host", _XPU),
     Category(("Communication",), "older torch (not seen here)", "collective on the host", _OLD),
     Category(
@@ -72,26 +85,28 @@ CATEGORIES = (
 )
 """All categories that are known."""
 
-_ON_DEVICE = frozenset(
-    name
-    for category in CATEGORIES
-    if category.meaning in ("kernel", "copy", "on device, no work")
-    for name in category.names
-)
-_ON_HOST = frozenset(
-    name
-    for category in CATEGORIES
-    if category.meaning in ("host", "collective on the host") or category.of == "every torch"
-    for name in category.names
-) - {"Trace", "overhead"}
-_LAUNCHES = frozenset({"ac2g", "async"})  # arrows from a call on the host to its kernel
+_MEANINGS = {name: category.meaning for category in CATEGORIES for name in category.names}
+_NOT_OF_A_PROCESS = ("Trace", "overhead")  # kineto's own marks
+_LAUNCHES = ("ac2g", "async")  # arrows from a call on the host to its kernel
+
+
+@lru_cache(maxsize=1024)
+def meaning_of(category: str) -> Meaning | None:
+    """Return what events of a category are; ``None`` if it is unknown."""
+    of_any = (
+        meaning for name, meaning in _MEANINGS.items() if name[0] == "*" and category.endswith(name[1:])
+    )
+    return _MEANINGS.get(category) or next(of_any, None)
 
 
 def is_on_device(event: Event) -> bool:
     """Return whether an event is on a lane of a device: one of its own, or the end of a launch."""
-    return event.cat in _ON_DEVICE or (event.ph == "f" and event.cat in _LAUNCHES)
+    if event.ph == "f" and event.cat in _LAUNCHES:
+        return True
+    return meaning_of(event.cat) in ("kernel", "copy", "on device, no work")
 
 
 def is_host(event: Event) -> bool:
     """Return whether an event is of a process that runs code on the host."""
-    return event.cat in _ON_HOST
+    on_host = meaning_of(event.cat) in ("host", "collective on the host", "no work")
+    return on_host and event.cat not in _NOT_OF_A_PROCESS

@@ -1,0 +1,96 @@
+"""Which kernels communicate, by the table of names."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_profiling.report.communication import PATTERNS, Pattern, communicates, own_name
+from verl_profiling.report.kinds import COMPUTE, MEMORY, NOTHING
+from verl_profiling.report.npu import task_kind
+
+# Names as profilers wrote them, or as the sources that the table names define them.
+COMMUNICATION = (
+    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)",
+    "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*, unsigned)",
+    "void <unnamed>::two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 8>(c10::BFloat16**, long)",
+    "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*, vllm::RankSignals)",
+    "_ZN5aiter26cross_device_reduce_2stageIDF16bLi8ELb0EEEv",
+    "quickreduce::allreduce_prototype_twoshot<AllReduceTwoshot<__half, CodecQ4<__half,4>, true>, __half>",
+    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1, half>(int)",
+    "void tensorrt_llm::kernels::mnnvl::twoshotAllreduceKernel<8, __nv_bfloat16>(__nv_bfloat16*)",
+    "void tensorrt_llm::kernels::moe_comm::moeA2ADispatchKernel<Policy>(int const*)",
+    "void deep_ep::internode_ll::combine<false, 7168, 9>(void*, void*, int*)",
+    "void deep_ep::legacy::intranode::notify_dispatch<8>(int const*)",
+    "void mori::moe::EpCombineIntraNodeKernel<half>(mori::moe::EpDispatchCombineArgs<half>)",
+    "void alltoall_on_stream_kernel<int>(int, int*, int const*, long)",
+    "mscclKernel_Sum_half_Simple_false",
+    "void mscclpp::collective::allreduceNvlsPacket<mscclpp::SUM, float>(float const*)",
+    "userbuffers_fp16_sum_inplace_gpu_rw_ag",
+    "oneccl_reduce_base<float, 2, 16, 1, 1, 2>",
+    "dlslime::intranode_alltoall_kernel",
+)
+COMPUTATION = (
+    "void SmallReduceKernel<float>(float*)",
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >(at::native::ReduceOp<float>)",
+    "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)",
+    "void cutlass::device_kernel<cutlass::sm90_allreduce_nvls<float> >(Params)",
+    "void fused_moe::combine<__nv_bfloat16>(int*)",
+    "std::enable_if<(((8)>(0)))&&vllm::_typeConvert<half>::exists, void>::type vllm::fused_add_rms_norm",
+    "void deep_ep::legacy::layout::get_dispatch_layout<256, 32, 8>(long const*)",
+    "void at::native::(anonymous namespace)::scatter_reduce_kernel<deep_ep::Buffer>(int)",
+    "triton_red_fused_all_mul_0",
+    "nvjet_tst_64x64_64x16_2x1_2cta_v_bz_bias_TNT",
+)
+
+
+@pytest.mark.parametrize("name", COMMUNICATION)
+def test_these_kernels_communicate(name: str) -> None:
+    """Collectives and expert-parallel exchanges of the libraries in use, demangled or not."""
+    assert communicates()(name)
+
+
+@pytest.mark.parametrize("name", COMPUTATION)
+def test_these_kernels_compute(name: str) -> None:
+    """Neither a similar word nor a type among the arguments makes a kernel one that communicates."""
+    assert not communicates()(name)
+
+
+@pytest.mark.parametrize("row", PATTERNS, ids=lambda row: row.library)
+def test_a_row_of_the_table_matches_its_example(row: Pattern) -> None:
+    """What the documentation shows as an example is recognised, and has a source."""
+    assert communicates()(row.example)
+    assert row.source.startswith("https://")
+
+
+@pytest.mark.parametrize("name", ["<" * 100_000, "(" * 5_000 + ")" * 5_000, "x<" * 4_000 + ">" * 4_000, ""])
+def test_names_of_any_form_are_looked_at_in_bounded_time(name: str) -> None:
+    """Brackets without end, or without a name, are no reason to wait."""
+    assert not communicates()(name)
+    assert "<" not in own_name(name)[1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "task_type", "kind"),
+    [
+        ("aclnnMatmul_MatMulV3_MatMulV3", "AI_CORE", COMPUTE),
+        ("aclnnAdd", "KERNEL_AIVEC", COMPUTE),
+        ("KERNEL_AICORE", "KERNEL_AICORE", COMPUTE),
+        ("custom", "MIX_AIV", COMPUTE),
+        ("simt", "KERNEL_SIMT", COMPUTE),
+        ("aclnnMatmul_MatMulV3_MatMulV3", "Other", COMPUTE),
+        ("MEMCPY_ASYNC", "Other", MEMORY),
+        ("MEMCPY_ASYNC", "SDMA_SQE", MEMORY),
+        ("PCIE_DMA_SQE", "PCIE_DMA_SQE", MEMORY),
+        ("EVENT_WAIT", "Other", NOTHING),
+        ("Notify Wait", "Notify Wait", NOTHING),
+        ("Write Value", "Write Value", NOTHING),
+        ("CDQM_SQE", "CDQM_SQE", NOTHING),
+        ("NOTIFY_WAIT", "NOTIFY_WAIT_SQE", NOTHING),
+        ("hcom_allReduceAicpuKernel", "AI_CPU", NOTHING),
+        ("MsTx_1", "", NOTHING),
+    ],
+)
+def test_the_kind_of_any_task_of_an_npu_follows_from_a_rule(name: str, task_type: str, kind: int) -> None:
+    """By its type, and where that says nothing by its name."""
+    assert task_kind(name, task_type) == kind
