@@ -179,6 +179,23 @@ def test_several_devices_are_one_row_each(tmp_path: Path) -> None:
     assert report.collectives[0].late == "worker_rank0 GPU 1"
 
 
+def test_processes_with_one_label_are_one_device(tmp_path: Path) -> None:
+    """Some profilers give each engine of a device a process of its own, and all of them its label."""
+    engines = [event("kernel", 0, 10, pid=100), event("gpu_memcpy", 5, 20, pid=101, name="Memcpy")]
+    labels = [labelled(100, "HPU 0"), labelled(101, "HPU 0")]
+    (row,) = report_of(tmp_path, [*engines, *labels]).workers
+    assert (row.name, row.accelerator) == ("worker_rank0", "HPU 0")
+    assert (row.compute_us, row.memcpy_us, row.busy_us) == (10, 15, 20)
+
+
+@pytest.mark.parametrize("pid", [None, "", "x" * 500, -1, 2**62, "[TP00] 0"])
+def test_a_device_may_be_called_anything(pid: object, tmp_path: Path) -> None:
+    """The process of a kernel is a device, and its name in the report is short."""
+    (row,) = report_of(tmp_path, [event("kernel", 0, 10, pid=pid), OPERATOR]).workers
+    assert (row.device, row.busy_us) == (True, 10)
+    assert 0 < len(row.accelerator) <= 40
+
+
 def test_too_many_devices_are_counted_together(tmp_path: Path) -> None:
     """A hostile trace with a device per event ends at a limit, which is said, and loses no time."""
     events = [event("kernel", 10 * n, 10 * n + 1, pid=n) for n in range(500)]

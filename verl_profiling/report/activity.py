@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -176,7 +176,10 @@ class _Lane:
         Raises:
             TraceFormatError: Nothing in the traces is known to be work.
         """
-        found = [self._of_device(pid, windows) for pid in sorted(self._devices(), key=_order)]
+        by_name: defaultdict[str, list[object]] = defaultdict(list)
+        for pid in sorted(self._devices(), key=_order):
+            by_name[self._names[pid]].append(pid)
+        found = [self._of_device(name, pids, windows) for name, pids in by_name.items()]
         if not found and self._cut_off and (self._has_device or self._reduction.launches):
             found = [self._of_lost_device()]
         if not found:
@@ -212,10 +215,10 @@ class _Lane:
     def _note(self, sentence: str) -> None:
         self.about.notes.append(f"{self._paths[0].name}: {sentence}")
 
-    def _of_device(self, pid: object, windows: Sequence[Window]) -> Activity:
-        part = self._reduction.devices.get(pid) or self._reduction.unknown[pid]
-        activity = _reduced(part, _ON_DEVICE, windows)
-        activity.on_device, activity.device = True, self._names[pid]
+    def _of_device(self, name: str, pids: Iterable[object], windows: Sequence[Window]) -> Activity:
+        known, unknown = self._reduction.devices, self._reduction.unknown
+        activity = _reduced([known.get(pid) or unknown[pid] for pid in pids], _ON_DEVICE, windows)
+        activity.on_device, activity.device = True, name
         return activity
 
     def _of_lost_device(self) -> Activity:
@@ -229,7 +232,7 @@ class _Lane:
         return activity
 
     def _of_host(self, windows: Sequence[Window]) -> Activity:
-        activity = _reduced(self._reduction.host, _ON_HOST, windows)
+        activity = _reduced([self._reduction.host], _ON_HOST, windows)
         if not len(activity.busy):
             raise TraceFormatError(self._paths[0], _what_there_is(self._paths, self._limits))
         if self._reduction.launches:
@@ -241,17 +244,25 @@ _ON_DEVICE = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN)
 _ON_HOST = (HOST, HOST_COMMUNICATION)
 
 
-def _reduced(part: Part, kinds: tuple[int, ...], windows: Sequence[Window]) -> Activity:
-    """Return the activity of a part, of which these are computation, communication, copies and the rest."""
+def _reduced(parts: Sequence[Part], kinds: Sequence[int], windows: Sequence[Window]) -> Activity:
+    """Return what parts did, of which these kinds are computation, communication, copies and the rest."""
     activity = Activity()
-    covered = [*(part.covers[kind].spans() for kind in kinds), EMPTY, EMPTY][:4]
+    covered = [union(*(part.covers[kind].spans() for part in parts)) for kind in kinds]
+    covered += [EMPTY] * (len(_ON_DEVICE) - len(kinds))
     activity.compute, activity.communication, activity.memory, activity.unrecognised = covered
-    for (kind, name), parts in part.collectives.items():
-        if kind == kinds[1]:
-            runs = np.concatenate(parts)
-            activity.collectives[name] = runs[np.argsort(runs[:, 0], kind="stable")]
-    activity.ops = part.ops.by_stage(windows)
-    activity.first_ns, activity.last_ns = part.first_ns, part.last_ns
+    runs: defaultdict[str, list[Spans]] = defaultdict(list)
+    for part in parts:
+        for (kind, name), of_it in part.collectives.items():
+            runs[name] += of_it if kind == kinds[1] else []
+        for place, (calls, self_ns) in part.ops.by_stage(windows).items():
+            before = activity.ops.get(place, (0, 0))
+            activity.ops[place] = (before[0] + calls, before[1] + self_ns)
+    for name, of_it in runs.items():
+        if of_it:
+            together = np.concatenate(of_it)
+            activity.collectives[name] = together[np.argsort(together[:, 0], kind="stable")]
+    activity.first_ns = min((part.first_ns for part in parts if part.first_ns is not None), default=None)
+    activity.last_ns = max((part.last_ns for part in parts if part.last_ns is not None), default=None)
     return activity
 
 

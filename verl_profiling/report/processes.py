@@ -57,7 +57,9 @@ class Processes:
     def device(self, pid: object) -> str:
         """Return the name of the device that a process stands for: its label, or its number."""
         label = self.label(pid)
-        return (label if is_device(label) else f"GPU {pid}" if isinstance(pid, int) else str(pid))[:_LONGEST]
+        if is_device(label):
+            return label[:_LONGEST]
+        return f"GPU {pid}" if isinstance(pid, int) else str(pid or "device")[:_LONGEST]
 
 
 def is_device(label: str) -> bool:

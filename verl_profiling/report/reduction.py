@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +57,7 @@ class Part:
 
     def add(self, spans: Spans, kinds: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
         """Add events to the spans of their kind and to the collectives."""
-        present = np.unique(kinds).tolist()
+        present = np.flatnonzero(np.bincount(kinds)).tolist()
         for kind in present:
             self.covers[kind].add(spans[kinds == kind] if len(present) > 1 else spans)
         first, last = int(spans[:, 0].min()), int(spans[:, 1].max())
@@ -138,7 +140,7 @@ class Reduction:
             self._count(
                 _to_spans(counted, base_ns),
                 np.array(numbers),
-                lambda index: (counted[index].pid, counted[index].tid),
+                lambda places: [(counted[place].pid, counted[place].tid) for place in places],
                 lambda pid: pid,
             )
 
@@ -146,7 +148,7 @@ class Reduction:
         """Add the events of one trace that have no category."""
         for spans, numbers, threads in npu.sorted_out(self._number):
             if len(spans):
-                self._count(spans, numbers, threads.__getitem__, npu.device)
+                self._count(spans, numbers, partial(_picked, threads), npu.device)
 
     def _new(self, event: Event) -> int:
         """Return the number of an event's category and name, which are seen for the first time."""
@@ -178,16 +180,16 @@ class Reduction:
         self,
         spans: Spans,
         numbers: NDArray[np.int64],
-        thread: Callable[[int], tuple[object, object]],
+        threads_of: Callable[[list[int]], list[tuple[object, object]]],
         device: Callable[[object], object],
     ) -> None:
         """Add events to what their device or the host did."""
         kinds = np.array(self._kind_of)[numbers]
 
         def add_by_device(parts: dict[object, Part], at: NDArray[np.int64]) -> None:
-            threads = np.array([self._thread(thread(index), device) for index in at.tolist()])
+            threads = np.array(self._thread_numbers(threads_of(at.tolist()), device))
             owners = np.array(self._device_of)[threads]
-            present = np.unique(owners).tolist()
+            present = np.flatnonzero(np.bincount(owners)).tolist()
             for owner in present:
                 part = parts.setdefault(self._devices[owner], Part(self._names))
                 mine = np.flatnonzero(owners == owner) if len(present) > 1 else slice(None)
@@ -203,8 +205,16 @@ class Reduction:
             self.host.add(spans[rest], kinds[rest], numbers[rest])
             self.blocked.add(spans[np.array(self._blocking)[numbers]])
             if not self.devices:
-                threads = [self._thread(thread(index), device) for index in rest.tolist()]
+                threads = self._thread_numbers(threads_of(rest.tolist()), device)
                 self.host.ops.add(spans[rest], numbers[rest], threads)
+
+    def _thread_numbers(
+        self, threads: list[tuple[object, object]], device: Callable[[object], object]
+    ) -> list[int]:
+        known = list(map(self._threads.get, threads))
+        if None in known:
+            return [self._thread(thread, device) for thread in threads]
+        return cast("list[int]", known)
 
     def _thread(self, thread: tuple[object, object], device: Callable[[object], object]) -> int:
         number = self._threads.get(thread)
@@ -245,6 +255,10 @@ def _to_spans(events: Sequence[Event], base_ns: int) -> Spans:
     begin = whole_us.astype(np.int64) * 1000 + np.rint((begin_us - whole_us) * 1000).astype(np.int64)
     begin += base_ns
     return np.stack((begin, begin + np.rint(took_us * 1000).astype(np.int64)), axis=1)
+
+
+def _picked(threads: list[tuple[object, object]], places: list[int]) -> list[tuple[object, object]]:
+    return [threads[place] for place in places]
 
 
 def _by_number(indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
