@@ -208,15 +208,6 @@ def test_stages_alone_tell_stragglers_and_gantt(tmp_path: Path) -> None:
     assert "actor_rank1" in str(picture(report))
 
 
-def test_findings_name_what_stands_out_with_its_number(drawn: Report) -> None:
-    """At most five, the heaviest first, each with advice."""
-    assert 1 <= len(drawn.findings) <= 5
-    assert [f.seconds for f in drawn.findings] == sorted((f.seconds for f in drawn.findings), reverse=True)
-    tail = next(f for f in drawn.findings if f.rule == "long_tail")
-    assert "3.00 lane-seconds" in tail.text or "4.00 lane-seconds" in tail.text
-    assert all(f.advice for f in drawn.findings)
-
-
 def test_nothing_is_said_when_nothing_stands_out(tmp_path: Path) -> None:
     """A step that is busy from begin to end has no findings."""
     report = report_of(

@@ -24,12 +24,16 @@ CAPTURE_CALLS = "(starting and stopping the capture)"
 OUTSIDE_STAGES = "(outside stages)"
 
 
-def anatomy(step: Step) -> list[StageRow]:
+def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
     """Return the controller's stages in order of their first begin, and the rest of the step.
 
     An instant belongs to the capture if that starts or stops then, else in equal parts to the outermost
     stages that run, else to no stage. So the shares of the rows with depth 0 add up to 1. A nested row is
     a part of the one around it, and divided among nested stages in the same way.
+
+    Args:
+        step: The step.
+        nobody: When every lane was idle and none took part in what the controller did.
     """
     runs: dict[int, dict[str, list[StageSpan]]] = {}
     order = dict.fromkeys((span.name, span.depth) for span in step.stages)
@@ -52,6 +56,7 @@ def anatomy(step: Step) -> list[StageRow]:
                 share=part_ns / max(step.span_ns, 1),
                 depth=depth,
                 side_by_side_us=length(intersection(time, beside)) / 1000,
+                idle_us=length(intersection(time, nobody)) / 1000,
             )
     if not rows:
         return []

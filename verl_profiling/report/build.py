@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
 from itertools import groupby
 
 import msgspec
@@ -11,13 +12,13 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Manifest
 from verl_profiling.report.activity import Activity, read_activities
 from verl_profiling.report.anatomy import anatomy, capture_time
-from verl_profiling.report.capture_rows import anchors, clock_notes, costs, measures, requests
+from verl_profiling.report.capture_rows import anchors, clock_notes, core_notes, costs, measures, requests
 from verl_profiling.report.collectives import collective_rows, matched_calls, waiting_by_lane
 from verl_profiling.report.findings import find
 from verl_profiling.report.gantt import gantt
-from verl_profiling.report.intervals import EMPTY, length
-from verl_profiling.report.lanes import Step
-from verl_profiling.report.lost import WEIGHT_SYNC, lost_total
+from verl_profiling.report.intervals import EMPTY, intersection, length
+from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.report.lost import WEIGHT_SYNC, lost_by_cause, lost_total
 from verl_profiling.report.model import Clock, Coverage, Report
 from verl_profiling.report.numbers import (
     engine_row,
@@ -44,6 +45,7 @@ class StepRead(msgspec.Struct, frozen=True, kw_only=True):
         limited: Number of these that were not read whole because of a limit.
         events: Number of events in them.
         missing: What is not there or not whole, as sentences.
+        incomplete: The lanes of which something is not there or not whole.
         notes: What to know of the figures, as sentences.
     """
 
@@ -52,6 +54,7 @@ class StepRead(msgspec.Struct, frozen=True, kw_only=True):
     limited: int
     events: int
     missing: list[str]
+    incomplete: list[str]
     notes: list[str]
 
 
@@ -67,6 +70,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
     """
     missing = [*([f"{inputs.title} {inputs.unfinished}"] if inputs.unfinished else []), *inputs.absent]
     notes = [f"counted as communication on request: {pattern}" for pattern in inputs.communication]
+    incomplete = [] if inputs.manifest is None else _without_trace(inputs.manifest, inputs.sources)
     read: list[tuple[Source, Activity]] = []
     stages = Step(inputs.manifest, [])
     for _, group in groupby(inputs.sources, key=lambda source: source.lane):
@@ -77,7 +81,10 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
             found = read_activities(traces_of_lane, marks, windows, inputs.limits, inputs.communication)
         except TraceFormatError as error:
             missing.append(str(error))
+            incomplete.append(sources[0].lane)
         else:
+            if found[0].problems:
+                incomplete.append(sources[0].lane)
             missing += found[0].problems
             notes += found[0].notes
             read += [(sources[0], activity) for activity in found]
@@ -92,6 +99,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         limited=sum(activity.limited for _, activity in read),
         events=sum(activity.events for _, activity in read),
         missing=missing,
+        incomplete=incomplete,
         notes=notes,
     )
 
@@ -112,9 +120,12 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     tail = rollout_tail(step)
     calls = matched_calls(step)
     waiting = waiting_by_lane(calls)
+    lost = [lost_by_cause(lane, step, tail) for lane in step.lanes]
     workers = [
-        worker_row(lane, step, tail, waiting.get(lane.name, EMPTY), inputs.directory) for lane in step.lanes
+        worker_row(lane, step, causes, waiting.get(lane.name, EMPTY), inputs.directory)
+        for lane, causes in zip(step.lanes, lost, strict=True)
     ]
+    idle = [causes["other_stages"] for causes in lost]
     engines = [engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     promised = [artifact for worker in manifest.workers for artifact in worker.artifacts] if manifest else []
     expected = sum(artifact.status != "skipped" for artifact in promised) if manifest else found.traces
@@ -124,7 +135,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         policy_version=manifest.policy_version if manifest else None,
         complete=manifest.complete if manifest else True,
         span_us=step.span_ns / 1000,
-        stages=anatomy(step),
+        stages=anatomy(step, reduce(intersection, idle) if idle else EMPTY),
         workers=workers,
         engines=engines,
         tail=tail,
@@ -143,9 +154,10 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
             limited=found.limited,
             events=found.events,
             missing=found.missing,
+            lanes=found.incomplete,
         ),
         metrics=manifest.metrics if manifest else {},
-        notes=[*(_notes(manifest) if manifest else []), *found.notes],
+        notes=[*(_notes(manifest, step.lanes) if manifest else []), *found.notes],
         measures=measures(manifest) if manifest else [],
         costs=costs(manifest, inputs.directory) if manifest else [],
         capture_us=length(capture_time(step)) / 1000,
@@ -157,16 +169,25 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     return visible_text_of(find(report))
 
 
+def _without_trace(manifest: Manifest, sources: Iterable[Source]) -> list[str]:
+    """Return the lanes that should have a trace and have none."""
+    known = {source.lane for source in sources}
+    promised = (artifact for worker in manifest.workers for artifact in worker.artifacts)
+    expected = (artifact.lane for artifact in promised if artifact.status != "skipped")
+    return [lane for lane in dict.fromkeys(expected) if lane not in known]
+
+
 def _marks(manifest: Manifest | None, source: Source) -> set[str]:
     """Return the names of the stages that appear as marks in a lane's traces."""
     workers = manifest.workers if manifest else []
     return {span.name for worker in workers if worker.name == source.worker for span in worker.stages}
 
 
-def _notes(manifest: Manifest) -> list[str]:
-    """Return what the capture noted, and what stands out in its clocks."""
+def _notes(manifest: Manifest, lanes: list[Lane]) -> list[str]:
+    """Return what the capture noted, and what stands out in its clocks and on its hosts."""
+    on_cpus = [lane.source.worker for lane in lanes if not lane.activity.on_device]
     of_workers = (note for worker in manifest.workers for note in worker.notes)
-    return [*manifest.notes, *of_workers, *clock_notes(manifest)]
+    return [*manifest.notes, *of_workers, *clock_notes(manifest), *core_notes(manifest, on_cpus)]
 
 
 def _clocks(manifest: Manifest) -> Iterator[Clock]:

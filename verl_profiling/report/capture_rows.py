@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest
 from verl_profiling.report.rows import AnchorRow, CostRow, MeasureRow, RequestRow
 from verl_profiling.timeline.inputs import resolve_artifact
 
-__all__ = ["anchors", "clock_notes", "costs", "measures", "requests"]
+__all__ = ["anchors", "clock_notes", "core_notes", "costs", "measures", "requests"]
 
 _STAGE_PREFIX = "stage/"
 _SET_CLOCK_NS = 1_000_000
@@ -102,6 +103,24 @@ def anchors(manifest: Manifest) -> list[AnchorRow]:
             )
         )
     return rows
+
+
+def core_notes(manifest: Manifest, on_cpus: Iterable[str]) -> Iterator[str]:
+    """Yield a note for each host that has more lanes than cores.
+
+    Args:
+        manifest: The capture.
+        on_cpus: The worker of each lane that computes on CPUs.
+    """
+    workers = {worker.name: worker for worker in manifest.workers}
+    hosts = Counter(workers[name].identity.host for name in on_cpus if name in workers)
+    for host, lanes in hosts.items():
+        cores = max(worker.cores for worker in manifest.workers if worker.identity.host == host)
+        if 0 < cores < lanes:
+            yield (
+                f"{lanes} lanes share the {cores} cores of {host or 'the host'}: when all have something to "
+                "do, each looks slower or idle while it waits for a core"
+            )
 
 
 def _clock_set_ns(worker: CaptureResult) -> int:

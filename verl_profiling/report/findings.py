@@ -2,126 +2,261 @@
 
 A threshold is a share above which acting is usually worth the effort; all are listed in
 ``docs/report.md``. If none is exceeded, there are no findings.
+
+What every healthy step of a synchronous loop has, is none: training ranks that wait for the rollout and
+lanes that take no part in a stage are in the table of causes only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from statistics import median_low
 
 import msgspec
 
 from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.model import Finding, Report
+from verl_profiling.report.rows import StragglerRow, WorkerRow
+from verl_profiling.units import duration
 
 __all__ = ["LIMIT", "THRESHOLDS", "find"]
 
 LIMIT = 5
 THRESHOLDS = {
-    "waiting_for_rollout": 0.30,  # of the observed time of all lanes
-    "long_tail": 0.05,
+    "capture": 0.05,  # of the step, or of the observed time of all lanes
+    "straggler": 0.05,  # of the role's time in the step
+    "idle_stage": 0.10,  # of the step
+    "long_tail": 0.05,  # of the observed time of all lanes, and so on
     "after_generation": 0.05,
-    "straggler_wait": 0.03,
     "weight_sync": 0.05,
+    "host_blocked": 0.10,
     "host_bound": 0.15,
-    "other_stages": 0.30,
-    "capture": 0.05,
+    "between_stages": 0.20,
     "unexplained": 0.20,
     "exposed_communication": 0.15,  # of the busy time of all lanes
-    "late_rank": 0.80,  # of the calls of a collective, when the wait is 3 % of the busy time
 }
-_LATE_RANK_WAIT = 0.03
-_ADVICE = {
-    "waiting_for_rollout": "overlap generation with training (asynchronous trainer), or add rollout replicas",
-    "long_tail": "balance prompts by expected length, cap the response length, or carry the tail over to the "
-    "next step (partial rollout)",
-    "after_generation": "overlap the work of the loop there (scoring, moving the responses, polling) with "
-    "generation or training",
-    "straggler_wait": "balance the micro-batches by tokens, and compare the hosts of slow and fast ranks",
-    "weight_sync": "transfer in larger buckets or over a faster path, or synchronise less often",
-    "host_bound": "larger micro-batches, CUDA graphs, torch.compile, fewer synchronising calls (.item())",
-    "other_stages": "run the stages side by side, or colocate the roles on the same accelerators",
-    "capture": "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool",
-    "unexplained": "mark more of the loop with stage(), so that this time gets a name",
-}
-_CAUSE_TEXT = {
-    "waiting_for_rollout": "waited for the rollout",
-    "long_tail": "waited for the last replicas of the rollout",
-    "after_generation": "were idle in the rollout after the last replica was done",
-    "straggler_wait": "waited for slower ranks of their role to end a stage",
-    "weight_sync": "were idle while weights went to the engines",
-    "host_bound": "were idle inside their own stages: the host did not launch work in time",
-    "other_stages": "were idle in stages that they take no part in",
-    "capture": "were not recorded, while the capture started and stopped",
-    "unexplained": "were idle for no reason that the capture shows",
-}
+_RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool"
 
 
 def find(report: Report) -> Report:
-    """Return the report with its findings, those those with most seconds at stake first."""
-    found = [*_lost(report), *_calls(report), *_communication(report), *_late_ranks(report)]
+    """Return the report with its findings, those with most seconds at stake first.
+
+    What is missing comes before them, because it makes them partial; what the capture itself cost comes
+    last, because it is not about the training.
+    """
+    rules = (_stragglers, _idle_stages, _tail, _causes, _host_bound, _unexplained, _communication)
+    found = [finding for rule in rules for finding in rule(report)]
     found.sort(key=lambda finding: -finding.seconds)
-    return msgspec.structs.replace(report, findings=[*_coverage(report), *found][:LIMIT])
+    before, after = list(_coverage(report)), list(_capture(report))
+    found = [*before, *found[: LIMIT - len(before) - len(after)], *after]
+    return msgspec.structs.replace(report, findings=found)
 
 
 def _coverage(report: Report) -> Iterator[Finding]:
-    missing = len(report.coverage.missing)
+    missing, lanes = len(report.coverage.missing), report.coverage.lanes
     if missing:
         yield Finding(
             rule="coverage",
             text=f"The capture is not whole ({missing} missing or damaged): the numbers are partial.",
             advice="see what is missing below, and `verl-profiling check`",
-            seconds=0.0,
+            seconds=len(lanes) * report.span_us / 1e6,
+            lanes=lanes,
         )
 
 
-def _lost(report: Report) -> Iterator[Finding]:
-    for row in report.lost:
-        if row.share >= THRESHOLDS.get(row.cause, 2.0):
-            yield Finding(
-                rule=row.cause,
-                text=f"Lanes {_CAUSE_TEXT[row.cause]}: {row.seconds:.2f} lane-seconds ({row.share:.0%}).",
-                advice=_ADVICE[row.cause],
-                seconds=row.seconds,
-            )
-
-
-def _calls(report: Report) -> Iterator[Finding]:
-    for row in report.stages:
-        if row.name == CAPTURE_CALLS and row.share >= THRESHOLDS["capture"]:
+def _capture(report: Report) -> Iterator[Finding]:
+    costs = {row.worker: row.start_s + row.stop_s for row in report.costs}
+    lanes = sorted(costs, key=lambda name: -costs[name])
+    for stage in report.stages:
+        if stage.name == CAPTURE_CALLS and stage.share >= THRESHOLDS["capture"]:
             yield Finding(
                 rule="capture",
-                text=f"Starting and stopping the capture took {row.duration_us / 1e6:.2f} s of the step "
-                f"({row.share:.0%}), which a step that is not profiled does not spend.",
-                advice=_ADVICE["capture"],
-                seconds=row.duration_us / 1e6 * len(report.workers),
+                text=f"Starting and stopping the capture took {_time(stage.duration_us)} of the step "
+                f"({stage.share:.0%}), which a step that is not profiled does not spend.",
+                advice=_RECORD_LESS,
+                seconds=stage.duration_us / 1e6 * max(len(report.workers), 1),
+                lanes=lanes,
             )
+            return
+    yield from _cause(
+        report, "capture", "were not recorded, while the capture started and stopped", _RECORD_LESS
+    )
+
+
+def _stragglers(report: Report) -> Iterator[Finding]:
+    """Yield one finding for each worker that is the slowest of its role, with the stage where it is worst."""
+    worst: dict[str, StragglerRow] = {}
+    for row in report.stragglers:
+        if row.behind_us > worst.get(row.slowest, row).behind_us or row.slowest not in worst:
+            worst[row.slowest] = row
+    for row in worst.values():
+        if row.behind_us >= THRESHOLDS["straggler"] * row.workers * max(report.span_us, 1.0):
+            others_us = row.slowest_us - row.behind_us / (row.workers - 1)
+            who = "the other one" if row.workers == 2 else "the others, on average,"
+            yield Finding(
+                rule="straggler",
+                text=f"{row.slowest} is slow in {row.stage}: it worked {_time(row.slowest_us)} there, {who} "
+                f"{_time(others_us)}, which is {_time(row.behind_us)} of waiting.",
+                advice="balance the micro-batches by tokens, and compare its host with those of the others ("
+                + ("clocks of its device, other processes)" if _on_devices(report) else "other processes)"),
+                seconds=row.behind_us / 1e6,
+                lanes=[row.slowest],
+            )
+
+
+def _idle_stages(report: Report) -> Iterator[Finding]:
+    for stage in report.stages:
+        if stage.idle_us >= THRESHOLDS["idle_stage"] * max(report.span_us, 1.0):
+            yield Finding(
+                rule="idle_stage",
+                text=f"In {stage.name} no lane that was recorded did anything for {_time(stage.idle_us)} "
+                f"({stage.idle_us / report.span_us:.0%} of the step).",
+                advice="run it beside the rollout or the training, or spread it over more processes",
+                seconds=stage.idle_us / 1e6 * len(report.workers),
+                lanes=[row.name for row in report.workers],
+            )
+
+
+def _tail(report: Report) -> Iterator[Finding]:
+    tail = report.tail
+    if tail is None:
+        return
+    late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]
+    times = f"after {_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)}"
+    for finding in _cause(
+        report,
+        "long_tail",
+        f"waited for the last replica of the rollout (rollout{tail.last_replica} was done {times})",
+        "balance prompts by expected length, cap the response length, or carry the tail over to the next "
+        "step (partial rollout)",
+    ):
+        yield msgspec.structs.replace(finding, lanes=late or finding.lanes)
+
+
+def _causes(report: Report) -> Iterator[Finding]:
+    yield from _cause(
+        report,
+        "after_generation",
+        "were idle in the rollout after the last replica was done",
+        "overlap what the loop does there (scoring, moving responses, polling) with generation or training",
+    )
+    yield from _cause(
+        report,
+        "weight_sync",
+        "were idle while weights went to the engines",
+        "transfer in larger buckets or over a faster path, or synchronise less often",
+    )
+    yield from _cause(
+        report,
+        "host_blocked",
+        "were idle while their hosts were inside calls that copy, allocate or wait for the device",
+        "copy from pinned memory with non_blocking=True, and leave out calls that wait (.item(), .cpu())",
+    )
+
+
+def _host_bound(report: Report) -> Iterator[Finding]:
+    """Yield what all lanes of a role have in common; what one has more of is the straggler's."""
+    rows = [row for row in report.workers if row.device == _on_devices(report)]
+    usual = {
+        role: median_low([row.host_bound_us for row in rows if row.role == role])
+        for role in {row.role for row in rows}
+    }
+    if any(span.lane != "controller" and span.kind == "stage" for span in report.gantt):
+        where = "inside their own stages"
+    else:
+        where = "between their iterations" if report.captured else "while operators ran on their hosts"
+    if not _on_devices(report):
+        text = f"ran no operator {where}: they were in Python between operators, or waited for a core"
+        advice = "fewer, larger operators (larger micro-batches, torch.compile), no more processes than cores"
+    elif any(row.graphs for row in rows):
+        text = f"had nothing to run {where}: the host did not launch work in time"
+        advice = "do less on the host between the launches of graphs, or put more into each of them"
+    else:
+        text = f"had nothing to run {where}: the host did not launch work in time"
+        advice = "larger micro-batches, graphs of kernels (CUDA graphs), torch.compile"
+    yield from _above(
+        report, "host_bound", lambda row: min(row.host_bound_us, usual.get(row.role, 0.0)), text, advice, rows
+    )
+
+
+def _unexplained(report: Report) -> Iterator[Finding]:
+    yield from _cause(
+        report,
+        "between_stages",
+        "were idle while the loop was in no stage",
+        "mark more of the loop with stage(), so that this time gets a name",
+    )
+    if report.captured:
+        text, advice = "were idle for no reason that the capture shows", "look at the lanes in the timeline"
+    elif _on_devices(report):
+        text = "were idle while nothing ran on their hosts, as far as the traces show"
+        advice = "record Python stacks, which say what the hosts did (loading data, waiting for others)"
+    else:
+        text = "ran no operator: they were in Python, waited for data, or for a core"
+        advice = "record Python stacks, which say what it was"
+    yield from _cause(report, "unexplained", text, advice)
 
 
 def _communication(report: Report) -> Iterator[Finding]:
+    """Yield the communication with nothing beside it, without what a straggler adds to it."""
     busy = sum(row.busy_us for row in report.workers)
     exposed = sum(row.exposed_communication_us for row in report.workers)
+    slow = sum(row.behind_us for row in report.stragglers if row.behind_us and _is_outermost(report, row))
+    exposed = max(exposed - slow, 0.0)
     if busy and exposed / busy >= THRESHOLDS["exposed_communication"]:
+        waiting = sum(row.waiting_us for row in report.workers)
+        said = f" (of all communication, {_time(waiting)} is waiting for other ranks)" if waiting else ""
         yield Finding(
             rule="exposed_communication",
-            text=f"{exposed / busy:.0%} of the busy time is communication with no computation beside it.",
-            advice="prefetch shards (FSDP), overlap gradient reduction, or use a smaller parallel group",
+            text=f"{_time(exposed)} of the busy time ({exposed / busy:.0%}) is communication with no "
+            f"computation beside it{said}.",
+            advice="prefetch shards (FSDP), overlap gradient reduction, or use a smaller parallel group"
+            if _on_devices(report)
+            else "fewer and larger collectives, or fewer ranks: on CPUs they take the cores that compute",
             seconds=exposed / 1e6,
+            lanes=_most(report.workers, lambda row: row.exposed_communication_us),
         )
 
 
-def _late_ranks(report: Report) -> Iterator[Finding]:
-    busy = sum(row.busy_us for row in report.workers) or 1.0
-    worst = max(report.collectives, key=lambda row: row.wait_us, default=None)
-    if (
-        worst
-        and worst.calls >= 5
-        and worst.late_share >= THRESHOLDS["late_rank"]
-        and worst.wait_us / busy >= _LATE_RANK_WAIT
-    ):
+def _is_outermost(report: Report, row: StragglerRow) -> bool:
+    """Return whether a stage is in no other one of the slowest worker."""
+    runs = [span for span in report.gantt if (span.lane, span.name) == (row.slowest, row.stage)]
+    return not runs or min(span.depth for span in runs) == 0
+
+
+def _cause(report: Report, cause: str, text: str, advice: str) -> Iterator[Finding]:
+    """Yield the finding of a cause of idle time, if it is large enough."""
+    return _above(report, cause, lambda row: row.lost_us.get(cause, 0.0), text, advice, report.workers)
+
+
+def _above(
+    report: Report,
+    rule: str,
+    lost_us: Callable[[WorkerRow], float],
+    text: str,
+    advice: str,
+    rows: list[WorkerRow],
+) -> Iterator[Finding]:
+    """Yield a finding if lanes lost more than the rule's share of the observed time of all lanes."""
+    total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.workers) or 1.0
+    if total / observed >= THRESHOLDS[rule]:
         yield Finding(
-            rule="late_rank",
-            text=f"{worst.late} is the last to arrive at {worst.late_share:.0%} of the {worst.calls} runs of "
-            f"{worst.name[:60]}.",
-            advice="look at what this rank does before it, and at its host",
-            seconds=worst.wait_us / 1e6,
+            rule=rule,
+            text=f"Lanes {text}: {_time(total)} of lane time ({total / observed:.0%}).",
+            advice=advice,
+            seconds=total / 1e6,
+            lanes=_most(rows, lost_us),
         )
+
+
+def _most(rows: list[WorkerRow], lost_us: Callable[[WorkerRow], float]) -> list[str]:
+    """Return the names of the lanes that lost time, the one that lost most first."""
+    return [row.name for row in sorted(rows, key=lambda row: -lost_us(row)) if lost_us(row) > 0]
+
+
+def _on_devices(report: Report) -> bool:
+    return any(row.device for row in report.workers)
+
+
+def _time(us: float) -> str:
+    return duration(us / 1e6)

@@ -134,7 +134,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         rule: Name of the rule; ``docs/report.md`` gives its threshold.
         text: A sentence with its number.
         advice: What to try.
-        seconds: Lane-seconds at stake; of the findings, those with most come first.
+        seconds: Lane-seconds at stake. Those with most come first; what is missing from the capture comes
+            before them, and what the capture cost after them.
         lanes: The lanes that it is about: the one at fault where that is known, else those that lost the
             time, the one that lost most first.
     """

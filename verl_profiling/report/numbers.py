@@ -28,6 +28,7 @@ straggler              ``|stage - collective wait|`` ``stragglers``
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
@@ -36,7 +37,7 @@ import numpy as np
 from verl_profiling.manifest import Request
 from verl_profiling.report.intervals import Spans, intersection, length, subtract, union
 from verl_profiling.report.lanes import Lane, Step
-from verl_profiling.report.lost import ROLLOUT, lost_by_cause, working_span
+from verl_profiling.report.lost import ROLLOUT, working_span
 from verl_profiling.report.model import Percentiles, Tail, Throughput
 from verl_profiling.report.over_time import percent
 from verl_profiling.report.rows import EngineRow, OpRow, WorkerRow
@@ -54,13 +55,15 @@ _MOST_OPS = 10_000
 _OTHERS = "(all others)"
 
 
-def worker_row(lane: Lane, step: Step, tail: Tail | None, waiting: Spans, directory: Path) -> WorkerRow:
+def worker_row(
+    lane: Lane, step: Step, lost: Mapping[str, Spans], waiting: Spans, directory: Path
+) -> WorkerRow:
     """Return how one lane spent its time, in microseconds.
 
     Args:
         lane: The lane.
         step: Its step.
-        tail: How the rollout ended.
+        lost: Its idle time by cause.
         waiting: When the lane waited in collectives.
         directory: What the names of its traces are relative to.
     """
@@ -71,7 +74,7 @@ def worker_row(lane: Lane, step: Step, tail: Tail | None, waiting: Spans, direct
     unrecognised = intersection(lane.activity.unrecognised, lane.observed)
     busy_ns = length(union(compute, communication, memory, unrecognised))
     overlap_ns = length(intersection(compute, communication))
-    lost = {cause: length(spans) / 1000 for cause, spans in lost_by_cause(lane, step, tail).items()}
+    lost_us = {cause: length(spans) / 1000 for cause, spans in lost.items()}
     return WorkerRow(
         name=lane.name,
         role=lane.source.role,
@@ -89,8 +92,8 @@ def worker_row(lane: Lane, step: Step, tail: Tail | None, waiting: Spans, direct
         overlap_us=overlap_ns / 1000,
         memcpy_us=length(memory) / 1000,
         unrecognised_us=length(unrecognised) / 1000,
-        host_bound_us=lost["host_bound"],
-        lost_us=lost,
+        host_bound_us=lost_us["host_bound"],
+        lost_us=lost_us,
         load=percent(lane.activity.busy, step.begin_ns, step.end_ns),
         waiting_us=length(intersection(waiting, lane.observed)) / 1000,
         communication_load=percent(exposed, step.begin_ns, step.end_ns),
@@ -152,6 +155,7 @@ def rollout_tail(step: Step) -> Tail | None:
         replicas=len(ends),
         median_finish_us=middle,
         last_finish_us=ends[-1],
+        last_replica=max(finishes, key=lambda replica: finishes[replica]),
         ratio=ends[-1] / middle if middle > 0 else 1.0,
         tail_share=max(ends[-1] - middle, 0.0) * 1000 / max(step.span_ns, 1),
         requests=len(requests),

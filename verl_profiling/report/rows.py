@@ -36,6 +36,7 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
             them, so the shares of all rows with depth 0 add up to 1.
         depth: 0 for an outermost stage.
         side_by_side_us: Part of ``duration_us`` in which another stage of the same depth ran too.
+        idle_us: Part of ``duration_us`` in which every lane was idle and none was in a stage of its own.
     """
 
     name: str
@@ -45,6 +46,7 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     depth: int = 0
     side_by_side_us: float = 0.0
+    idle_us: float = 0.0
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):

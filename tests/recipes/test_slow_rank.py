@@ -1,0 +1,56 @@
+"""A fault that is put into the recipe is the first finding of its step, and of no healthy one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
+
+from verl_profiling.analysis import open_step
+from verl_profiling.report.model import Finding
+
+ROOT = Path(__file__).parents[2]
+HEALTHY, SLOW = 2, 3
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def first_finding(run: Path, step: int) -> Finding | None:
+    """Return what the report says first of a step."""
+    return next(iter(open_step(run / "profiling" / f"step_{step:06d}").report().findings), None)
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_a_slow_rank_is_the_first_finding_of_its_step(mode: str, tmp_path: Path) -> None:
+    """Named with its stage and its seconds; the same step without it says something else first."""
+    settings = [f"profiling={mode}", f"profiling.schedule.steps=[{HEALTHY},{SLOW}]", "steps=3"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.recipes.slow_rank",
+        str(SLOW),
+        f"output_dir={tmp_path}",
+        *settings,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    healthy, slow = (first_finding(tmp_path, step) for step in (HEALTHY, SLOW))
+    assert slow is not None
+    assert (slow.rule, slow.lanes) == ("straggler", ["actor_rank1"])
+    assert slow.text.startswith("actor_rank1 is slow in update_actor: ")
+    assert 0.8 <= slow.seconds <= 2.0  # it slept for half a second before each of two mini-batches
+    assert healthy is None or (healthy.rule, healthy.lanes) != (slow.rule, slow.lanes)

@@ -1,0 +1,220 @@
+"""Findings name the problem, its lanes and its seconds, in words that fit what was read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from drawn_steps import STAGES, Drawn, Worker, report_of
+from step_folders import build_step
+
+from verl_profiling.analysis import open_step
+from verl_profiling.report.findings import LIMIT, find
+from verl_profiling.report.model import Finding, Report
+
+WHOLE: list[Drawn] = [("update_actor", 0, 10)]
+
+
+def rules(report: Report) -> list[str]:
+    """Return the names of the rules that spoke, in order."""
+    return [finding.rule for finding in report.findings]
+
+
+def said(report: Report, rule: str) -> Finding:
+    """Return the finding of a rule."""
+    (found,) = (finding for finding in report.findings if finding.rule == rule)
+    return found
+
+
+def without_manifest(folder: Path) -> Report:
+    """Return the report of the same traces, as any profiler leaves them."""
+    for name in ("manifest.json", "controller.trace.json.gz"):
+        (folder / name).unlink()
+    return open_step(folder).report()
+
+
+def test_a_synchronous_loop_is_no_finding(tmp_path: Path) -> None:
+    """Ranks wait for the rollout, and engines for the ranks, in every healthy step: most of this one."""
+    stages = [("rollout", 0, 6), ("update_actor", 6, 10)]
+    iteration = "execute_context_0(0)_generation_2(2)"
+    engine = Worker("rollout", replica=0, kernels=[("attention", 0, 6)], iterations=[(iteration, 0, 6)])
+    actors = [
+        Worker("actor", rank, stages=[("update_actor", 6, 10)], kernels=[("gemm", 6, 10)]) for rank in (0, 1)
+    ]
+    report = report_of(tmp_path, stages, [*actors, engine])
+    assert {row.cause: row.seconds for row in report.lost}["waiting_for_rollout"] == 12
+    assert report.findings == []
+
+
+def test_the_slow_rank_is_found_behind_a_collective(tmp_path: Path) -> None:
+    """The fast rank is busy from begin to end, and the slow one is idle: yet it is named."""
+    reduce = "ncclDevKernel_AllReduce_Sum"
+    fast = Worker("actor", 0, stages=WHOLE, kernels=[("gemm", 0, 4), (reduce, 4, 10)])
+    slow = Worker("actor", 1, stages=WHOLE, kernels=[("gemm", 0, 4), (reduce, 9, 10)])
+    report = report_of(tmp_path, WHOLE, [fast, slow])
+    first = report.findings[0]
+    assert (first.rule, first.lanes, first.seconds) == ("straggler", ["actor_rank1"], pytest.approx(5))
+    assert "actor_rank1 is slow in update_actor: it worked 10.0 s there, the other one 5.00 s" in first.text
+    assert "host_bound" not in rules(report)  # what only one rank has is the straggler's
+    even = report_of(tmp_path, WHOLE, [fast, as_rank(fast, 1)])
+    assert "straggler" not in rules(even)
+
+
+def as_rank(worker: Worker, rank: int) -> Worker:
+    """Return the same worker as another rank."""
+    return Worker(worker.role, rank, stages=worker.stages, kernels=worker.kernels)
+
+
+def test_a_stage_in_which_nothing_works_is_named(tmp_path: Path) -> None:
+    """Scoring that all accelerators wait for, in seconds of all of them."""
+    stages = [("reward", 0, 4), ("update_actor", 4, 10)]
+    own = [("update_actor", 4.0, 10.0)]
+    workers = [Worker("actor", rank, stages=own, kernels=[("gemm", 4, 10)]) for rank in (0, 1)]
+    report = report_of(tmp_path, stages, workers)
+    finding = said(report, "idle_stage")
+    assert finding.text == "In reward no lane that was recorded did anything for 4.00 s (40% of the step)."
+    assert (finding.seconds, finding.lanes) == (8.0, ["actor_rank0", "actor_rank1"])
+    workers[0].kernels.append(("gemm", 0, 4))
+    assert "idle_stage" not in rules(report_of(tmp_path, stages, workers))
+
+
+def test_the_late_replica_is_named(tmp_path: Path) -> None:
+    """The lanes that a tail is about are those of the replica that is waited for."""
+    ends = {0: 1.0, 1: 1.2, 2: 4.0}
+    engines = [
+        Worker(
+            "rollout",
+            replica=replica,
+            kernels=[("attention", 0, end)],
+            iterations=[("execute_context_0(0)_generation_2(2)", 0, end)],
+        )
+        for replica, end in ends.items()
+    ]
+    finding = said(report_of(tmp_path, STAGES, engines), "long_tail")
+    assert finding.lanes == ["rollout2_rank0"]
+    assert "rollout2 was done after 4.00 s, the median is 1.20 s" in finding.text
+
+
+def test_a_blocked_host_did_not_fail_to_launch(tmp_path: Path) -> None:
+    """A synchronising copy has words and advice of its own."""
+    calls: list[Drawn] = [("cudaMemcpyAsync", 0, 6)]
+    report = report_of(tmp_path, WHOLE, [Worker("actor", stages=WHOLE, kernels=[("k", 6, 10)], calls=calls)])
+    assert rules(report) == ["host_blocked"]
+    assert "launch" not in report.findings[0].text
+    assert "pinned" in report.findings[0].advice
+
+
+@pytest.mark.parametrize(("launch", "advised"), [("cudaLaunchKernel", True), ("cudaGraphLaunch", False)])
+def test_graphs_are_advised_where_none_runs(launch: str, advised: bool, tmp_path: Path) -> None:
+    """A lane whose host launches graphs has them already."""
+    kernels: list[Drawn] = [("k", second, second + 0.2) for second in range(10)]
+    calls: list[Drawn] = [(launch, second, second + 0.1) for second in range(10)]
+    report = report_of(tmp_path, WHOLE, [Worker("actor", stages=WHOLE, kernels=kernels, calls=calls)])
+    finding = said(report, "host_bound")
+    assert "inside their own stages" in finding.text
+    assert ("CUDA graphs" in finding.advice) == advised
+    assert report.workers[0].graphs != advised
+
+
+def test_on_cpus_advice_speaks_of_cpus(tmp_path: Path) -> None:
+    """Nothing is launched there, and there are no CUDA graphs."""
+    operators: list[Drawn] = [("aten::mm", second, second + 0.5) for second in range(10)]
+    workers = [
+        Worker("actor", rank, stages=WHOLE, operators=operators, host="node1", cores=2) for rank in range(3)
+    ]
+    report = report_of(tmp_path, WHOLE, workers)
+    finding = said(report, "host_bound")
+    assert "ran no operator inside their own stages" in finding.text
+    assert not {"CUDA", "launch", "device"} & set((finding.text + finding.advice).replace(".", " ").split())
+    (note,) = (note for note in report.notes if "cores" in note)
+    assert note.startswith("3 lanes share the 2 cores of node1: ")
+
+
+@pytest.mark.parametrize(("lanes", "cores"), [(2, 2), (3, 0)])
+def test_enough_cores_are_not_noted(lanes: int, cores: int, tmp_path: Path) -> None:
+    """Nor is a host whose cores an older capture did not record."""
+    workers = [
+        Worker("actor", rank, operators=[("aten::mm", 0, 10)], cores=cores, host="node1")
+        for rank in range(lanes)
+    ]
+    assert report_of(tmp_path, WHOLE, workers).notes == []
+
+
+def test_lanes_on_devices_do_not_share_cores(tmp_path: Path) -> None:
+    """Eight GPUs of a host with four cores wait for no core."""
+    workers = [Worker("actor", rank, kernels=[("k", 0, 10)], cores=1, host="node1") for rank in range(3)]
+    assert report_of(tmp_path, WHOLE, workers).notes == []
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_plain_traces_have_no_stages_to_speak_of(on_device: bool, tmp_path: Path) -> None:
+    """Without a manifest nothing is said of stages, of the loop or of the capture."""
+    busy: list[Drawn] = [("k", 0, 1), ("k", 9, 10)]
+    operators: list[Drawn] = [("aten::mm", 0, 5)] if on_device else busy
+    report_of(tmp_path, [], [Worker("actor", kernels=busy if on_device else [], operators=operators)])
+    report = without_manifest(tmp_path)
+    assert not report.captured
+    assert rules(report) == (["host_bound", "unexplained"] if on_device else ["unexplained"])
+    for finding in report.findings:
+        words = f"{finding.text} {finding.advice}"
+        assert "stage" not in words
+        assert "the capture" not in words
+        assert ("host" in words) == on_device
+
+
+def test_a_loop_without_stages_is_asked_for_them(tmp_path: Path) -> None:
+    """With a manifest, time of the loop in no stage is what stage() gives a name to."""
+    report = report_of(tmp_path, [], [Worker("actor", kernels=[("k", 0, 4)])])
+    assert rules(report) == ["between_stages"]
+    assert "stage()" in report.findings[0].advice
+
+
+def test_what_is_missing_comes_first_and_the_captures_cost_last(tmp_path: Path) -> None:
+    """With the lanes that are not there, however small the step."""
+    calls: list[Drawn] = [("stop_capture", 8, 10)]
+    actors = [
+        Worker("actor", 0, stages=[("update_actor", 0, 8)], kernels=[("k", 0, 1)]),
+        Worker("actor", 1, stages=[("update_actor", 0, 8)], kernels=[("k", 0, 1)]),
+    ]
+    report_of(tmp_path, [("update_actor", 0, 8)], actors, calls=calls)
+    (tmp_path / "actor_rank1.torch.json.gz").unlink()
+    report = open_step(tmp_path).report()
+    assert (rules(report)[0], rules(report)[-1]) == ("coverage", "capture")
+    assert report.findings[0].lanes == report.coverage.lanes == ["actor_rank1"]
+    assert report.findings[0].seconds == 10.0
+    assert "2.00 s of the step (20%)" in report.findings[-1].text
+
+
+def test_there_are_at_most_five_and_each_has_seconds_and_lanes(tmp_path: Path) -> None:
+    """Ordered by what is at stake, on a step in which much is wrong."""
+    stages = [("rollout", 0, 3), ("reward", 3, 5), ("update_actor", 5, 8), ("update_weights", 8, 9)]
+    reduce = "ncclDevKernel_AllReduce_Sum"
+    iterations: list[Drawn] = [("execute_context_0(0)_generation_2(2)", 0, 1)]
+    own = [("update_actor", 5.0, 8.0)]
+    report = report_of(
+        tmp_path,
+        stages,
+        [
+            Worker("actor", 0, stages=own, kernels=[("k", 5, 5.2), (reduce, 5.3, 8)]),
+            Worker("actor", 1, stages=own, kernels=[("k", 5, 5.2), (reduce, 7, 8)]),
+            Worker("rollout", replica=0, kernels=[("k", 0, 1)], iterations=iterations),
+        ],
+        calls=[("stop_capture", 9, 10)],
+    )
+    assert len(report.findings) == LIMIT
+    middle = report.findings[:-1]
+    assert [f.seconds for f in middle] == sorted((f.seconds for f in middle), reverse=True)
+    names = {row.name for row in report.workers}
+    for finding in middle:
+        assert finding.seconds > 0
+        assert finding.advice
+        assert finding.lanes
+        assert set(finding.lanes) <= names
+
+
+def test_nothing_to_divide_by_is_no_problem(tmp_path: Path) -> None:
+    """An empty step, one without workers and one of no length."""
+    report = open_step(build_step(tmp_path)).report()
+    empty = msgspec.structs.replace(report, workers=[], stages=[], stragglers=[], lost=[], span_us=0.0)
+    assert [finding.rule for finding in find(empty).findings] in ([], ["coverage"])
