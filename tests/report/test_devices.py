@@ -179,6 +179,23 @@ def test_several_devices_are_one_row_each(tmp_path: Path) -> None:
     assert report.collectives[0].late == "worker_rank0 GPU 1"
 
 
+def test_a_stray_copy_on_another_device_hides_no_collective(tmp_path: Path) -> None:
+    """A rank that touches a second GPU without communicating there is compared with the others as before."""
+    for rank, end in ((0, 50), (1, 40)):
+        reduce = event("kernel", 20, end, pid=rank, name="ncclDevKernel_AllReduce")
+        stray = [event("gpu_memcpy", 0, 1, pid=0, name="Memcpy")] if rank else []
+        content = {"baseTimeNanoseconds": BASE_NS, "traceEvents": [reduce, *stray]}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(content))
+    report = open_step(tmp_path).report()
+    assert [row.name for row in report.workers] == [
+        "worker_rank0",
+        "worker_rank1 GPU 0",
+        "worker_rank1 GPU 1",
+    ]
+    (collective,) = report.collectives
+    assert (collective.late, collective.wait_us) == ("worker_rank1 GPU 1", 10)
+
+
 def test_processes_with_one_label_are_one_device(tmp_path: Path) -> None:
     """Some profilers give each engine of a device a process of its own, and all of them its label."""
     engines = [event("kernel", 0, 10, pid=100), event("gpu_memcpy", 5, 20, pid=101, name="Memcpy")]

@@ -22,7 +22,7 @@ from verl_profiling.report.kinds import (
 )
 from verl_profiling.report.npu import NpuEvents
 from verl_profiling.report.optimes import Window
-from verl_profiling.report.processes import Processes, is_device
+from verl_profiling.report.process_names import ProcessNames, is_device
 from verl_profiling.report.reduction import Part, Reduction
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.reader import Trace
@@ -148,7 +148,7 @@ class _Lane:
         trace = Trace(path, self._limits)
         about.traces += 1
         self._paths.append(path)
-        processes = Processes(self._limits.names)
+        processes = ProcessNames(self._limits.names)
         npu = NpuEvents(self._limits.names, processes)
         try:
             for events in trace.chunks():

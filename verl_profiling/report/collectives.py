@@ -63,13 +63,18 @@ def matched_calls(step: Step) -> list[Calls]:
     """
     found = []
     for role in dict.fromkeys(lane.source.role for lane in step.lanes):
-        peers = [lane for lane in step.lanes if lane.source.role == role]
+        peers = [lane for lane in step.lanes if lane.source.role == role and not _beside(lane)]
         names = Counter(name for lane in peers for name in lane.activity.collectives)
         for name in (name for name, count in names.items() if count == len(peers) > 1):
             runs = [lane.activity.collectives[name] for lane in peers]
             if len({len(run) for run in runs}) == 1:
                 found.append(Calls(role, name, peers, np.stack(runs)))
     return found
+
+
+def _beside(lane: Lane) -> bool:
+    """Return whether a lane is a further device of its process, which takes no part in collectives."""
+    return lane.activity.is_one_of_several and not lane.activity.collectives
 
 
 def waiting_by_lane(calls: Iterable[Calls]) -> dict[str, Spans]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from verl_profiling.report.intervals import Cover, Spans, length
 from verl_profiling.report.kinds import COMMUNICATION, COMPUTE, HOST, MEMORY, NOTHING
-from verl_profiling.report.processes import Processes
+from verl_profiling.report.process_names import ProcessNames
 from verl_profiling.timeline.event import Event
 
 __all__ = ["NpuEvents", "task_kind"]
@@ -74,7 +74,7 @@ class NpuEvents:
         full: Whether there are more names than are told apart; the events of the rest are not counted.
     """
 
-    def __init__(self, most_names: int, processes: Processes) -> None:
+    def __init__(self, most_names: int, processes: ProcessNames) -> None:
         self.full = False
         self._most = most_names
         self._processes = processes

@@ -25,7 +25,7 @@ from verl_profiling.report.kinds import (
 )
 from verl_profiling.report.npu import NpuEvents
 from verl_profiling.report.optimes import OpTimes
-from verl_profiling.report.processes import Processes, of_a_stream
+from verl_profiling.report.process_names import ProcessNames, of_a_stream
 from verl_profiling.timeline.event import Event
 
 __all__ = ["Part", "Reduction"]
@@ -109,7 +109,7 @@ class Reduction:
         self._devices: list[object] = []  # by number
         self._device_numbers: dict[object, int] = {}
 
-    def add(self, events: list[Event], base_ns: int, npu: NpuEvents, processes: Processes) -> None:
+    def add(self, events: list[Event], base_ns: int, npu: NpuEvents, processes: ProcessNames) -> None:
         """Add the events of one trace."""
         counted: list[Event] = []
         numbers: list[int] = []
@@ -156,7 +156,7 @@ class Reduction:
         if kind == UNKNOWN:
             if len(self.unknown_categories) < _MOST_CATEGORIES:
                 self.unknown_categories[event.cat[:_LONGEST]] = None
-            if of_a_stream(event):
+            if len(self.on_streams) < _MOST_DEVICES and of_a_stream(event):
                 self.on_streams.add(event.pid)
         self.launches = self.launches or is_launch(event.cat, event.name)
         return self._number(kind, event.name)

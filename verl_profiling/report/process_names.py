@@ -6,13 +6,14 @@ import re
 
 from verl_profiling.timeline.event import Event
 
-__all__ = ["Processes", "is_device", "of_a_stream"]
+__all__ = ["ProcessNames", "is_device", "of_a_stream"]
 
-_LONGEST = 40  # characters of a device's name
+_LONGEST = 200  # characters of a name
+_LONGEST_DEVICE = 40
 _OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
 
 
-class Processes:
+class ProcessNames:
     """Names of processes and threads; the first one counts, because some writers repeat it per event.
 
     Attributes:
@@ -35,7 +36,7 @@ class Processes:
         if len(self._names) >= self._most:
             self.full = True
             return
-        self._names[key] = event.said("labels" if what == "process_labels" else "name")
+        self._names[key] = event.said("labels" if what == "process_labels" else "name")[:_LONGEST]
 
     def name(self, pid: object) -> str:
         """Return the name of a process."""
@@ -58,8 +59,8 @@ class Processes:
         """Return the name of the device that a process stands for: its label, or its number."""
         label = self.label(pid)
         if is_device(label):
-            return label[:_LONGEST]
-        return f"GPU {pid}" if isinstance(pid, int) else str(pid or "device")[:_LONGEST]
+            return label[:_LONGEST_DEVICE]
+        return f"GPU {pid}" if isinstance(pid, int) else str(pid or "device")[:_LONGEST_DEVICE]
 
 
 def is_device(label: str) -> bool:
