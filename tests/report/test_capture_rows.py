@@ -17,15 +17,23 @@ from verl_profiling.manifest import MANIFEST_NAME, ClockAnchor
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.rows import CostRow, MeasureRow
+from verl_profiling.report.rows import AnchorRow, CostRow, MeasureRow
+from verl_profiling.report.tensorboard import scalars
 from verl_profiling.report.terminal import print_report, quantity
 from verl_profiling.run_files import read_manifest, write_json_atomically
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """The report of a step in which actor rank 0 recorded two numbers."""
-    return open_step(with_facts(build_step(tmp_path_factory.mktemp("run")))).report()
+    """The report of a step in which actor rank 0 recorded two numbers, and read its clock twice."""
+    folder = with_facts(build_step(tmp_path_factory.mktemp("run")))
+    manifest = read_manifest(folder)
+    begin = manifest.begin_ns
+    anchors = [ClockAnchor(begin - 10**9, 5 * 10**9), ClockAnchor(begin + 10**9 + 3000, 7 * 10**9)]
+    first = msgspec.structs.replace(manifest.workers[0], anchors=anchors)
+    workers = [first, *manifest.workers[1:]]
+    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    return open_step(folder).report()
 
 
 def test_numbers_have_their_worker_and_their_stage(report: Report) -> None:
@@ -52,7 +60,9 @@ def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
     print_report(report, Console(file=text))
     shown = text.getvalue()
     assert re.search(r"update_actor +process_peak_rss_bytes +3 GB +actor_rank0 +3 GB", shown)
-    assert re.search(r"capture: actor_rank0 took longest: 250 ms to start, 1\.50 s to stop", shown)
+    said = " ".join(shown.split())
+    assert "capture: 500 us added to the loop; actor_rank0 took longest: 250 ms to start, 1.50 s to" in said
+    assert "clocks of 1 worker(s), over 2.00 s: unix time moved by at most 3.00 us" in said
     page = render_html(report)
     assert '<section id="peaks-by-stage">' in page
     assert "process peak rss" in page
@@ -65,11 +75,33 @@ def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
         assert [row["stop_s"] for row in csv.DictReader(file)] == ["1.5", "0.0", "0.0"]
 
 
+def test_tensorboard_marks_the_step_and_has_them_as_scalars(report: Report) -> None:
+    """The largest of the workers, beside the step's own numbers."""
+    found = dict(scalars(report))
+    assert found["profiled"] == 1
+    assert found["peak/update_actor/process_peak_rss_bytes"] == 3e9
+    assert found["peak/throughput"] == 2
+    assert found["capture/added_s"] == pytest.approx(500e-6)
+    assert (found["capture/longest_start_s"], found["capture/longest_stop_s"]) == (0.25, 1.5)
+    assert found["capture/longest_export_s"] == 0.5
+    assert found["capture/bytes"] == sum(row.bytes for row in report.costs)
+    assert found["clock/largest_set_us"] == 3
+
+
+def test_what_a_clock_did_is_a_row(report: Report) -> None:
+    """On the controller's clock, from the first reading to the last; a worker with fewer has none."""
+    begin_us, end_us = -1e6, 1e6 + 3
+    assert report.anchors == [
+        AnchorRow(worker="actor_rank0", host="here", begin_us=begin_us, end_us=end_us, set_us=3.0)
+    ]
+
+
 def test_nothing_recorded_shows_nothing(tmp_path: Path) -> None:
     """Plain traces have neither, and no face mentions them."""
     trace = Path(__file__).parents[1] / "data" / "megatron_tp2_rank0.json.gz"
     plain = open_step(trace).report()
-    assert (plain.measures, plain.costs) == ([], [])
+    assert (plain.measures, plain.costs, plain.anchors) == ([], [], [])
+    assert not [name for name, _ in scalars(plain) if name.startswith(("capture", "peak", "clock"))]
     text = io.StringIO()
     print_report(plain, Console(file=text))
     assert "capture:" not in text.getvalue()

@@ -65,6 +65,15 @@ def test_every_column_has_a_heading(report: Report) -> None:
         assert all("".join(heading[begin:end]).strip() for begin, end in cells), lines[rule + 1]
 
 
+def test_stages_side_by_side_are_said(report: Report) -> None:
+    """Below the anatomy, with the time that they share; nothing where there are none."""
+    assert "side by side" not in printed(report, 80)
+    stages = [msgspec.structs.replace(row, side_by_side_us=2e6) for row in report.stages]
+    text = " ".join(printed(msgspec.structs.replace(report, stages=stages), 80).split())
+    assert "side by side with others: rollout 2.00 s, update_actor 2.00 s" in text
+    assert "divide that time equally" in text
+
+
 @pytest.mark.parametrize(("us", "shown"), [(0.9, "900 ns"), (3.0, "3.00 us"), (4000.0, "4.00 ms")])
 def test_a_short_trace_is_not_zero(report: Report, us: float, shown: str) -> None:
     """A step of microseconds is shown in them."""

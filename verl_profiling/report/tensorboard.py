@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.terminal import print_report
 
 __all__ = ["scalars", "write_tensorboard"]
+
+_TOOL = "(start and stop of the tool)"
 
 
 def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
@@ -60,7 +63,8 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
 
 
 def scalars(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield a report's main numbers by name, for any tracker of scalars."""
+    """Yield a report's main numbers by name, for any tracker of scalars; ``profiled`` marks its step."""
+    yield "profiled", 1.0
     yield "step_s", report.span_us / 1e6
     for stage in report.stages:
         yield f"stage/{stage.name.strip('()').replace(' ', '_')}_s", stage.duration_us / 1e6
@@ -75,22 +79,50 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
         yield "rollout/tail_share", report.tail.tail_share
     if report.throughput:
         yield "tokens_per_s", report.throughput.tokens_per_s
+    yield from _about_the_capture(report)
+
+
+def _about_the_capture(report: Report) -> Iterator[tuple[str, float]]:
+    """Yield the largest peaks over the workers, what the capture cost, and what clocks did."""
+    peaks: dict[str, float] = {}
+    for row in report.measures:
+        name = f"peak/{row.stage}/{row.name}" if row.stage else f"peak/{row.name}"
+        peaks[name] = max(row.value, peaks.get(name, row.value))
+    yield from peaks.items()
+    if report.costs:
+        yield "capture/added_s", report.capture_us / 1e6
+        yield "capture/longest_start_s", max(row.start_s for row in report.costs)
+        yield "capture/longest_stop_s", max(row.stop_s for row in report.costs)
+        yield "capture/longest_export_s", max(row.export_s for row in report.costs)
+        yield "capture/bytes", float(sum(row.bytes for row in report.costs))
+    if report.anchors:
+        yield "clock/largest_set_us", max(abs(row.set_us) for row in report.anchors)
+    if report.clocks:
+        yield "clock/largest_error_us", max(clock.error_us for clock in report.clocks)
 
 
 def _gantt(report: Report, figure: Any) -> dict[str, Any]:
-    """Draw the runs of stages, one row per worker, the controller on top; return a PNG and its size."""
+    """Draw the runs of stages, one line per worker, the controller on top; return a PNG and its size.
+
+    Stages side by side share the height of their line; starts and stops of tools are hatched.
+    """
     axes = figure.add_subplot()
     lanes = list(dict.fromkeys(span.lane for span in report.gantt))
-    names = list(dict.fromkeys(span.name for span in report.gantt))
-    for index, name in enumerate(names):
-        spans = [span for span in report.gantt if span.name == name]
+    rows = Counter[str]()
+    for span in report.gantt:
+        rows[span.lane] = max(rows[span.lane], span.row + 1)
+    names = dict.fromkeys(_TOOL if span.kind != "stage" else span.name for span in report.gantt)
+    for index, name in enumerate(sorted(names, key=lambda name: name == _TOOL)):
+        spans = [s for s in report.gantt if (_TOOL if s.kind != "stage" else s.name) == name]
+        style = {"color": f"C{index % 10}"} if name != _TOOL else {"color": "white", "hatch": "////"}
         axes.barh(
-            [lanes.index(span.lane) for span in spans],
-            [(span.end_us - span.begin_us) / 1e6 for span in spans],
-            left=[span.begin_us / 1e6 for span in spans],
-            height=[0.8 - 0.25 * min(span.depth, 2) for span in spans],
-            color=f"C{index % 10}",
+            [lanes.index(s.lane) - 0.4 + 0.8 * (s.row + 0.5) / rows[s.lane] for s in spans],
+            [(s.end_us - s.begin_us) / 1e6 for s in spans],
+            left=[s.begin_us / 1e6 for s in spans],
+            height=[(0.8 - 0.25 * min(s.depth, 2)) / rows[s.lane] for s in spans],
+            edgecolor="grey" if name == _TOOL else None,
             label=name,
+            **style,
         )
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()

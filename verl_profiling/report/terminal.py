@@ -11,7 +11,7 @@ from rich.table import Table
 
 from verl_profiling.report.columns import fitting_console, shortened, table_of
 from verl_profiling.report.model import Report, Tail
-from verl_profiling.report.rows import CostRow, MeasureRow, StageRow, WorkerRow
+from verl_profiling.report.rows import AnchorRow, MeasureRow, StageRow, WorkerRow
 from verl_profiling.units import byte_size, duration
 
 __all__ = ["print_report", "rollout_sentence"]
@@ -82,12 +82,14 @@ def _closing_lines(report: Report) -> Iterator[str]:
             f"{rate.tokens_per_s_per_lane:,.0f} per second and lane"
         )
     if report.costs:
-        yield escape(_cost_sentence(report.costs))
+        yield escape(_cost_sentence(report))
     for clock in report.clocks:
         yield (
             f"clock of {escape(clock.host)}: corrected by {_time(clock.offset_us)}, "
             f"accurate to {_time(clock.error_us)}, drift {_time(clock.drift_us)}"
         )
+    if report.anchors:
+        yield escape(_anchor_sentence(report.anchors))
     if report.metrics:
         some = ", ".join(
             f"{escape(name)} {value:g}" for name, value in list(report.metrics.items())[:_METRICS]
@@ -118,6 +120,10 @@ def _stages(rows: list[StageRow]) -> Table:
         bar = f"[cyan]{'█' * round(min(row.share, 1.0) * _BAR_CELLS)}[/cyan]"
         name = escape("  " * row.depth + row.name)
         table.add_row(name, str(row.runs), _time(row.duration_us), f"{row.share:.1%}", bar)
+    if beside := [f"{row.name} {_time(row.side_by_side_us)}" for row in rows if row.side_by_side_us]:
+        table.caption = escape(
+            f"side by side with others: {', '.join(beside[:_ROWS])}; shares divide that time equally"
+        )
     return table
 
 
@@ -208,12 +214,22 @@ def _measures(report: Report) -> Table:
     return table
 
 
-def _cost_sentence(rows: list[CostRow]) -> str:
-    """Say what the capture cost the worker that it cost most, and all of them on disk."""
-    most = max(rows, key=lambda row: row.start_s + row.stop_s)
+def _cost_sentence(report: Report) -> str:
+    """Say what the capture added to the loop, cost the worker that it cost most, and takes on disk."""
+    most = max(report.costs, key=lambda row: row.start_s + row.stop_s)
     return (
-        f"capture: {most.worker} took longest: {duration(most.start_s)} to start, {duration(most.stop_s)} to "
-        f"stop ({duration(most.export_s)} writing); {byte_size(sum(row.bytes for row in rows))} on disk"
+        f"capture: {_time(report.capture_us)} added to the loop; {most.worker} took longest: "
+        f"{duration(most.start_s)} to start, {duration(most.stop_s)} to stop ({duration(most.export_s)} "
+        f"writing); {byte_size(sum(row.bytes for row in report.costs))} on disk"
+    )
+
+
+def _anchor_sentence(rows: list[AnchorRow]) -> str:
+    """Say over what time clocks were read, and which was set most."""
+    most = max(rows, key=lambda row: abs(row.set_us))
+    return (
+        f"clocks of {len(rows)} worker(s), over {_time(max(row.end_us - row.begin_us for row in rows))}: "
+        f"unix time moved by at most {_time(abs(most.set_us))} against monotonic time ({most.worker})"
     )
 
 
