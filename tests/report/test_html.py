@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 
 import msgspec
 import pytest
 from drawn_steps import whole_step
+from html_elements import Elements
 from step_folders import build_step
 
 from verl_profiling.report.build import build_report
@@ -28,36 +28,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return build_report(inputs)
 
 
-class _Elements(HTMLParser):
-    """Collects elements that are left open, and everything that points out of the file."""
-
-    void = {"meta", "link", "input"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.outside: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.outside += [v for k, v in attrs if k in ("src", "href") and not (v or "").startswith("data:")]
-        if tag not in self.void:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.void:
-            assert self.open.pop() == tag
-
-
 def test_the_page_is_well_formed_and_self_contained(report: Report) -> None:
     """Every element is closed, and nothing is fetched from anywhere."""
     page = render_html(report)
-    elements = _Elements()
+    elements = Elements()
     elements.feed(page)
     assert elements.open == []
     assert elements.outside == []
-    assert not re.search(r"@import|url\((?!data:)", page)
+    assert not re.search(r"@import|url\((?!data:|#)", page)
 
 
 def test_what_the_loop_reported_is_on_the_page(report: Report) -> None:
@@ -113,7 +91,7 @@ def hostile(report: Report, name: str) -> Report:
 def test_names_cannot_break_out_of_the_page(report: Report, name: str) -> None:
     """Any characters of a stage, lane, kernel, cause, metric or folder are text: no element comes of them."""
     page = render_html(hostile(report, name))
-    elements = _Elements()
+    elements = Elements()
     elements.feed(page)
     assert elements.open == []
     assert elements.outside == []

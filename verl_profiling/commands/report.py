@@ -21,6 +21,7 @@ from verl_profiling.commands.common import (
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
+from verl_profiling.report.run_page import RUN_PAGE, render_run, runs_of
 from verl_profiling.report.tensorboard import write_tensorboard
 from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import naming
@@ -41,7 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_communication(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, one document per step")
     parser.add_argument(
-        "--save", action="store_true", help="write report.json and report.html into the folder"
+        "--save",
+        action="store_true",
+        help="write report.json and report.html into the folder, and index.html into that of a run",
     )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write the HTML page (of the last step) to this file"
@@ -74,6 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
             _write(step.directory / "report.json", data)
             _write(step.directory / "report.html", render_html(report).encode())
             written.append(step.directory / "report.html")
+    if arguments.save:
+        for folder, indices in runs_of(arguments.path, [step.directory for step, _ in reports]).items():
+            pages = [reports[index][0].directory / "report.html" for index in indices]
+            page = render_run(folder, pages, [reports[index][1] for index in indices])
+            _write(folder / RUN_PAGE, page.encode())
+            written.append(folder / RUN_PAGE)
     if arguments.html:
         _write(arguments.html, render_html(reports[-1][1]).encode())
         written.append(arguments.html)

@@ -27,7 +27,7 @@ from verl_profiling.units import duration
 __all__ = ["page_title", "render_html"]
 
 _TOP_OPS = 40
-_SCRIPTS = ("scale.js", "lanes.js", "pointer.js", "selection.js", "picture.js", "tail.js")
+_SCRIPTS = ("tip.js", "scale.js", "lanes.js", "pointer.js", "selection.js", "picture.js", "tail.js")
 
 
 def render_html(report: Report) -> str:

@@ -12,7 +12,8 @@ function duration(seconds) {
   const value = seconds / scale;
   const size = Math.abs(value);
   const digits = size < 9.995 ? 2 : size < 99.95 ? 1 : 0;
-  return `${value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${unit}`;
+  const rounded = Number(value.toFixed(digits)); // as Python rounds, which toLocaleString alone does not
+  return `${rounded.toLocaleString("en-US", { minimumFractionDigits: digits })} ${unit}`;
 }
 
 function percent(share) {

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from verl_profiling.units import byte_size, duration
 
-__all__ = ["Cell", "Shown", "count", "number", "percent", "section", "size", "table", "time"]
+__all__ = ["Cell", "Link", "Shown", "count", "number", "percent", "section", "size", "table", "time"]
 
 _TOP = 10
 _LONGEST_NAME = 64
@@ -26,8 +26,20 @@ class Shown(NamedTuple):
     value: float
 
 
-Cell: TypeAlias = str | Shown | None
-"""A name, a number, or nothing."""
+class Link(NamedTuple):
+    """A name that leads to another page.
+
+    Attributes:
+        text: The name.
+        address: Address of the page, quoted.
+    """
+
+    text: str
+    address: str
+
+
+Cell: TypeAlias = str | Shown | Link | None
+"""A name, a number, a link, or nothing."""
 
 
 def time(seconds: float | None) -> Cell:
@@ -99,6 +111,8 @@ def _cells(row: Sequence[Cell], key: str) -> Iterable[str]:
             yield '<td class="n" data-v="-1">&ndash;</td>'
         elif isinstance(cell, Shown):
             yield f'<td class="n" data-v="{cell.value:g}">{escape(cell.text)}</td>'
+        elif isinstance(cell, Link):
+            yield f'<td><a href="{escape(cell.address)}"><bdi>{escape(cell.text)}</bdi></a></td>'
         else:
             yield f"<td>{mark}{_name(cell)}</td>"
 

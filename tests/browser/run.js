@@ -1,0 +1,39 @@
+// Opens the page of a run and prints what is seen of its bars, and where they lead, as JSON.
+// usage: node run.js CHROMIUM FILE [SCREENSHOT_FOLDER]
+const path = require("path");
+const { main, open, settled, violations } = require("./page.js");
+
+main(async ([executablePath, address, folder]) => {
+  const { browser, page, seen } = await open(executablePath, address);
+  const bars = page.locator("#stages svg a");
+  const tip = () => page.$eval("#stages .tip", (each) => (each.hidden ? null : [...each.children].map((line) => line.textContent)));
+  const shot = async (name) => folder && page.screenshot({ path: path.join(folder, name) });
+
+  seen.axe = await violations(page);
+  await shot("run-light.png");
+  await page.click("#theme");
+  seen.axe.push(...(await violations(page)));
+  await page.click("#theme");
+  seen.bars = await bars.evaluateAll((all) => all.map((each) => each.getAttribute("aria-label")));
+  seen.heights = await bars.evaluateAll((all) => all.map((each) => each.getBBox().height));
+  await bars.nth(3).hover();
+  seen.hovered = await tip();
+  await page.mouse.move(2, 2);
+  await bars.first().focus();
+  seen.focused = await tip();
+  await page.keyboard.press("Enter");
+  await page.waitForURL(/report/);
+  seen.entered = await page.title();
+  await page.goBack();
+  await settled(page);
+  await bars.nth(3).click();
+  await page.waitForURL(/report/);
+  seen.clicked = await page.title();
+  await page.goBack();
+  await page.setViewportSize({ width: 390, height: 844 });
+  await settled(page);
+  seen.overflow = await page.evaluate(() => document.documentElement.scrollWidth - window.innerWidth);
+  seen.axe.push(...(await violations(page)));
+  console.log(JSON.stringify(seen));
+  await browser.close();
+});

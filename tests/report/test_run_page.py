@@ -1,0 +1,159 @@
+"""The page of a run: all captured steps side by side, with links to their pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from browser import needs_browser, run_script
+from drawn_steps import STAGES, report_of, whole_step
+from html_elements import Elements
+from step_folders import build_step
+
+from verl_profiling.cli import main
+from verl_profiling.report.html import render_html
+from verl_profiling.report.model import Report
+from verl_profiling.report.run_page import render_run, runs_of
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    """Six steps, of which the fourth has a long tail and the last a slow rank."""
+    run = tmp_path_factory.mktemp("run")
+    faults = ("healthy", "healthy", "healthy", "long tail", "healthy", "slow rank")
+    found = []
+    for number, fault in enumerate(faults, start=10):
+        report = whole_step(run / f"step_{number:06d}", ranks=4, replicas=2, fault=fault)
+        found.append(msgspec.structs.replace(report, step=number))
+    return found
+
+
+def page_of(steps: list[Report], folder: Path) -> str:
+    """Return the page of a run whose steps have their pages in folders below it."""
+    return render_run(folder, [folder / f"step_{r.step:06d}" / "report.html" for r in steps], steps)
+
+
+def text_of(page: str, section: str) -> str:
+    """Return the text of a section of a page."""
+    return re.sub(r"<[^>]+>", "", page.partition(f'id="{section}"')[2].partition("</section>")[0])
+
+
+def test_it_says_which_step_changed_first_and_which_is_slowest(steps: list[Report], tmp_path: Path) -> None:
+    """With their stage, and links to their pages."""
+    page = page_of(steps, tmp_path)
+    said = text_of(page, "findings")
+    assert "Changed first: rollout in Step 13, 9.20 s (median of 3 before: 4.40 s)." in said
+    assert "Slowest: Step 13; most of what it has over the median is in rollout (+4.80 s)." in said
+    figures = text_of(page, "figures")
+    assert "Step, median9.15 s" in figures
+    assert "SlowestStep 1313.9 s, +4.80 s over the median" in figures
+
+
+def test_every_step_has_a_row_with_a_link_to_its_page(steps: list[Report], tmp_path: Path) -> None:
+    """Relative, so that the run's folder can be moved."""
+    elements = Elements()
+    elements.feed(page_of(steps, tmp_path))
+    assert elements.open == []
+    links = [f"step_{r.step:06d}/report.html" for r in steps]
+    assert set(elements.outside) == set(links)
+    assert [elements.outside.count(link) for link in links] == [3, 3, 3, 6, 3, 4]
+
+
+def test_one_step_is_compared_with_none(steps: list[Report], tmp_path: Path) -> None:
+    """And that is said."""
+    assert "there is none to compare it with" in page_of(steps[:1], tmp_path)
+
+
+def test_plain_reports_have_a_page(tmp_path: Path) -> None:
+    """Without stages, workers and lost time."""
+    empty = report_of(tmp_path, STAGES, [])
+    bare = msgspec.structs.replace(empty, stages=[], workers=[], lost=[], findings=[], step=None)
+    page = render_run(tmp_path, [tmp_path / "a" / "report.html"] * 2, [bare, bare])
+    assert "No stage and no cause of lost time left its range." in page
+    assert 'id="lost"' not in page
+
+
+def test_hostile_names_stay_text(steps: list[Report], tmp_path: Path) -> None:
+    """Of stages and causes, and of the folders that links lead to."""
+    nasty = '</script><img src=x onerror=alert(1)>"&'
+    stages = [msgspec.structs.replace(row, name=nasty) for row in steps[3].stages[:1]]
+    lost = [msgspec.structs.replace(row, cause=nasty) for row in steps[3].lost]
+    reports = [steps[0], msgspec.structs.replace(steps[3], stages=stages, lost=lost)]
+    folder = tmp_path / 'a "b" #1?%'
+    elements = Elements()
+    elements.feed(render_run(folder, [folder / "x" / "r.html", folder / '"><img>' / "r.html"], reports))
+    assert elements.open == []
+    assert "img" not in elements.tags
+    assert set(elements.outside) == {"x/r.html", "%22%3E%3Cimg%3E/r.html"}
+
+
+def test_hundreds_of_steps_stay_below_1_mb(steps: list[Report], tmp_path: Path) -> None:
+    """The page of a long run is small."""
+    many = [msgspec.structs.replace(steps[i % 6], step=i) for i in range(500)]
+    assert len(page_of(many, tmp_path).encode()) < 1_000_000
+
+
+def test_the_command_writes_it_into_the_folder_of_the_run(tmp_path: Path) -> None:
+    """Of all its steps; the report of one step alone leaves it as it is."""
+    for step in (3, 4):
+        build_step(tmp_path / "run", step=step)
+    assert main(["report", str(tmp_path / "run" / "step_000003"), "--save"]) == 0
+    assert not (tmp_path / "run" / "index.html").exists()
+    assert main(["report", str(tmp_path / "run"), "--save"]) == 0
+    page = (tmp_path / "run" / "index.html").read_text()
+    for step in (3, 4):
+        assert f'href="step_{step:06d}/report.html"' in page
+        assert (tmp_path / "run" / f"step_{step:06d}" / "report.html").is_file()
+    assert main(["report", str(tmp_path / "run" / "step_000003"), "--save"]) == 0
+    assert (tmp_path / "run" / "index.html").read_text() == page
+
+
+def test_each_run_has_a_page_of_its_own(tmp_path: Path) -> None:
+    """Plain traces, whose folder is what the user named, have none."""
+    folders = [tmp_path / name for name in ("a/step_1", "a/step_2", "b/step_1")]
+    assert runs_of(tmp_path, folders) == {tmp_path / "a": [0, 1], tmp_path / "b": [2]}
+    assert runs_of(tmp_path / "a", folders[:2]) == {tmp_path / "a": [0, 1]}
+    assert runs_of(tmp_path / "a" / "step_1", folders[:1]) == {}
+
+
+@pytest.fixture(scope="module")
+def seen(steps: list[Report], tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Hover, focus and follow the bars of the steps."""
+    run = tmp_path_factory.mktemp("pages")
+    for report in steps:
+        folder = run / f"step_{report.step:06d}"
+        folder.mkdir()
+        (folder / "report.html").write_text(render_html(report), encoding="utf-8")
+    (run / "index.html").write_text(page_of(steps, run), encoding="utf-8")
+    return run_script("run.js", str(run / "index.html"))
+
+
+class TestInABrowser:
+    """What a browser shows."""
+
+    pytestmark = needs_browser
+
+    def test_it_works_and_axe_finds_nothing(self, seen: dict) -> None:
+        """In light, in dark and on a phone."""
+        assert seen["problems"] == []
+        assert seen["axe"] == []
+        assert seen["overflow"] <= 0
+
+    def test_each_step_is_a_bar_of_its_stages(self, seen: dict, steps: list[Report]) -> None:
+        """As high as the step is long; its label has all stages, the longest first."""
+        assert len(seen["bars"]) == len(steps)
+        assert seen["bars"][3].startswith("step 13: 13.9 s, rollout 9.20 s, update_actor 3.00 s")
+        ratio = seen["heights"][3] / seen["heights"][0]
+        assert ratio == pytest.approx(steps[3].span_us / steps[0].span_us, rel=0.02)
+
+    def test_pointer_and_focus_say_what_a_bar_is(self, seen: dict) -> None:
+        """The step and its stages."""
+        assert seen["hovered"][0].startswith("step 13: 13.9 s")
+        assert seen["focused"][0].startswith("step 10: ")
+
+    def test_a_bar_leads_to_the_page_of_its_step(self, seen: dict) -> None:
+        """By click and by Enter."""
+        assert seen["clicked"].startswith("Step 13")
+        assert seen["entered"].startswith("Step 10")

@@ -1,0 +1,65 @@
+// Stacked bars, one for each captured step: each leads to the page of its step.
+const HEIGHT = 240;
+const MARGIN = { left: 62, right: 8, top: 8, bottom: 24 };
+const WIDEST = 72;
+
+function hatching(drawing) {
+  const pattern = drawing.append("defs").append("pattern").attr("id", "hatching")
+    .attr("width", 6).attr("height", 6).attr("patternUnits", "userSpaceOnUse");
+  pattern.append("path").attr("d", "M-1,7 L7,-1 M-1,1 L1,-1 M5,7 L7,5");
+}
+
+function makeTrend(container, kind) {
+  const colours = data[kind];
+  const names = Object.keys(colours);
+  const shown = (name) => (kind === "lost" ? name.replaceAll("_", " ") : name);
+  const legend = element("ul", { className: "legend" }, ...names.map((name) =>
+    element("li", {}, element("i", { className: colours[name] }), element("bdi", { textContent: shown(name) }))));
+  container.append(legend);
+  const drawing = d3.select(container).append("svg").attr("height", HEIGHT);
+  if (kind === "lost") hatching(drawing);
+  const tip = makeTip(container);
+  const layers = d3.stack().keys(names).value((step, name) => step[kind][name] ?? 0)(data.steps);
+  const totals = data.steps.map((_, index) => layers.at(-1)?.[index][1] ?? 0);
+  const most = Math.max(...totals) || 1;
+  const [unit, scale] = timeUnit(most);
+
+  function lines(step, index) {
+    const parts = names.map((name) => [name, step[kind][name] ?? 0]).filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]);
+    return [`step ${step.name}: ${duration(totals[index])}`, ...parts.map(([name, seconds]) => `${shown(name)} ${duration(seconds)}`)];
+  }
+
+  function draw() {
+    const width = container.clientWidth;
+    const x = d3.scaleBand(data.steps.map((_, index) => index), [MARGIN.left, width - MARGIN.right]).padding(0.15);
+    const y = d3.scaleLinear([0, most / scale], [HEIGHT - MARGIN.bottom, MARGIN.top]).nice();
+    const every = Math.ceil(46 / x.step());
+    const wide = Math.min(x.bandwidth(), WIDEST);
+    const left = (index) => x(index) + (x.bandwidth() - wide) / 2;
+    drawing.attr("width", width).selectAll("g, a").remove();
+    drawing.append("g").attr("aria-hidden", "true").attr("transform", `translate(${MARGIN.left},0)`)
+      .call(d3.axisLeft(y).ticks(5).tickSizeInner(-(width - MARGIN.left - MARGIN.right)).tickFormat((value) => `${value} ${unit}`));
+    drawing.append("g").attr("aria-hidden", "true").attr("transform", `translate(0,${HEIGHT - MARGIN.bottom})`)
+      .call(d3.axisBottom(x).tickValues(x.domain().filter((index) => index % every === 0)).tickFormat((index) => data.steps[index].name).tickSizeOuter(0));
+    const bars = drawing.selectAll("a").data(data.steps).join("a").attr("href", (step) => step.link)
+      .attr("aria-label", (step, index) => lines(step, index).join(", "));
+    for (const layer of layers) {
+      for (const name of [colours[layer.key], ...(kind === "lost" ? ["hatch"] : [])]) {
+        bars.append("rect").attr("class", name).attr("x", (_, index) => left(index)).attr("width", wide)
+          .attr("y", (_, index) => y(layer[index][1] / scale)).attr("height", (_, index) => y(layer[index][0] / scale) - y(layer[index][1] / scale));
+      }
+    }
+    bars.append("rect").attr("class", "outline").attr("x", (_, index) => left(index)).attr("width", wide)
+      .attr("y", (_, index) => y(totals[index] / scale)).attr("height", (_, index) => y(0) - y(totals[index] / scale));
+    bars.on("pointermove", (event, step) => tip.show(lines(step, data.steps.indexOf(step)), ...d3.pointer(event, container)))
+      .on("pointerleave", tip.hide)
+      .on("focus", (_, step) => tip.show(lines(step, data.steps.indexOf(step)), x(data.steps.indexOf(step)), MARGIN.top))
+      .on("blur", tip.hide);
+  }
+  new ResizeObserver(draw).observe(container);
+}
+
+for (const kind of ["stages", "lost"]) {
+  const place = document.getElementById(kind);
+  if (place) makeTrend(place, kind);
+}

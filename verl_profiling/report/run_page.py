@@ -1,0 +1,185 @@
+"""Renders the captured steps of a run side by side, as one self-contained HTML page with links to theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import quote
+
+from verl_profiling.report.html import page_title
+from verl_profiling.report.model import Report
+from verl_profiling.report.page.colours import stage_colour
+from verl_profiling.report.page.document import document
+from verl_profiling.report.page.summary import figure, figures
+from verl_profiling.report.page.tables import Cell, Link, percent, section, table, time
+from verl_profiling.report.trend import (
+    Change,
+    cause_seconds,
+    excess,
+    first_change,
+    slowest,
+    stage_seconds,
+)
+from verl_profiling.units import duration
+
+__all__ = ["RUN_PAGE", "render_run", "runs_of"]
+
+RUN_PAGE = "index.html"
+_SCRIPTS = ("tip.js", "trend.js")
+
+
+def runs_of(path: Path, folders: Iterable[Path]) -> dict[Path, list[int]]:
+    """Return, for each folder at or below ``path`` that holds step folders, which of ``folders`` they are."""
+    runs: dict[Path, list[int]] = {}
+    for index, folder in enumerate(folders):
+        if folder.resolve().parent.is_relative_to(path.resolve()):
+            runs.setdefault(folder.parent, []).append(index)
+    return runs
+
+
+def render_run(directory: Path, pages: Sequence[Path], reports: Sequence[Report]) -> str:
+    """Return the page of a run.
+
+    Args:
+        directory: The run's folder, in which the page will be.
+        pages: Page of each captured step, below the run's folder.
+        reports: Report of each captured step, in order.
+    """
+    links = [quote(page.relative_to(directory).as_posix()) for page in pages]
+    count = f"{len(reports)} captured step{'s' if len(reports) > 1 else ''}"
+    sections = "".join(_sections(reports, links))
+    return document(directory.resolve().name, count, sections, _data(reports, links), _SCRIPTS)
+
+
+def _sections(reports: Sequence[Report], links: Sequence[str]) -> Iterator[str]:
+    yield figures(_figures(reports))
+    yield f'<section id="findings" aria-label="What changed">{_story(reports, links)}</section>'
+    yield section("Stages of each step", '<div id="stages" class="trend"></div>')
+    if any(report.lost for report in reports):
+        note = "Of all lanes, by cause."
+        yield section("Lost time of each step", '<div id="lost" class="trend"></div>', note)
+    yield section("Steps", table("Steps", *_steps(reports, links)))
+    for title, seconds_of in (("Stages by step", stage_seconds), ("Lost time by step", cause_seconds)):
+        yield section(title, _by_step(title, reports, links, map(seconds_of, reports)))
+
+
+def _figures(reports: Sequence[Report]) -> Iterator[str]:
+    took = [report.span_us / 1e6 for report in reports]
+    spread = f"from {duration(min(took))} to {duration(max(took))}"
+    yield figure("Step, median", duration(median(took)), spread)
+    busy = [share for report in reports if (share := _busy(report)) is not None]
+    if busy:
+        spread = f"from {min(busy):.0%} to {max(busy):.0%}"
+        yield figure("Lanes busy, median", f"{median(busy):.0%}", spread)
+    lost = [sum(cause_seconds(report).values()) for report in reports]
+    if any(lost):
+        causes = [cause_seconds(report) for report in reports]
+        total = {name: sum(row.get(name, 0.0) for row in causes) for row in causes for name in row}
+        most = max(total, key=lambda name: total[name])
+        line = f"of all lanes; {total[most] / sum(lost):.0%} {escape(most.replace('_', ' '))}"
+        yield figure("Lost, median", duration(median(lost)), line, f"k-{most}")
+    index = slowest(reports)
+    over = took[index] - median(took)
+    line = f"{duration(took[index])}, {duration(over, signed=True)} over the median"
+    yield figure("Slowest", page_title(reports[index]), line)
+
+
+def _story(reports: Sequence[Report], links: Sequence[str]) -> str:
+    change = first_change(reports)
+    if change is None:
+        first = "No stage and no cause of lost time left its range."
+        if len(reports) == 1:
+            first = "One step was captured: there is none to compare it with."
+    else:
+        first = _changed(change, _anchor(reports[change.index], links[change.index]))
+    index = slowest(reports)
+    found = excess(reports, index) if len(reports) > 1 else None
+    second = ""
+    if found:
+        name, seconds = found
+        second = (
+            f"<p>Slowest: {_anchor(reports[index], links[index])}; most of what it has over the median is in "
+            f"<bdi>{escape(name)}</bdi> ({duration(seconds, signed=True)}).</p>"
+        )
+    return f"<p>{first}</p>{second}"
+
+
+def _changed(change: Change, link: str) -> str:
+    what = change.name if change.kind == "stage" else f"lost time, {change.name.replace('_', ' ')}"
+    before = f"{'median of ' if change.steps_before > 1 else ''}{change.steps_before} before"
+    return (
+        f"Changed first: <bdi>{escape(what)}</bdi> in {link}, {duration(change.seconds)} "
+        f"({before}: {duration(change.before)})."
+    )
+
+
+def _anchor(report: Report, link: str) -> str:
+    return f'<a href="{escape(link)}"><bdi>{escape(page_title(report))}</bdi></a>'
+
+
+def _busy(report: Report) -> float | None:
+    observed = sum(row.span_us for row in report.workers)
+    return sum(row.busy_us for row in report.workers) / observed if observed else None
+
+
+def _steps(reports: Sequence[Report], links: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[Cell, ...]]]:
+    headings = ("step", "took", "busy", "lost", "most lost by", "slowest stage", "first finding")
+    rows: list[tuple[Cell, ...]] = []
+    for report, link in zip(reports, links, strict=True):
+        lost, stages, busy = cause_seconds(report), stage_seconds(report), _busy(report)
+        cause = max(lost, key=lambda name: lost[name], default="")
+        stage = max(stages, key=lambda name: stages[name], default="")
+        rows.append(
+            (
+                Link(page_title(report), link),
+                time(report.span_us / 1e6),
+                None if busy is None else percent(busy),
+                time(sum(lost.values())),
+                cause.replace("_", " "),
+                stage,
+                Link(report.findings[0].text, link) if report.findings else "",
+            )
+        )
+    return headings, rows
+
+
+def _by_step(
+    title: str, reports: Sequence[Report], links: Sequence[str], times: Iterable[dict[str, float]]
+) -> str:
+    """Return a table with a row for each step and a column for each name."""
+    found = list(times)
+    names = list(dict.fromkeys(name for row in found for name in row))
+    rows = [
+        (Link(page_title(report), link), *(time(row.get(name)) for name in names))
+        for report, link, row in zip(reports, links, found, strict=True)
+    ]
+    return table(title, ("step", *names), rows) if names else ""
+
+
+def _data(reports: Sequence[Report], links: Sequence[str]) -> dict[str, Any]:
+    stages, causes = list(map(stage_seconds, reports)), list(map(cause_seconds, reports))
+    return {
+        "steps": [
+            {
+                "name": str(report.step) if report.step is not None else page_title(report),
+                "link": link,
+                "stages": stages[index],
+                "lost": causes[index],
+            }
+            for index, (report, link) in enumerate(zip(reports, links, strict=True))
+        ],
+        "stages": {
+            name: "rest" if name.startswith("(") else f"s{stage_colour(name)}"
+            for row in stages
+            for name in row
+        },
+        "lost": {name: f"k-{name}" for row in causes for name in row},
+    }
+
+
+def _colour(stage: str) -> str:
+    """Return the class of ``page.css`` that colours a stage, or the rest of a step."""
+    return "rest" if stage.startswith("(") else f"s{stage_colour(stage)}"

@@ -1,0 +1,95 @@
+"""What the captured steps of a run have in common, and which of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+from verl_profiling.report.model import Report
+
+__all__ = ["Change", "cause_seconds", "excess", "first_change", "slowest", "stage_seconds"]
+
+_OF_ITSELF = 0.1
+_OF_THE_STEP = 0.02
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage, or a cause of lost time, that left the range it had in all captured steps before.
+
+    Attributes:
+        index: Which of the captured steps it is.
+        kind: What changed.
+        name: Name of the stage or cause.
+        seconds: How long it took in this step.
+        before: Median of the steps before (s).
+        steps_before: Number of these.
+    """
+
+    index: int
+    kind: Literal["stage", "cause"]
+    name: str
+    seconds: float
+    before: float
+    steps_before: int
+
+
+def stage_seconds(report: Report) -> dict[str, float]:
+    """Return the time of each outermost stage of the controller, and of the rest of the step."""
+    return {row.name: row.duration_us / 1e6 for row in report.stages if row.depth == 0}
+
+
+def cause_seconds(report: Report) -> dict[str, float]:
+    """Return the lanes' lost time by cause."""
+    return {row.cause: row.seconds for row in report.lost}
+
+
+def slowest(reports: Sequence[Report]) -> int:
+    """Return which step took longest."""
+    return max(range(len(reports)), key=lambda index: reports[index].span_us)
+
+
+def excess(reports: Sequence[Report], index: int) -> tuple[str, float] | None:
+    """Return the stage of a step that took longest over its median in all steps, and how much longer (s)."""
+    usual = _medians([stage_seconds(report) for report in reports])
+    over = {name: took - usual[name] for name, took in stage_seconds(reports[index]).items()}
+    name = max(over, key=lambda name: over[name], default=None)
+    return None if name is None or over[name] <= 0 else (name, over[name])
+
+
+def first_change(reports: Sequence[Report]) -> Change | None:
+    """Return the largest change of the first step in which a stage or a cause left its range.
+
+    A change is larger than a tenth of the median before and than 2 % of the step (for a cause, of all
+    lanes' time). Stages count before causes: lost time is what follows from them.
+    """
+    for index in range(1, len(reports)):
+        span_s = reports[index].span_us / 1e6
+        lanes_s = sum(row.span_us for row in reports[index].workers) / 1e6
+        stages = _left_its_range([stage_seconds(report) for report in reports[: index + 1]], span_s)
+        causes = _left_its_range([cause_seconds(report) for report in reports[: index + 1]], lanes_s)
+        kind: Literal["stage", "cause"] = "stage" if stages else "cause"
+        for name, seconds, before in stages or causes:
+            return Change(
+                index=index, kind=kind, name=name, seconds=seconds, before=before, steps_before=index
+            )
+    return None
+
+
+def _left_its_range(rows: list[dict[str, float]], whole_s: float) -> list[tuple[str, float, float]]:
+    """Return name, time and median before of what left its range in the last row, largest change first."""
+    *before, last = rows
+    found = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        took, past = last.get(name, 0.0), [row.get(name, 0.0) for row in before]
+        usual = median(past)
+        outside = not min(past) <= took <= max(past)
+        if outside and abs(took - usual) > max(_OF_ITSELF * usual, _OF_THE_STEP * whole_s):
+            found.append((name, took, usual))
+    return sorted(found, key=lambda row: -abs(row[1] - row[2]))
+
+
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: median(row.get(name, 0.0) for row in rows) for row in rows for name in row}
