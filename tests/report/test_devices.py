@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from collections.abc import Iterable
@@ -107,7 +108,9 @@ def test_tasks_of_an_npu_add_up_to_its_own_analysis() -> None:
 
 
 @pytest.mark.parametrize("label", ["ZPU 3", ""])
-def test_a_device_of_nobody_is_shown_as_such(label: str, tmp_path: Path) -> None:
+def test_a_device_of_nobody_is_shown_as_such(
+    label: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its events are of no known kind, busy, named in a note, and the trace is none of a CPU."""
     work = [event("zpu_task", 10, 30, pid=3, args={"stream": 1}), event("zpu_task", 50, 60, pid=3)]
     report = report_of(tmp_path, [OPERATOR, *work, *([labelled(3, label)] if label else [])])
@@ -117,6 +120,12 @@ def test_a_device_of_nobody_is_shown_as_such(label: str, tmp_path: Path) -> None
     assert (row.unrecognised_us, row.busy_us, row.compute_us, row.span_us) == (30, 30, 0, 50)
     assert "zpu_task" in report.notes[0]
     assert [op.name for op in report.ops] == ["work"]
+    assert main(["report", str(tmp_path), "--csv", str(tmp_path / "csv")]) == 0
+    printed = capsys.readouterr().out
+    assert "nised" in printed
+    assert "zpu_task" in printed
+    (line,) = csv.DictReader((tmp_path / "csv" / "workers.csv").open())
+    assert (line["unrecognised_us"], line["traces"]) == ("30.0", "rank0.json")
 
 
 def test_what_is_unknown_beside_kernels_is_not_counted(tmp_path: Path) -> None:

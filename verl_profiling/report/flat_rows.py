@@ -47,14 +47,14 @@ _LOST = {cause: f"lost_{cause}_us" for cause in CAUSES}
 def columns(row: type[msgspec.Struct]) -> dict[str, Any]:
     """Return the columns of a table with their types: the step, then the fields that are plain values.
 
-    ``lost_us`` of a worker becomes one column for each cause.
+    ``lost_us`` of a worker becomes one column for each cause, and its traces one text.
     """
     found: dict[str, Any] = {"step": int | None}
     for name, kind in get_type_hints(row).items():
         if name == "lost_us":
             found |= dict.fromkeys(_LOST.values(), float)
         elif name not in _CURVES:
-            found[name] = kind
+            found[name] = str if kind == list[str] else kind
     return found
 
 
@@ -65,4 +65,6 @@ def flat_rows(step: int | None, rows: Iterable[msgspec.Struct]) -> Iterable[dict
         for curve in _CURVES:
             fields.pop(curve, None)
         lost = fields.pop("lost_us", None) or {}
+        for name, value in fields.items():
+            fields[name] = "; ".join(value) if isinstance(value, list) else value
         yield {"step": step, **fields, **{column: lost[cause] for cause, column in _LOST.items() if lost}}

@@ -128,11 +128,13 @@ def _stages(rows: list[StageRow]) -> Table:
 
 
 def _workers(title: str, rows: list[WorkerRow]) -> Table:
-    headings = ("observed", "busy", "share", "host-bound", "compute", "exposed\ncomm", "copies")
-    table = table_of(title, "name", *headings)
+    headings = ["observed", "busy", "share", "host-bound", "compute", "exposed\ncomm", "copies"]
+    unrecognised = any(row.unrecognised_us for row in rows)
+    table = table_of(title, "name", *headings, *(["unrecog-\nnised"] if unrecognised else []))
     for row in rows:
         share = row.busy_us / row.span_us if row.span_us else 0.0
-        times = (row.host_bound_us, row.compute_us, row.exposed_communication_us, row.memcpy_us)
+        times = [row.host_bound_us, row.compute_us, row.exposed_communication_us, row.memcpy_us]
+        times += [row.unrecognised_us] if unrecognised else []
         table.add_row(
             escape(row.name), _time(row.span_us), _time(row.busy_us), f"{share:.1%}", *map(_time, times)
         )
