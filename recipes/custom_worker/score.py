@@ -44,7 +44,7 @@ def main(config: Any) -> None:
     if config.dry_run:
         print(f"config ok; {settings.mode} profile of reward in {settings.save_path}")
         return
-    ray.init(num_cpus=config.workers, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=config.workers, include_dashboard=False, log_to_driver=False)
     group = RayWorkerGroup(
         RayResourcePool([config.workers], use_gpu=False, max_colocate_count=1),
         RayClassWithInitArgs(ray.remote(ScoringWorker), config.profiling),

@@ -63,7 +63,7 @@ class Server(VLLMCaptureMixin):
         ray.actor.exit_actor()
 
 def run():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     server = Server.options(runtime_env=nsys_runtime_env(settings, role="rollout")).remote()
     ray.get(server.start.remote())
     callback = ProfilingCallback(settings)

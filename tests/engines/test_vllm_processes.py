@@ -126,7 +126,7 @@ def main():
         async def stop(self):
             self.engine.shutdown()
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     server = Server.remote()
     ray.get(server.start.remote())
     for mode in ("e2e", "discrete"):

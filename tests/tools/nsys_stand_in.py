@@ -67,6 +67,7 @@ def stand_in_cluster(folder: Path, num_cpus: int) -> Iterator[Path]:
     ray.shutdown()  # from the cluster of the other tests: its nodes would not find the stand-in
     try:
         ray.init(
+            address="local",
             num_cpus=num_cpus,
             include_dashboard=False,
             log_to_driver=False,

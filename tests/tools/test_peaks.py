@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 
 from verl_profiling import stage
@@ -93,8 +92,9 @@ def test_every_tool_says_how_high_the_process_was_after_each_stage(
     with record_step({"enable": True, "tool": tool, "mode": mode}, tmp_path / "step") as recorded:
         with stage("large"), stage("inner"):
             before = process_peak_bytes()
-            held = bytearray(before + 64 * MIB - resident_bytes())
-            assert held[-1] == 0
+            held = []
+            while process_peak_bytes() < before + 48 * MIB:  # other threads may free memory meanwhile
+                held.append(bytearray(16 * MIB))
         del held
         with stage("short"):
             pass
@@ -112,8 +112,3 @@ def raise_after_2_ms() -> None:
     """Be a long stage that fails."""
     time.sleep(0.002)
     raise KeyError
-
-
-def resident_bytes() -> int:
-    """Return the resident size of this process now."""
-    return psutil.Process().memory_info().rss

@@ -221,7 +221,7 @@ def test_the_estimate_is_near_and_the_memory_is_given_back(run_python: Any, tmp_
                     before = own_bytes()
                     for _ in range(times):
                         add()
-                    [(_, recording, _, _)] = process_session()._capture._recordings
+                    [(_, recording, _, _)] = process_session()._capture._tools.running
                     footprint = recording.footprint()
                     recording._releasing, release = (lambda finish: finish), recording._releasing
                     stop = recording.stop

@@ -9,26 +9,23 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.byte_budget import ByteBudget
 from verl_profiling.capture.cost import CostMeter
-from verl_profiling.capture.guard import Guard, RunningTool
+from verl_profiling.capture.guard import RunningTool
 from verl_profiling.capture.ledger import ArtifactLedger
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.prediction import Measured, Predictions
+from verl_profiling.capture.prediction import Predictions
 from verl_profiling.capture.recording_thread import HeldLock, OwnerAbsentError, OwnerThread, on_main_thread
+from verl_profiling.capture.running_tools import RunningTools
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.capture.states import TRANSITIONS, Event, State, StateMachine
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, worst_fate
 from verl_profiling.settings.config import RoleConfig
-from verl_profiling.tools import Destination, Tool
 from verl_profiling.tools.peaks import process_peak_bytes
 
 __all__ = ["Capture"]
@@ -74,24 +71,27 @@ class Capture:
         self._whole = role.mode == "e2e" or request.stage is not None
         self._spans = SpanLog()
         self._spans.long_stage_ended = self._stage_ended
-        self._metrics: dict[str, float] = {}
         self._lock = HeldLock()
-        self._recordings: list[RunningTool] = []
         self._recorded: OpenSpan | None = None
         self._owner = OwnerThread()
         self._ledger = ArtifactLedger(request, finisher, ByteBudget(role.limits, request))
         self._stages: list[StageSpan] = []
         self._occurrences: Counter[str] = Counter()
         self._skipped: set[str] = set()
-        self._predictions = predictions
-        self._measured: list[Measured] = []
-        self._truncated = ""
         self._ending: Callable[[], None] | None = None
-        self._guard = Guard(
-            role.limits, request.workers, lambda: list(self._recordings), self._end_early, self._ask_to_end
-        )
         self._anchors = [clock.read_anchor()]
         self._cost = CostMeter()
+        self._tools = RunningTools(
+            request,
+            role,
+            identity,
+            ledger=self._ledger,
+            predictions=predictions,
+            cost=self._cost,
+            spans=self._spans,
+            lock=self._lock,
+            ask_to_end=self._ask_to_end,
+        )
 
     @property
     def state(self) -> State:
@@ -109,7 +109,8 @@ class Capture:
         if not self._whole:
             self._machine.move(Event.ARM)
             return []
-        self._start_tools(self.request.stage, self.request.occurrence)
+        self._owner.claim()
+        self._tools.start(self.request.stage, self.request.occurrence)
         self._machine.move(Event.START)
         return self._ledger.artifacts()
 
@@ -121,7 +122,7 @@ class Capture:
 
     def close(self) -> CaptureResult:
         """Stop recording and return the result, of which the tools' errors are a part."""
-        self._guard.end()
+        self._tools.guard.end()
         try:
             self._on_owner_thread(self._stop_for_good)
         except CaptureStateError as error:
@@ -135,8 +136,7 @@ class Capture:
         Args:
             wait_s: How long to wait for that thread.
         """
-        bound = any(not tool.any_thread for tool, *_ in self._recordings)
-        if bound and not self._owner.is_current() and self._owner.is_alive():
+        if not self._tools.any_thread and not self._owner.is_current() and self._owner.is_alive():
             try:
                 self._owner.hand_over(self._stop_for_good, wait_s)
             except OwnerAbsentError:
@@ -146,13 +146,7 @@ class Capture:
     def step(self) -> None:
         """Note that a mini-batch is done."""
         self._owner.serve()
-        with self._lock:
-            for tool, recording, _, _ in self._recordings:
-                try:
-                    recording.step()
-                except Exception:
-                    logger.exception("%s: tool %s failed in step()", self.identity, tool.name)
-        self._guard.mini_batch()
+        self._tools.step()
 
     def _ask_to_end(self, running: RunningTool) -> None:
         """Let a thread end a recording that is not inside of an operator: the main one, or at a stage's end.
@@ -161,10 +155,10 @@ class Capture:
         """
 
         def end() -> None:
-            if running not in self._recordings or self._lock.held_here:
+            if running not in self._tools.running or self._lock.held_here:
                 return
-            if reason := self._guard.overrun(running):
-                self._end_early(running, reason)
+            if reason := self._tools.guard.overrun(running):
+                self._tools.end_early(running, reason)
 
         if not running.tool.any_thread:
             self._owner.ask(end)
@@ -172,21 +166,6 @@ class Capture:
         self._ending = end
         if self._owner.is_main and not self._spans.open_elsewhere(threading.main_thread()):
             on_main_thread(end)
-
-    def _end_early(self, running: RunningTool, reason: str) -> None:
-        """Stop one tool because of the limits; stages are noted as before, and other tools go on."""
-        begin = time.perf_counter()
-        with self._lock:
-            if running not in self._recordings:
-                return
-            logger.warning("%s: step %d: recording ends: %s", self.identity, self.request.step, reason)
-            self._recordings.remove(running)
-            self._spans.stop_marking()
-            self._truncated = reason
-            with self._cost.stopping(running.destination.stage):
-                self._stop_tool(running, reason)
-            self._mark_spans()
-        running.measured.stopping_s = time.perf_counter() - begin
 
     def begin(self, name: str) -> None:
         """Begin a stage; in discrete mode, start the tools for it."""
@@ -239,11 +218,10 @@ class Capture:
             self._occurrences[name] += 1
             other = recorded.name if recorded is not None else "another stage"
             reason = f"stage {other!r} of another thread or task was being recorded; a process records one"
-            for tool in self._role.tools:
-                self._ledger.skip(tool, self._destination(name, self._occurrences[name]), reason)
+            self._tools.skip(name, self._occurrences[name], reason)
 
     def _may_stop_here(self) -> bool:
-        return self._owner.is_current() or all(running.tool.any_thread for running in self._recordings)
+        return self._owner.is_current() or self._tools.any_thread
 
     def _begin_recorded_stage(self, name: str) -> bool:
         """Start the tools if the stage is selected and no other thread did; return whether."""
@@ -254,59 +232,13 @@ class Capture:
                 return False
             self._occurrences[name] += 1
             try:
-                self._start_tools(name, self._occurrences[name])
+                self._owner.claim()
+                self._tools.start(name, self._occurrences[name])
             except Exception:
                 self._machine.move(Event.FAIL)
                 return False
             self._machine.move(Event.STAGE_BEGIN)
             return True
-
-    def _start_tools(self, stage: str | None, occurrence: int) -> None:
-        """Start all tools; if one fails, stop those already started, record the reason, and raise."""
-        destination = self._destination(stage, occurrence)
-        with self._cost.starting(stage), self._lock:
-            self._owner.claim()
-            for tool in self._role.tools:
-                tool, refusal = self._fitting(tool, destination)
-                if refusal:
-                    self._ledger.skip(tool, destination, refusal)
-                    continue
-                self._ledger.expect(tool, destination)
-                try:
-                    recording = tool.start(destination)
-                except Exception as error:
-                    self._report(tool, destination, "start", error)
-                    self._discard()
-                    for other in self._role.tools:
-                        if other is not tool and other.suffix:
-                            reason = f"not recorded, because tool {tool.name} failed to start beside it"
-                            self._ledger.fail(other, destination, reason)
-                    raise
-                measured = self._predictions.begin(tool, self.identity.role, stage)
-                self._measured.append(measured)
-                self._recordings.append(RunningTool(tool, recording, destination, measured))
-            self._mark_spans()
-            if self.request.keep:
-                self._guard.begin()
-            self._ledger.begin(stage)
-
-    def _fitting(self, tool: Tool, destination: Destination) -> tuple[Tool, str]:
-        """Return a tool, narrowed if the limits demand it, and why it must not record at all."""
-        if not (tool.suffix and self.request.keep):
-            return tool, ""
-        words, refusal = "", self._role.limits.no_room(destination.folder)
-        if not refusal:
-            tool, words, refusal = self._predictions.fit(
-                *(tool, self.identity.role, destination.stage),
-                lambda footprint: self._guard.exceeds(footprint, destination.folder),
-            )
-        if words:
-            self.notes.append(f"{destination.path(tool.suffix).name}: {words}")
-        if words or refusal:
-            logger.warning(
-                "%s: step %d: %s: %s", self.identity, self.request.step, tool.name, words or refusal
-            )
-        return tool, refusal
 
     def _stop_for_good(self) -> None:
         with self._lock:
@@ -316,80 +248,23 @@ class Capture:
 
     def _stop_tools(self) -> None:
         with self._lock:
-            recordings, self._recordings = self._recordings, []
             self._spans.stop_marking()
             if self._whole:
                 self._stages += self._spans.close()
-            for measured in self._measured:
-                measured.until_ns, measured.mini_batches = clock.now_ns(), self._guard.mini_batches
-            self._measured = []
-            if recordings:
-                with self._cost.stopping(recordings[0].destination.stage):
-                    for running in recordings:
-                        self._stop_tool(running)
-
-    def _stop_tool(self, running: RunningTool, truncated: str = "") -> None:
-        """Stop one tool; ``truncated`` says why it ends before its time."""
-        tool, recording, destination, measured = running
-        end_ns = measured.end_ns = clock.now_ns()
-        try:
-            if self.request.keep:
-                outputs = [measured.counting(output) for output in recording.stop()]
-                self._cost.export_s += sum(output.export_s for output in outputs)
-                self._ledger.keep(outputs, end_ns, truncated)
-                for name, value in recording.metrics().items():
-                    self._metrics[name] = max(value, self._metrics.get(name, value))
-            else:
-                recording.discard()
-        except Exception as error:
-            self._report(tool, destination, "stop", error)
+            self._tools.stop()
 
     def _stage_ended(self, stage: str) -> None:
         ending, self._ending = self._ending, None
         if ending is not None:
             ending()
-        self._metrics[f"stage/{stage}/process_peak_rss_bytes"] = float(process_peak_bytes())
-
-    def _mark_spans(self) -> None:
-        """Show stages in the artifacts of the tools that can."""
-        kinds = [marks for _, recording, _, _ in self._recordings if (marks := recording.marks) is not None]
-        if len(kinds) == 1:
-            self._spans.begin_mark, self._spans.end_mark = kinds[0]
-        elif kinds:
-            self._spans.begin_mark = lambda name: [kind.begin(name) for kind in kinds]
-            self._spans.end_mark = lambda marks: [
-                kind.end(mark) for kind, mark in zip(kinds, marks, strict=True)
-            ]
-
-    def _report(self, tool: Tool, destination: Destination, doing: str, error: Exception) -> None:
-        """The one failure boundary around tools: log the error once and record it in the artifact."""
-        logger.error(
-            "%s: tool %s failed to %s in step %d: %s",
-            self.identity,
-            tool.name,
-            doing,
-            self.request.step,
-            error,
-        )
-        self._ledger.fail(tool, destination, f"{doing} raised {type(error).__name__}: {error}")
+        self._tools.metrics[f"stage/{stage}/process_peak_rss_bytes"] = float(process_peak_bytes())
 
     def _give_up(self, reason: str) -> None:
         """Discard recordings that cannot be stopped properly, so that the process can record again."""
         logger.error("%s: %s", self.identity, reason)
         with self._lock:
-            for tool, _, destination, _ in self._recordings:
-                self._ledger.fail(tool, destination, reason)
-            self._discard()
+            self._tools.give_up(reason)
             self._stop_for_good()
-
-    def _discard(self) -> None:
-        """Discard all recordings, the last one first, whatever one of them raises."""
-        recordings, self._recordings = self._recordings, []
-        for running in reversed(recordings):
-            try:
-                running.recording.discard()
-            except Exception:
-                logger.exception("%s: tool %s cannot be stopped", self.identity, running.tool.name)
 
     def _on_owner_thread(self, action: Callable[[], None]) -> None:
         """Run ``action`` here, or on the thread that owns the recording if a tool requires that.
@@ -417,32 +292,12 @@ class Capture:
                     f"started recording, {why} ({self.identity}); start and stop on one thread"
                 ) from absence
 
-    def _destination(self, stage: str | None, occurrence: int) -> Destination:
-        return Destination(
-            folder=Path(self.request.folder),
-            lane=self.identity.lane(),
-            stage=stage,
-            occurrence=occurrence,
-            metadata=self._metadata(stage),
-        )
-
-    def _metadata(self, stage: str | None) -> dict[str, Any]:
-        request = self.request
-        return {
-            "run_id": request.run_id,
-            "capture_id": request.capture_id,
-            "step": request.step,
-            "policy_version": request.policy_version,
-            "stage": stage,
-            "worker": msgspec.to_builtins(self.identity),
-        }
-
     def _result(self) -> CaptureResult:
         stages = self._stages if self._whole else self._spans.close()
         artifacts = self._ledger.artifacts()
         status, reason = worst_fate(artifacts)
-        if status == "ok" and self._truncated:
-            status, reason = "truncated", self._truncated
+        if status == "ok" and self._tools.truncated:
+            status, reason = "truncated", self._tools.truncated
         if not self.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
         elif artifacts and all(artifact.status == "skipped" for artifact in artifacts):
@@ -462,8 +317,8 @@ class Capture:
             reason=reason,
             artifacts=artifacts,
             stages=stages,
-            notes=[*self.notes, *self._spans.notes()],
-            metrics=self._metrics,
+            notes=[*self.notes, *self._tools.notes, *self._spans.notes()],
+            metrics=self._tools.metrics,
             anchors=self._anchors,
             cost=self._cost.cost(),
             tool_spans=self._cost.spans,
