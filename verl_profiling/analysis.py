@@ -313,8 +313,8 @@ class CapturedStep:
             ranks: Keep only these ranks of each role, e.g. ``0,8-15``.
             min_us: Leave out shorter events (us).
             max_bytes: Leave out the shortest events until the timeline is no larger than this.
-            jobs: Processes to use. With more than one, the caller's main module must be
-                importable (``multiprocessing`` starts processes with ``spawn``).
+            jobs: Processes to use. With more than one, the main module of a caller that has threads
+                must be importable (``multiprocessing`` starts processes with ``spawn`` then).
             on_progress: Called with each trace when it is done.
 
         Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.limits import Limits
-from verl_profiling.timeline.member import LANE_PIDS
+from verl_profiling.timeline.processes import LANE_PIDS
 from verl_profiling.timeline.reader import Trace
 
 HEAD = '{"baseTimeNanoseconds":1700000000000000000,"traceEvents":['
@@ -265,13 +266,31 @@ def test_processes_beyond_the_room_of_a_lane_share_one(tmp_path: Path) -> None:
     assert "more processes than fit a lane" in result.problems[0]
 
 
-def test_metadata_beyond_the_limit_is_left_out(tmp_path: Path) -> None:
-    """Names of threads are held in memory until a member ends."""
-    name = '{{"ph":"M","name":"thread_name","pid":1,"tid":{0},"args":{{"name":"t{0}"}}}}'
-    path = write(tmp_path, GOOD % 1, *(name.format(i) for i in range(50)))
-    result = open_step(path, Limits(names=20)).merge(tmp_path / "out.json.gz")
-    assert "30 names of processes or threads are left out" in result.problems[0]
-    assert result.limited
+NAME = '{{"ph":"M","name":"thread_name","pid":{0},"tid":{1},"args":{{"name":"t{1}"}}}}'
+
+
+def named_threads(path: Path) -> Counter[str]:
+    """Merge a trace and count the names of threads."""
+    result = open_step(path, Limits(names=20)).merge(path.with_name("out.json.gz"))
+    assert (result.problems, result.limited) == ([], False)
+    return Counter(
+        event["args"]["name"] for event in read_events(result.path) if event["name"] == "thread_name"
+    )
+
+
+def test_metadata_that_a_trace_repeats_is_written_once(tmp_path: Path) -> None:
+    """Some profilers name the thread before each event of a device."""
+    assert named_threads(write(tmp_path, GOOD % 1, *[NAME.format(1, 7)] * 5_000)) == {"t7": 1}
+
+
+@pytest.mark.parametrize("events", [[GOOD % 1], []])
+def test_all_names_of_threads_are_kept_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    """They are not held until the trace ends, also where the events of their process come last."""
+    monkeypatch.setattr("verl_profiling.timeline.processes._HELD", 10)
+    names = [NAME.format(1, tid) for tid in range(8_000)]
+    assert named_threads(write(tmp_path, *events, *names, GOOD % 5)) == {f"t{tid}": 1 for tid in range(8_000)}
 
 
 def test_a_controllers_trace_is_bounded_too(tmp_path: Path) -> None:

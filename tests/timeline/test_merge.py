@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
 from collections import Counter
+from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from step_folders import WORKERS, build_step, read_events, recordings, unix_ns
 
 from verl_profiling.controller.trace import write_controller_trace
@@ -16,8 +21,11 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, StageSpan, ToolSpan
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.member import MemberJob, write_member
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.slim import Keep
+from verl_profiling.timeline.sources import Source
 
 CLOCK_NS = 1_234_567_891
 
@@ -67,6 +75,46 @@ def test_times_differ_by_the_hosts_offset_and_by_nothing_else(tmp_path: Path) ->
         assert {name: sorted(times) for name, times in found.items()} == {
             name: sorted(times) for name, times in expected.items()
         }
+
+
+QUARTER_NS = 92 * 24 * 3600 * 10**9
+DAY_NS = 24 * 3600 * 10**9
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    begins=st.lists(st.tuples(st.integers(0, QUARTER_NS), st.integers(0, 2**40)), min_size=1, max_size=20),
+    base_ns=st.integers(0, 2**60),
+    first_ns=st.integers(-DAY_NS, DAY_NS),
+)
+def test_every_time_is_exact_whatever_the_offset(
+    tmp_path_factory: pytest.TempPathFactory, begins: list[tuple[int, int]], base_ns: int, first_ns: int
+) -> None:
+    """Times since a quarter begins become times of the timeline, to the nanosecond; flows stay apart."""
+    begins = [(begins[0][0] + (ns - begins[0][0]) % DAY_NS, number) for ns, number in begins]
+    path = tmp_path_factory.mktemp("t") / "t.json"
+    texts = (
+        f'{{"ph":"s","id":{number},"name":"n","pid":1,"tid":1,"ts":{ns // 1000}.{ns % 1000:03}}}'
+        for ns, number in begins
+    )
+    path.write_text(f'{{"baseTimeNanoseconds":{base_ns},"traceEvents":[{",".join(texts)}]}}')
+    job = MemberJob(
+        source=Source(path=path, lane="a", worker="a", role="actor"),
+        output=path.with_suffix(".gz"),
+        index=3,
+        pid=10_000,
+        lane_index=0,
+        title="a",
+        base_ns=base_ns + begins[0][0] - first_ns,
+        keep=Keep(),
+        limits=Limits(),
+    )
+    assert write_member(job).events == len(begins)
+    text = "[" + gzip.decompress(job.output.read_bytes()).decode().lstrip(",\n") + "]"
+    events = [event for event in json.loads(text, parse_float=Decimal) if event["ph"] == "s"]
+    assert [event["ts"] * 1000 for event in events] == [ns - begins[0][0] + first_ns for ns, _ in begins]
+    assert len({event["id"] for event in events}) == len({number for _, number in begins})
+    assert all(3 << 33 <= event["id"] < 4 << 33 for event in events)
 
 
 def test_lanes_are_named_and_sorted(tmp_path: Path) -> None:
@@ -258,6 +306,22 @@ def test_two_processes_write_the_same_timeline(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("verl_profiling.timeline.merge._SPAWN_BYTES", 0)
     together = merge(inputs, tmp_path / "together.json.gz", jobs=2).path
     assert together.read_bytes() == alone.read_bytes()
+
+
+@pytest.mark.parametrize(("thread", "method"), [(False, "fork"), (True, "spawn")])
+def test_a_process_with_threads_is_not_copied(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], thread: bool, method: str
+) -> None:
+    """A copy would wait for ever for a lock that a thread held."""
+    run_python(
+        f"""
+        import threading
+        from verl_profiling.timeline import merge
+        if {thread}:
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        assert merge._start_method() == {method!r}
+        """
+    )
 
 
 def test_one_gzip_member_per_trace(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import TOOL_THREAD
 from verl_profiling.timeline.event import Event
-from verl_profiling.timeline.member import STAGES_TID, TOOL_TID, name_thread
+from verl_profiling.timeline.processes import STAGES_TID, TOOL_TID, name_thread
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.sources import StepInputs
 

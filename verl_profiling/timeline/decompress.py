@@ -14,8 +14,10 @@ from verl_profiling.timeline.limits import Limits
 
 __all__ = ["BLOCK_BYTES", "Blocks", "is_gzip"]
 
-BLOCK_BYTES = 4 << 20
-_READ_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 18
+"""What is worked on at a time stays in a processor's own cache."""
+
+_READ_BYTES = 1 << 16
 _FIRST_BYTES = 1 << 16
 _GZIP_MAGIC = b"\x1f\x8b"
 

@@ -83,8 +83,11 @@ def memory_available() -> int:
 
 def _resident_bytes() -> int:
     """Return the memory of this process; 0 where the system has no /proc, so there is no limit either."""
-    pages = _text(_STATM).split()
-    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+    try:
+        with _STATM.open("rb", buffering=0) as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _counted(path: Path) -> dict[str, int]:

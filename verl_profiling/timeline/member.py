@@ -6,7 +6,6 @@ joined by copying: a gzip file is a sequence of members (RFC 1952, section 2.2).
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +13,19 @@ import msgspec
 from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.categories import is_host, is_on_device
 from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.processes import ODD_IDS, Processes
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.slim import Keep
 from verl_profiling.timeline.sources import Source
 
-__all__ = [
-    "LANE_PIDS",
-    "STAGES_TID",
-    "TOOL_TID",
-    "Member",
-    "MemberJob",
-    "compressor",
-    "name_process",
-    "write_member",
-]
+__all__ = ["Member", "MemberJob", "compressor", "write_member"]
 
-LANE_PIDS = 10_000
-"""Number of process ids reserved for a lane."""
-
-STAGES_TID = 1 << 23
-"""Thread id of the stages' lane in a worker's process; Linux assigns none above 2^22."""
-
-TOOL_TID = STAGES_TID + 2
-"""Thread id of the lane that shows when a worker's tool was started and stopped."""
-
-_PROFILER_TID = STAGES_TID + 1
-_PROFILER_LANES = {"Spans", "Traces", ""}  # processes in which kineto puts its own events
-_FIRST_DEVICE = 1
-_FIRST_OTHER = 2_000
-_LAST_OTHER = LANE_PIDS - 2  # the last id is that of the requests
-_OTHERS_PER_TRACE = 50
 _ID_STRIDE = 1 << 33
-_ODD_IDS = 1 << 32
-_NAME_LENGTH = 120  # characters of a process's name
-_PROCESS_METADATA = {"process_name", "process_labels", "process_sort_index"}
+_ONES = 1.5 * 2**52
 _ENCODER = msgspec.json.Encoder()
+_KEPT_BYTES = 16 << 20
 
 
 class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,20 +77,6 @@ def compressor() -> Any:
     return isal_zlib.compressobj(1, wbits=31)
 
 
-def name_process(pid: int, name: str) -> list[Event]:
-    """Return the metadata that names a process, in bounded length, and sorts it by its id."""
-    shown = name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
-    return [
-        Event("M", name="process_name", pid=pid, tid=0, args=msgspec.Raw(_ENCODER.encode({"name": shown}))),
-        Event("M", name="process_sort_index", pid=pid, tid=0, args=msgspec.Raw(b'{"sort_index":%d}' % pid)),
-    ]
-
-
-def name_thread(pid: int, tid: int, name: str) -> Event:
-    """Return the metadata that names a thread."""
-    return Event("M", name="thread_name", pid=pid, tid=tid, args=msgspec.Raw(_ENCODER.encode({"name": name})))
-
-
 def write_member(job: MemberJob) -> Member:
     """Write one trace as a gzip member of events, with a comma before each.
 
@@ -124,10 +84,12 @@ def write_member(job: MemberJob) -> Member:
         TraceFormatError: The trace cannot be read at all.
         OSError: The member cannot be written.
     """
+    bytes(
+        _KEPT_BYTES
+    )  # glibc keeps the memory of blocks up to the largest that was freed, and gives more back
     trace = Trace(job.source.path, job.limits)
-    pids = _Pids(job)
-    names: list[Event] = []
-    written = left_out = unnamed = 0
+    processes = Processes(job.pid, job.title, job.lane_index)
+    written = left_out = 0
     gzip = compressor()
     problems = []
     with job.output.open("wb") as file:
@@ -139,33 +101,23 @@ def write_member(job: MemberJob) -> Member:
 
         try:
             for events in trace.chunks():
-                if not pids.known:
-                    pids.find_host(events)
+                if not processes.known:
+                    processes.find_host(events)
                 base_ns = trace.base_ns - job.source.offset_ns
                 kept = job.keep.select(events, base_ns)
                 left_out += len(events) - len(kept)
-                timed = _relocate(kept, names, pids, base_ns - job.base_ns, job.index)
-                unnamed += max(len(names) - job.limits.names, 0)
-                del names[job.limits.names :]
+                timed = _relocate(kept, processes, base_ns - job.base_ns, job.index)
                 written += len(timed)
                 write(timed)
+                write(processes.overflow())
         except TraceFormatError as error:
             problems.append(error.problem)
-        pids.entitle(names)
-        lanes = [event for event in names if pids.rename(event)]
-        if pids.marked:
-            pids.titles.setdefault(job.pid, job.title)
-            lanes.append(name_thread(job.pid, _PROFILER_TID, "profiler"))
-        for pid, title in pids.titles.items():
-            lanes += name_process(pid, title)
-        write(lanes)
+        write(processes.names())
         file.write(gzip.flush())
     problems += [str(warning) for warning in trace.warnings]
-    if unnamed:
-        problems.append(f"{unnamed:,} names of processes or threads are left out (--max-names raises it)")
-    if pids.crowded:
-        problems.append(f"has more processes than fit a lane: {pids.crowded:,} events share one")
-    limited = trace.limited or bool(unnamed or pids.crowded)
+    if processes.crowded:
+        problems.append(f"has more processes than fit a lane: {processes.crowded:,} events share one")
+    limited = trace.limited or bool(processes.crowded)
     return Member(path=job.source.path, events=written, left_out=left_out, problems=problems, limited=limited)
 
 
@@ -180,112 +132,29 @@ def _utf8(text: bytes) -> bytes:
     return text
 
 
-def _relocate(events: list[Event], names: list[Event], pids: _Pids, shift_ns: int, index: int) -> list[Event]:
+def _relocate(events: list[Event], processes: Processes, shift_ns: int, index: int) -> list[Event]:
     """Translate events to the timeline's clock, processes and flow ids; separate the metadata.
 
     The whole microseconds of ``shift_ns`` are added first, which is exact in doubles because both
-    numbers are multiples of the last place of ``ts``. Then the sum is rounded to nanoseconds once.
+    numbers are multiples of the last place of ``ts``. Then the sum is rounded to nanoseconds once: at
+    ``_ONES`` doubles are whole numbers, so adding and subtracting it rounds, at a third of the time that
+    ``round`` takes, within 26 days of the timeline's begin (and to even nanoseconds beyond).
     """
-    whole_us, rest_ns = divmod(shift_ns, 1000)
+    whole_us, rest_ns = map(float, divmod(shift_ns, 1000))
+    first_id = index * _ID_STRIDE
+    known = processes.known.get
     timed = []
-    known = pids.known
     for event in events:
         if event.ph == "M":
-            names.append(event)
+            processes.note(event)
             continue
-        event.pid = known.get(event.pid) or pids.assign(event)
-        if event.ts is not None:
-            event.ts = round((event.ts + whole_us) * 1000 + rest_ns) / 1000
-        if event.id is not None:
-            event.id = index * _ID_STRIDE + pids.small_id(event.id)
+        event.pid = known(event.pid) or processes.assign(event)
+        if (ts := event.ts) is not None:
+            event.ts = ((ts + whole_us) * 1000.0 + rest_ns + _ONES - _ONES) / 1000.0
+        if (old := event.id) is not None:
+            if type(old) is int and 0 <= old < ODD_IDS:
+                event.id = first_id + old
+            else:
+                event.id = first_id + processes.odd_id(old)
         timed.append(event)
     return timed
-
-
-class _Pids:
-    """Assigns the timeline's ids to the processes of one trace.
-
-    The host process gets the id of the lane, which it shares with the lane of its stages and with
-    other traces of the same worker. The ids of devices follow it, in order of their numbers. Which
-    process is which follows from the categories of their events, and a device's name from its label.
-
-    Attributes:
-        known: New id by the trace's own id.
-        titles: Names of the processes that have events, by new id.
-        marked: Whether the trace has marks of the profiler itself.
-        crowded: Number of events whose processes share the last id, because the lane has no more.
-    """
-
-    def __init__(self, job: MemberJob) -> None:
-        self.known: dict[int | str | None, int] = {}
-        self._job = job
-        self._host: int | str | None = None
-        first = _FIRST_OTHER + _OTHERS_PER_TRACE * job.lane_index
-        self._next_other = job.pid + min(first, _LAST_OTHER - _OTHERS_PER_TRACE)
-        self.titles: dict[int, str] = {}
-        self.marked = False
-        self.crowded = 0
-        self._odd_ids: dict[int | str, int] = {}
-
-    def find_host(self, events: list[Event]) -> None:
-        """Take the process with most events of the host, among the first of a trace, for the lane's own."""
-        counts = Counter(event.pid for event in events if event.ph == "X" and is_host(event))
-        self._host = max(counts, key=counts.__getitem__, default=None)
-
-    def assign(self, event: Event) -> int:
-        """Return the new id for the process of an event, which is seen for the first time.
-
-        The profiler's own marks concern this process only, so they go to a thread of it instead of
-        spanning all processes.
-        """
-        old, title = event.pid, self._job.title
-        if old in _PROFILER_LANES:
-            event.tid, event.s = _PROFILER_TID, event.s and "t"
-            self.marked = True
-            return self._job.pid
-        is_device = old != self._host and is_on_device(event)
-        if is_device and isinstance(old, int) and 0 <= old < _FIRST_OTHER - _FIRST_DEVICE:
-            new, name = self._job.pid + _FIRST_DEVICE + old, f"{title} GPU {old}"
-        elif self._job.pid not in self.titles and self._host in (None, old):
-            new, name = self._job.pid, title
-        elif self._next_other >= self._job.pid + _LAST_OTHER:
-            self.crowded += 1
-            new = self._job.pid + _LAST_OTHER
-            self.titles[new] = f"{title} more processes"
-            return new
-        else:
-            new, self._next_other = self._next_other, self._next_other + 1
-            name = f"{title} {old}"
-        self.known[old] = new
-        self.titles[new] = name
-        return new
-
-    def entitle(self, names: list[Event]) -> None:
-        """Name devices by their labels, and processes that are neither host nor device as the trace does."""
-        words: dict[int, dict[str, str]] = {}
-        for event in names:
-            key = {"process_name": "name", "process_labels": "labels"}.get(event.name)
-            new = self.known.get(event.pid, 0)
-            is_other = new >= self._job.pid + _FIRST_OTHER
-            if key and new > self._job.pid and (is_other or key == "labels"):
-                said = words.setdefault(new, {})
-                if key not in said:
-                    said[key] = event.said(key)
-        for new, said in words.items():
-            named = " ".join(dict.fromkeys(filter(None, said.values())))
-            if named:
-                self.titles[new] = f"{self._job.title} {named}"
-
-    def small_id(self, old: int | str) -> int:
-        """Return a flow id below the stride; larger ids and other types are numbered."""
-        if isinstance(old, int) and 0 <= old < _ODD_IDS:
-            return old
-        return _ODD_IDS + self._odd_ids.setdefault(old, len(self._odd_ids))
-
-    def rename(self, event: Event) -> bool:
-        """Give a metadata event its new process id; return whether it is still needed."""
-        if event.name in _PROCESS_METADATA or event.pid not in self.known:
-            return False
-        event.pid = self.known[event.pid]
-        event.ts = None
-        return True

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -19,15 +20,8 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import SCHEMA_VERSION
 from verl_profiling.timeline.controller import CONTROLLER, controller_events
 from verl_profiling.timeline.event import Event
-from verl_profiling.timeline.member import (
-    LANE_PIDS,
-    STAGES_TID,
-    Member,
-    MemberJob,
-    compressor,
-    name_process,
-    write_member,
-)
+from verl_profiling.timeline.member import Member, MemberJob, compressor, write_member
+from verl_profiling.timeline.processes import LANE_PIDS, STAGES_TID, name_process
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.requests import request_events
 from verl_profiling.timeline.slim import Keep, min_us_for_share
@@ -39,6 +33,7 @@ __all__ = ["MergeResult", "merge"]
 _SLACK_NS = 3_600_000_000_000  # the clock starts an hour before the step, so that no ts is negative
 _LONGEST_US = 1e6  # longer events are never dropped to reduce the size
 _HEAD_BYTES = 1 << 14
+_THREADS = Path("/proc/self/task")  # those of libraries, too
 _SPAWN_BYTES = 8 << 20  # for fewer bytes, starting processes takes longer than it saves
 
 
@@ -80,8 +75,8 @@ def merge(
         output: File to write; by default ``timeline.json.gz`` in the step's folder.
         keep: What is kept; everything by default.
         max_bytes: Drop the shortest events until the timeline is no larger than this.
-        jobs: Processes to use. With more than one, the caller's main module must be
-            importable (``multiprocessing`` starts processes with ``spawn``).
+        jobs: Processes to use. With more than one, the main module of a caller that has threads must be
+            importable (``multiprocessing`` starts processes with ``spawn`` then).
         on_progress: Called with each trace when it is done.
 
     Raises:
@@ -210,8 +205,19 @@ def _run(plan: list[MemberJob], jobs: int) -> Iterator[tuple[MemberJob, Member]]
     if min(jobs, len(plan)) < 2 or sum(job.source.path.stat().st_size for job in plan) < _SPAWN_BYTES:
         yield from ((job, write_member(job)) for job in plan)
         return
-    with ProcessPoolExecutor(min(jobs, len(plan)), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(jobs, len(plan)), mp_context=get_context(_start_method())) as pool:
         yield from zip(plan, pool.map(write_member, plan), strict=True)
+
+
+def _start_method() -> Literal["fork", "spawn"]:
+    """Return how a process is started: as a copy of this one, unless this one has threads.
+
+    A copy is there at once, where a new process has to import. But it has the locks of threads and not them.
+    """
+    try:
+        return "fork" if len(list(_THREADS.iterdir())) == 1 else "spawn"
+    except OSError:  # a system without /proc
+        return "spawn"
 
 
 class _WorkerPids(dict[str, int]):

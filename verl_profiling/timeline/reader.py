@@ -274,7 +274,7 @@ class Trace:
 
 def _last_boundary(buffer: bytes) -> int:
     """Return the end of the last event that is certainly whole, or 0."""
-    for window in (1 << 16, len(buffer)):
+    for window in (1 << 12, 1 << 16, len(buffer)):
         start = max(0, len(buffer) - window)
         ends = [match.start() + 1 for match in _BOUNDARY.finditer(buffer, start)]
         if ends:

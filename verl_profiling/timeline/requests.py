@@ -12,7 +12,7 @@ import msgspec
 
 from verl_profiling.manifest import Manifest, Request
 from verl_profiling.timeline.event import Event
-from verl_profiling.timeline.member import LANE_PIDS, name_process, name_thread
+from verl_profiling.timeline.processes import LANE_PIDS, name_process, name_thread
 
 __all__ = ["request_events"]
 

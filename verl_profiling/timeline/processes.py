@@ -1,0 +1,179 @@
+"""Assigns the processes of one trace to its lane of the timeline, and names them and their threads."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from verl_profiling.timeline.categories import is_host, is_on_device
+from verl_profiling.timeline.event import Event
+
+__all__ = ["LANE_PIDS", "ODD_IDS", "STAGES_TID", "TOOL_TID", "Processes", "name_process", "name_thread"]
+
+LANE_PIDS = 10_000
+"""Number of process ids reserved for a lane."""
+
+STAGES_TID = 1 << 23
+"""Thread id of the stages' lane in a worker's process; Linux assigns none above 2^22."""
+
+TOOL_TID = STAGES_TID + 2
+"""Thread id of the lane that shows when a worker's tool was started and stopped."""
+
+ODD_IDS = 1 << 32
+"""Flow ids of a trace from here on, and those that are no numbers, are numbered anew."""
+
+_PROFILER_TID = STAGES_TID + 1
+_PROFILER_LANES = {"Spans", "Traces", ""}  # processes in which kineto puts its own events
+_FIRST_DEVICE = 1
+_FIRST_OTHER = 2_000
+_LAST_OTHER = LANE_PIDS - 2  # the last id is that of the requests
+_OTHERS_PER_TRACE = 50
+_NAME_LENGTH = 120  # characters of a process's name
+_HELD = 50_000  # different names that are in memory at once
+_WORDS = {"process_name": "name", "process_labels": "labels"}
+_PROCESS_METADATA = {*_WORDS, "process_sort_index"}
+_ENCODER = msgspec.json.Encoder()
+
+
+def name_process(pid: int, name: str) -> list[Event]:
+    """Return the metadata that names a process, in bounded length, and sorts it by its id."""
+    shown = name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
+    return [
+        Event("M", name="process_name", pid=pid, tid=0, args=msgspec.Raw(_ENCODER.encode({"name": shown}))),
+        Event("M", name="process_sort_index", pid=pid, tid=0, args=msgspec.Raw(b'{"sort_index":%d}' % pid)),
+    ]
+
+
+def name_thread(pid: int, tid: int, name: str) -> Event:
+    """Return the metadata that names a thread."""
+    return Event("M", name="thread_name", pid=pid, tid=tid, args=msgspec.Raw(_ENCODER.encode({"name": name})))
+
+
+class Processes:
+    """Assigns the timeline's ids to the processes of one trace.
+
+    The host process gets the id of the lane, which it shares with the lane of its stages and with
+    other traces of the same worker. The ids of devices follow it, in order of their numbers. Which
+    process is which follows from the categories of their events, and a device's name from its label.
+
+    Metadata is kept once, however often a trace repeats it, and no more than so much of it at a time.
+
+    Attributes:
+        known: New id by the trace's own id.
+        crowded: Number of events whose processes share the last id, because the lane has no more.
+    """
+
+    def __init__(self, pid: int, title: str, lane_index: int) -> None:
+        """Begin with no process.
+
+        Args:
+            pid: First process id of the lane.
+            title: Name of the lane, to be shown.
+            lane_index: Place of the trace among those of the same lane.
+        """
+        self.known: dict[int | str | None, int] = {}
+        self.crowded = 0
+        self._pid = pid
+        self._title = title
+        self._host: int | str | None = None
+        first = _FIRST_OTHER + _OTHERS_PER_TRACE * lane_index
+        self._next_other = pid + min(first, _LAST_OTHER - _OTHERS_PER_TRACE)
+        self._titles: dict[int, str] = {}
+        self._said: dict[int, dict[str, str]] = {}
+        self._marked = False
+        self._odd_ids: dict[int | str, int] = {}
+        self._metadata: dict[tuple[str, int | str | None, int | str | None, bytes], Event] = {}
+
+    def find_host(self, events: list[Event]) -> None:
+        """Take the process with most events of the host, among the first of a trace, for the lane's own."""
+        counts = Counter(event.pid for event in events if event.ph == "X" and is_host(event))
+        self._host = max(counts, key=counts.__getitem__, default=None)
+
+    def assign(self, event: Event) -> int:
+        """Return the new id for the process of an event, which is seen for the first time.
+
+        The profiler's own marks concern this process only, so they go to a thread of it instead of
+        spanning all processes.
+        """
+        old, title = event.pid, self._title
+        if old in _PROFILER_LANES:
+            event.tid, event.s = _PROFILER_TID, event.s and "t"
+            self._marked = True
+            return self._pid
+        is_device = old != self._host and is_on_device(event)
+        if is_device and isinstance(old, int) and 0 <= old < _FIRST_OTHER - _FIRST_DEVICE:
+            new, name = self._pid + _FIRST_DEVICE + old, f"{title} GPU {old}"
+        elif self._pid not in self._titles and self._host in (None, old):
+            new, name = self._pid, title
+        elif self._next_other >= self._pid + _LAST_OTHER:
+            self.crowded += 1
+            new = self._pid + _LAST_OTHER
+            self._titles[new] = f"{title} more processes"
+            return new
+        else:
+            new, self._next_other = self._next_other, self._next_other + 1
+            name = f"{title} {old}"
+        self.known[old] = new
+        self._titles[new] = name
+        return new
+
+    def odd_id(self, old: int | str) -> int:
+        """Return a flow id from ``ODD_IDS`` on for one that is not below it."""
+        return ODD_IDS + self._odd_ids.setdefault(old, len(self._odd_ids))
+
+    def note(self, event: Event) -> None:
+        """Take an event of metadata."""
+        arguments = bytes(event.args)  # a copy: a view would keep the whole block in memory
+        key = (event.name, event.pid, event.tid, arguments)
+        if key not in self._metadata:
+            event.ts, event.args = None, msgspec.Raw(arguments)
+            self._metadata[key] = event
+
+    def overflow(self) -> list[Event]:
+        """Return the names of threads, renamed, if so many are held that they have to be written now.
+
+        Processes that have had no event yet are assigned then, although it is not known what they are.
+        """
+        if len(self._metadata) < _HELD:
+            return []
+        for event in self._metadata.values():
+            if event.pid not in self.known:
+                self.assign(event)
+        return self._threads()
+
+    def names(self) -> list[Event]:
+        """Return the names of all processes that have events, and those of threads that are still held."""
+        events = self._threads()
+        if self._marked:
+            self._titles.setdefault(self._pid, self._title)
+            events.append(name_thread(self._pid, _PROFILER_TID, "profiler"))
+        for new, said in self._said.items():
+            if named := " ".join(dict.fromkeys(filter(None, said.values()))):
+                self._titles[new] = f"{self._title} {named}"
+        for pid, title in self._titles.items():
+            events += name_process(pid, title)
+        return events
+
+    def _threads(self) -> list[Event]:
+        """Return what is held of threads, with the new ids of their processes, and hold nothing any more."""
+        threads = []
+        for event in self._metadata.values():
+            if (new := self.known.get(event.pid)) is None:
+                continue
+            if event.name in _PROCESS_METADATA:
+                self._listen(new, event)
+            else:
+                event.pid = new
+                threads.append(event)
+        self._metadata.clear()
+        return threads
+
+    def _listen(self, new: int, event: Event) -> None:
+        """Keep what names a device (its label) or a process that is neither host nor device."""
+        word = _WORDS.get(event.name)
+        is_other = new >= self._pid + _FIRST_OTHER
+        if word and new > self._pid and (is_other or word == "labels"):
+            said = self._said.setdefault(new, {})
+            if word not in said:
+                said[word] = event.said(word)[:_NAME_LENGTH]
