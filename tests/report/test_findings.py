@@ -79,6 +79,31 @@ def test_a_stage_in_which_nothing_works_is_named(tmp_path: Path) -> None:
     assert "idle_stage" not in rules(report_of(tmp_path, stages, workers))
 
 
+def test_a_stage_that_is_dispatched_slowly_is_told_from_one_that_is_scored(tmp_path: Path) -> None:
+    """Where workers take part, the time in which none works is that of calling them."""
+    worker = Worker("actor", stages=[("update_actor", 4, 10)], kernels=[("gemm", 4, 10)])
+    finding = said(report_of(tmp_path, WHOLE, [worker]), "idle_stage")
+    assert "for 4.00 s (40% of the step): the loop called its workers" in finding.text
+    assert "pass less" in finding.advice
+
+
+def test_a_replica_that_is_slow_outside_of_the_rollout_is_a_straggler(tmp_path: Path) -> None:
+    """Its lanes are those of its ranks; in the rollout the tail says who was late."""
+    engines = [
+        Worker(
+            "rollout",
+            replica=replica,
+            stages=[("rollout", 0.0, end), ("load", 5.0, 5 + end)],
+            kernels=[("attention", 0, end)],
+            iterations=[("execute_context_0(0)_generation_2(2)", 0, end)],
+        )
+        for replica, end in ((0, 1.0), (1, 4.0))
+    ]
+    finding = said(report_of(tmp_path, [("rollout", 0, 4), ("load", 5, 9)], engines), "straggler")
+    assert finding.lanes == ["rollout1_rank0"]
+    assert finding.text.startswith("rollout1 is slow in load: ")
+
+
 def test_the_late_replica_is_named(tmp_path: Path) -> None:
     """The lanes that a tail is about are those of the replica that is waited for."""
     ends = {0: 1.0, 1: 1.2, 2: 4.0}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from verl_profiling.report.intervals import (
     EMPTY,
+    covered_before,
     crowded,
     divided,
     intersection,
@@ -56,6 +57,13 @@ def test_within_clips(pairs: list[tuple[int, int]], begin: int, end: int) -> Non
     assert covered(within(spans_of(pairs), begin, max(begin, end))) == instants(pairs) & set(
         range(begin, max(begin, end))
     )
+
+
+@given(PAIRS, st.integers(-5, 50))
+def test_time_before_an_instant_is_counted(pairs: list[tuple[int, int]], instant: int) -> None:
+    """As the instants of the set that are earlier."""
+    (found,) = covered_before(spans_of(pairs), np.array([instant])).tolist()
+    assert found == len({one for one in instants(pairs) if one < instant})
 
 
 @given(st.lists(PAIRS, max_size=5))

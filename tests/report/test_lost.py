@@ -172,8 +172,9 @@ def test_a_rank_that_works_beside_the_rollout_does_not_wait_for_it(tmp_path: Pat
 
 
 def test_a_host_in_a_blocking_call_does_not_fail_to_launch(tmp_path: Path) -> None:
-    """Copying from pageable memory, allocating and waiting are one cause, launching too late another."""
+    """A copy that takes long and waiting are one cause, launching (a copy, too) is another."""
     calls = [("cudaMemcpyAsync", 0, 1), ("cudaLaunchKernel", 1, 2), ("cudaStreamSynchronize", 4, 5)]
+    calls += [("cudaMemcpyAsync", 6, 6.00001), ("cudaMallocAsync", 7, 8)]
     worker = Worker("actor", stages=[("update_actor", 0, 10)], kernels=[("gemm", 2, 4)], calls=calls)
     report = report_of(tmp_path, [("update_actor", 0, 10)], [worker])
     assert seconds(report, "actor_rank0") == {"host_blocked": 2.0, "host_bound": 6.0}

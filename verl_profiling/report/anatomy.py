@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import numpy as np
+
 from verl_profiling.manifest import StageSpan
 from verl_profiling.report.intervals import (
     EMPTY,
     Spans,
+    covered_before,
     crowded,
     divided,
     intersection,
@@ -40,12 +45,10 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
     for span in step.stages:
         runs.setdefault(span.depth, {}).setdefault(span.name, []).append(span)
     capture = within(capture_time(step), step.begin_ns, step.end_ns)
+    idle = _without(capture, nobody)
     rows: dict[tuple[str, int], StageRow] = {}
-    outermost = EMPTY
     for depth, stages in runs.items():
-        times = [_time_of(spans, capture, step) for spans in stages.values()]
-        if depth == 0:
-            outermost = union(*times)
+        times = [_without(capture, _time_of(spans, step)) for spans in stages.values()]
         beside = crowded(times)
         for (name, spans), time, part_ns in zip(stages.items(), times, divided(times), strict=True):
             rows[name, depth] = StageRow(
@@ -55,19 +58,28 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
                 duration_us=length(time) / 1000,
                 share=part_ns / max(step.span_ns, 1),
                 depth=depth,
-                side_by_side_us=length(intersection(time, beside)) / 1000,
-                idle_us=length(intersection(time, nobody)) / 1000,
+                side_by_side_us=_common_ns(time, beside) / 1000,
+                idle_us=_common_ns(time, idle) / 1000,
             )
     if not rows:
         return []
+    outermost = _time_of((span for span in step.stages if span.depth == 0), step)
     rest = subtract(spans_of([(step.begin_ns, step.end_ns)]), union(outermost, capture))
     calls = [_rest_row(CAPTURE_CALLS, capture, step)] if len(capture) else []
     return [*(rows[place] for place in order), *calls, _rest_row(OUTSIDE_STAGES, rest, step)]
 
 
-def _time_of(runs: list[StageSpan], capture: Spans, step: Step) -> Spans:
-    time = within(spans_of((run.begin_ns, run.end_ns) for run in runs), step.begin_ns, step.end_ns)
-    return subtract(time, capture)
+def _time_of(runs: Iterable[StageSpan], step: Step) -> Spans:
+    return within(spans_of((run.begin_ns, run.end_ns) for run in runs), step.begin_ns, step.end_ns)
+
+
+def _without(capture: Spans, time: Spans) -> Spans:
+    """Return a set of time on an axis that the capture is cut out of."""
+    return union(time - covered_before(capture, time))
+
+
+def _common_ns(time: Spans, other: Spans) -> int:
+    return int(np.diff(covered_before(other, time), axis=1).sum())
 
 
 def _rest_row(name: str, spans: Spans, step: Step) -> StageRow:
@@ -88,20 +100,21 @@ def capture_time(step: Step) -> Spans:
     stage holds up nobody. A worker's stage that the controller has no stage of the same name for counts
     where the controller is in one stage only.
     """
-    stages, whole = step.stages, step.during()
+    stages: dict[str, list[tuple[int, int]]] = {}
     outermost: dict[str, list[tuple[int, int]]] = {}
-    for span in stages:
-        if span.depth == 0:
-            outermost.setdefault(span.name, []).append((span.begin_ns, span.end_ns))
-    alone = subtract(whole, crowded([spans_of(runs) for runs in outermost.values()]))
-    by_stage: dict[str, list[tuple[int, int]]] = {}
+    for span in step.stages:
+        for kind in (stages, outermost) if span.depth == 0 else (stages,):
+            kind.setdefault(span.name, []).append((span.begin_ns, span.end_ns))
+    tools: dict[str, list[tuple[int, int]]] = {}  # by stage; "" for stages of no name that the loop knows
     for worker in step.workers:
         for tool_span in step.tool_spans_of(worker):
             if tool_span.stage is not None:
-                by_stage.setdefault(tool_span.stage, []).append((tool_span.begin_ns, tool_span.end_ns))
-    names = {span.name for span in stages}
-    inside = (
-        intersection(spans_of(spans), step.during(name) if name in names else alone)
-        for name, spans in by_stage.items()
-    )
-    return union(subtract(step.calls, whole), *inside)
+                stage = tool_span.stage if tool_span.stage in stages else ""
+                tools.setdefault(stage, []).append((tool_span.begin_ns, tool_span.end_ns))
+    whole = step.during()
+    elsewhere = spans_of(tools.pop("", []))
+    if len(elsewhere):
+        alone = subtract(whole, crowded([spans_of(runs) for runs in outermost.values()]))
+        elsewhere = intersection(elsewhere, alone)
+    inside = (intersection(spans_of(spans), spans_of(stages[name])) for name, spans in tools.items())
+    return union(subtract(step.calls, whole), elsewhere, *inside)

@@ -15,6 +15,7 @@ from statistics import median_low
 import msgspec
 
 from verl_profiling.report.anatomy import CAPTURE_CALLS
+from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.rows import StragglerRow, WorkerRow
 from verl_profiling.units import duration
@@ -87,6 +88,8 @@ def _stragglers(report: Report) -> Iterator[Finding]:
     """Yield one finding for each worker that is the slowest of its role, with the stage where it is worst."""
     worst: dict[str, StragglerRow] = {}
     for row in report.stragglers:
+        if row.stage == ROLLOUT and report.tail:
+            continue  # the tail says who was late there
         if row.behind_us > worst.get(row.slowest, row).behind_us or row.slowest not in worst:
             worst[row.slowest] = row
     for row in worst.values():
@@ -100,18 +103,29 @@ def _stragglers(report: Report) -> Iterator[Finding]:
                 advice="balance the micro-batches by tokens, and compare its host with those of the others ("
                 + ("clocks of its device, other processes)" if _on_devices(report) else "other processes)"),
                 seconds=row.behind_us / 1e6,
-                lanes=[row.slowest],
+                lanes=_lanes_of(row.slowest, report),
             )
+
+
+def _lanes_of(worker: str, report: Report) -> list[str]:
+    """Return the lanes of a worker: a replica has one for each rank, a process one for each device."""
+    several = (f"{worker}_rank", f"{worker} ")
+    lanes = [row.name for row in report.workers if row.name == worker or row.name.startswith(several)]
+    return lanes or [worker]
 
 
 def _idle_stages(report: Report) -> Iterator[Finding]:
     for stage in report.stages:
         if stage.idle_us >= THRESHOLDS["idle_stage"] * max(report.span_us, 1.0):
+            dispatched = any(s.name == stage.name and s.lane != "controller" for s in report.gantt)
             yield Finding(
                 rule="idle_stage",
                 text=f"In {stage.name} no lane that was recorded did anything for {_time(stage.idle_us)} "
-                f"({stage.idle_us / report.span_us:.0%} of the step).",
-                advice="run it beside the rollout or the training, or spread it over more processes",
+                f"({stage.idle_us / report.span_us:.0%} of the step)"
+                + (": the loop called its workers, or took their results." if dispatched else "."),
+                advice="pass less to its workers and back, or by a faster way"
+                if dispatched
+                else "run it beside the rollout or the training, or spread it over more processes",
                 seconds=stage.idle_us / 1e6 * len(report.workers),
                 lanes=[row.name for row in report.workers],
             )

@@ -1,25 +1,33 @@
 """Calls of a device's runtime that say why the device has nothing to do.
 
-Names: CUDA runtime and driver API ("Graph Management", "Memory Management", "API synchronization behavior"),
-the HIP runtime API that mirrors them, and AscendCL (``aclrtMemcpy``, ``aclrtSynchronizeStream``).
-A copy from pageable memory blocks its caller although its name ends in ``Async``.
+Names: CUDA's runtime and driver API, HIP's, which mirror them, and AscendCL's (``aclrtMemcpy``,
+``aclrtSynchronizeStream``). An asynchronous copy returns once it is launched, but from pageable memory it
+blocks ("API synchronization behavior" in the CUDA Runtime API), so it counts where it takes long.
 """
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["blocks", "launches_graph"]
+__all__ = ["blocks_from_ns", "launches_graph"]
 
+LONG_COPY_NS = 100_000
+"""Launching a copy takes some ten microseconds."""
+
+_LIBRARY = r"(?:AscendCL@)?(?:cuda|cu|hip|aclrt)"
 _BLOCKING = re.compile(
-    r"(?:cuda|cu|hip|aclrt)(?:Memcpy|Memset|Malloc|Free|Synchronize|(?:Device|Ctx|Stream|Event)Synchronize)"
+    _LIBRARY + r"(?:Memcpy|Malloc|Free|MemAlloc|MemFree|HostAlloc|HostRegister|\w*Synchronize)"
 )
 _GRAPH_LAUNCH = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 
 
-def blocks(name: str) -> bool:
-    """Return whether a call may return only when the device is done, or when memory is copied or found."""
-    return _BLOCKING.match(name) is not None
+def blocks_from_ns(name: str) -> int | None:
+    """Return from which duration a call that copies, allocates or waits blocks; ``None`` for others."""
+    if not _BLOCKING.match(name):
+        return None
+    if "Async" not in name:
+        return 0
+    return LONG_COPY_NS if "Memcpy" in name else None
 
 
 def launches_graph(name: str) -> bool:

@@ -12,6 +12,7 @@ __all__ = [
     "EMPTY",
     "Cover",
     "Spans",
+    "covered_before",
     "crowded",
     "divided",
     "intersection",
@@ -114,6 +115,17 @@ def divided(sets: Sequence[Spans]) -> list[float]:
     edges, count, places = _counted(sets)
     before = np.concatenate(([0.0], np.cumsum(np.diff(edges) / np.maximum(count, 1))))
     return [float((before[place[:, 1]] - before[place[:, 0]]).sum()) for place in places]
+
+
+def covered_before(spans: Spans, instants: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how much of the time before each instant is in ``spans``."""
+    if not len(spans):
+        return np.zeros_like(instants)
+    total = np.concatenate(([0], np.cumsum(spans[:, 1] - spans[:, 0])))
+    begun = np.searchsorted(spans[:, 0], instants, side="right")
+    ahead = np.maximum(spans[np.maximum(begun - 1, 0), 1] - instants, 0)
+    found: NDArray[np.int64] = total[begun] - np.where(begun > 0, ahead, 0)
+    return found
 
 
 def _counted(sets: Sequence[Spans]) -> tuple[NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int64]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 from verl_profiling.manifest import CaptureResult, Manifest, StageSpan, ToolSpan
 from verl_profiling.report.activity import Activity
@@ -118,7 +119,7 @@ class Step:
         """Duration of the step."""
         return self.end_ns - self.begin_ns
 
-    @property
+    @cached_property
     def stages(self) -> list[StageSpan]:
         """The controller's stages, in order of begin."""
         return sorted(self.manifest.stages if self.manifest else [], key=lambda span: span.begin_ns)

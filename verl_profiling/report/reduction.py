@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.report.engine import Iteration, parse_iteration
-from verl_profiling.report.host_calls import blocks, launches_graph
+from verl_profiling.report.host_calls import blocks_from_ns, launches_graph
 from verl_profiling.report.intervals import Cover, Spans
 from verl_profiling.report.kinds import (
     COMMUNICATION,
@@ -33,6 +33,7 @@ __all__ = ["Part", "Reduction"]
 _ITERATIONS = ("execute_", "step[")
 _OTHERS = "(other names)"
 _MOST_DEVICES = 64
+_NEVER = 1 << 62
 _MOST_CATEGORIES = 12  # of an unknown kind, that are named
 _LONGEST = 60  # characters of their names
 
@@ -103,7 +104,7 @@ class Reduction:
         self._numbers: dict[tuple[str, str], int] = {}  # by category and name
         self._others: dict[int, int] = {}  # by kind, for names beyond the limit
         self._kind_of: list[int] = []  # by number
-        self._blocking: list[bool] = []  # by number
+        self._blocks_from: list[int] = []  # ns, by number
         self._threads: dict[tuple[object, object], int] = {}
         self._device_of = array("i")  # by number of the thread
         self._devices: list[object] = []  # by number
@@ -172,7 +173,8 @@ class Reduction:
             self._others[kind] = len(self._kind_of)
             name = _OTHERS
         self._kind_of.append(kind)
-        self._blocking.append(kind == HOST and blocks(name))
+        blocks_from = blocks_from_ns(name) if kind == HOST else None
+        self._blocks_from.append(_NEVER if blocks_from is None else blocks_from)
         self.graphs = self.graphs or (kind == HOST and launches_graph(name))
         return self.host.ops.number(name)
 
@@ -203,7 +205,8 @@ class Reduction:
             add_by_device(self.unknown, unknown)
         if len(rest := np.flatnonzero(kinds > UNKNOWN)):
             self.host.add(spans[rest], kinds[rest], numbers[rest])
-            self.blocked.add(spans[np.array(self._blocking)[numbers]])
+            took = spans[rest, 1] - spans[rest, 0]
+            self.blocked.add(spans[rest][took >= np.array(self._blocks_from)[numbers[rest]]])
             if not self.devices:
                 threads = self._thread_numbers(threads_of(rest.tolist()), device)
                 self.host.ops.add(spans[rest], numbers[rest], threads)
