@@ -251,7 +251,7 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
             opening(tmp_path / "gone")
     with pytest.raises(TraceFormatError, match="no step folders"):
         open_run(tmp_path).steps()
-    with pytest.raises(TraceFormatError, match="holds nothing to check"):
+    with pytest.raises(TraceFormatError, match="no trace files"):
         open_run(tmp_path).check()
 
 

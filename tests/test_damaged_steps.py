@@ -86,7 +86,7 @@ def test_a_comparison_says_what_it_left_out(damaged: Path, capsys: pytest.Captur
     """``diff`` of two runs uses the steps that are whole."""
     assert main(["diff", str(damaged), str(damaged / "step_000001")]) == 1
     printed = capsys.readouterr()
-    assert "2 step(s) before, 1 after" in printed.out
+    assert "2 step(s) before and 1 after" in printed.out
     assert "step_000002" in printed.err
     with pytest.warns(UserWarning, match="step_000002"):
         assert len(load_reports(damaged)) == 2

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -24,7 +24,7 @@ from verl_profiling.report.check import CheckResult, check
 from verl_profiling.report.communication import communicates
 from verl_profiling.run_files import read_starts
 from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
-from verl_profiling.timeline.inputs import steps_in, the_run
+from verl_profiling.timeline.inputs import steps_of, the_run
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.slim import Keep, select_ranks, stage_windows
@@ -45,6 +45,7 @@ __all__ = [
     "only_step",
     "open_run",
     "open_step",
+    "open_steps",
     "saved_report",
 ]
 
@@ -93,9 +94,10 @@ def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> Ca
         ConfigError: There are several.
     """
     if len(steps) > 1:
-        raise ConfigError(
-            "path", f"{os.fspath(path)} holds {len(steps)} steps; name one, e.g. {steps[-1].directory}"
-        )
+        last = steps[-1].inputs
+        named = last.directory if last.manifest else " ".join(str(source.path) for source in last.sources[:3])
+        more = f" (and {len(last.sources) - 3} more)" if not last.manifest and len(last.sources) > 3 else ""
+        raise ConfigError("path", f"{os.fspath(path)} holds {len(steps)} steps; name one, e.g. {named}{more}")
     return steps[0]
 
 
@@ -113,10 +115,46 @@ def open_run(
         TraceFormatError: There is no such file or folder, or it holds several runs.
         ConfigError: One of the expressions is none.
     """
-    directory = Path(path)
-    if not directory.exists():
-        raise TraceFormatError(directory, "no such file or folder")
-    return CapturedRun(the_run(directory), limits or Limits(), tuple(communication))
+    return CapturedRun(_existing(path), limits or Limits(), tuple(communication))
+
+
+def open_steps(
+    paths: Sequence[str | os.PathLike[str]],
+    limits: Limits | None = None,
+    communication: Sequence[str] = (),
+) -> tuple[list[CapturedStep], list[str]]:
+    """Open the steps under several paths; plain traces of all of them together are one capture.
+
+    Args:
+        paths: Anything that :func:`open_run` takes.
+        limits: How much of each trace is read.
+        communication: Regular expressions of kernels that communicate, besides those that are known.
+
+    Returns:
+        The steps that can be read, and what keeps steps from being whole, as sentences.
+
+    Raises:
+        TraceFormatError: There is nothing to analyse, or a path holds several runs.
+        ConfigError: One of the expressions is none.
+    """
+    patterns = tuple(communication)
+    communicates(patterns)
+    return _opened([_existing(path) for path in paths], limits or Limits(), patterns)
+
+
+def _opened(
+    paths: Sequence[Path], limits: Limits, communication: tuple[str, ...]
+) -> tuple[list[CapturedStep], list[str]]:
+    found = steps_of(paths)
+    for step in found.steps:
+        step.limits, step.communication = limits, communication
+    return [CapturedStep(inputs) for inputs in found.steps], found.problems()
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
+    if not Path(path).exists():
+        raise TraceFormatError(path, "no such file or folder")
+    return the_run(Path(path))
 
 
 def load_reports(path: str | os.PathLike[str]) -> list[Report]:
@@ -181,11 +219,7 @@ class CapturedRun:
         Raises:
             TraceFormatError: There is nothing to analyse, or no manifest can be read.
         """
-        found = steps_in(self.directory)
-        for step in found.steps:
-            step.limits, step.communication = self.limits, self.communication
-        alone = len(found.steps) == 1
-        return [CapturedStep(inputs, alone=alone) for inputs in found.steps], found.problems()
+        return _opened([self.directory], self.limits, self.communication)
 
     def starts(self) -> list[RunInfo]:
         """Return, for each start of the run, what is the same for all of its steps (settings, versions).
@@ -213,9 +247,8 @@ class CapturedStep:
         inputs: What was found of it: the manifest, and a source for each trace.
     """
 
-    def __init__(self, inputs: StepInputs, *, alone: bool = True) -> None:
+    def __init__(self, inputs: StepInputs) -> None:
         self.inputs = inputs
-        self._alone = alone
         self._report: Report | None = None
 
     def __repr__(self) -> str:
@@ -308,7 +341,8 @@ class CapturedStep:
         """Write the step's timeline.
 
         Args:
-            output: File to write; by default ``timeline.json.gz`` in the step's folder.
+            output: File to write; by default ``timeline.json.gz`` in the step's folder, or
+                ``timeline.ranks_0.json.gz`` and so on for a part of it.
             stages: Keep only what happened during these stages.
             ranks: Keep only these ranks of each role, e.g. ``0,8-15``.
             min_us: Leave out shorter events (us).
@@ -318,15 +352,21 @@ class CapturedStep:
             on_progress: Called with each trace when it is done.
 
         Raises:
-            ConfigError: A stage or rank is none of this step's.
+            ConfigError: A stage or rank is none of this step's, or ``output`` is one of its traces.
             TraceFormatError: There is no trace in the step that can be read.
             OSError: The timeline cannot be written.
         """
         inputs = self.inputs if ranks is None else select_ranks(self.inputs, ranks)
         windows = stage_windows(inputs, stages) if stages else ()
+        selection = {
+            "ranks": ranks or "",
+            "stages": ",".join(stages),
+            "min_us": f"{min_us:g}" if min_us else "",
+            "max_bytes": max_bytes or "",
+        }
         return merge(
             inputs,
-            self._output(output, TIMELINE_NAME),
+            self._output(output, TIMELINE_NAME, _label(selection)),
             keep=Keep(min_us=min_us, windows_ns=windows),
             max_bytes=max_bytes,
             jobs=jobs,
@@ -351,12 +391,13 @@ class CapturedStep:
             The file, and what could not be put into it, as sentences.
 
         Raises:
-            ConfigError: A rank is none of this step's.
+            ConfigError: A rank is none of this step's, or ``output`` is one of its traces.
             TraceFormatError: There is no trace in the step that can be read.
             OSError: The archive cannot be written.
         """
         inputs = self.inputs if ranks is None else select_ranks(self.inputs, ranks)
-        return write_archive(inputs, self._output(output, ARCHIVE_NAME), on_progress=on_progress)
+        path = self._output(output, ARCHIVE_NAME, _label({"ranks": ranks or ""}))
+        return write_archive(inputs, path, on_progress=on_progress)
 
     def split(
         self,
@@ -385,10 +426,36 @@ class CapturedStep:
         """
         return check(self.directory, self.inputs.limits)
 
-    def _output(self, output: str | os.PathLike[str] | None, name: str) -> Path:
-        """Return where a timeline goes; plain traces of several steps share one folder."""
-        if output is not None:
-            return Path(output)
-        if not self._alone and self.manifest is None and self.step is not None:
-            name = name.replace("timeline", f"timeline.step_{self.step:06d}")
-        return self.directory / name
+    def output(self, name: str) -> Path:
+        """Return where a result goes by default: beside the traces, under a name that is the step's own.
+
+        Args:
+            name: Its usual name, e.g. ``report.json``.
+        """
+        return self.inputs.output(name)
+
+    def _output(self, output: str | os.PathLike[str] | None, name: str, selection: str = "") -> Path:
+        """Return where a result goes.
+
+        Raises:
+            ConfigError: It would replace one of the step's traces.
+        """
+        if output is None:
+            return self.inputs.output(name, selection)
+        self.refuse_as_output(output)
+        return Path(output)
+
+    def refuse_as_output(self, path: str | os.PathLike[str]) -> None:
+        """Refuse to write a result over one of the step's traces.
+
+        Raises:
+            ConfigError: The path is one of them.
+        """
+        place = Path(path).resolve()
+        if any(place == source.path.resolve() for source in self.inputs.sources):
+            raise ConfigError("output", f"{os.fspath(path)} is one of the traces that are read")
+
+
+def _label(selection: Mapping[str, object]) -> str:
+    """Return what tells a part of a step from the whole, in the name of a file."""
+    return ".".join(f"{name}_{value}" for name, value in selection.items() if value)

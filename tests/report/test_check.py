@@ -171,5 +171,5 @@ def test_a_step_that_recorded_nobody_is_a_finding(tmp_path: Path) -> None:
 
 def test_nothing_to_check_is_an_error(tmp_path: Path) -> None:
     """An empty folder is bad input, not a success."""
-    with pytest.raises(TraceFormatError, match="nothing to check"):
+    with pytest.raises(TraceFormatError, match="no trace files"):
         check(tmp_path)

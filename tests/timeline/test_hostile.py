@@ -155,7 +155,7 @@ def test_what_follows_the_events_shows_whether_the_file_is_whole(tmp_path: Path,
 
 def test_nested_heads_and_tails_are_refused(tmp_path: Path) -> None:
     """No depth overflows a stack."""
-    assert everything(write(tmp_path, GOOD % 1, head=HEAD.replace("{", f'{{"x":{DEEP},', 1))) == [2, 2, 2]
+    assert everything(write(tmp_path, GOOD % 1, head=HEAD.replace("{", f'{{"x":{DEEP},', 1))) == [1, 2, 2]
     assert everything(write(tmp_path, GOOD % 1, tail=f'],"x":{DEEP}}}'))[0] == 1
 
 

@@ -270,6 +270,7 @@ def test_every_event_is_valid(tmp_path: Path) -> None:
     assert json.loads(gzip.decompress(result.path.read_bytes())).keys() == {
         "schemaVersion",
         "displayTimeUnit",
+        "verlProfilingTimeline",
         "baseTimeNanoseconds",
         "traceEvents",
         "verlProfiling",

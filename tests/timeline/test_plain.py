@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -84,10 +85,12 @@ def test_steps_in_names_make_steps(tmp_path: Path) -> None:
 
 
 def test_different_processes_never_share_a_lane(tmp_path: Path) -> None:
-    """Two files that claim the same rank, of different processes, stay apart."""
-    (inputs,) = find_steps(
-        folder_of(tmp_path, **{"a.json.gz": "sampled_rank-0.json.gz", "b.json.gz": "nccl_data.json.gz"})
-    )
+    """Two files of the same time that claim the same rank, of different processes, stay apart."""
+    folder = folder_of(tmp_path, **{"a.json.gz": "sampled_rank-0.json.gz"})
+    events = read_events(folder / "a.json.gz")
+    others = [event | {"pid": 99} if event.get("pid") == 4037 else event for event in events]
+    (folder / "b.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": others}))
+    (inputs,) = find_steps(folder)
     assert lanes(inputs) == ["worker_rank0", "worker_rank0.2"]
 
 

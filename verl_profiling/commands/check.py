@@ -8,7 +8,9 @@ import msgspec
 
 from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.common import add_limits, add_path, limits_of
+from verl_profiling.commands.common import add_limits, add_paths, limits_of
+from verl_profiling.report.check import CheckResult
+from verl_profiling.visible import visible
 
 __all__ = ["configure", "run"]
 
@@ -20,21 +22,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "truncated, unreadable or too large, and when a step recorded no worker at all."
     )
     parser.epilog = "example: verl-profiling check outputs/run && echo complete"
-    add_path(parser)
+    add_paths(parser)
     add_limits(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON, one document per path")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check what is under the path."""
-    result = open_run(arguments.path, limits_of(arguments)).check()
+    """Check what is under each path."""
+    runs = [open_run(path, limits_of(arguments)) for path in dict.fromkeys(arguments.paths)]
+    results = [run.check() for run in runs]
     if arguments.json:
-        print(msgspec.json.encode(result).decode())
+        for result in results:
+            print(msgspec.json.encode(result).decode())
     else:
-        for entry in result.artifacts:
-            events = f"  {entry.events:,} events" if entry.events is not None else ""
-            reason = f"  {entry.reason}" if entry.reason else ""
-            print(f"{entry.fate:<10}  {entry.path}{events}{reason}")
-        bad = sum(entry.fate not in ("ok", "skipped") for entry in result.artifacts)
-        print(f"{len(result.artifacts)} artifacts, " + (f"{bad} not ok" if bad else "all ok"))
-    return EXIT_OK if result.ok else EXIT_FINDING
+        for result in results:
+            _print(result, where=f"{visible(result.directory)}/" if len(results) > 1 else "")
+        artifacts = [entry for result in results for entry in result.artifacts]
+        bad = sum(entry.fate not in ("ok", "skipped") for entry in artifacts)
+        print(f"{len(artifacts)} artifacts, " + (f"{bad} not ok" if bad else "all ok"))
+    return EXIT_OK if all(result.ok for result in results) else EXIT_FINDING
+
+
+def _print(result: CheckResult, where: str) -> None:
+    for entry in result.artifacts:
+        events = f"  {entry.events:,} events" if entry.events is not None else ""
+        reason = f"  {entry.reason}" if entry.reason else ""
+        print(f"{entry.fate:<10}  {where}{entry.path}{events}{reason}")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from verl_profiling.analysis import open_run
+from verl_profiling.analysis import open_steps
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.errors import TraceFormatError
+from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.remote import is_url
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.whole_files import clear_leftovers
@@ -29,6 +29,7 @@ __all__ = [
     "add_communication",
     "add_limits",
     "add_path",
+    "add_paths",
     "limits_of",
     "local_path",
     "progress",
@@ -58,6 +59,18 @@ def add_path(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names what to work on."""
     parser.add_argument(
         "path", type=local_path, metavar="PATH", help="step folder, run folder, trace, or folder of traces"
+    )
+
+
+def add_paths(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names what to work on, which may be several things."""
+    parser.add_argument(
+        "paths",
+        type=local_path,
+        nargs="+",
+        metavar="PATH",
+        help="step folder, run folder, trace, or folder of traces; several traces or folders of them are one "
+        "capture",
     )
 
 
@@ -129,7 +142,7 @@ class StepByStep:
     """The steps under a path, of which the damage of one costs that one, and is said.
 
     Args:
-        path: What the user named.
+        paths: What the user named.
         limits: How much of each trace is read.
         communication: Regular expressions of kernels that communicate, besides those that are known.
 
@@ -141,8 +154,8 @@ class StepByStep:
         exit_code: 0 while all is well.
     """
 
-    def __init__(self, path: Path, limits: Limits, communication: Sequence[str] = ()) -> None:
-        self.steps, problems = open_run(path, limits, communication).steps_and_problems()
+    def __init__(self, paths: Sequence[Path], limits: Limits, communication: Sequence[str] = ()) -> None:
+        self.steps, problems = open_steps(paths, limits, communication)
         self._failures: list[TraceFormatError] = []
         self.exit_code = EXIT_FINDING if problems else EXIT_OK
         left = {step.directory for step in self.steps}
@@ -153,6 +166,19 @@ class StepByStep:
     def traces(self) -> int:
         """Number of traces in all steps."""
         return sum(len(step.inputs.sources) for step in self.steps)
+
+    def output_for_one(self, output: Path | None) -> None:
+        """Check that there is one step where its result goes to one file or folder.
+
+        Raises:
+            ConfigError: There are several.
+        """
+        if output and len(self.steps) > 1:
+            titles = ", ".join(step.inputs.title for step in self.steps[:3])
+            more = ", ..." if len(self.steps) > 3 else ""
+            raise ConfigError(
+                "--output", f"needs a single step, but there are {len(self.steps)}: {titles}{more}"
+            )
 
     @contextmanager
     def surviving(self) -> Iterator[None]:

@@ -83,7 +83,7 @@ class _Side(NamedTuple):
 def _reports(path: Path, arguments: argparse.Namespace) -> _Side:
     if (saved := saved_report(path)) is not None:
         return _Side([saved], EXIT_OK)
-    work = StepByStep(path, limits_of(arguments), arguments.communication)
+    work = StepByStep([path], limits_of(arguments), arguments.communication)
     reports = []
     for step in work.steps:
         with work.surviving():

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands import EXIT_FINDING
-from verl_profiling.commands.common import StepByStep, add_limits, add_path, limits_of, progress, size, warn
-from verl_profiling.errors import ConfigError
+from verl_profiling.commands.common import StepByStep, add_limits, add_paths, limits_of, progress, size, warn
 from verl_profiling.timeline.whole_files import clear_leftovers
+from verl_profiling.units import byte_size
 
 __all__ = ["configure", "run"]
 
@@ -19,12 +19,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Merges everything recorded for a step into STEP_DIR/timeline.json.gz: the controller's stages, the "
         "workers and the rollout engines, on one clock. For a run folder, one timeline per step. Takes plain "
-        "trace files and folders of them as well."
+        "trace files and folders of them as well, sorted by step and by the time at which they were recorded."
     )
     parser.epilog = (
         "example: verl-profiling merge outputs/run/step_000012 --stages rollout,update_actor --min-us 5"
     )
-    add_path(parser)
+    add_paths(parser)
     add_limits(parser)
     parser.add_argument("-o", "--output", type=Path, help="file to write (only for a single step)")
     parser.add_argument(
@@ -48,9 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge every step under the path."""
-    work = StepByStep(arguments.path, limits_of(arguments))
-    if arguments.output and len(work.steps) > 1:
-        raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(work.steps)}")
+    work = StepByStep(arguments.paths, limits_of(arguments))
+    work.output_for_one(arguments.output)
     if arguments.output:
         for problem in clear_leftovers(arguments.output.parent):
             warn(problem)
@@ -65,7 +64,7 @@ def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress,
     """Merge one step; return the line that says so."""
     if arguments.format == "archive":
         path, problems = step.archive(arguments.output, ranks=arguments.ranks, on_progress=advance)
-        summary = f"{path}  ({path.stat().st_size / 1e6:.1f} MB)"
+        summary = f"{path}  ({byte_size(path.stat().st_size)})"
     else:
         result = step.merge(
             arguments.output,
@@ -80,7 +79,7 @@ def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress,
         if result.limited:
             work.exit_code = EXIT_FINDING
         left_out = f", {result.left_out:,} left out" if result.left_out else ""
-        summary = f"{result.path}  ({result.bytes / 1e6:.1f} MB, {result.events:,} events{left_out})"
+        summary = f"{result.path}  ({byte_size(result.bytes)}, {result.events:,} events{left_out})"
     for problem in problems:
         warn(problem)
     return summary

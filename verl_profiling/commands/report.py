@@ -14,7 +14,7 @@ from verl_profiling.commands.common import (
     StepByStep,
     add_communication,
     add_limits,
-    add_path,
+    add_paths,
     limits_of,
     progress,
 )
@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "what is missing. Takes a step folder, a run folder, or plain traces."
     )
     parser.epilog = "example: verl-profiling report outputs/run/step_000012 --json | jq .workers"
-    add_path(parser)
+    add_paths(parser)
     add_limits(parser)
     add_communication(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, one document per step")
@@ -59,7 +59,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on every step under the path."""
-    work = StepByStep(arguments.path, limits_of(arguments), arguments.communication)
+    work = StepByStep(arguments.paths, limits_of(arguments), arguments.communication)
+    if arguments.html:
+        for step in work.steps:
+            step.refuse_as_output(arguments.html)
     reports: list[tuple[CapturedStep, Report]] = []
     with progress("reading", work.traces) as advance:
         for step in work.steps:
@@ -74,13 +77,16 @@ def run(arguments: argparse.Namespace) -> int:
             print_report(report, Console())
         if arguments.save:
             data = msgspec.json.format(msgspec.json.encode(report))
-            _write(step.directory / "report.json", data)
-            _write(step.directory / "report.html", render_html(report).encode())
-            written.append(step.directory / "report.html")
+            _write(step.output("report.json"), data)
+            _write(step.output("report.html"), render_html(report).encode())
+            written.append(step.output("report.html"))
     if arguments.save:
-        for folder, indices in runs_of(arguments.path, [step.directory for step, _ in reports]).items():
-            pages = [reports[index][0].directory / "report.html" for index in indices]
-            page = render_run(folder, pages, [reports[index][1] for index in indices])
+        folders = [step.directory for step, _ in reports]
+        runs = {run: steps for path in arguments.paths for run, steps in runs_of(path, folders).items()}
+        for folder, indices in runs.items():
+            of_run = sorted((reports[index] for index in indices), key=lambda of: of[1].step or 0)
+            pages = [step.output("report.html") for step, _ in of_run]
+            page = render_run(folder, pages, [report for _, report in of_run])
             _write(folder / RUN_PAGE, page.encode())
             written.append(folder / RUN_PAGE)
     if arguments.html:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_profiling.commands.common import StepByStep, add_limits, add_path, limits_of, progress
-from verl_profiling.errors import ConfigError
+from verl_profiling.commands.common import StepByStep, add_limits, add_paths, limits_of, progress
 
 __all__ = ["configure", "run"]
 
@@ -18,16 +17,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "mode would have written. They go to STEP_DIR/split, a step folder of its own."
     )
     parser.epilog = "example: verl-profiling split outputs/run/step_000012"
-    add_path(parser)
+    add_paths(parser)
     add_limits(parser)
     parser.add_argument("-o", "--output", type=Path, help="folder to write (only for a single step)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Cut every step under the path."""
-    work = StepByStep(arguments.path, limits_of(arguments))
-    if arguments.output and len(work.steps) > 1:
-        raise ConfigError("--output", f"needs a single step, but {arguments.path} holds {len(work.steps)}")
+    work = StepByStep(arguments.paths, limits_of(arguments))
+    work.output_for_one(arguments.output)
     written: list[Path] = []
     with progress("cutting", work.traces) as advance:
         for step in work.steps:

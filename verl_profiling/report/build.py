@@ -131,6 +131,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     expected = sum(artifact.status != "skipped" for artifact in promised) if manifest else found.traces
     report = Report(
         directory=str(inputs.directory),
+        name=inputs.name or ("" if inputs.step is not None else inputs.title),
         step=inputs.step,
         policy_version=manifest.policy_version if manifest else None,
         complete=manifest.complete if manifest else True,

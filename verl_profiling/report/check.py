@@ -77,14 +77,15 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
     elif path.is_dir() and (folders := step_folders(path)):
         checked = _check_starts(path)
         checked += [entry for folder in folders for entry in _check_step(path, folder, limits)]
+    elif path.is_dir():
+        found = plain_steps([path])
+        traces = [source.path for step in found.steps for source in step.sources]
+        traces += [Path(error.path) for error in found.damaged]
+        checked = [_check_trace(str(trace.relative_to(path)), trace, limits) for trace in sorted(traces)]
     elif path.exists():
-        base = path if path.is_dir() else path.parent
-        traces = [source.path for step in plain_steps(path) for source in step.sources]
-        checked = [_check_trace(str(trace.relative_to(base)), trace, limits) for trace in traces]
+        checked = [_check_trace(path.name, path, limits)]
     else:
         raise TraceFormatError(path, "no such file or folder")
-    if not checked:
-        raise TraceFormatError(path, "holds nothing to check")
     ok = all(entry.fate in ("ok", "skipped") for entry in checked)
     return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked))
 
@@ -153,7 +154,10 @@ def check_artifact(
 
 
 def _check_trace(name: str, path: Path, limits: Limits) -> Checked:
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+    except OSError as error:  # a link to nothing
+        return Checked(path=name, fate="unreadable", reason=error.strerror or str(error))
     if size == 0:
         return Checked(path=name, fate="empty", reason="0 bytes")
     try:

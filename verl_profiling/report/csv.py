@@ -1,4 +1,4 @@
-"""Writes reports as CSV files, one per table of the report."""
+"""Writes reports as CSV files: each table of the report, an empty one too, so that no older one stays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
     """Write ``stages.csv``, ``workers.csv`` and so on; the columns are those of the JSON.
 
     Args:
-        reports: One report per step; the first column says which.
+        reports: One report per step; the first columns say which: its title, folder and number.
         folder: Folder to write; it is created if it does not exist.
 
     Raises:
@@ -27,14 +27,14 @@ def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, row in REPORT_TABLES.items():
-        rows = [flat for report in reports for flat in flat_rows(report.step, getattr(report, name))]
-        if not rows:
-            continue
         path = folder / f"{name}.csv"
         with naming(path), path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(columns(row)))
+            writer = csv.DictWriter(file, fieldnames=["title", "directory", *columns(row)])
             writer.writeheader()
-            writer.writerows({name: _plain(value) for name, value in row.items()} for row in rows)
+            for report in reports:
+                of = {"title": report.title, "directory": report.directory}
+                for flat in flat_rows(report.step, getattr(report, name)):
+                    writer.writerow({key: _plain(value) for key, value in (of | flat).items()})
         written.append(path)
     return written
 

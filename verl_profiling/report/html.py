@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from pathlib import Path
 
 from verl_profiling.report.model import Report
 from verl_profiling.report.page.document import document
@@ -40,7 +39,7 @@ def render_html(report: Report) -> str:
 
 def page_title(report: Report) -> str:
     """Return what a report is called."""
-    return f"Step {report.step}" if report.step is not None else Path(report.directory).name
+    return f"S{report.title[1:]}" if report.title.startswith("step ") else report.title
 
 
 def _sections(report: Report) -> Iterable[str]:

@@ -217,6 +217,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         anchors: What each worker's clock did during the capture.
         captured: Whether a capture with a manifest was read. ``False`` for plain traces, of which neither
             stages nor workers are known.
+        name: What plain traces are called beside their step's number: the file, recording or folder.
         running: Requests running over time, one row per replica.
         timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
     """
@@ -250,3 +251,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     captured: bool = True
     running: list[RunningRow] = []
     timeline_begin_ns: int | None = None
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        """``step 12``, or the name of the file, the recording or the folder."""
+        step = f"step {self.step}" if self.step is not None else ""
+        return ", ".join(filter(None, (step, self.name)))

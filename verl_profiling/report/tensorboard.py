@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.report.model import Report
 from verl_profiling.report.terminal import print_report
 
@@ -28,8 +28,12 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
     """Write one point per report; a report without a step is written as step 0.
 
     Raises:
+        ConfigError: Several reports have no step, so their points would fall together.
         ToolUnavailableError: tensorboard or matplotlib is missing.
     """
+    if sum(report.step is None for report in reports) > 1:
+        titles = "; ".join(report.title for report in reports if report.step is None)
+        raise ConfigError("--tensorboard", f"needs steps with numbers, or one recording; there are: {titles}")
     try:
         from matplotlib.figure import Figure
         from tensorboard.compat.proto.event_pb2 import Event

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,9 +23,8 @@ _METRICS = 6
 def print_report(report: Report, console: Console) -> None:
     """Print ``report`` on ``console``."""
     console = fitting_console(console)
-    title = f"step {report.step}" if report.step is not None else Path(report.directory).name
     policy = f", policy version {report.policy_version}" if report.policy_version is not None else ""
-    console.print(f"[bold]{escape(title)}[/bold]{policy}: {_time(report.span_us)}")
+    console.print(f"[bold]{escape(report.title)}[/bold]{policy}: {_time(report.span_us)}")
     if not report.complete:
         console.print("[yellow]The step ended early; this is what was recorded until then.[/yellow]")
     findings = Table.grid(padding=(0, 1))

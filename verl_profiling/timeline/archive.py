@@ -57,7 +57,7 @@ def write_archive(
         TraceFormatError: There is no trace in the step.
         OSError: A trace cannot be read, or the archive cannot be written.
     """
-    output = output or inputs.directory / ARCHIVE_NAME
+    output = output or inputs.output(ARCHIVE_NAME)
     entries, problems = _entries(inputs)
     if not entries:
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to archive")

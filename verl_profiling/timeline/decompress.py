@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -61,9 +62,11 @@ class Blocks:
         """Yield the content.
 
         Raises:
-            TraceFormatError: The file cannot be opened or read.
+            TraceFormatError: The file cannot be opened or read, or is a pipe or a device.
         """
         try:
+            if not stat.S_ISREG(self.path.stat().st_mode):  # opening a pipe waits for a writer
+                raise TraceFormatError(self.path, "is not a regular file")
             with self.path.open("rb") as file:
                 for block in self._gzip(file) if is_gzip(file) else self._plain(file):
                     if self.position + len(block) > self._limit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,7 +31,7 @@ __all__ = [
     "resolve_artifact",
     "step_folders",
     "step_number",
-    "steps_in",
+    "steps_of",
     "the_run",
     "unfinished",
     "why_absent",
@@ -64,37 +64,51 @@ def find_steps(path: Path) -> list[StepInputs]:
     Raises:
         TraceFormatError: There is nothing to analyse, no manifest can be read, or there are several runs.
     """
-    return steps_in(the_run(path)).steps
+    return steps_of([the_run(path)]).steps
 
 
-def steps_in(path: Path) -> FoundSteps:
-    """Return the steps of a run in its own folder, whatever other runs are in folders below.
+def steps_of(paths: Sequence[Path]) -> FoundSteps:
+    """Return the steps of runs in their own folders, whatever other runs are in folders below.
+
+    Plain traces of all paths together are grouped into steps.
 
     Raises:
         TraceFormatError: As for :func:`find_steps`.
     """
+    steps: dict[Path, StepInputs] = {}
+    damaged: list[TraceFormatError] = []
+    plain: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise TraceFormatError(path, "no such file or folder")
+        captured = _captured_steps(path)
+        if captured is None:
+            plain.append(path)
+            continue
+        steps.update((step.directory.resolve(), step) for step in captured.steps)
+        damaged += captured.damaged
+    traces = plain_steps(plain)
+    found = FoundSteps([*steps.values(), *traces.steps], [*damaged, *traces.damaged])
+    if not found.steps:
+        raise found.damaged[0]
+    return found
+
+
+def _captured_steps(path: Path) -> FoundSteps | None:
+    """Return the steps with a manifest; ``None`` where there is none."""
     if is_step(path):
         return FoundSteps([_from_manifest(path)])
-    if path.is_dir():
-        steps, damaged = [], []
-        folders = step_folders(path)
-        if any(is_step(folder) for folder in folders):  # else they hold plain traces
-            for folder in folders:
-                try:
-                    steps.append(_from_manifest(folder))
-                except TraceFormatError as error:
-                    damaged.append(error)
-        if steps:
-            _refuse_mixture(path, steps)
-            return FoundSteps(steps, damaged)
-        if damaged:
-            raise damaged[0]
-    elif not path.exists():
-        raise TraceFormatError(path, "no such file or folder")
-    steps = plain_steps(path)
-    if not steps:
-        raise TraceFormatError(path, f"holds no {MANIFEST_NAME}, no step folders and no trace files")
-    return FoundSteps(steps)
+    folders = step_folders(path) if path.is_dir() else []
+    if not any(is_step(folder) for folder in folders):
+        return None
+    steps, damaged = [], []
+    for folder in folders:
+        try:
+            steps.append(_from_manifest(folder))
+        except TraceFormatError as error:
+            damaged.append(error)
+    _refuse_mixture(path, steps)
+    return FoundSteps(steps, damaged)
 
 
 def is_step(folder: Path) -> bool:

@@ -25,7 +25,7 @@ from verl_profiling.timeline.processes import LANE_PIDS, STAGES_TID, name_proces
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.requests import request_events
 from verl_profiling.timeline.slim import Keep, min_us_for_share
-from verl_profiling.timeline.sources import TIMELINE_NAME, Source, StepInputs
+from verl_profiling.timeline.sources import TIMELINE_MARK, TIMELINE_NAME, Source, StepInputs
 from verl_profiling.timeline.whole_files import scratch_folder
 
 __all__ = ["MergeResult", "merge"]
@@ -83,7 +83,7 @@ def merge(
         TraceFormatError: There is no trace in the step that can be read.
         OSError: The timeline cannot be written.
     """
-    output = output or inputs.directory / TIMELINE_NAME
+    output = output or inputs.output(TIMELINE_NAME)
     keep = keep or Keep()
     inputs, problems, base_ns = _readable(inputs)
     if not inputs.sources and inputs.controller is None:
@@ -252,7 +252,13 @@ def _opening(inputs: StepInputs, plan: list[MemberJob], base_ns: int) -> tuple[l
 
 
 def _header(base_ns: int) -> bytes:
-    return b'{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":%d,"traceEvents":[\n' % base_ns
+    head = {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        TIMELINE_MARK: SCHEMA_VERSION,
+        "baseTimeNanoseconds": base_ns,
+    }
+    return msgspec.json.encode(head)[:-1] + b',"traceEvents":[\n'
 
 
 def _footer(inputs: StepInputs, plan: list[MemberJob], members: list[Member], problems: list[str]) -> bytes:

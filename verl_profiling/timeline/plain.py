@@ -8,20 +8,36 @@ torch_npu (``*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json``, with the rank
 
 from __future__ import annotations
 
+import os
 import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.categories import is_on_device
+from verl_profiling.timeline.decompress import Blocks
+from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.reader import Trace
-from verl_profiling.timeline.sources import TIMELINE_NAME, Source, StepInputs, sorted_sources
+from verl_profiling.timeline.recordings import DURATIONS, PlainTrace, Process, recordings
+from verl_profiling.timeline.salvage import UNDECODABLE
+from verl_profiling.timeline.sources import (
+    TIMELINE_MARK,
+    TIMELINE_NAME,
+    Source,
+    StepInputs,
+    short_label,
+    sorted_sources,
+)
 
-__all__ = ["plain_steps"]
+__all__ = ["PlainSteps", "plain_steps"]
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
+_OTHER_BYTES = 1 << 20  # JSON of another kind is looked at so far
 _STEP = re.compile(r"step[_-]?(\d+)", re.IGNORECASE)
 _RANK = re.compile(r"(?:rank|TP)[_-]?(\d+)", re.IGNORECASE)
 _REPLICA = re.compile(r"(?:rollout|replica)[_-]?(\d+)", re.IGNORECASE)
@@ -29,35 +45,111 @@ _ROLE = re.compile(r"(?<![a-z])(actor|critic|ref|reward|rollout|controller)(?![a
 _ENGINE_PROCESS = re.compile(r"VLLM::|sglang::", re.IGNORECASE)
 _NPU_TRACE = "trace_view.json"
 _NPU_RANK = re.compile(r"profiler_info_(\d+)\.json")
-_Process: TypeAlias = "tuple[str, str, int | str | None]"
+_TRACE_SUFFIX = re.compile(r"(\.pt)?(\.trace)?\.json(\.gz)?$")
 _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
 
 
-def plain_steps(path: Path) -> list[StepInputs]:
-    """Return the traces at or below ``path``, grouped by the step in their names.
+class PlainSteps(msgspec.Struct, frozen=True):
+    """What a set of plain traces holds.
 
-    Files of a folder that are not traces are ignored.
+    Attributes:
+        steps: The traces by step and recording.
+        damaged: Files that look like traces and cannot be read.
+    """
+
+    steps: list[StepInputs]
+    damaged: list[TraceFormatError]
+
+
+def plain_steps(paths: Sequence[Path]) -> PlainSteps:
+    """Return the traces that some paths are or hold, grouped by the step in their names and by time.
+
+    JSON files of a folder that are not traces are ignored, as are timelines that ``merge`` wrote.
 
     Raises:
-        TraceFormatError: ``path`` is a file, and not a trace.
+        TraceFormatError: A path is a file, and not a trace, or it is a folder without any.
     """
-    if path.is_file():
-        source, _ = _describe(path, path.name)
-        return [StepInputs(directory=path.parent, step=_step(path.name), sources=[source])]
-    steps: dict[int | None, list[tuple[Source, _Process]]] = {}
+    if not paths:
+        return PlainSteps([], [])
+    folders = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
+    directory = paths[0] if paths[0].is_dir() else paths[0].parent
+    if len(folders) > 1:
+        directory = Path(os.path.commonpath([folder.resolve() for folder in folders]))
+    traces: dict[Path, PlainTrace] = {}
+    damaged: list[TraceFormatError] = []
+    for path in paths:
+        before = len(traces) + len(damaged)
+        for file in _files(path):
+            if (place := file.resolve()) in traces:
+                before -= 1  # another path has named it
+                continue
+            name = os.path.relpath(file.absolute(), directory.absolute())
+            try:
+                traces[place] = _described(file, name)
+            except TraceFormatError as error:
+                if path == file:
+                    raise
+                if not _is_other_json(file):
+                    damaged.append(error)
+        if len(traces) + len(damaged) == before:
+            raise TraceFormatError(path, "holds no manifest.json, no step folders and no trace files")
+    return PlainSteps(list(_steps(directory, _label(paths, directory), list(traces.values()))), damaged)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Yield a file, or the JSON files of a folder; hidden ones are leftovers of other programs."""
+    if not path.is_dir():
+        yield path
+        return
     for file in sorted([*path.rglob("*.json"), *path.rglob("*.json.gz")]):
-        if file.name in _NOT_A_TRACE:
-            continue
-        name = str(file.relative_to(path))
-        try:
-            described = _describe(file, name)
-        except TraceFormatError:
-            continue
-        steps.setdefault(_step(name), []).append(described)
-    return [
-        StepInputs(directory=path, step=step, sources=_distinct(found))
-        for step, found in sorted(steps.items(), key=lambda item: -1 if item[0] is None else item[0])
-    ]
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if file.name not in _NOT_A_TRACE and not hidden and not file.is_dir():
+            yield file
+
+
+def _is_other_json(path: Path) -> bool:
+    """Return whether a file is whole JSON, though no trace, as far as its first megabyte tells."""
+    if not path.is_file():
+        return False
+    blocks = Blocks(path, limit=_OTHER_BYTES)
+    try:
+        msgspec.json.decode(b"".join(blocks), type=msgspec.Raw)
+    except (TraceFormatError, *UNDECODABLE):
+        return blocks.limited
+    return not blocks.damage
+
+
+def _label(paths: Sequence[Path], directory: Path) -> str:
+    """Return what tells the results of some traces of a folder from those of all."""
+    if len(paths) > 1:
+        names = sorted({os.path.relpath(path.absolute(), directory.absolute()) for path in paths})
+        return f"{len(names)}_paths_{sha256(os.fsencode(chr(0).join(names))).hexdigest()[:8]}"
+    return "" if paths[0].is_dir() else short_label(_TRACE_SUFFIX.sub("", paths[0].name))
+
+
+def _steps(directory: Path, label: str, traces: list[PlainTrace]) -> Iterator[StepInputs]:
+    steps: dict[int | None, list[PlainTrace]] = {}
+    for trace in traces:
+        steps.setdefault(_step(trace.name), []).append(trace)
+    used: Counter[str] = Counter()
+    only = traces[0].name if label and len(traces) == 1 else ""
+    for step, of_step in sorted(steps.items(), key=lambda item: -1 if item[0] is None else item[0]):
+        found = recordings(of_step, of_a_step=step is not None)
+        for recording in found:
+            parts = [label]
+            if step is not None and len(traces) > 1:
+                parts.append(f"step_{step:06d}")
+            if len(found) > 1:
+                parts.append(recording.label)
+            whole = ".".join(filter(None, parts))
+            used[whole] += 1
+            yield StepInputs(
+                directory=directory,
+                step=step,
+                sources=_distinct(recording.traces),
+                name=recording.title if len(found) > 1 else only,
+                label=whole if used[whole] == 1 else f"{whole}.{used[whole]}",
+            )
 
 
 def _step(name: str) -> int | None:
@@ -65,9 +157,20 @@ def _step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _describe(path: Path, name: str) -> tuple[Source, _Process]:
+def _described(path: Path, name: str) -> PlainTrace:
+    """Return a trace with its place in the capture.
+
+    Raises:
+        TraceFormatError: It cannot be read, or is not a trace.
+    """
     trace = Trace(path)
-    process = _process(trace)
+    if TIMELINE_MARK in trace.metadata:
+        raise TraceFormatError(path, "is a timeline that merge wrote; name the traces that it was made of")
+    chunks = trace.chunks(_HEAD_BYTES)
+    head = next(chunks, [])
+    if not head and not trace.metadata:
+        raise TraceFormatError(path, "not a Chrome trace: holds no events")
+    process = _process(trace, head)
     engine = bool(_ENGINE_PROCESS.search(process[1])) or "vllm_version" in trace.metadata
     named_role = _ROLE.search(name)
     role = named_role[1].lower() if named_role else "rollout" if engine else "worker"
@@ -77,7 +180,16 @@ def _describe(path: Path, name: str) -> tuple[Source, _Process]:
     worker = f"{role}{replica}" if replica is not None else f"{role}_rank{rank}"
     lane = f"{worker}_rank{rank}" if replica is not None else worker
     source = Source(path=path, lane=lane, worker=worker, role=role, rank=rank, replica=replica)
-    return source, process
+    return PlainTrace(source, process, name, _begin_ns(trace, head, chunks))
+
+
+def _begin_ns(trace: Trace, head: list[Event], chunks: Iterator[list[Event]]) -> int | None:
+    """Return the time of the first event that has one."""
+    for events in chain([head], chunks):
+        for event in events:
+            if event.ph in DURATIONS and event.ts is not None:
+                return trace.base_ns + round(event.ts * 1000)
+    return None
 
 
 def _rank(trace: Trace, name: str) -> int:
@@ -90,10 +202,9 @@ def _rank(trace: Trace, name: str) -> int:
     return int(known[-1]) if known else 0
 
 
-def _process(trace: Trace) -> _Process:
+def _process(trace: Trace, head: list[Event]) -> Process:
     """Return host, name and id of a trace's process, as far as the trace tells."""
     host = str(trace.metadata.get("host_name", ""))
-    head = next(trace.chunks(_HEAD_BYTES), [])
     for event in head:
         if event.ph == "M" and event.name == "process_name":
             return host, event.said("name"), event.pid
@@ -101,15 +212,16 @@ def _process(trace: Trace) -> _Process:
     return host, "", next(pids, None)
 
 
-def _distinct(found: list[tuple[Source, _Process]]) -> list[Source]:
+def _distinct(traces: list[PlainTrace]) -> list[Source]:
     """Give files that name the same lane but come from different processes separate lanes."""
-    owners: dict[str, list[_Process]] = {}
+    owners: dict[str, list[Process]] = {}
     result = []
-    for source, process in found:
+    for trace in sorted(traces, key=lambda trace: trace.name):
+        source = trace.source
         known = owners.setdefault(source.lane, [])
-        if process not in known:
-            known.append(process)
-        number = known.index(process) + 1
+        if trace.process not in known:
+            known.append(trace.process)
+        number = known.index(trace.process) + 1
         lane = source.lane if number == 1 else f"{source.lane}.{number}"
         result.append(msgspec.structs.replace(source, lane=lane))
     return sorted_sources(result)

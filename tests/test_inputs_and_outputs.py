@@ -1,0 +1,305 @@
+"""What the commands take as input, where their results go, and that these never meet."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from step_folders import build_step
+
+from verl_profiling.analysis import open_step, open_steps
+from verl_profiling.cli import main
+from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.sources import short_label
+
+DATA = Path(__file__).parent / "data"
+RANKS = ("megatron_tp2_rank0.json.gz", "megatron_tp2_rank1.json.gz")
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    """A folder with the real traces of two ranks."""
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for name in RANKS:
+        shutil.copy(DATA / name, folder)
+    return folder
+
+
+def lanes(*paths: Path) -> list[str]:
+    """Return the lanes of the one step that some paths are."""
+    ((step,), problems) = open_steps(paths)
+    assert problems == []
+    return [source.lane for source in step.inputs.sources]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_no_result_is_taken_for_input(traces: Path) -> None:
+    """Every face of every command, written into the folder of traces under any name: two lanes remain."""
+    assert main(["merge", str(traces)]) == EXIT_OK
+    assert main(["merge", str(traces), "-o", str(traces / "all.json.gz")]) == EXIT_OK
+    assert main(["merge", str(traces), "--ranks", "0", "-o", str(traces / "one.pt.trace.json.gz")]) == EXIT_OK
+    assert main(["merge", str(traces), "--format", "archive"]) == EXIT_OK
+    faces = ["--save", "--html", str(traces / "page.html"), "--csv", str(traces / "csv")]
+    assert main(["report", str(traces), *faces]) == EXIT_OK
+    assert main(["report", str(traces / RANKS[0]), "--save"]) == EXIT_OK
+    shutil.copy(traces / "report.json", traces / "saved_elsewhere.json")
+    assert lanes(traces) == ["worker_rank0", "worker_rank1"]
+
+
+def test_a_timeline_is_no_trace(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Named by itself it is refused with what to do instead; it can be checked."""
+    open_step(traces).merge(traces / "all.json.gz")
+    assert main(["report", str(traces / "all.json.gz")]) == EXIT_BAD_INPUT
+    assert "is a timeline that merge wrote; name the traces" in capsys.readouterr().err
+    assert main(["check", str(traces / "all.json.gz")]) == EXIT_OK
+
+
+SELECTIONS = (
+    ["--ranks", "0"],
+    ["--ranks", "0-1"],
+    ["--min-us", "5"],
+    ["--min-us", "0.5"],
+    ["--max-bytes", "20K"],
+    ["--ranks", "1", "--min-us", "5"],
+    ["--format", "archive"],
+    ["--format", "archive", "--ranks", "0"],
+)
+
+
+def test_no_selection_overwrites_another(traces: Path) -> None:
+    """Each part of a step has a file of its own, which says what it holds; the whole stays the whole."""
+    assert main(["merge", str(traces)]) == EXIT_OK
+    before = files(traces)
+    for selection in SELECTIONS:
+        assert main(["merge", str(traces), *selection]) == EXIT_OK
+        after = files(traces)
+        assert before.items() <= after.items()
+        assert len(after) == len(before) + 1
+        before = after
+    assert {
+        "timeline.json.gz",
+        "timeline.ranks_0.json.gz",
+        "timeline.ranks_1.min_us_5.json.gz",
+        "timeline.max_bytes_20000.json.gz",
+        "timeline.ranks_0.tar",
+    } < before.keys()
+
+
+def test_stages_of_a_capture_have_timelines_of_their_own(tmp_path: Path) -> None:
+    """What view serves, ``timeline.json.gz``, is the whole step."""
+    folder = build_step(tmp_path)
+    assert main(["merge", str(folder), "--stages", "rollout"]) == EXIT_OK
+    assert (folder / "timeline.stages_rollout.json.gz").is_file()
+    assert not (folder / "timeline.json.gz").exists()
+
+
+def test_reports_of_parts_of_a_folder_stay_apart(traces: Path) -> None:
+    """One file, the other, both, and the folder: four reports, each with its lanes."""
+    one, other = (str(traces / name) for name in RANKS)
+    for paths in ([one], [other], [one, other], [str(traces)]):
+        assert main(["report", *paths, "--save"]) == EXIT_OK
+    found = {
+        path.name: [row["name"] for row in json.loads(path.read_text())["workers"]]
+        for path in traces.glob("report*.json")
+    }
+    (pair,) = (name for name in found if "2_paths_" in name)
+    assert found == {
+        "report.megatron_tp2_rank0.json": ["worker_rank0"],
+        "report.megatron_tp2_rank1.json": ["worker_rank1"],
+        pair: ["worker_rank0", "worker_rank1"],
+        "report.json": ["worker_rank0", "worker_rank1"],
+    }
+    assert all((traces / name).with_suffix(".html").is_file() for name in found)
+
+
+@pytest.mark.parametrize("text", ["a/b", "a b", "x" * 200, "stages_update\nactor", "Ünï", "..", ""])
+def test_a_label_is_part_of_a_file_name(text: str) -> None:
+    """No folder, no space, no line end, of bounded length; texts that differ keep differing."""
+    label = short_label(text)
+    assert len(label) <= 80
+    assert "/" not in label
+    assert label == "".join(label.split())
+    assert label == text or short_label(text.replace("/", "_").replace(" ", "_") + "_") != label
+
+
+@pytest.mark.parametrize("option", ["-o", "--html"])
+def test_a_trace_is_never_overwritten(traces: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor through a link to it."""
+    link = traces.parent / "link.json.gz"
+    link.symlink_to(traces / RANKS[1])
+    before = files(traces)
+    for target in (traces / RANKS[0], link):
+        command = "merge" if option == "-o" else "report"
+        assert main([command, str(traces), option, str(target)]) == EXIT_BAD_INPUT
+        assert f"{target} is one of the traces that are read" in capsys.readouterr().err
+    assert files(traces) == before
+
+
+def test_several_traces_are_one_capture(traces: Path, tmp_path: Path) -> None:
+    """As files, as folders, twice, in any order, or from folders of two nodes."""
+    one, other = (traces / name for name in RANKS)
+    expected = ["worker_rank0", "worker_rank1"]
+    assert lanes(one, other) == lanes(other, one) == lanes(traces, one) == lanes(one, one, other) == expected
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    for node, trace in zip(nodes, (one, other), strict=True):
+        node.mkdir()
+        shutil.copy(trace, node)
+    assert lanes(*nodes) == expected
+    assert main(["merge", *map(str, nodes), "-o", str(tmp_path / "all.json.gz")]) == EXIT_OK
+    assert json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))["traceEvents"]
+
+
+def test_roles_come_from_the_folders_that_were_named(tmp_path: Path) -> None:
+    """``merge actor ref`` says as much as ``merge .``."""
+    for role in ("actor", "ref"):
+        (tmp_path / role).mkdir()
+        shutil.copy(DATA / RANKS[0], tmp_path / role)
+    assert lanes(tmp_path / "actor", tmp_path / "ref") == lanes(tmp_path) == ["actor_rank0", "ref_rank0"]
+
+
+def test_several_steps_and_runs_can_be_named(
+    tmp_path: Path, traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps, whole runs and plain traces, each once; results of steps stay in their folders."""
+    run = tmp_path / "run"
+    one, two = (build_step(run, step=step) for step in (1, 2))
+    other = build_step(tmp_path / "other", step=1)
+    paths = [str(path) for path in (two, run, other.parent, traces)]
+    assert main(["report", "--json", *paths]) == EXIT_OK
+    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [report["directory"] for report in reports] == [str(path) for path in (two, one, other, traces)]
+    assert main(["merge", *paths]) == EXIT_OK
+    assert all((folder / "timeline.json.gz").is_file() for folder in (one, two, other, traces))
+    capsys.readouterr()
+    assert main(["merge", str(one), str(two), "-o", str(tmp_path / "t.json.gz")]) == EXIT_BAD_INPUT
+    assert "--output: needs a single step, but there are 2: step 1, step 2" in capsys.readouterr().err
+
+
+def test_several_paths_are_checked(tmp_path: Path, traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each file is named with its path, and one that is damaged decides the exit code."""
+    step = build_step(tmp_path)
+    assert main(["check", str(step), str(traces)]) == EXIT_OK
+    assert f"{traces}/{RANKS[0]}" in capsys.readouterr().out
+    (step / "actor_rank0.torch.json.gz").unlink()
+    assert main(["check", str(traces), str(step)]) == EXIT_FINDING
+    printed = capsys.readouterr().out
+    assert f"missing     {step}/actor_rank0.torch.json.gz" in printed
+    assert printed.splitlines()[-1].endswith("artifacts, 1 not ok")
+    assert main(["check", "--json", str(traces), str(step)]) == EXIT_FINDING
+    assert [json.loads(line)["ok"] for line in capsys.readouterr().out.splitlines()] == [True, False]
+
+
+@pytest.mark.parametrize("command", ["merge", "report", "check"])
+def test_one_wrong_path_of_several_is_said_before_any_work(
+    traces: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that is not there, and a folder that holds nothing."""
+    (tmp_path / "empty").mkdir()
+    before = files(traces)
+    for wrong, problem in (("gone", "no such file or folder"), ("empty", "and no trace files")):
+        assert main([command, str(traces), str(tmp_path / wrong)]) == EXIT_BAD_INPUT
+        assert f"{tmp_path / wrong}: " in (error := capsys.readouterr().err)
+        assert problem in error
+    assert files(traces) == before
+
+
+def test_what_else_is_in_a_folder_is_passed_over(traces: Path) -> None:
+    """JSON of any other kind, lists among it, pipes, folders that are called like traces, hidden files."""
+    (traces / "config.json").write_text("{}")
+    (traces / "merges.json").write_text('[["a", "b"], {"prompt": "x"}]')
+    (traces / "number.json").write_text("3")
+    (traces / "data.json.gz").write_bytes(gzip.compress(b'{"rows": [1, 2]}'))
+    (traces / "large.json").write_text(json.dumps({"rows": ["x" * 100] * 30_000}))
+    (traces / "folder.json").mkdir()
+    (traces / "._rank0.json").write_bytes(b"\0\5\26\7")
+    (traces / ".ipynb_checkpoints").mkdir()
+    shutil.copy(traces / RANKS[0], traces / ".ipynb_checkpoints")
+    (traces / "loop").symlink_to(traces)
+    assert lanes(traces) == ["worker_rank0", "worker_rank1"]
+
+
+DAMAGE = {
+    "empty.json": b"",
+    "cut.json": b'{"schemaVersion": 1, "deviceProperties": [',
+    "cut.json.gz": gzip.compress(b'{"schemaVersion": 1, "traceEvents": []}')[:20],
+    "noise.json": b"\x93\x11" * 500,
+}
+
+
+@pytest.mark.parametrize("name", [*DAMAGE, "a pipe.json", "a link.json"])
+def test_a_damaged_trace_in_a_folder_is_named(
+    traces: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are used, the exit code is 1, and check lists it; a pipe is not waited for."""
+    if name == "a pipe.json":
+        os.mkfifo(traces / name)
+    elif name == "a link.json":
+        (traces / name).symlink_to("gone")
+    else:
+        (traces / name).write_bytes(DAMAGE[name])
+    assert main(["report", str(traces), "--json"]) == EXIT_FINDING
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)["workers"]) == 2
+    assert f"warning: {traces / name}" in printed.err
+    assert main(["check", str(traces)]) == EXIT_FINDING
+    assert f"  {name}  " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["with space.json.gz", "with\nline.json.gz", "-o.json.gz", "[bold]x.json.gz", "é.json.gz"]
+)
+def test_any_name_of_a_trace_will_do(traces: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is shown on one line, and its results have a name that can be typed."""
+    trace = traces / name
+    shutil.copy(traces / RANKS[0], trace)
+    assert main(["report", "--save", "--", str(trace)]) == EXIT_OK
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title.startswith(name.replace("\n", "\\n") + ": ")
+    (step,) = find_steps(trace)
+    assert step.output("report.json").is_file()
+    assert main(["check", "--", str(trace)]) == EXIT_OK
+
+
+def test_traces_may_be_links(traces: Path, tmp_path: Path) -> None:
+    """As caches of data sets have them; two links to one trace are one trace."""
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    for number, name in enumerate((*RANKS, RANKS[0])):
+        (folder / f"{number}.json.gz").symlink_to(traces / name)
+    assert lanes(folder) == ["worker_rank0", "worker_rank1"]
+
+
+def test_the_folder_one_is_in_has_a_name(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``report .`` is titled by it."""
+    monkeypatch.chdir(traces)
+    assert find_steps(Path())[0].title == "traces"
+
+
+def test_tables_of_several_recordings_can_be_told_apart(traces: Path, tmp_path: Path) -> None:
+    """A CSV row says which it is of; TensorBoard, which goes by steps, asks for one."""
+    shutil.copy(DATA / "nccl_data.json.gz", traces)
+    table = tmp_path / "csv" / "workers.csv"
+    assert main(["report", str(traces), "--csv", str(table.parent)]) == EXIT_OK
+    titles = [line.split(",")[0] for line in table.read_text().splitlines()[1:]]
+    assert len(set(titles)) == 2
+    assert all(title.startswith("recording of 202") for title in titles)
+    assert main(["report", str(traces), "--tensorboard", str(tmp_path / "tb")]) == EXIT_BAD_INPUT
+
+
+def test_tables_of_another_report_do_not_stay(traces: Path, tmp_path: Path) -> None:
+    """A table without rows is written, too."""
+    step = build_step(tmp_path)
+    assert main(["report", str(step), "--csv", str(tmp_path / "csv")]) == EXIT_OK
+    assert len((tmp_path / "csv" / "stages.csv").read_text().splitlines()) > 1
+    assert main(["report", str(traces), "--csv", str(tmp_path / "csv")]) == EXIT_OK
+    assert len((tmp_path / "csv" / "stages.csv").read_text().splitlines()) == 1
