@@ -24,10 +24,17 @@ def test_nobody_stands_out_in_a_healthy_step(healthy: Report) -> None:
 
 
 def test_a_slow_rank_stands_out(tmp_path: Path) -> None:
-    """The others wait for it in a collective, in which it arrives last."""
+    """It works longer than the others, which wait for it in a collective."""
     found = outliers(whole_step(tmp_path, ranks=16, replicas=4, fault="slow rank"))
     assert list(found) == ["actor_rank10"]
-    assert "AllReduce" in found["actor_rank10"]
+    assert found["actor_rank10"] == "slowest in update_actor: 6.60 s, median 3.29 s"
+
+
+def test_the_last_at_a_collective_stands_out(tmp_path: Path) -> None:
+    """Where stages say nothing, as in plain traces."""
+    report = whole_step(tmp_path, ranks=16, replicas=4, fault="slow rank")
+    found = outliers(msgspec.structs.replace(report, stragglers=[]))
+    assert found["actor_rank10"] == "last at 100% of 6 ncclDevKernel_AllReduce_Sum_f32"
 
 
 def test_a_late_replica_stands_out(tmp_path: Path) -> None:

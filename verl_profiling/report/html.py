@@ -90,8 +90,9 @@ def _stages(report: Report) -> str:
 def _lost(report: Report) -> str:
     rows = [(row.cause.replace("_", " "), time(row.seconds), percent(row.share)) for row in report.lost]
     keys = [f"k-{row.cause}" for row in report.lost]
+    total = sum(row.seconds for row in report.lost)
     parts = "".join(
-        f'<i class="{escape(key)}" style="flex-grow: {row.seconds:.6g}"></i>'
+        f'<i class="{escape(key)}" style="flex-grow: {100 * row.seconds / total:.3f}"></i>'
         for key, row in zip(keys, report.lost, strict=True)
         if row.seconds
     )
@@ -101,28 +102,33 @@ def _lost(report: Report) -> str:
 
 
 def _workers(title: str, rows: Sequence[WorkerRow]) -> str:
-    times = ("idle", "host-bound", "compute", "communication", "exposed", "overlap", "copy")
-    headings = ("name", "observed", "busy", "busy share", *times)
-    cells = [
-        (
-            row.name,
-            time(row.span_us / 1e6),
-            time(row.busy_us / 1e6),
-            percent(row.busy_us / row.span_us if row.span_us else 0.0),
-            time(row.idle_us / 1e6),
-            time(row.host_bound_us / 1e6),
-            time(row.compute_us / 1e6),
-            time(row.communication_us / 1e6),
-            time(row.exposed_communication_us / 1e6),
-            time(row.overlap_us / 1e6),
-            time(row.memcpy_us / 1e6),
-        )
-        for row in rows
-    ]
+    columns: dict[str, list[Cell]] = {
+        "name": [row.name for row in rows],
+        "device": [row.accelerator for row in rows],
+        "observed": [time(row.span_us / 1e6) for row in rows],
+        "busy": [time(row.busy_us / 1e6) for row in rows],
+        "busy share": [percent(row.busy_us / row.span_us if row.span_us else 0.0) for row in rows],
+        "idle": [time(row.idle_us / 1e6) for row in rows],
+        "host-bound": [time(row.host_bound_us / 1e6) for row in rows],
+        "compute": [time(row.compute_us / 1e6) for row in rows],
+        "communication": [time(row.communication_us / 1e6) for row in rows],
+        "exposed": [time(row.exposed_communication_us / 1e6) for row in rows],
+        "waiting": [time(row.waiting_us / 1e6) for row in rows],
+        "overlap": [time(row.overlap_us / 1e6) for row in rows],
+        "copy": [time(row.memcpy_us / 1e6) for row in rows],
+        "unrecognised": [time(row.unrecognised_us / 1e6) for row in rows],
+        "files": [", ".join(row.traces) for row in rows],
+    }
+    if not any(row.unrecognised_us for row in rows):
+        del columns["unrecognised"]
+    for name in ("device", "files"):
+        if not any(columns[name]):
+            del columns[name]
     note = (
         "" if any(row.device for row in rows) else "CPU traces: busy means that operators or collectives ran."
     )
-    return section(title, table(title, headings, cells), note)
+    cells = list(zip(*columns.values(), strict=True))
+    return section(title, table(title, list(columns), cells), note)
 
 
 def _engines(report: Report) -> str:
@@ -268,8 +274,9 @@ def _about(report: Report) -> str:
             f"{rate.tokens:,.0f} tokens ({rate.source}): {rate.tokens_per_s:,.0f} per second, "
             f"{rate.tokens_per_s_per_lane:,.0f} per second and lane"
         )
-    lines.append(f"weight sync: {report.weight_sync_share:.1%} of the step")
+    if report.weight_sync_share:
+        lines.append(f"weight sync: {report.weight_sync_share:.1%} of the step")
     lines += [f"missing: {sentence}" for sentence in report.coverage.missing]
     lines += [f"note: {note}" for note in report.notes]
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return section("About this step", f"<ul>{items}</ul>")
+    return section("About this step", items and f"<ul>{items}</ul>")

@@ -4,6 +4,8 @@ const SHOWN_OUTLIERS = 5;
 const BAR = 20;
 const STRIP = 4;
 const LOAD = 18;
+const TALL_LOAD = 40; // where there are few lanes
+const FEW_LANES = 6;
 const CURVE = 34;
 
 function rowsOf(group, unfolded) {
@@ -16,12 +18,18 @@ function rowsOf(group, unfolded) {
   for (const lane of lanes) rows.push({ kind: "lane", key: lane.name, group, lane, spans: lane.spans, ...curves(lane) });
   const running = runningIn(group);
   if (running.length) rows.push({ kind: "running", key: `running ${group.role}`, group, spans: [], running });
-  for (const row of rows) row.levels = 1 + Math.max(0, ...row.spans.map((span) => span.row));
+  const loadHeight = d3.sum(data.groups, ({ lanes: all }) => all.length) > FEW_LANES ? LOAD : TALL_LOAD;
+  for (const row of rows) {
+    row.levels = 1 + Math.max(-1, ...row.spans.map((span) => span.row));
+    row.loadHeight = row.load?.length ? loadHeight : 0;
+  }
   return rows;
 }
 
-function curves({ load, communication }) {
-  return { load, communication };
+// Reports of older versions have fewer curves.
+function curves({ load, communication, waiting }) {
+  const whole = (curve) => load.map((_, part) => curve[part] ?? 0);
+  return { load, communication: whole(communication), waiting: whole(waiting) };
 }
 
 function runningIn(group) {
@@ -38,7 +46,7 @@ function describe(row, span) {
 }
 
 function heightOf(row) {
-  return row.kind === "running" ? CURVE : row.levels * BAR + (row.load?.length ? LOAD : 0) + 4;
+  return row.kind === "running" ? CURVE : row.levels * BAR + row.loadHeight + 4;
 }
 
 function drawRow(row, svg, axis) {
@@ -48,11 +56,12 @@ function drawRow(row, svg, axis) {
     .each(function place(span) { placeBar(d3.select(this), row, span, x, axis.width); });
   const parts = row.load?.length ?? 0;
   if (parts) {
-    const top = row.levels * BAR + 2;
-    const busy = row.load.map((share, part) => [0, share - row.communication[part] || 0]);
-    const all = row.load.map((share, part) => [busy[part][1], share]);
-    drawArea(drawing, "compute", busy, parts, x, (share) => top + LOAD - (share * LOAD) / 100);
-    drawArea(drawing, "communication", all, parts, x, (share) => top + LOAD - (share * LOAD) / 100);
+    const y = (share) => row.levels * BAR + 2 + row.loadHeight * (1 - share / 100);
+    const below = { compute: row.load.map((share, part) => share - row.communication[part]) };
+    below.communication = row.load.map((share, part) => share - row.waiting[part]);
+    drawArea(drawing, "compute", below.compute.map((share) => [0, share]), parts, x, y);
+    drawArea(drawing, "communication", below.communication.map((share, part) => [below.compute[part], share]), parts, x, y);
+    drawArea(drawing, "waiting", row.load.map((share, part) => [below.communication[part], share]), parts, x, y);
   }
   if (row.kind === "running") {
     const most = Math.max(d3.max(row.running), 1);

@@ -172,7 +172,7 @@ function makeTools(bar, container, picture) {
     button.addEventListener("click", () => picture.select(stage));
     legend.append(element("li", {}, button));
   });
-  const loads = [["compute", data.device ? "computing" : "operators"], ["communication", "communication alone"]];
+  const loads = [["compute", data.device ? "computing" : "operators"], ["communication", "communication alone"], ["waiting", "waiting for other ranks"]];
   for (const [name, text] of loads) legend.append(element("li", {}, element("i", { className: name }), text));
   const buttons = element("div", { className: "zoom" });
   for (const [text, title, act] of [["+", "closer (+)", picture.axis.closer], ["−", "farther (-)", picture.axis.farther], ["whole step", "the whole step (0)", picture.axis.reset]]) {

@@ -17,6 +17,7 @@ __all__ = ["picture"]
 CONTROLLER = "controller"
 _ROLE = re.compile(r"(.*?)(?:_rank)?\d*")
 _FINISHES = 400
+_CURVES = ("load", "communication", "waiting")  # one without anything in it is empty
 
 
 def picture(report: Report) -> dict[str, Any]:
@@ -83,7 +84,8 @@ def _lane(
         "engine": row is not None and row.replica is not None,
         "busy": row.busy_us / row.span_us if row and row.span_us else None,
         "load": row.load if row else [],
-        "communication": row.communication_load if row else [],
+        "communication": row.communication_load if row and any(row.communication_load) else [],
+        "waiting": row.waiting_load if row and any(row.waiting_load) else [],
         "stands_out": reasons.get(owner) or reasons.get(name, ""),
         "spans": [
             {
@@ -109,13 +111,12 @@ def _group(role: str, lanes: list[dict[str, Any]]) -> dict[str, Any]:
             stage = span["stage"]
             runs.setdefault((stage, seen.get(stage, 0)), []).append(span)
             seen[stage] = seen.get(stage, 0) + 1
-    loads = [lane["load"] for lane in lanes if lane["load"]]
+    loaded = [lane for lane in lanes if lane["load"]]
     return {
         "role": role,
         "engine": any(lane["engine"] for lane in lanes),
         "lanes": lanes,
-        "load": _mean(loads),
-        "communication": _mean([lane["communication"] for lane in lanes if lane["load"]]),
+        **{curve: _mean([lane[curve] for lane in loaded]) for curve in _CURVES},
         "envelope": [
             {
                 "stage": stage,

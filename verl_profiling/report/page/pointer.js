@@ -19,7 +19,10 @@ function linesAt(row, span, us) {
       lines.push(`busy ${percent(span.busy / took)} of it, ${percent(span.communication / took)} communication alone`);
     }
   }
-  if (row.load?.length) lines.push(`at ${duration(us / 1e6)}: busy ${Math.round(partAt(row.load, us))} %, ${Math.round(partAt(row.communication, us))} % communication alone`);
+  if (row.load?.length) {
+    const [busy, alone, waiting] = [row.load, row.communication, row.waiting].map((curve) => `${Math.round(partAt(curve, us))} %`);
+    lines.push(`at ${duration(us / 1e6)}: busy ${busy}, ${alone} communication alone, ${waiting} of it waiting for other ranks`.replace(/, 0 % of it.*/, ""));
+  }
   const running = row.kind === "lane" ? data.running[row.lane.worker] : row.group.engine ? runningIn(row.group) : null;
   if (running?.length) lines.push(`at ${duration(us / 1e6)}: ${Math.round(10 * partAt(running, us)) / 10} requests running`);
   if (row.lane?.stands_out) lines.push(row.lane.stands_out);

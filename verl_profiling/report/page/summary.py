@@ -46,7 +46,9 @@ def figure(title: str, value: str, line: str, key: str = "") -> str:
 def _figures(report: Report) -> Iterator[str]:
     coverage = report.coverage
     yield figure(
-        "Step", duration(report.span_us / 1e6), f"{coverage.read} of {coverage.expected} traces read"
+        "Step" if report.captured else "Recorded",
+        duration(report.span_us / 1e6),
+        f"{coverage.read} of {coverage.expected} traces read",
     )
     observed = sum(row.span_us for row in report.workers)
     if observed:
@@ -76,7 +78,8 @@ def _findings(report: Report) -> str:
     more = "".join(f"<li>{item}</li>" for item in others)
     if others:
         more = f'<details><summary>{len(others)} more</summary><ol start="2">{more}</ol></details>'
-    return f'<section id="findings" aria-label="Findings"><p>{first}</p>{more}</section>'
+    calm = "" if items else ' class="calm"'
+    return f'<section id="findings"{calm} aria-label="Findings"><p>{first}</p>{more}</section>'
 
 
 def _sentence(finding: Finding) -> str:
