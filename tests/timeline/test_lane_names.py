@@ -61,6 +61,14 @@ def test_a_device_has_the_name_of_its_label(tmp_path: Path) -> None:
     assert names == {"gemm": "worker_rank0 MTIA 1", "aten::mm": "worker_rank0"}
 
 
+def test_a_device_is_none_of_the_host_whatever_its_number(tmp_path: Path) -> None:
+    """Merged traces of others have texts for processes, and kineto's own time is none of a process -1."""
+    own = {**OPERATOR, "cat": "overhead", "pid": -1, "name": "Activity Buffer Request"}
+    names = merged_names(tmp_path, [{**KERNEL, "pid": "[TP00] 0"}, own, {**OPERATOR, "cat": "", "pid": 9}])
+    assert names["gemm"] == "worker_rank0 [TP00] 0"
+    assert "-1" not in names["Activity Buffer Request"]
+
+
 def test_names_have_a_bounded_length(tmp_path: Path) -> None:
     """Metadata that repeats counts once, and a name of any length is cut where nobody reads on."""
     other = {**OPERATOR, "pid": 88, "cat": "", "name": "call"}

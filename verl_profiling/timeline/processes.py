@@ -25,6 +25,7 @@ ODD_IDS = 1 << 32
 
 _PROFILER_TID = STAGES_TID + 1
 _PROFILER_LANES = {"Spans", "Traces", ""}  # processes in which kineto puts its own events
+_OVERHEAD = "overhead"  # the profiler's own, as a process of its own in kineto
 _FIRST_DEVICE = 1
 _FIRST_OTHER = 2_000
 _LAST_OTHER = LANE_PIDS - 2  # the last id is that of the requests
@@ -104,7 +105,7 @@ class Processes:
         is_device = old != self._host and is_on_device(event)
         if is_device and isinstance(old, int) and 0 <= old < _FIRST_OTHER - _FIRST_DEVICE:
             new, name = self._pid + _FIRST_DEVICE + old, f"{title} GPU {old}"
-        elif self._pid not in self._titles and self._host in (None, old):
+        elif self._pid not in self._titles and self._host in (None, old) and not is_device:
             new, name = self._pid, title
         elif self._next_other >= self._pid + _LAST_OTHER:
             self.crowded += 1
@@ -113,7 +114,7 @@ class Processes:
             return new
         else:
             new, self._next_other = self._next_other, self._next_other + 1
-            name = f"{title} {old}"
+            name = f"{title} {event.cat if event.cat == _OVERHEAD else old}"
         self.known[old] = new
         self._titles[new] = name
         return new
