@@ -211,3 +211,19 @@ def test_a_difference_from_the_overlap_analysis_is_said(tmp_path: Path) -> None:
     (note,) = build_report(inputs).notes
     assert "320.0 us of Computing" in note
     assert "250.0 us" in note
+
+
+def test_older_names_of_processes_are_known(tmp_path: Path) -> None:
+    """Without layers the hardware is called ``Task Scheduler``, and the host ``AscendCL``."""
+    older = {"Ascend Hardware": "Task Scheduler", "CANN": "AscendCL", "Communication": "HCCL"}
+    events = device_events(Decimal(1_700_000_000_000_000), "Communication")
+    for event in events:
+        if event["name"] == "process_name":
+            name = event["args"]["name"]
+            event["args"]["name"] = older.get(name, name)
+    (tmp_path / "trace_view.json").write_text(json.dumps(events))
+    (inputs,) = find_steps(tmp_path)
+    report = build_report(inputs)
+    (row,) = report.workers
+    assert (row.compute_us, row.communication_us, row.memcpy_us) == (250, 180, 20)
+    assert report.notes == []

@@ -4,10 +4,11 @@ These events have no category. The name of their process tells the lane, and it 
 the file, so events are kept until the trace is read. The lanes, according to the parser's sources
 (github.com/kali20gakki/msprof, ``analysis/csrc/application/timeline``):
 
-* ``Ascend Hardware``: one thread per stream, one event per task, with its type: see :func:`task_kind`.
+* ``Ascend Hardware`` (``Task Scheduler`` in older versions): one thread per stream, one event per task,
+  with its type: see :func:`task_kind`.
 * ``Communication`` (``HCCL`` in older versions): one thread per group with whole collectives, and
   one per plane with the transfers that they consist of, which are not counted again.
-* ``CANN``: calls of the runtime on the host.
+* ``CANN`` (``AscendCL``): calls of the runtime on the host.
 * ``Overlap Analysis``: computed by msprof from the first two; not counted again, but compared with.
 
 ``torch.autograd.profiler`` has no categories either: its process is called ``CPU functions``.
@@ -28,8 +29,10 @@ from verl_profiling.timeline.event import Event
 
 __all__ = ["NpuEvents", "task_kind"]
 
-_HARDWARE, _COLLECTIVES, _OVERLAP = "Ascend Hardware", ("Communication", "HCCL"), "Overlap Analysis"
-_HOSTS = ("CANN", "CPU functions")
+_HARDWARE = ("Ascend Hardware", "Task Scheduler")
+_COLLECTIVES = ("Communication", "HCCL")
+_OVERLAP = "Overlap Analysis"
+_HOSTS = ("CANN", "AscendCL", "CPU functions")
 _COLLECTIVE_KERNELS = ("AicpuKernel", "AivKernel")
 _COMPUTING = re.compile(
     r"(?:^|[ _])(?:AI_?CORE|AI_?VEC(?:TOR_CORE)?|AI_?CPU|AIC|AIV|SIMT|DSA)(?:[ _]|$)", re.IGNORECASE
@@ -138,7 +141,7 @@ class NpuEvents:
 
     def _kind(self, pid: object, tid: object, name: str, task_type: bytes) -> int:
         process = self._processes.name(pid)
-        if process == _HARDWARE:
+        if process in _HARDWARE:
             return task_kind(name, task_type.decode("utf-8", "replace"))
         if process in _COLLECTIVES:
             plane = self._processes.thread(pid, tid).startswith("Plane")
