@@ -154,6 +154,47 @@ def test_bad_merge_options_are_one_line_and_exit_2(
     assert not (folder / "timeline.json.gz").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--min-us", ("nan", "inf", "-3", "few")),
+        ("--jobs", ("0", "-1", "two")),
+        ("--max-bytes", ("0", "-1", "10X", "nan")),
+        ("--max-events", ("0", "-1", "1.5")),
+        ("--max-names", ("0",)),
+        ("--max-content", ("0",)),
+        ("--max-memory", ("0G",)),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused(
+    capsys: pytest.CaptureFixture[str], option: str, values: tuple[str, ...]
+) -> None:
+    """Rather than taken for another, or for no limit."""
+    for value in values:
+        with pytest.raises(SystemExit) as left:
+            main(["merge", "folder", f"{option}={value}"])
+        assert left.value.code == EXIT_BAD_INPUT
+        assert f"{option}: {value!r} is not a" in capsys.readouterr().err
+
+
+def test_a_size_that_cannot_be_met_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The timeline is written as small as it gets, and the exit code is 1."""
+    folder = build_step(tmp_path)
+    assert main(["merge", str(folder), "--max-bytes", "100"]) == EXIT_FINDING
+    assert "timeline.max_bytes_100.json.gz: --max-bytes 100 bytes is not kept: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["merge", "-o"], ["report", "--html"]])
+def test_what_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """By the name that was asked for, and not by that of a temporary file."""
+    command, option = options
+    wanted = tmp_path / "no" / "out.json.gz"
+    assert main([command, str(build_step(tmp_path)), option, str(wanted)]) == EXIT_BAD_INPUT
+    assert capsys.readouterr().err == f"verl-profiling: error: {wanted}: No such file or directory\n"
+
+
 def test_report_writes_every_face(tmp_path: Path) -> None:
     """Page, JSON, CSV and TensorBoard come from one reading."""
     folder = build_step(tmp_path)

@@ -33,8 +33,12 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
     """Let errors of writing say where: those of a full disk name no file.
+
+    Args:
+        path: What is written.
+        temporary: The file or folder that becomes it; errors do not name that.
 
     Raises:
         OSError: Whatever was raised inside, with a file name.
@@ -42,7 +46,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None or error.errno is None:
+        is_part = temporary is not None and str(error.filename).startswith(str(temporary))
+        if (error.filename is not None and not is_part) or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.common import local_path
+from verl_profiling.commands.arguments import local_path
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
 from verl_profiling.timeline.collect import Collected, collect
 from verl_profiling.timeline.gather import Elsewhere, Nodes, artifacts_elsewhere, fetch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,8 @@ from rich.console import Console
 
 from verl_profiling.analysis import saved_report
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.common import StepByStep, add_communication, add_limits, limits_of, local_path
+from verl_profiling.commands.arguments import add_communication, add_limits, at_least_0, limits_of, local_path
+from verl_profiling.commands.common import StepByStep
 from verl_profiling.report.diff import Change, Diff, compare, print_diff
 from verl_profiling.report.model import Report
 from verl_profiling.units import duration
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--min-ms",
-        type=_milliseconds,
+        type=at_least_0("a time in milliseconds such as 10"),
         default=10.0,
         metavar="MS",
         help="with --fail-above: a change of no more than this is none (default: %(default)g)",
@@ -93,18 +93,7 @@ def _reports(path: Path, arguments: argparse.Namespace) -> _Side:
 
 
 def _share(text: str) -> float:
-    return _at_least_0(text, text.removesuffix("%"), "a percentage such as 5%") / 100
-
-
-def _milliseconds(text: str) -> float:
-    return _at_least_0(text, text, "a time in milliseconds such as 10")
-
-
-def _at_least_0(text: str, number: str, kind: str) -> float:
     try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
-    return value
+        return at_least_0("")(text.removesuffix("%")) / 100
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage such as 5%") from None

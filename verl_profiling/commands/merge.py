@@ -7,7 +7,8 @@ from pathlib import Path
 
 from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands import EXIT_FINDING
-from verl_profiling.commands.common import StepByStep, add_limits, add_paths, limits_of, progress, size, warn
+from verl_profiling.commands.arguments import add_limits, add_paths, at_least_0, count, limits_of, size
+from verl_profiling.commands.common import StepByStep, progress, warn
 from verl_profiling.timeline.whole_files import clear_leftovers
 from verl_profiling.units import byte_size
 
@@ -36,14 +37,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stages", metavar="A,B", help="keep only what happened during these stages")
     parser.add_argument("--ranks", metavar="0,8-15", help="keep only these ranks of each role, e.g. 0,8-15")
-    parser.add_argument("--min-us", type=float, default=0.0, metavar="US", help="leave out shorter events")
+    parser.add_argument(
+        "--min-us",
+        type=at_least_0("a time in microseconds such as 5"),
+        default=0.0,
+        metavar="US",
+        help="leave out shorter events",
+    )
     parser.add_argument(
         "--max-bytes",
         type=size,
         metavar="SIZE",
         help="leave out the shortest events until it fits, e.g. 200M",
     )
-    parser.add_argument("-j", "--jobs", type=int, default=2, help="processes to use (default: %(default)s)")
+    parser.add_argument("-j", "--jobs", type=count, default=2, help="processes to use (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -78,6 +85,9 @@ def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress,
         problems = result.problems
         if result.limited:
             work.exit_code = EXIT_FINDING
+        if arguments.max_bytes is not None and result.bytes > arguments.max_bytes:
+            least = f"names and events of more than a second take {byte_size(result.bytes)}"
+            work.problem(f"{result.path}: --max-bytes {byte_size(arguments.max_bytes)} is not kept: {least}")
         left_out = f", {result.left_out:,} left out" if result.left_out else ""
         summary = f"{result.path}  ({byte_size(result.bytes)}, {result.events:,} events{left_out})"
     for problem in problems:

@@ -10,14 +10,8 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep
-from verl_profiling.commands.common import (
-    StepByStep,
-    add_communication,
-    add_limits,
-    add_paths,
-    limits_of,
-    progress,
-)
+from verl_profiling.commands.arguments import add_communication, add_limits, add_paths, limits_of
+from verl_profiling.commands.common import StepByStep, progress
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_profiling.commands.common import StepByStep, add_limits, add_paths, limits_of, progress
+from verl_profiling.commands.arguments import add_limits, add_paths, limits_of
+from verl_profiling.commands.common import StepByStep, progress
 
 __all__ = ["configure", "run"]
 

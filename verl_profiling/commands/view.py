@@ -7,7 +7,8 @@ import webbrowser
 
 from verl_profiling.analysis import only_step
 from verl_profiling.commands import EXIT_OK
-from verl_profiling.commands.common import StepByStep, add_limits, add_path, limits_of
+from verl_profiling.commands.arguments import add_limits, limits_of, local_path
+from verl_profiling.commands.common import StepByStep
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.html import render_html
 from verl_profiling.timeline.server import PERFETTO_PORT, TimelineServer, bundled_ui
@@ -24,7 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "network; else ui.perfetto.dev opens the timeline from here. Ctrl-C ends it."
     )
     parser.epilog = "example: verl-profiling view outputs/run/step_000012"
-    add_path(parser)
+    parser.add_argument(
+        "path", type=local_path, metavar="PATH", help="step folder, run folder, trace, or folder of traces"
+    )
     add_limits(parser)
     parser.add_argument(
         "--port", type=int, default=PERFETTO_PORT, help="port to serve on (default: %(default)s)"

@@ -36,7 +36,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     """
     part = part_of(path)
     try:
-        with naming(path):
+        with naming(path, part):
             with part.open("wb") as file:
                 yield file
             part.replace(path)
@@ -52,7 +52,7 @@ def scratch_folder(path: Path) -> Iterator[Path]:
         OSError: It cannot be written; the error names ``path``.
     """
     folder = part_of(path)
-    with naming(path):
+    with naming(path, folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:

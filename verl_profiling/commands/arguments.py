@@ -1,0 +1,147 @@
+"""The arguments that several commands take, and what reads them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from verl_profiling.remote import is_url
+from verl_profiling.timeline.limits import Limits
+
+__all__ = [
+    "add_communication",
+    "add_limits",
+    "add_paths",
+    "at_least_0",
+    "count",
+    "limits_of",
+    "local_path",
+    "size",
+]
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def local_path(text: str) -> Path:
+    """Return the path that an argument is.
+
+    Raises:
+        argparse.ArgumentTypeError: It is a URL.
+    """
+    if is_url(text):
+        raise argparse.ArgumentTypeError(
+            f"{text} is a URL, and the commands read folders: copy the step folder here first, e.g. with "
+            f"`python -c \"import fsspec; fs, path = fsspec.url_to_fs('{text}'); fs.get(path, 'copy', "
+            'recursive=True)"`'
+        )
+    return Path(text)
+
+
+def add_paths(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names what to work on, which may be several things."""
+    parser.add_argument(
+        "paths",
+        type=local_path,
+        nargs="+",
+        metavar="PATH",
+        help="step folder, run folder, trace, or folder of traces; several traces or folders of them are one "
+        "capture",
+    )
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how much of a trace is read."""
+    group = parser.add_argument_group(
+        "limits", "Reading a trace ends where it reaches one; what was read is kept, and the exit code is 1."
+    )
+    usual = Limits()
+    group.add_argument(
+        "--max-events", type=count, default=usual.events, metavar="N", help="events (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-content",
+        type=size,
+        default=usual.content_bytes,
+        metavar="SIZE",
+        help=f"bytes of its content, uncompressed (default: {usual.content_bytes >> 30} GiB)",
+    )
+    group.add_argument(
+        "--max-names",
+        type=count,
+        default=usual.names,
+        metavar="N",
+        help="different names of operators or threads; the others count as one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-memory",
+        type=size,
+        metavar="SIZE",
+        help="memory of this process, e.g. 8G (default: three quarters of what is free)",
+    )
+
+
+def add_communication(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says which kernels communicate, besides those that are known."""
+    parser.add_argument(
+        "--communication",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="regular expression of kernels that communicate, besides those that are known; repeatable",
+    )
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    """Return the limits that were asked for."""
+    return Limits(
+        events=arguments.max_events,
+        content_bytes=arguments.max_content,
+        names=arguments.max_names,
+        memory_bytes=arguments.max_memory,
+    )
+
+
+def size(text: str) -> int:
+    """Return the number of bytes that ``200M`` or ``1.5G`` is.
+
+    Raises:
+        ArgumentTypeError: It is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 200M")
+    return size
+
+
+def count(text: str) -> int:
+    """Return a number of things, of which there is at least one.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def at_least_0(kind: str) -> Callable[[str], float]:
+    """Return what reads a finite number of at least 0.
+
+    Args:
+        kind: What it is, with an example.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
+        return value
+
+    return read
