@@ -106,6 +106,18 @@ main(async ([executablePath, address, folder]) => {
   await page.keyboard.press("Escape");
   seen.escaped = await page.textContent("#selected");
 
+  const drawn = () => page.evaluate(() => document.querySelector(".rows").offsetWidth);
+  seen.printed = [await drawn()];
+  for (const event of ["beforeprint", "afterprint"]) {
+    await page.evaluate((name) => dispatchEvent(new Event(name)), event);
+    seen.printed.push(await drawn());
+  }
+  await page.keyboard.press("t");
+  await page.emulateMedia({ media: "print" });
+  seen.printedPaper = [await theme(), await paper()];
+  await page.emulateMedia({ media: "screen" });
+  await page.keyboard.press("t");
+
   await page.setViewportSize({ width: 390, height: 844 });
   await settled(page);
   seen.overflow = await page.evaluate(() => document.documentElement.scrollWidth - window.innerWidth);

@@ -92,6 +92,14 @@ def test_the_theme_switches_by_button_and_by_key(seen: dict) -> None:
     assert len(set(seen["paper"])) == 2
 
 
+def test_the_picture_is_printed_as_wide_as_paper(seen: dict) -> None:
+    """And drawn as before afterwards; paper is white in the dark theme too."""
+    screen, paper, after = seen["printed"]
+    assert paper == 680
+    assert screen == after > paper
+    assert seen["printedPaper"] == ["dark", "rgb(255, 255, 255)"]
+
+
 def test_tables_sort_by_click_and_by_keyboard(seen: dict) -> None:
     """The first press on a number sorts the largest to the top, the second turns it round."""
     values = [float(value) for value in seen["descending"]]

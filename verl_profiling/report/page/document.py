@@ -13,7 +13,7 @@ import msgspec
 __all__ = ["document"]
 
 _LIBRARY = "d3.min.js"
-_SHARED = ("theme.js", "tables.js", "format.js")
+_SHARED = ("theme.js", "tables.js", "format.js", "width.js")
 
 
 def document(title: str, subtitle: str, sections: str, data: Any, scripts: Sequence[str]) -> str:

@@ -158,9 +158,8 @@ function makePicture(container) {
     tip.show(linesAt(found.row, span, Math.max(span.begin, axis.visible()[0])), box.left - frame.left, box.top - frame.top);
   });
   rows.addEventListener("focusout", tip.hide);
-  new ResizeObserver(() => layout()).observe(container);
-  addEventListener("beforeprint", layout);
   build();
+  onWidth(container, layout);
   return { axis, select, selected: () => selected };
 }
 

@@ -19,4 +19,4 @@ function drawTail(container) {
 }
 
 const tail = document.getElementById("tail");
-if (tail && data.finishes_us.length) new ResizeObserver(() => drawTail(tail)).observe(tail.parentNode);
+if (tail && data.finishes_us.length) onWidth(tail, () => drawTail(tail));

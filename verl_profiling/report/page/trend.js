@@ -56,7 +56,7 @@ function makeTrend(container, kind) {
       .on("focus", (_, step) => tip.show(lines(step, data.steps.indexOf(step)), x(data.steps.indexOf(step)), MARGIN.top))
       .on("blur", tip.hide);
   }
-  new ResizeObserver(draw).observe(container);
+  onWidth(container, draw);
 }
 
 for (const kind of ["stages", "lost"]) {
