@@ -114,7 +114,7 @@ def test_every_time_is_exact_whatever_the_offset(
     events = [event for event in json.loads(text, parse_float=Decimal) if event["ph"] == "s"]
     assert [event["ts"] * 1000 for event in events] == [ns - begins[0][0] + first_ns for ns, _ in begins]
     assert len({event["id"] for event in events}) == len({number for _, number in begins})
-    assert all(3 << 33 <= event["id"] < 4 << 33 for event in events)
+    assert all(3 << 32 <= event["id"] < 4 << 32 or event["id"] >= 1 << 52 for event in events)
 
 
 def test_lanes_are_named_and_sorted(tmp_path: Path) -> None:
@@ -298,6 +298,21 @@ def test_flow_ids_stay_apart(tmp_path: Path) -> None:
     assert users
     assert all(len(pids) == 1 for pids in users.values())
     assert set(starts.values()) == {1}
+
+
+@pytest.mark.parametrize("number", ["5", "1704161511434171181", '"717259538431"', "-1", '"\\ud800"'])
+def test_flow_ids_of_any_kind_stay_apart(tmp_path: Path, number: str) -> None:
+    """Of a large number or a text, as torch_npu writes them, both ends get one id, exact as a double."""
+    ends = ",".join(
+        f'{{"ph":"{phase}","name":"n","cat":"c","id":{number},"pid":1,"tid":1,"ts":1}}' for phase in "sf"
+    )
+    for rank in range(2):
+        text = f'{{"baseTimeNanoseconds":1,"traceEvents":[{ends}]}}'
+        (tmp_path / f"rank{rank}.json").write_text(text)
+    _, events = merged(tmp_path)
+    ids = Counter(event["id"] for event in events if event["ph"] in "sf")
+    assert sorted(ids.values()) == [2, 2]
+    assert all(isinstance(number, int) and number < 1 << 53 for number in ids)
 
 
 def test_two_processes_write_the_same_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     controller_events: int = 1_000_000
     memory_bytes: int | None = None
     head_bytes: int = 16 << 20
-    event_bytes: int = 64 << 20
+    event_bytes: int = 16 << 20
 
     def reached(self, events: int) -> str:
         """Return which limit a process has reached that read so many events of a trace, or ``""``."""

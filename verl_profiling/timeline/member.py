@@ -6,6 +6,7 @@ joined by copying: a gzip file is a sequence of members (RFC 1952, section 2.2).
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ from isal import isal_zlib
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.limits import Limits
-from verl_profiling.timeline.processes import ODD_IDS, Processes
+from verl_profiling.timeline.processes import Processes
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.slim import Keep
 from verl_profiling.timeline.sources import Source
 
 __all__ = ["Member", "MemberJob", "compressor", "write_member"]
 
-_ID_STRIDE = 1 << 33
+_ID_STRIDE = 1 << 32
+_HASHED_IDS = 1 << 52
 _ONES = 1.5 * 2**52
 _ENCODER = msgspec.json.Encoder()
 _KEPT_BYTES = 16 << 20
@@ -152,9 +154,17 @@ def _relocate(events: list[Event], processes: Processes, shift_ns: int, index: i
         if (ts := event.ts) is not None:
             event.ts = ((ts + whole_us) * 1000.0 + rest_ns + _ONES - _ONES) / 1000.0
         if (old := event.id) is not None:
-            if type(old) is int and 0 <= old < ODD_IDS:
-                event.id = first_id + old
-            else:
-                event.id = first_id + processes.odd_id(old)
+            is_small = type(old) is int and 0 <= old < _ID_STRIDE
+            event.id = first_id + old if is_small else _hashed_id(index, old)  # type: ignore[operator]
         timed.append(event)
     return timed
+
+
+def _hashed_id(index: int, old: int | str) -> int:
+    """Return an id for a flow whose own is large or no number, apart from the others.
+
+    Nothing is held for it, as a trace may have millions: of a million flows, two have the same id in one
+    trace of ten thousand. It is exact as a double.
+    """
+    digest = blake2b(f"{index} {old!r}".encode(errors="replace"), digest_size=8).digest()
+    return _HASHED_IDS | int.from_bytes(digest, "big") >> 12

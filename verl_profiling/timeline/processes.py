@@ -9,7 +9,7 @@ import msgspec
 from verl_profiling.timeline.categories import is_host, is_on_device
 from verl_profiling.timeline.event import Event
 
-__all__ = ["LANE_PIDS", "ODD_IDS", "STAGES_TID", "TOOL_TID", "Processes", "name_process", "name_thread"]
+__all__ = ["LANE_PIDS", "STAGES_TID", "TOOL_TID", "Processes", "name_process", "name_thread"]
 
 LANE_PIDS = 10_000
 """Number of process ids reserved for a lane."""
@@ -19,9 +19,6 @@ STAGES_TID = 1 << 23
 
 TOOL_TID = STAGES_TID + 2
 """Thread id of the lane that shows when a worker's tool was started and stopped."""
-
-ODD_IDS = 1 << 32
-"""Flow ids of a trace from here on, and those that are no numbers, are numbered anew."""
 
 _PROFILER_TID = STAGES_TID + 1
 _PROFILER_LANES = {"Spans", "Traces", ""}  # processes in which kineto puts its own events
@@ -83,7 +80,6 @@ class Processes:
         self._titles: dict[int, str] = {}
         self._said: dict[int, dict[str, str]] = {}
         self._marked = False
-        self._odd_ids: dict[int | str, int] = {}
         self._metadata: dict[tuple[str, int | str | None, int | str | None, bytes], Event] = {}
 
     def find_host(self, events: list[Event]) -> None:
@@ -118,10 +114,6 @@ class Processes:
         self.known[old] = new
         self._titles[new] = name
         return new
-
-    def odd_id(self, old: int | str) -> int:
-        """Return a flow id from ``ODD_IDS`` on for one that is not below it."""
-        return ODD_IDS + self._odd_ids.setdefault(old, len(self._odd_ids))
 
     def note(self, event: Event) -> None:
         """Take an event of metadata."""
