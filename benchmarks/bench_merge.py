@@ -1,10 +1,11 @@
-"""Merging: CPU seconds and peak memory of each merger, side by side, on real torch traces.
+"""Merging: CPU seconds, time and peak memory of each merger, side by side, on real torch traces.
 
 Run: ``python benchmarks/bench_merge.py [--runs 5] [--sglang profile_merger.py] [--parts NAME ...]``
 
-It records 8 traces of about 100k events and one of about 1M with torch.profiler, compresses
-them as a capture does, and merges them in fresh processes. CPU seconds are those of the
-process and its children, without imports; memory is the largest resident set of any one of
+It records 8 traces of about 100k events and one of about 1M with torch.profiler, and makes four as users
+have them: two of a GPU with many arrows, one of them with its metadata before each kernel, and a recording
+with Python stacks. It compresses them as a capture does, and merges them in fresh processes. CPU seconds
+are those of the process and its children, without imports; memory is the largest resident set of any one of
 them (``getrusage``, ``ru_maxrss``). viztracer reads no gzip, so it gets the raw files.
 SGLang's merger is ``sglang/srt/utils/profile_merger.py`` of its wheel, which runs alone; that of
 an installed sglang is found.
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from results import record, row
@@ -28,7 +30,7 @@ from results import record, row
 OURS = "verl-profiling"
 OURS_RAW = "verl-profiling, raw"
 PROGRAM = """
-import json, resource, sys
+import json, resource, sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
 {values}
@@ -40,11 +42,22 @@ def used():
 if __name__ == "__main__":
 {body}
     peak = max(resource.getrusage(scope).ru_maxrss for scope in SCOPES) / 1024
-    print(json.dumps([used() - before, peak]))
+    print(json.dumps([used() - before, time.perf_counter() - begin, peak]))
 """
 SETS = (("8 x 100k", 8, 100_000), ("1 x 1M", 1, 1_000_000))
-GROWTH = "growth"
-PARTS = (*(title for title, _, _ in SETS), GROWTH)
+REAL, GROWTH = "real", "growth"
+PARTS = (*(title for title, _, _ in SETS), REAL, GROWTH)
+REAL_FILES = (
+    "real_traces.repeat_gpu_trace({path!r}, 6)",
+    "real_traces.repeat_gpu_trace({path!r}, 6)",
+    "real_traces.repeat_gpu_trace({path!r}, 9, named=True)",
+    "real_traces.record_with_stacks({path!r}, 14)",
+)
+REAL_WHAT = (
+    "4 files as users have them: the public GPU trace of `tests/data` repeated end to end (twice as it is, "
+    "once with five events of metadata before each kernel, 108,000 in all), and a recording with Python "
+    "stacks and shapes"
+)
 _MERGE = (
     "from pathlib import Path\nfrom verl_profiling.timeline.inputs import find_steps\n"
     "from verl_profiling.timeline.merge import merge",
@@ -88,13 +101,18 @@ LABELS = {
     "archive, unpacking": "`merge --format archive`, from `.json.gz`",
     "copy": "a copy of the files, `.json`",
 }
+TIMED = (OURS, "SGLang", OURS_RAW, "viztracer")
+"""Those of which the time is told too."""
 PEERS = {
     "SGLang": "`ProfileMerger.merge_chrome_traces()` of its wheel, as it is",
-    "viztracer": "`ReportBuilder(files).save()` with orjson, as its extra `full` has it; it reads no gzip",
+    "viztracer": "`ReportBuilder(files).save()` as it is fastest: orjson is installed (its extra `full`), no "
+    "progress is printed; it reads no gzip and gets the raw files",
 }
 CODE = (
     "verl_profiling/timeline/merge.py",
     "verl_profiling/timeline/member.py",
+    "verl_profiling/timeline/processes.py",
+    "verl_profiling/timeline/decompress.py",
     "verl_profiling/timeline/event.py",
     "verl_profiling/timeline/reader.py",
     "verl_profiling/timeline/archive.py",
@@ -115,8 +133,8 @@ def record_trace(path: str, events: int) -> None:
     profiler.export_chrome_trace(path)
 
 
-def measure(name: str, folder: Path, scratch: Path, merger: Path | None) -> tuple[float, float]:
-    """Return CPU seconds (without imports) and peak MB of one merge in a fresh process."""
+def measure(name: str, folder: Path, scratch: Path, merger: Path | None) -> tuple[float, float, float]:
+    """Return CPU seconds, seconds (both without imports) and peak MB of one merge in a fresh process."""
     kind, setup, body = MERGERS[name]
     output = scratch / "merged.json.gz"
     values = {
@@ -128,15 +146,18 @@ def measure(name: str, folder: Path, scratch: Path, merger: Path | None) -> tupl
     program = PROGRAM.format(
         root=str(Path(__file__).parents[1]),
         values="\n".join(f"{key} = {value!r}" for key, value in values.items()),
-        body="\n".join(f"    {line}" for line in f"{setup}\nbefore = used()\n{body}".splitlines()),
+        body="\n".join(
+            f"    {line}"
+            for line in f"{setup}\nbefore, begin = used(), time.perf_counter()\n{body}".splitlines()
+        ),
     )
     script = scratch / "program.py"
     script.write_text(program)
     done = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
     for file in [*scratch.glob("merged*"), *(folder / kind).glob("merged-*")]:
         file.unlink()
-    cpu, peak = json.loads(done.stdout.splitlines()[-1])
-    return cpu, peak
+    cpu, elapsed, peak = json.loads(done.stdout.splitlines()[-1])
+    return cpu, elapsed, peak
 
 
 def main() -> None:
@@ -158,7 +179,11 @@ def main() -> None:
             if title in arguments.parts:
                 folder = root / title.replace(" ", "")
                 record_all(folder, count, events)
-                compare(title, folder, names, arguments.runs, scratch, arguments.sglang)
+                what = f"{title} events"
+                compare(title, what, folder, names, arguments.runs, scratch, arguments.sglang)
+        if REAL in arguments.parts:
+            make_all(root / REAL, REAL_FILES)
+            compare(REAL, REAL_WHAT, root / REAL, names, arguments.runs, scratch, arguments.sglang)
         if GROWTH in arguments.parts:
             folder = root / SETS[0][0].replace(" ", "")
             record_all(folder, *SETS[0][1:])
@@ -179,12 +204,17 @@ def megabytes(folder: Path) -> float:
 
 def record_all(folder: Path, count: int, events: int) -> None:
     """Record the traces of a set that are not there yet, raw and compressed."""
+    make_all(folder, [f"bench_merge.record_trace({{path!r}}, {events})"] * count)
+
+
+def make_all(folder: Path, calls: Sequence[str]) -> None:
+    """Make the files that are not there yet, each by a call in a process of its own, raw and compressed."""
     for kind in ("raw", "gz"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
-    for rank in range(count):
+    for rank, call in enumerate(calls):
         raw = folder / "raw" / f"trace-TP-{rank}.trace.json"
         if not raw.exists():
-            command = f"import bench_merge; bench_merge.record_trace({str(raw)!r}, {events})"
+            command = f"import bench_merge, real_traces; {call.format(path=str(raw))}"
             subprocess.run([sys.executable, "-c", command], check=True, cwd=Path(__file__).parent)
             compressed = folder / "gz" / f"{raw.name}.gz"
             with raw.open("rb") as source, gzip.open(compressed, "wb", compresslevel=1) as target:
@@ -192,33 +222,37 @@ def record_all(folder: Path, count: int, events: int) -> None:
 
 
 def compare(
-    title: str, folder: Path, names: list[str], runs: int, scratch: Path, merger: Path | None
+    title: str, what: str, folder: Path, names: list[str], runs: int, scratch: Path, merger: Path | None
 ) -> None:
-    """Record CPU seconds and peak memory of each merger, and the ratio to ours on the same input."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    """Record CPU seconds, time and peak memory of each merger, and the ratio to ours on the same input."""
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     for _ in range(runs):
         for name in names:
             found[name].append(measure(name, folder, scratch, merger))
     rows = []
-    for name, results in found.items():
-        ours = "copy" if name == "archive" else OURS if MERGERS[name][0] == "gz" else OURS_RAW
-        compared = ours != name and ours in found and name != "copy"
-        rows.append(
-            row(
-                f"{LABELS[name]} (peak {max(peak for _, peak in results):,.0f} MB)",
-                [cpu for cpu, _ in results],
-                "CPU s",
-                against=LABELS[ours] if compared else "",
-                of=[cpu for cpu, _ in found[ours]] if compared else (),
+    for index, unit in enumerate(("CPU s", "s")):
+        for name, results in found.items():
+            if unit == "s" and name not in TIMED:
+                continue
+            ours = "copy" if name == "archive" else OURS if MERGERS[name][0] == "gz" else OURS_RAW
+            compared = ours != name and ours in found and name != "copy"
+            peak = f" (peak {max(result[2] for result in results):,.0f} MB)" if unit == "CPU s" else ""
+            rows.append(
+                row(
+                    f"{LABELS[name]}{peak}",
+                    [result[index] for result in results],
+                    unit,
+                    against=LABELS[ours] if compared else "",
+                    of=[result[index] for result in found[ours]] if compared else (),
+                )
             )
-        )
     record(
         f"merge_{title.replace(' ', '')}",
         rows,
-        method=f"{title} events, {megabytes(folder / 'raw'):.0f} MB of JSON. {runs} runs each, in turn, in "
-        "fresh processes, without imports.",
+        method=f"{what}, {megabytes(folder / 'raw'):.0f} MB of JSON. {runs} runs each, in turn, in "
+        "fresh processes, without imports; `merge` uses two processes, as its command does.",
         code=CODE,
-        peers=PEERS,
+        peers={name: setup for name, setup in PEERS.items() if name in names},
     )
 
 
@@ -233,7 +267,7 @@ def growth(folder: Path, scratch: Path, runs: int) -> None:
             (part / "gz" / f"{name}.gz").symlink_to(folder / "gz" / f"{name}.gz")
         size_mb = sum((folder / "raw" / name).stat().st_size for name in names) / 1e6
         results = [measure(OURS, part, scratch, None) for _ in range(runs)]
-        cpus, peak = [cpu for cpu, _ in results], max(peak for _, peak in results)
+        cpus, peak = [cpu for cpu, _, _ in results], max(peak for _, _, peak in results)
         points.append((size_mb, statistics.median(cpus)))
         rows.append(row(f"{count} traces, {size_mb:.0f} MB (peak {peak:,.0f} MB)", cpus, "CPU s"))
     record(
