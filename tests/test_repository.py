@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.pythons import versions
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -35,6 +37,13 @@ def test_the_hooks_are_the_checks_of_make_lint() -> None:
     assert len(checks) >= 3
     assert set(checks) <= set(entries)
     assert "make repository" in entries
+
+
+def test_the_workflow_has_every_python_that_is_supported() -> None:
+    """`make test-pythons` finds an interpreter for each version that setup.cfg names."""
+    steps = read(".github/workflows/ci.yml")["jobs"]["pythons"]["steps"]
+    [given] = [step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")]
+    assert sorted(given.split()) == sorted(versions())
 
 
 def test_the_workflow_runs_what_has_to_pass() -> None:

@@ -15,7 +15,8 @@ from verl_profiling import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.replies import start_reply, stop_reply
 from verl_profiling.clock import now_ns
-from verl_profiling.controller.targets import MANY_IN_TURN, Call, make_targets
+from verl_profiling.controller.calls import Call
+from verl_profiling.controller.targets import MANY_IN_TURN, make_targets
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 

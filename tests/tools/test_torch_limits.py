@@ -169,11 +169,11 @@ def test_many_recordings_that_end_early_do_no_harm(run_python: Any, tmp_path: Pa
         import torch
         from example_loops import settings
         from verl_profiling import stage
-        from verl_profiling.capture import guard
+        from verl_profiling.capture import early_end
         from verl_profiling.capture.session import process_session
         from verl_profiling.testing import record_step
 
-        guard.PERIOD_S = 0.01
+        early_end.PERIOD_S = 0.01
         one = torch.ones(1)
         for number in range(40):
             config = settings(limits={"max_events": 1000 + 100 * number})

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verl_profiling import clock
+from verl_profiling.capture.artifact_size import ByteBudget
 from verl_profiling.capture.background import Finisher
-from verl_profiling.capture.byte_budget import ByteBudget
 from verl_profiling.capture.cost import CostMeter
-from verl_profiling.capture.guard import RunningTool
+from verl_profiling.capture.early_end import RunningTool
 from verl_profiling.capture.ledger import ArtifactLedger
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.prediction import Predictions

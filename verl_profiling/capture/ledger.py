@@ -8,8 +8,8 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.afterwards.uploads import Finish, uploaded
+from verl_profiling.capture.artifact_size import ByteBudget
 from verl_profiling.capture.background import Finisher
-from verl_profiling.capture.byte_budget import ByteBudget
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools import Destination, Output, Tool

@@ -12,7 +12,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.cost import CostMeter
-from verl_profiling.capture.guard import Guard, RunningTool
+from verl_profiling.capture.early_end import Guard, RunningTool
 from verl_profiling.capture.ledger import ArtifactLedger
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.prediction import Measured, Predictions

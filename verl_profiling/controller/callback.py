@@ -23,9 +23,9 @@ from types import TracebackType
 from typing import Any
 
 from verl_profiling.capture.stage import Stage, StageSink
+from verl_profiling.controller.calls import Round
 from verl_profiling.controller.controller import Controller
 from verl_profiling.controller.order import LoopOrder
-from verl_profiling.controller.targets import Round
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig

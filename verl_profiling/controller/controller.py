@@ -21,6 +21,7 @@ from verl_profiling import clock
 from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog
+from verl_profiling.controller.calls import Round, Target, Waiting
 from verl_profiling.controller.ending import LoopEnding
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture
@@ -31,7 +32,6 @@ from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Alone, find_peers
 from verl_profiling.controller.step_folders import StepFolders
-from verl_profiling.controller.targets import Round, Target, Waiting
 from verl_profiling.errors import ProfilingError
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Manifest

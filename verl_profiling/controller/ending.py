@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from verl_profiling import termination
-from verl_profiling.controller.targets import Round
+from verl_profiling.controller.calls import Round
 
 __all__ = ["LoopEnding"]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.controller.calls import Call
 from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.step_folders import StepFolders, WrittenStep
-from verl_profiling.controller.targets import Call
 
 __all__ = ["DYING_S", "OverdueStop", "OverdueStops"]
 

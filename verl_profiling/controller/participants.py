@@ -13,9 +13,9 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, Finished, StartReply, StopReply
 from verl_profiling.clock import Handshake, best_handshake
+from verl_profiling.controller.calls import Call, Round, Target, Worker
 from verl_profiling.controller.leftovers import take_up
 from verl_profiling.controller.loop_metrics import finite_numbers
-from verl_profiling.controller.targets import Call, Round, Target, Worker
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (
     CaptureCost,

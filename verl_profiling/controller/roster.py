@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.controller.targets import Call, Round, Target, Worker, make_targets
+from verl_profiling.controller.calls import Call, Round, Target, Worker
+from verl_profiling.controller.targets import make_targets
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.settings.config import ProfilingConfig

@@ -20,6 +20,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, Finished
 from verl_profiling.clock import Handshake, best_handshake
+from verl_profiling.controller.calls import Round, Target
 from verl_profiling.controller.channel import (
     Channel,
     StoreChannel,
@@ -29,7 +30,6 @@ from verl_profiling.controller.channel import (
 )
 from verl_profiling.controller.gathering import Begun, Gathering, Part, joined_with, nested, with_stages
 from verl_profiling.controller.step_folders import StepFolders
-from verl_profiling.controller.targets import Round, Target
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, Manifest

@@ -19,8 +19,8 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.afterwards.uploads import uploaded
+from verl_profiling.capture.artifact_size import ByteBudget
 from verl_profiling.capture.background import Finisher
-from verl_profiling.capture.byte_budget import ByteBudget
 from verl_profiling.capture.cost import CostMeter
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.capture.replies import another_is_open, nothing_to_stop, start_reply, stop_reply

@@ -74,7 +74,7 @@ class TrainerProfiler:
         self._callback.__exit__(kind, error, trace)
         if error is None and self._tracking is not None and self._folders:
             # Reading traces takes a while, and training must not wait for it.
-            from verl_profiling.integrations.verl_metrics import log_reports
+            from verl_profiling.integrations.verl_tracking import log_reports
 
             log_reports(self._tracking, self._folders, self._trainer.global_steps)
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from example_loops import settings, train
 
-from verl_profiling.capture.byte_budget import ByteBudget
+from verl_profiling.capture.artifact_size import ByteBudget
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.manifest import Artifact
