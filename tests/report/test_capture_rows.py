@@ -165,4 +165,4 @@ def test_a_clock_that_was_set_is_noted(
     workers = [first, *manifest.workers[1:]]
     write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
     notes = [note for note in open_step(folder).report().notes if "clock of" in note]
-    assert [f"set by {ahead_ms:+,.1f} ms" in note for note in notes] == [True] * noted
+    assert [f"set by {ahead_ms:+.0f} ms " in note for note in notes] == [True] * noted

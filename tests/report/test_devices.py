@@ -134,7 +134,7 @@ def test_what_is_unknown_beside_kernels_is_not_counted(tmp_path: Path) -> None:
     report = report_of(tmp_path, events)
     (row,) = report.workers
     assert (row.busy_us, row.span_us, row.unrecognised_us) == (20, 30, 0)
-    assert "0.090 ms of events of unknown categories (gpu_new_mark)" in report.notes[0]
+    assert "90.0 us of events of unknown categories (gpu_new_mark)" in report.notes[0]
     assert report.ops[0].calls == 2
 
 

@@ -26,6 +26,7 @@ from verl_profiling.report.process_names import ProcessNames, is_device
 from verl_profiling.report.reduction import Part, Reduction
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.reader import Trace
+from verl_profiling.units import duration
 
 __all__ = ["Activity", "read_activities"]
 
@@ -205,8 +206,9 @@ class _Lane:
             if pid in devices or is_device(label) or (not label and pid in reduction.on_streams):
                 categories = ", ".join(reduction.unknown_categories)
                 how = "not counted, beside its kernels" if pid in devices else "counted, of no known kind"
+                unknown_ns = length(part.covers[UNKNOWN].spans())
                 self._note(
-                    f"{self._names[pid]} has {length(part.covers[UNKNOWN].spans()) / 1e6:,.3f} ms of events "
+                    f"{self._names[pid]} has {duration(unknown_ns / 1e9)} of events "
                     f"of unknown categories ({categories}): {how}"
                 )
                 devices.add(pid)

@@ -9,6 +9,7 @@ from pathlib import Path
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest
 from verl_profiling.report.rows import AnchorRow, CostRow, MeasureRow, RequestRow
 from verl_profiling.timeline.inputs import resolve_artifact
+from verl_profiling.units import duration
 
 __all__ = ["anchors", "clock_notes", "core_notes", "costs", "measures", "requests"]
 
@@ -80,8 +81,8 @@ def clock_notes(manifest: Manifest) -> Iterator[str]:
         set_ns = _clock_set_ns(worker)
         if set_ns:
             yield (
-                f"{worker.name}: the clock of {worker.identity.host} was set by {set_ns / 1e6:+,.1f} ms "
-                "during the capture; its lane may be off by as much"
+                f"{worker.name}: the clock of {worker.identity.host} was set by "
+                f"{duration(set_ns / 1e9, signed=True)} during the capture; its lane may be off by as much"
             )
 
 

@@ -265,8 +265,8 @@ def _reported(report: Report) -> str:
 
 def _about(report: Report) -> str:
     lines = [
-        f"clock of {c.host}: corrected by {c.offset_us:,.1f} us, accurate to {c.error_us:,.1f} us, "
-        f"drift {c.drift_us:,.1f} us"
+        f"clock of {c.host}: corrected by {duration(c.offset_us / 1e6)}, accurate to "
+        f"{duration(c.error_us / 1e6)}, drift {duration(c.drift_us / 1e6)}"
         for c in report.clocks
     ]
     if rate := report.throughput:

@@ -10,6 +10,7 @@ from verl_profiling.report.activity import Activity
 from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of
 from verl_profiling.report.optimes import Window
 from verl_profiling.timeline.sources import Source
+from verl_profiling.units import duration
 
 __all__ = ["Lane", "Step"]
 
@@ -49,7 +50,7 @@ class Lane:
 
     def __repr__(self) -> str:
         busy_s, observed_s = (length(spans) / 1e9 for spans in (self.activity.busy, self.observed))
-        return f"<lane {self.name}: busy {busy_s:.3f} s, observed {observed_s:.3f} s>"
+        return f"<lane {self.name}: busy {duration(busy_s)}, observed {duration(observed_s)}>"
 
     @property
     def name(self) -> str:

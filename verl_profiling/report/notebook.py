@@ -8,6 +8,7 @@ import msgspec
 
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
+from verl_profiling.units import duration
 
 __all__ = ["NotebookReport"]
 
@@ -25,9 +26,8 @@ class NotebookReport(Report, frozen=True, kw_only=True):
         return cls(**{name: getattr(report, name) for name in msgspec.structs.asdict(report)})
 
     def __repr__(self) -> str:
-        title = "one step" if self.step is None else f"step {self.step}"
         return (
-            f"<report of {title}: {self.span_us / 1e6:.3f} s, {len(self.workers)} lanes, "
+            f"<report of {self.title}: {duration(self.span_us / 1e6)}, {len(self.workers)} lanes, "
             f"{len(self.findings)} findings>"
         )
 

@@ -26,6 +26,7 @@ from verl_profiling.report.intervals import Cover, Spans, length
 from verl_profiling.report.kinds import COMMUNICATION, COMPUTE, HOST, MEMORY, NOTHING
 from verl_profiling.report.process_names import ProcessNames
 from verl_profiling.timeline.event import Event
+from verl_profiling.units import duration
 
 __all__ = ["NpuEvents", "task_kind"]
 
@@ -131,8 +132,8 @@ class NpuEvents:
             found, told = length(covers[kind].spans()), length(covers[name].spans())
             if abs(found - told) > max(_MOST_NS, _MOST_SHARE * told):
                 yield (
-                    f"its Overlap Analysis has {told / 1000:,.1f} us of {name}, and its tasks have "
-                    f"{found / 1000:,.1f} us, which is what the report shows"
+                    f"its Overlap Analysis has {duration(told / 1e9)} of {name}, and its tasks have "
+                    f"{duration(found / 1e9)}, which is what the report shows"
                 )
 
     def _compared(self, pid: object, tid: object, name: str, task_type: bytes) -> str:

@@ -18,6 +18,7 @@ from rich.console import Console
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.report.model import Report
 from verl_profiling.report.terminal import print_report
+from verl_profiling.units import time_unit
 
 __all__ = ["scalars", "write_tensorboard"]
 
@@ -112,6 +113,7 @@ def _gantt(report: Report, figure: Any) -> dict[str, Any]:
     """
     axes = figure.add_subplot()
     lanes = list(dict.fromkeys(span.lane for span in report.gantt))
+    unit, scale = time_unit(max((span.end_us for span in report.gantt), default=0.0) / 1e6)
     rows = Counter[str]()
     for span in report.gantt:
         rows[span.lane] = max(rows[span.lane], span.row + 1)
@@ -121,8 +123,8 @@ def _gantt(report: Report, figure: Any) -> dict[str, Any]:
         style = {"color": f"C{index % 10}"} if name != _TOOL else {"color": "white", "hatch": "////"}
         axes.barh(
             [lanes.index(s.lane) - 0.4 + 0.8 * (s.row + 0.5) / rows[s.lane] for s in spans],
-            [(s.end_us - s.begin_us) / 1e6 for s in spans],
-            left=[s.begin_us / 1e6 for s in spans],
+            [(s.end_us - s.begin_us) / 1e6 / scale for s in spans],
+            left=[s.begin_us / 1e6 / scale for s in spans],
             height=[(0.8 - 0.25 * min(s.depth, 2)) / rows[s.lane] for s in spans],
             edgecolor="grey" if name == _TOOL else None,
             label=name,
@@ -130,7 +132,7 @@ def _gantt(report: Report, figure: Any) -> dict[str, Any]:
         )
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds")
+    axes.set_xlabel(unit)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=6, fontsize="small")
     png = io.BytesIO()
     figure.savefig(png, format="png")

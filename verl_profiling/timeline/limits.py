@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from verl_profiling.units import byte_size
+
 __all__ = ["LONGEST_US", "MAX_US", "Limits", "memory_available"]
 
 MAX_US = 4e15
@@ -58,8 +60,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         allowed = _allowed_bytes() if self.memory_bytes is None else self.memory_bytes
         if (used := _resident_bytes()) > allowed:
             return (
-                f"stopped after {events:,} events: the process takes {used / 1e9:.1f} GB of memory, "
-                f"and the limit is {allowed / 1e9:.1f} GB (--max-memory raises it)"
+                f"stopped after {events:,} events: the process takes {byte_size(used)} of memory, "
+                f"and the limit is {byte_size(allowed)} (--max-memory raises it)"
             )
         return ""
 
