@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -61,6 +62,17 @@ def test_a_manifest_of_a_later_version_with_more_keys_is_read(tmp_path: Path) ->
     text = (tmp_path / MANIFEST_NAME).read_text().replace('"run_id"', '"new_key": [1], "run_id"', 1)
     (tmp_path / MANIFEST_NAME).write_text(text)
     assert read_manifest(tmp_path) == example()
+
+
+def test_a_manifest_of_before_tools_were_timed_is_read(tmp_path: Path) -> None:
+    """What was not recorded then is empty, or unknown."""
+    write_json_atomically(tmp_path / MANIFEST_NAME, example())
+    content = json.loads((tmp_path / MANIFEST_NAME).read_text())
+    for worker in content["workers"]:
+        del worker["tool_spans"], worker["cores"]
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(content))
+    [worker] = read_manifest(tmp_path).workers
+    assert (worker.tool_spans, worker.cores) == ([], 0)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,8 @@ class EngineContract:
         assert first == again
         assert first.status == "ok"
         assert first.cost.stop_s > 0
+        assert [(span.name, span.stage) for span in first.tool_spans] == [("start", None), ("stop", None)]
+        assert first.tool_spans[0].end_ns <= first.artifacts[0].end_ns <= first.tool_spans[1].end_ns
 
     async def test_stop_without_start_is_skipped(self, server: Any) -> None:
         """Stopping what was never started says so, and the next capture is not disturbed."""
