@@ -23,7 +23,7 @@ from verl_profiling.report.kinds import (
 from verl_profiling.report.npu import NpuEvents
 from verl_profiling.report.optimes import Window
 from verl_profiling.report.process_names import ProcessNames, is_device
-from verl_profiling.report.reduction import Part, Reduction
+from verl_profiling.report.reduction import MOST_DEVICES, Part, Reduction
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.units import duration
@@ -31,6 +31,7 @@ from verl_profiling.units import duration
 __all__ = ["Activity", "read_activities"]
 
 _BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
+_CHUNK_BYTES = 4 << 20  # of JSON, taken at a time: arithmetic on arrays is cheap where they are long
 _MOST_CATEGORIES = 12  # that are named where nothing is recognised
 _LONGEST = 60  # characters of their names
 
@@ -152,7 +153,7 @@ class _Lane:
         processes = ProcessNames(self._limits.names)
         npu = NpuEvents(self._limits.names, processes)
         try:
-            for events in trace.chunks():
+            for events in trace.chunks(_CHUNK_BYTES):
                 reduction.add(events, trace.base_ns - offset_ns, npu, processes)
         finally:
             reduction.add_npu(npu)
@@ -163,7 +164,11 @@ class _Lane:
         if full:
             most = f"more than {self._limits.names:,} names of operators or threads (--max-names raises it)"
             about.problems.append(f"{path.name}: there are {most}; the others are counted together")
-        about.limited += trace.limited or full
+        if reduction.crowded:
+            about.problems.append(
+                f"{path.name}: there are more than {MOST_DEVICES} devices; the others are one row"
+            )
+        about.limited += trace.limited or full or reduction.crowded
         for pid in (*reduction.devices, *reduction.unknown):
             self._names.setdefault(pid, processes.device(pid))
             self._labels.setdefault(pid, processes.label(pid))

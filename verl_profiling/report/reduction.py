@@ -28,11 +28,14 @@ from verl_profiling.report.optimes import OpTimes
 from verl_profiling.report.process_names import ProcessNames, of_a_stream
 from verl_profiling.timeline.event import Event
 
-__all__ = ["Part", "Reduction"]
+__all__ = ["MOST_DEVICES", "Part", "Reduction"]
+
+MOST_DEVICES = 64
+"""Number of processes of devices that are told apart in a lane."""
 
 _ITERATIONS = ("execute_", "step[")
 _OTHERS = "(other names)"
-_MOST_DEVICES = 64
+_OTHER_DEVICES = "other devices"
 _NEVER = 1 << 62
 _MOST_CATEGORIES = 12  # of an unknown kind, that are named
 _LONGEST = 60  # characters of their names
@@ -83,7 +86,8 @@ class Reduction:
         blocked: Time in which the host was in a call that copies, allocates or waits for the device.
         on_streams: Processes with events of unknown categories that carry the number of a device or a stream.
         unknown_categories: Their categories.
-        full: Whether there are more names, threads or devices than are told apart.
+        full: Whether there are more names or threads than are told apart.
+        crowded: Whether there are more devices than are told apart.
     """
 
     def __init__(self, marks: Collection[str], most_names: int, communicates: Callable[[str], bool]) -> None:
@@ -98,6 +102,7 @@ class Reduction:
         self.on_streams: set[object] = set()
         self.unknown_categories: dict[str, None] = {}
         self.full = False
+        self.crowded = False
         self._marks = frozenset(marks)
         self._most = most_names
         self._communicates = communicates
@@ -157,7 +162,7 @@ class Reduction:
         if kind == UNKNOWN:
             if len(self.unknown_categories) < _MOST_CATEGORIES:
                 self.unknown_categories[event.cat[:_LONGEST]] = None
-            if len(self.on_streams) < _MOST_DEVICES and of_a_stream(event):
+            if len(self.on_streams) < MOST_DEVICES and of_a_stream(event):
                 self.on_streams.add(event.pid)
         self.launches = self.launches or is_launch(event.cat, event.name)
         return self._number(kind, event.name)
@@ -232,15 +237,14 @@ class Reduction:
         return number
 
     def _device(self, name: object) -> int:
-        """Return the number of a device, or that of another one when there are too many."""
+        """Return the number of a device; those beyond the limit have one together."""
         number = self._device_numbers.get(name)
         if number is None:
-            number = len(self._devices)
-            if number >= _MOST_DEVICES:
-                self.full = True
-                return 0
-            self._devices.append(name)
-            self._device_numbers[name] = number
+            self.crowded = self.crowded or len(self._devices) >= MOST_DEVICES
+            name = _OTHER_DEVICES if self.crowded else name
+            number = self._device_numbers.setdefault(name, len(self._devices))
+            if number == len(self._devices):
+                self._devices.append(name)
         return number
 
     def _add_iteration(self, event: Event, base_ns: int) -> None:
