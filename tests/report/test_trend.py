@@ -48,11 +48,16 @@ def test_equal_steps_have_no_change(healthy: Report) -> None:
     """Nor have those that stay in their range, or leave it by little."""
     assert first_change([healthy]) is None
     assert first_change([healthy] * 5) is None
-    steps = [with_times(healthy, rollout=took) for took in (4.0, 6.0, 5.9, 4.1, 6.05)]
-    change = first_change(steps)
+    around = [with_times(healthy, rollout=took) for took in (4.0, 6.0, 5.9, 4.1, 6.9, 3.1)]
+    assert first_change(around) is None  # 2 s apart, so 1 s more on either side says nothing
+    change = first_change([*around, with_times(healthy, rollout=11.0)])
     assert change is not None
-    assert change.index == 1  # of the second step nothing is known but the first
-    assert first_change([*steps[1:2] * 2, steps[2]]) is None
+    assert change.index == 6
+
+
+def test_two_steps_say_nothing_of_change(healthy: Report) -> None:
+    """Of one step before no range is known."""
+    assert first_change([healthy, with_times(healthy, rollout=99.0)]) is None
 
 
 def test_the_first_step_that_differs_is_named_with_its_largest_stage(healthy: Report) -> None:
@@ -70,7 +75,8 @@ def test_the_first_step_that_differs_is_named_with_its_largest_stage(healthy: Re
 def test_a_new_stage_is_a_change(healthy: Report) -> None:
     """It took no time before."""
     row = msgspec.structs.replace(healthy.stages[0], name="validate", duration_us=5e6)
-    change = first_change([healthy, msgspec.structs.replace(healthy, stages=[*healthy.stages, row])])
+    new = msgspec.structs.replace(healthy, stages=[*healthy.stages, row])
+    change = first_change([healthy, healthy, new])
     assert change is not None
     assert (change.name, change.before) == ("validate", 0.0)
 

@@ -91,8 +91,8 @@ def _story(reports: Sequence[Report], links: Sequence[str]) -> str:
     change = first_change(reports)
     if change is None:
         first = "No stage and no cause of lost time left its range."
-        if len(reports) == 1:
-            first = "One step was captured: there is none to compare it with."
+        if len(reports) < 3:
+            first = "What changed is said of three captured steps or more."
     else:
         first = _changed(change, _anchor(reports[change.index], links[change.index]))
     index = slowest(reports)
@@ -109,10 +109,9 @@ def _story(reports: Sequence[Report], links: Sequence[str]) -> str:
 
 def _changed(change: Change, link: str) -> str:
     what = change.name if change.kind == "stage" else f"lost time, {change.name.replace('_', ' ')}"
-    before = f"{'median of ' if change.steps_before > 1 else ''}{change.steps_before} before"
     return (
         f"Changed first: <bdi>{escape(what)}</bdi> in {link}, {duration(change.seconds)} "
-        f"({before}: {duration(change.before)})."
+        f"(median of {change.steps_before} before: {duration(change.before)})."
     )
 
 

@@ -12,6 +12,7 @@ from verl_profiling.report.model import Report
 
 __all__ = ["Change", "cause_seconds", "excess", "first_change", "slowest", "stage_seconds"]
 
+_FEWEST = 2  # steps before, of which a range is known
 _OF_ITSELF = 0.1
 _OF_THE_STEP = 0.02
 
@@ -62,10 +63,11 @@ def excess(reports: Sequence[Report], index: int) -> tuple[str, float] | None:
 def first_change(reports: Sequence[Report]) -> Change | None:
     """Return the largest change of the first step in which a stage or a cause left its range.
 
-    A change is larger than a tenth of the median before and than 2 % of the step (for a cause, of all
-    lanes' time). Stages count before causes: lost time is what follows from them.
+    The range is that of at least two steps, and half as much on either side. A change is larger than a
+    tenth of the median before and than 2 % of the step (for a cause, of all lanes' time). Stages count
+    before causes: lost time is what follows from them.
     """
-    for index in range(1, len(reports)):
+    for index in range(_FEWEST, len(reports)):
         span_s = reports[index].span_us / 1e6
         lanes_s = sum(row.span_us for row in reports[index].workers) / 1e6
         stages = _left_its_range([stage_seconds(report) for report in reports[: index + 1]], span_s)
@@ -85,7 +87,8 @@ def _left_its_range(rows: list[dict[str, float]], whole_s: float) -> list[tuple[
     for name in dict.fromkeys(name for row in rows for name in row):
         took, past = last.get(name, 0.0), [row.get(name, 0.0) for row in before]
         usual = median(past)
-        outside = not min(past) <= took <= max(past)
+        margin = (max(past) - min(past)) / 2
+        outside = not min(past) - margin <= took <= max(past) + margin
         if outside and abs(took - usual) > max(_OF_ITSELF * usual, _OF_THE_STEP * whole_s):
             found.append((name, took, usual))
     return sorted(found, key=lambda row: -abs(row[1] - row[2]))
