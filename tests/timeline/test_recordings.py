@@ -103,6 +103,18 @@ def test_traces_that_overlap_belong_together(tmp_path: Path) -> None:
     assert grouped(tmp_path) == [["a.json", "b.json"]]
 
 
+def test_traces_are_read_twice_only_where_there_is_a_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that were recorded one after the other, none a minute after the one before, are no doubt."""
+    for rank in range(8):
+        write_trace(tmp_path / f"rank{rank}.json", rank * 30, 10, pid=rank)
+    read: list[str] = []
+    monkeypatch.setattr("verl_profiling.timeline.recordings._span", lambda trace: read.append(trace.name))
+    assert len(grouped(tmp_path)) == 1
+    assert read == []
+
+
 @pytest.mark.parametrize(("gap_s", "groups"), [(59, 1), (61, 2)])
 def test_a_minute_without_a_recording_parts_traces(tmp_path: Path, gap_s: int, groups: int) -> None:
     """Where no name says that they are of one step."""

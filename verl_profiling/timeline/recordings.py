@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from itertools import pairwise
 from typing import TypeAlias
 
 import msgspec
@@ -88,9 +89,10 @@ def recordings(traces: Sequence[PlainTrace], *, of_a_step: bool) -> list[Recordi
         traces: The traces.
         of_a_step: Whether their names agree on a step.
     """
-    begins = [trace.begin_ns for trace in traces if trace.begin_ns is not None]
+    begins = sorted(trace.begin_ns for trace in traces if trace.begin_ns is not None)
     apart_ns = _APART_IN_A_STEP_NS if of_a_step else _APART_NS
-    if not begins or (max(begins) - min(begins) <= apart_ns and not _repeats(traces)):
+    close = all(after - before <= apart_ns for before, after in pairwise(begins))
+    if not begins or (close and not _repeats(traces)):
         return [Recording(list(traces), min(begins, default=0))]
     spans = [(_span(trace), trace) for trace in traces]
     timed = sorted(((span, trace) for span, trace in spans if span), key=lambda item: item[0])
