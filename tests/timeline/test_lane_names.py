@@ -77,3 +77,13 @@ def test_names_have_a_bounded_length(tmp_path: Path) -> None:
     assert len(names["call"]) == 120
     repeated = merged_names(tmp_path, [OPERATOR, other, *(labelled(88, "CPU", "CANN") * 100)])
     assert repeated["call"] == "worker_rank0 CANN CPU"
+
+
+def test_a_process_is_not_told_by_its_device(tmp_path: Path) -> None:
+    """Two processes of one rank, each of which names its device first, are two lanes."""
+    for pid in (1001, 1002):
+        about = [*labelled(DEVICE, "GPU 1"), *labelled(pid, "CPU"), {**OPERATOR, "pid": pid}]
+        trace = {"baseTimeNanoseconds": 1_700_000_000_000_000_000, "traceEvents": about}
+        (tmp_path / f"part{pid}.json").write_text(json.dumps(trace))
+    (inputs,) = find_steps(tmp_path)
+    assert [source.lane for source in inputs.sources] == ["worker_rank0", "worker_rank0.2"]

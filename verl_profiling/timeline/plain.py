@@ -203,10 +203,12 @@ def _rank(trace: Trace, name: str) -> int:
 
 
 def _process(trace: Trace, head: list[Event]) -> Process:
-    """Return host, name and id of a trace's process, as far as the trace tells."""
+    """Return host, name and id of a trace's process, as far as the trace tells; a device is none."""
     host = str(trace.metadata.get("host_name", ""))
+    labels = {e.pid: e.said("labels") for e in head if e.ph == "M" and e.name == "process_labels"}
     for event in head:
-        if event.ph == "M" and event.name == "process_name":
+        is_named = event.ph == "M" and event.name == "process_name"
+        if is_named and labels.get(event.pid, "CPU").upper().startswith("CPU"):
             return host, event.said("name"), event.pid
     pids = (event.pid for event in head if event.ph == "X" and not is_on_device(event))
     return host, "", next(pids, None)
