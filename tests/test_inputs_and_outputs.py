@@ -15,7 +15,7 @@ from verl_profiling.analysis import open_step, open_steps
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.sources import short_label
+from verl_profiling.timeline.step_inputs import short_label
 
 DATA = Path(__file__).parent / "data"
 RANKS = ("megatron_tp2_rank0.json.gz", "megatron_tp2_rank1.json.gz")

@@ -28,8 +28,8 @@ from verl_profiling.timeline.inputs import steps_of, the_run
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.slim import Keep, select_ranks, stage_windows
-from verl_profiling.timeline.sources import TIMELINE_NAME, StepInputs
 from verl_profiling.timeline.split import split_step
+from verl_profiling.timeline.step_inputs import TIMELINE_NAME, StepInputs
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -18,7 +18,7 @@ from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.rows import AnchorRow, CostRow, MeasureRow
-from verl_profiling.report.tensorboard import scalars
+from verl_profiling.report.scalars import scalars
 from verl_profiling.report.terminal import print_report, quantity
 from verl_profiling.run_files import read_manifest, write_json_atomically
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from verl_profiling.report import model, rows
-from verl_profiling.report.findings import THRESHOLDS
 from verl_profiling.report.lost import CAUSES
+from verl_profiling.report.thresholds import FINDINGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
 STRUCTS = [
@@ -37,6 +37,6 @@ def test_every_cause_is_defined() -> None:
 def test_every_threshold_is_stated() -> None:
     """The page gives the share at which each rule speaks."""
     findings = PAGE.partition("## Findings")[2]
-    for rule, share in THRESHOLDS.items():
+    for rule, share in FINDINGS.items():
         (row,) = re.findall(rf"^\| `{rule}` \| (.*) \|$", findings, re.MULTILINE)
         assert f"{share:.0%}" in row

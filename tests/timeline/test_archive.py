@@ -13,7 +13,7 @@ from step_folders import WORKERS, build_step, recordings
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.archive import write_archive
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.sources import StepInputs
+from verl_profiling.timeline.step_inputs import StepInputs
 
 CLOCK_NS = 1_234_567_891
 

@@ -13,7 +13,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.reader import Trace
-from verl_profiling.timeline.sources import StepInputs
+from verl_profiling.timeline.step_inputs import StepInputs
 
 DATA = Path(__file__).parents[1] / "data"
 TRACES = sorted(path for path in DATA.glob("*.json*") if path.name != "hta.json")

@@ -17,8 +17,8 @@ from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.build import build_report
 from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.recordings import PlainTrace, recordings
-from verl_profiling.timeline.sources import Source
 
 DATA = Path(__file__).parents[1] / "data"
 BASE_S = 1_700_000_000

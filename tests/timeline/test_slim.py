@@ -12,7 +12,7 @@ from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.slim import Keep, min_us_for_share, select_ranks, stage_windows
-from verl_profiling.timeline.sources import StepInputs
+from verl_profiling.timeline.step_inputs import StepInputs
 
 
 @pytest.fixture

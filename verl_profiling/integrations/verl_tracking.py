@@ -9,7 +9,7 @@ from typing import Any
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.build import build_report
-from verl_profiling.report.tensorboard import scalars
+from verl_profiling.report.scalars import scalars
 from verl_profiling.timeline.inputs import find_steps
 
 __all__ = ["log_reports"]

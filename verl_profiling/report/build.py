@@ -29,8 +29,9 @@ from verl_profiling.report.numbers import (
 )
 from verl_profiling.report.over_time import requests_running
 from verl_profiling.report.stragglers import stragglers
+from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.merge import zero_ns
-from verl_profiling.timeline.sources import Source, StepInputs
+from verl_profiling.timeline.step_inputs import StepInputs
 from verl_profiling.visible import visible_text_of
 
 __all__ = ["StepRead", "build_report", "read_step"]

@@ -18,24 +18,12 @@ from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.rows import StragglerRow, WorkerRow
+from verl_profiling.report.thresholds import FINDINGS
 from verl_profiling.units import duration
 
-__all__ = ["LIMIT", "THRESHOLDS", "find"]
+__all__ = ["LIMIT", "find"]
 
 LIMIT = 5
-THRESHOLDS = {
-    "capture": 0.05,  # of the step, or of the observed time of all lanes
-    "straggler": 0.05,  # of the role's time in the step
-    "idle_stage": 0.10,  # of the step
-    "long_tail": 0.05,  # of the observed time of all lanes, and so on
-    "after_generation": 0.05,
-    "weight_sync": 0.05,
-    "host_blocked": 0.10,
-    "host_bound": 0.15,
-    "between_stages": 0.20,
-    "unexplained": 0.20,
-    "exposed_communication": 0.15,  # of the busy time of all lanes
-}
 _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool"
 
 
@@ -69,7 +57,7 @@ def _capture(report: Report) -> Iterator[Finding]:
     costs = {row.worker: row.start_s + row.stop_s for row in report.costs}
     lanes = sorted(costs, key=lambda name: -costs[name])
     for stage in report.stages:
-        if stage.name == CAPTURE_CALLS and stage.share >= THRESHOLDS["capture"]:
+        if stage.name == CAPTURE_CALLS and stage.share >= FINDINGS["capture"]:
             yield Finding(
                 rule="capture",
                 text=f"Starting and stopping the capture took {_time(stage.duration_us)} of the step "
@@ -93,7 +81,7 @@ def _stragglers(report: Report) -> Iterator[Finding]:
         if row.behind_us > worst.get(row.slowest, row).behind_us or row.slowest not in worst:
             worst[row.slowest] = row
     for row in worst.values():
-        if row.behind_us >= THRESHOLDS["straggler"] * row.workers * max(report.span_us, 1.0):
+        if row.behind_us >= FINDINGS["straggler"] * row.workers * max(report.span_us, 1.0):
             others_us = row.slowest_us - row.behind_us / (row.workers - 1)
             who = "the other one" if row.workers == 2 else "the others, on average,"
             yield Finding(
@@ -116,7 +104,7 @@ def _lanes_of(worker: str, report: Report) -> list[str]:
 
 def _idle_stages(report: Report) -> Iterator[Finding]:
     for stage in report.stages:
-        if stage.idle_us >= THRESHOLDS["idle_stage"] * max(report.span_us, 1.0):
+        if stage.idle_us >= FINDINGS["idle_stage"] * max(report.span_us, 1.0):
             dispatched = any(s.name == stage.name and s.lane != "controller" for s in report.gantt)
             yield Finding(
                 rule="idle_stage",
@@ -217,7 +205,7 @@ def _communication(report: Report) -> Iterator[Finding]:
     exposed = sum(row.exposed_communication_us for row in report.workers)
     slow = sum(row.behind_us for row in report.stragglers if row.behind_us and _is_outermost(report, row))
     exposed = max(exposed - slow, 0.0)
-    if busy and exposed / busy >= THRESHOLDS["exposed_communication"]:
+    if busy and exposed / busy >= FINDINGS["exposed_communication"]:
         waiting = sum(row.waiting_us for row in report.workers)
         said = f" (of all communication, {_time(waiting)} is waiting for other ranks)" if waiting else ""
         yield Finding(
@@ -253,7 +241,7 @@ def _above(
 ) -> Iterator[Finding]:
     """Yield a finding if lanes lost more than the rule's share of the observed time of all lanes."""
     total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.workers) or 1.0
-    if total / observed >= THRESHOLDS[rule]:
+    if total / observed >= FINDINGS[rule]:
         yield Finding(
             rule=rule,
             text=f"Lanes {text}: {_time(total)} of lane time ({total / observed:.0%}).",

@@ -9,7 +9,7 @@ from verl_profiling.manifest import CaptureResult, Manifest, StageSpan, ToolSpan
 from verl_profiling.report.activity import Activity
 from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of
 from verl_profiling.report.optimes import Window
-from verl_profiling.timeline.sources import Source
+from verl_profiling.timeline.lanes import Source
 from verl_profiling.units import duration
 
 __all__ = ["Lane", "Step"]

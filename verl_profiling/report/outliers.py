@@ -6,16 +6,11 @@ from statistics import median
 
 from verl_profiling.report.model import Report
 from verl_profiling.report.rows import WorkerRow
+from verl_profiling.report.thresholds import Outlier
 from verl_profiling.units import duration
 
 __all__ = ["outliers"]
 
-_LATE_SHARE = 0.8
-_LATE_CALLS = 5
-_SLOWER = 1.1  # times the median of the role
-_OF_THE_STEP = 0.01
-_SPREADS = 3.0  # robust standard deviations
-_POINTS = 0.05  # of the busy share
 _NORMAL = 1.4826  # median absolute deviation of a normal distribution, in standard deviations
 
 
@@ -24,13 +19,16 @@ def outliers(report: Report) -> dict[str, str]:
     found: dict[str, str] = {}
     for row in report.stragglers:
         apart_us = row.slowest_us - row.median_us
-        if row.slowest_us > _SLOWER * row.median_us and apart_us > _OF_THE_STEP * report.span_us:
+        if (
+            row.slowest_us > Outlier.SLOWER * row.median_us
+            and apart_us > Outlier.OF_THE_STEP * report.span_us
+        ):
             took, usual = duration(row.slowest_us / 1e6), duration(row.median_us / 1e6)
             found.setdefault(row.slowest, f"slowest in {row.stage}: {took}, median {usual}")
     for call in report.collectives:
         lanes = sum(row.role == call.role for row in report.workers)
-        cost = call.wait_us > _OF_THE_STEP * report.span_us * lanes
-        if cost and call.late_share >= _LATE_SHARE and call.calls >= _LATE_CALLS:
+        cost = call.wait_us > Outlier.OF_THE_STEP * report.span_us * lanes
+        if cost and call.late_share >= Outlier.LATE_SHARE and call.calls >= Outlier.LATE_CALLS:
             found.setdefault(call.late, f"last at {call.late_share:.0%} of {call.calls} {call.name[:40]}")
     for role in dict.fromkeys(row.role for row in report.workers):
         for lane, reason in _unlike([row for row in report.workers if row.role == role]):
@@ -45,7 +43,7 @@ def _unlike(lanes: list[WorkerRow]) -> list[tuple[str, str]]:
         return []
     usual = median(shares.values())
     spread = _NORMAL * median(abs(share - usual) for share in shares.values())
-    limit = max(_SPREADS * spread, _POINTS)
+    limit = max(Outlier.SPREADS * spread, Outlier.POINTS)
     far = [name for name, share in shares.items() if abs(share - usual) > limit]
     far.sort(key=lambda name: -abs(shares[name] - usual))
     return [(name, f"busy {shares[name]:.0%}, median {usual:.0%}") for name in far]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from rich.console import Console
 
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.report.model import Report
+from verl_profiling.report.scalars import scalars
 from verl_profiling.report.terminal import print_report
 from verl_profiling.units import time_unit
 
-__all__ = ["scalars", "write_tensorboard"]
+__all__ = ["write_tensorboard"]
 
 _TOOL = "(start and stop of the tool)"
 
@@ -65,45 +66,6 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
         values.append(Summary.Value(tag="profiling/report", tensor=tensor, metadata=text_plugin))
         writer.add_event(Event(wall_time=time.time(), step=report.step or 0, summary=Summary(value=values)))
     writer.close()
-
-
-def scalars(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield a report's main numbers by name, for any tracker of scalars; ``profiled`` marks its step."""
-    yield "profiled", 1.0
-    yield "step_s", report.span_us / 1e6
-    for stage in report.stages:
-        yield f"stage/{stage.name.strip('()').replace(' ', '_')}_s", stage.duration_us / 1e6
-    span = sum(row.span_us for row in report.workers) or 1.0
-    yield "busy_share", sum(row.busy_us for row in report.workers) / span
-    yield "exposed_communication_share", sum(row.exposed_communication_us for row in report.workers) / span
-    for lost in report.lost:
-        yield f"lost/{lost.cause}_s", lost.seconds
-    yield "weight_sync_share", report.weight_sync_share
-    if report.tail:
-        yield "rollout/tail_ratio", report.tail.ratio
-        yield "rollout/tail_share", report.tail.tail_share
-    if report.throughput:
-        yield "tokens_per_s", report.throughput.tokens_per_s
-    yield from _about_the_capture(report)
-
-
-def _about_the_capture(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield the largest peaks over the workers, what the capture cost, and what clocks did."""
-    peaks: dict[str, float] = {}
-    for row in report.measures:
-        name = f"peak/{row.stage}/{row.name}" if row.stage else f"peak/{row.name}"
-        peaks[name] = max(row.value, peaks.get(name, row.value))
-    yield from peaks.items()
-    if report.costs:
-        yield "capture/added_s", report.capture_us / 1e6
-        yield "capture/longest_start_s", max(row.start_s for row in report.costs)
-        yield "capture/longest_stop_s", max(row.stop_s for row in report.costs)
-        yield "capture/longest_export_s", max(row.export_s for row in report.costs)
-        yield "capture/bytes", float(sum(row.bytes for row in report.costs))
-    if report.anchors:
-        yield "clock/largest_set_us", max(abs(row.set_us) for row in report.anchors)
-    if report.clocks:
-        yield "clock/largest_error_us", max(clock.error_us for clock in report.clocks)
 
 
 def _gantt(report: Report, figure: Any) -> dict[str, Any]:

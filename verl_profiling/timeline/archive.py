@@ -22,8 +22,9 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.controller import CONTROLLER
 from verl_profiling.timeline.decompress import Blocks, is_gzip
+from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.reader import Trace
-from verl_profiling.timeline.sources import Source, StepInputs
+from verl_profiling.timeline.step_inputs import StepInputs
 from verl_profiling.timeline.whole_files import whole_file
 
 __all__ = ["ARCHIVE_NAME", "write_archive"]

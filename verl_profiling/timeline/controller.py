@@ -12,7 +12,7 @@ from verl_profiling.manifest import TOOL_THREAD
 from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.processes import STAGES_TID, TOOL_TID, name_thread
 from verl_profiling.timeline.reader import Trace
-from verl_profiling.timeline.sources import StepInputs
+from verl_profiling.timeline.step_inputs import StepInputs
 
 __all__ = ["CONTROLLER", "ControllerEvents", "controller_events"]
 

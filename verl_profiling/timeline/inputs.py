@@ -20,8 +20,9 @@ from verl_profiling.manifest import (
 )
 from verl_profiling.named_files import named_file
 from verl_profiling.run_files import read_manifest, read_starts
+from verl_profiling.timeline.lanes import Source, sorted_sources
 from verl_profiling.timeline.plain import plain_steps
-from verl_profiling.timeline.sources import Source, StepInputs, sorted_sources
+from verl_profiling.timeline.step_inputs import StepInputs
 
 __all__ = [
     "UNWRITTEN",

@@ -15,11 +15,11 @@ from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.processes import Processes
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.slim import Keep
-from verl_profiling.timeline.sources import Source
 
 __all__ = ["Member", "MemberJob", "compressor", "write_member"]
 

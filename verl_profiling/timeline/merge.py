@@ -20,12 +20,13 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import SCHEMA_VERSION
 from verl_profiling.timeline.controller import CONTROLLER, controller_events
 from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.member import Member, MemberJob, compressor, write_member
 from verl_profiling.timeline.processes import LANE_PIDS, STAGES_TID, name_process
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.requests import request_events
 from verl_profiling.timeline.slim import Keep, min_us_for_share
-from verl_profiling.timeline.sources import TIMELINE_MARK, TIMELINE_NAME, Source, StepInputs
+from verl_profiling.timeline.step_inputs import TIMELINE_MARK, TIMELINE_NAME, StepInputs
 from verl_profiling.timeline.whole_files import scratch_folder
 
 __all__ = ["MergeResult", "merge"]

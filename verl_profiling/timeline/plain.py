@@ -22,17 +22,11 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.categories import is_on_device
 from verl_profiling.timeline.decompress import Blocks
 from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.lanes import Source, sorted_sources
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.recordings import DURATIONS, PlainTrace, Process, recordings
 from verl_profiling.timeline.salvage import UNDECODABLE
-from verl_profiling.timeline.sources import (
-    TIMELINE_MARK,
-    TIMELINE_NAME,
-    Source,
-    StepInputs,
-    short_label,
-    sorted_sources,
-)
+from verl_profiling.timeline.step_inputs import TIMELINE_MARK, TIMELINE_NAME, StepInputs, short_label
 
 __all__ = ["PlainSteps", "plain_steps"]
 

@@ -17,8 +17,8 @@ from typing import TypeAlias
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.reader import Trace
-from verl_profiling.timeline.sources import Source
 
 __all__ = ["DURATIONS", "PlainTrace", "Process", "Recording", "recordings"]
 

@@ -14,7 +14,7 @@ from verl_profiling.ranks import parse_ranks
 from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.reader import Trace
-from verl_profiling.timeline.sources import StepInputs
+from verl_profiling.timeline.step_inputs import StepInputs
 
 __all__ = ["Keep", "min_us_for_share", "select_ranks", "stage_windows"]
 

@@ -31,7 +31,7 @@ from verl_profiling.timeline.inputs import resolve_artifact
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.member import compressor
 from verl_profiling.timeline.reader import Trace
-from verl_profiling.timeline.sources import StepInputs
+from verl_profiling.timeline.step_inputs import StepInputs
 from verl_profiling.timeline.whole_files import part_of, whole_file
 
 __all__ = ["SPLIT_NAME", "split_step"]

@@ -1,59 +1,24 @@
-"""The input of the analysis: the trace files of one step, each with its place on the timeline."""
+"""The input of the analysis: what there is of one step, and where its results go."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
 from verl_profiling.manifest import Manifest
+from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.limits import Limits
 
-__all__ = ["TIMELINE_MARK", "TIMELINE_NAME", "Source", "StepInputs", "short_label", "sorted_sources"]
+__all__ = ["TIMELINE_MARK", "TIMELINE_NAME", "StepInputs", "short_label"]
 
 TIMELINE_NAME = "timeline.json.gz"
 TIMELINE_MARK = "verlProfilingTimeline"
 """Key at the head of a timeline, by which it is not taken for a trace."""
 
 _LABEL = 80
-_ROLE_ORDER = ("controller", "actor", "critic", "ref", "reward", "rollout")
-
-
-class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """One trace file of one lane.
-
-    Attributes:
-        path: The trace file.
-        lane: Lane it fills, e.g. ``actor_rank0``.
-        worker: Name of the worker it belongs to (``rollout0`` for each lane of a replica).
-        role: Role of the worker.
-        rank: Rank inside the role, or inside the replica.
-        replica: Index of the rollout replica.
-        topology: Coordinates in named parallel dimensions.
-        offset_ns: Subtracted from its times, gives the controller's.
-        error_ns: Bound of that offset's error.
-        stage: Stage it holds, in discrete mode.
-    """
-
-    path: Path
-    lane: str
-    worker: str
-    role: str
-    rank: int = 0
-    replica: int | None = None
-    topology: dict[str, int] = {}
-    offset_ns: int = 0
-    error_ns: int = 0
-    stage: str | None = None
-
-    @property
-    def title(self) -> str:
-        """Name of the lane in the timeline: ``actor_rank1 [tp1 pp0]``."""
-        where = " ".join(f"{dimension}{index}" for dimension, index in self.topology.items())
-        return f"{self.lane} [{where}]" if where else self.lane
 
 
 class StepInputs(msgspec.Struct, kw_only=True):
@@ -108,13 +73,3 @@ def short_label(text: str) -> str:
     if label == text and len(label) <= _LABEL:
         return label
     return f"{label[: _LABEL - 9]}_{sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
-
-
-def sorted_sources(sources: Iterable[Source]) -> list[Source]:
-    """Return sources in the order of their lanes: by role, replica, rank, then file name."""
-
-    def key(source: Source) -> tuple[int, str, int, int, str]:
-        order = _ROLE_ORDER.index(source.role) if source.role in _ROLE_ORDER else len(_ROLE_ORDER)
-        return order, source.role, source.replica or 0, source.rank, source.path.name
-
-    return sorted(sources, key=key)

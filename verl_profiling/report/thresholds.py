@@ -1,0 +1,38 @@
+"""From where on something stands out: a finding about the step, or a mark at a lane of the picture."""
+
+__all__ = ["FINDINGS", "Outlier"]
+
+FINDINGS = {
+    "capture": 0.05,  # of the step, or of the observed time of all lanes
+    "straggler": 0.05,  # of the role's time in the step
+    "idle_stage": 0.10,  # of the step
+    "long_tail": 0.05,  # of the observed time of all lanes, and so on
+    "after_generation": 0.05,
+    "weight_sync": 0.05,
+    "host_blocked": 0.10,
+    "host_bound": 0.15,
+    "between_stages": 0.20,
+    "unexplained": 0.20,
+    "exposed_communication": 0.15,  # of the busy time of all lanes
+}
+"""Shares by the rule of a finding: above them, acting is usually worth the effort."""
+
+
+class Outlier:
+    """When a lane stands out from the others of its role.
+
+    Attributes:
+        SLOWER: Times the median of the role that it takes for a stage.
+        OF_THE_STEP: Share of the step that this, or waiting for it, has to be.
+        LATE_SHARE: Share of a collective's calls at which it is last.
+        LATE_CALLS: Number of calls that say enough.
+        SPREADS: Robust standard deviations between its busy share and the median.
+        POINTS: The same, in busy share, at the least.
+    """
+
+    SLOWER = 1.1
+    OF_THE_STEP = 0.01
+    LATE_SHARE = 0.8
+    LATE_CALLS = 5
+    SPREADS = 3.0
+    POINTS = 0.05
