@@ -44,6 +44,17 @@ def test_a_late_replica_stands_out(tmp_path: Path) -> None:
     assert set(found) == {"rollout3", "rollout3_rank0"}
 
 
+@pytest.mark.parametrize(
+    ("slowest_s", "median_s"), [(1.25, 1.0), (4.5, 4.0)], ids=["little of the step", "little of itself"]
+)
+def test_a_little_slower_is_not_standing_out(healthy: Report, slowest_s: float, median_s: float) -> None:
+    """A fifth longer than its peers, and by 3 % of the step, which takes nine seconds: both must hold."""
+    row = msgspec.structs.replace(
+        healthy.stragglers[0], slowest="rollout1", slowest_us=slowest_s * 1e6, median_us=median_s * 1e6
+    )
+    assert outliers(msgspec.structs.replace(healthy, stragglers=[row])) == {}
+
+
 def test_an_idle_lane_stands_out(healthy: Report) -> None:
     """Its busy share is far from the median of its role, on either side."""
     first, *others = healthy.workers

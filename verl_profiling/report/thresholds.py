@@ -30,8 +30,8 @@ class Outlier:
         POINTS: The same, in busy share, at the least.
     """
 
-    SLOWER = 1.1
-    OF_THE_STEP = 0.01
+    SLOWER = 1.2
+    OF_THE_STEP = 0.03
     LATE_SHARE = 0.8
     LATE_CALLS = 5
     SPREADS = 3.0
