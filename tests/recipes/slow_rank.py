@@ -11,7 +11,7 @@ from recipes.grpo_tiny.workers import ActorWorker
 from verl_profiling import stage
 
 SLOW_STEP = int(sys.argv.pop(1))
-SLEEP_S = 0.5
+SLEEP_S = 1.0
 
 
 class SlowActor(ActorWorker):

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from drawn_steps import STAGES, Drawn, Worker, report_of
+from drawn_steps import STAGES, Drawn, Worker, ns, report_of
 from step_folders import build_step
 
 from verl_profiling.analysis import open_step
+from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.model import Finding, Report
+from verl_profiling.run_files import read_manifest, write_json_atomically
 
 WHOLE: list[Drawn] = [("update_actor", 0, 10)]
 
@@ -59,6 +61,32 @@ def test_the_slow_rank_is_found_behind_a_collective(tmp_path: Path) -> None:
     assert "host_bound" not in rules(report)  # what only one rank has is the straggler's
     even = report_of(tmp_path, WHOLE, [fast, as_rank(fast, 1)])
     assert "straggler" not in rules(even)
+
+
+def test_the_outermost_stage_of_a_slow_rank_is_named(tmp_path: Path) -> None:
+    """Though a part of it may be behind by more."""
+    own: list[Drawn] = [("update_actor", 0, 10)]
+    workers = [
+        Worker("actor", 0, stages=own, kernels=[("gemm", 0, 10)]),
+        Worker("actor", 1, stages=[("update_actor", 0, 4)], kernels=[("gemm", 0, 4)]),
+    ]
+    report_of(tmp_path, WHOLE, workers)
+    manifest = read_manifest(tmp_path)
+    inner = [
+        msgspec.structs.replace(worker.stages[0], name="mini_batch", depth=1, end_ns=ns(end))
+        for worker, end in zip(manifest.workers, (10, 1), strict=True)
+    ]
+    nested = [
+        msgspec.structs.replace(worker, stages=[*worker.stages, part])
+        for worker, part in zip(manifest.workers, inner, strict=True)
+    ]
+    write_json_atomically(tmp_path / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=nested))
+    report = open_step(tmp_path).report()
+    assert [(row.stage, row.behind_us) for row in report.stragglers] == [
+        ("mini_batch", 9e6),
+        ("update_actor", 6e6),
+    ]
+    assert said(report, "straggler").text.startswith("actor_rank0 is slow in update_actor: ")
 
 
 def as_rank(worker: Worker, rank: int) -> Worker:

@@ -75,11 +75,9 @@ def _capture(report: Report) -> Iterator[Finding]:
 def _stragglers(report: Report) -> Iterator[Finding]:
     """Yield one finding for each worker that is the slowest of its role, with the stage where it is worst."""
     worst: dict[str, StragglerRow] = {}
-    for row in report.stragglers:
-        if row.stage == ROLLOUT and report.tail:
-            continue  # the tail says who was late there
-        if row.behind_us > worst.get(row.slowest, row).behind_us or row.slowest not in worst:
-            worst[row.slowest] = row
+    for row in _outermost(report):
+        if row.stage != ROLLOUT or report.tail is None:  # the tail says who was late in the rollout
+            worst.setdefault(row.slowest, row)
     for row in worst.values():
         if row.behind_us >= FINDINGS["straggler"] * row.workers * max(report.span_us, 1.0):
             others_us = row.slowest_us - row.behind_us / (row.workers - 1)
@@ -203,7 +201,7 @@ def _communication(report: Report) -> Iterator[Finding]:
     """Yield the communication with nothing beside it, without what a straggler adds to it."""
     busy = sum(row.busy_us for row in report.workers)
     exposed = sum(row.exposed_communication_us for row in report.workers)
-    slow = sum(row.behind_us for row in report.stragglers if row.behind_us and _is_outermost(report, row))
+    slow = sum(row.behind_us for row in _outermost(report))
     exposed = max(exposed - slow, 0.0)
     if busy and exposed / busy >= FINDINGS["exposed_communication"]:
         waiting = sum(row.waiting_us for row in report.workers)
@@ -220,10 +218,10 @@ def _communication(report: Report) -> Iterator[Finding]:
         )
 
 
-def _is_outermost(report: Report, row: StragglerRow) -> bool:
-    """Return whether a stage is in no other one of the slowest worker."""
-    runs = [span for span in report.gantt if (span.lane, span.name) == (row.slowest, row.stage)]
-    return not runs or min(span.depth for span in runs) == 0
+def _outermost(report: Report) -> list[StragglerRow]:
+    """Return the rows of stages that are in no other one, those with most waiting first."""
+    outermost = {(span.lane, span.name) for span in report.gantt if not span.depth}
+    return [row for row in report.stragglers if (row.slowest, row.stage) in outermost]
 
 
 def _cause(report: Report, cause: str, text: str, advice: str) -> Iterator[Finding]:
