@@ -48,9 +48,9 @@ SETS = (("8 x 100k", 8, 100_000), ("1 x 1M", 1, 1_000_000))
 REAL, GROWTH = "real", "growth"
 PARTS = (*(title for title, _, _ in SETS), REAL, GROWTH)
 REAL_FILES = (
-    "real_traces.repeat_gpu_trace({path!r}, 6)",
-    "real_traces.repeat_gpu_trace({path!r}, 6)",
-    "real_traces.repeat_gpu_trace({path!r}, 9, named=True)",
+    "real_traces.repeat_gpu_trace({path!r}, 0, 6)",
+    "real_traces.repeat_gpu_trace({path!r}, 1, 6)",
+    "real_traces.repeat_gpu_trace({path!r}, 2, 9, named=True)",
     "real_traces.record_with_stacks({path!r}, 14)",
 )
 REAL_WHAT = (

@@ -1,7 +1,8 @@
 """Makes traces as large as those of users from real ones: Python stacks, arrows, metadata before each event.
 
 The events of the public GPU trace in ``tests/data`` are repeated end to end as text, so that names, nesting,
-arguments and layout stay as they were written; only times and the ids of arrows move.
+arguments and layout stay as they were written; only times and the ids of arrows move. All traces begin in the
+same second, as those of one step do.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "tests" / "data" / "nccl_data.json.gz"
+BEGIN_NS = 1_800_000_000 * 10**9
+_BASE = re.compile(rb'("baseTimeNanoseconds": )\d+')
 _TIME = re.compile(rb'("ts": )(\d+)')
 _ARROW = re.compile(rb'("ph": "[sf]", "id": )(\d+)')
 _ON_DEVICE = re.compile(rb'\{\s*"ph": "X", "cat": "kernel", [^{]*?"pid": (\d+), "tid": (\d+),')
@@ -24,16 +27,17 @@ _METADATA = (
 )
 
 
-def repeat_gpu_trace(path: str, copies: int, *, named: bool = False) -> None:
+def repeat_gpu_trace(path: str, rank: int, copies: int, *, named: bool = False) -> None:
     """Write the GPU trace so many times, end to end.
 
     Args:
         path: File to write.
+        rank: The rank that it is said to be of.
         copies: How often its 40,573 events are repeated.
         named: Whether each kernel comes after five events of metadata that name its process and its
             stream, as the profilers of some accelerators write them.
     """
-    content = gzip.decompress(SOURCE.read_bytes())
+    content = _begun(gzip.decompress(SOURCE.read_bytes())).replace(b'"rank": 0,', b'"rank": %d,' % rank, 1)
     begin = content.index(b"[", content.index(b'"traceEvents"')) + 1
     end = content.rindex(b"\n  ]", 0, content.index(b'"traceName"'))
     events = content[begin:end]
@@ -48,6 +52,13 @@ def repeat_gpu_trace(path: str, copies: int, *, named: bool = False) -> None:
             moved = _TIME.sub(_adding(copy * period_us), events)
             file.write(_ARROW.sub(_adding(copy * 10_000_000), moved))
         file.write(content[end:])
+
+
+def _begun(content: bytes) -> bytes:
+    """Return a trace with the base by which it begins in the common second."""
+    first_us = min(int(match[2]) for match in _TIME.finditer(content) if int(match[2]))
+    base_ns = (BEGIN_NS - first_us * 1000) // 10**9 * 10**9
+    return _BASE.sub(rb"\g<1>%d" % base_ns, content)
 
 
 def _adding(number: int) -> Callable[[re.Match[bytes]], bytes]:
@@ -79,3 +90,4 @@ def record_with_stacks(path: str, steps: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     profiler.export_chrome_trace(path)
+    Path(path).write_bytes(_begun(Path(path).read_bytes()))
