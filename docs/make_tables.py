@@ -6,7 +6,7 @@ every reader renders::
     <!-- table: verl_profiling.settings.schedule:Schedule schedule. -->
     <!-- file: ../tests/tools/example_tool.py python -->
     <!-- results: hooks -->
-    <!-- rows: verl_profiling.report.communication:PATTERNS -->
+    <!-- rows: verl_profiling.report.communication_kernels:PATTERNS -->
     <!-- end -->
 
 A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning that its

@@ -21,7 +21,7 @@ import msgspec
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import Manifest, RunInfo
 from verl_profiling.report.check import CheckResult, check
-from verl_profiling.report.communication import communicates
+from verl_profiling.report.communication_kernels import communicates
 from verl_profiling.run_files import read_starts
 from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
 from verl_profiling.timeline.inputs import steps_of, the_run

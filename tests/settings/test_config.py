@@ -14,9 +14,10 @@ from omegaconf import OmegaConf
 import verl_profiling
 from verl_profiling import ConfigError, ProfilingConfig, ProfilingError
 from verl_profiling.ranks import parse_ranks
-from verl_profiling.settings.config import RoleOverride, Selection, Timeouts
+from verl_profiling.settings.config import RoleOverride, Selection
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
+from verl_profiling.settings.timeouts import Timeouts
 from verl_profiling.tools import Destination, Recording, Tool
 
 GROUP = Path(verl_profiling.__file__).parent / "conf" / "profiling"

@@ -23,10 +23,10 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog
 from verl_profiling.controller.calls import Round, Target, Waiting
 from verl_profiling.controller.ending import LoopEnding
+from verl_profiling.controller.late_answers import DYING_S, OverdueStop, OverdueStops
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture
 from verl_profiling.controller.order import LoopOrder
-from verl_profiling.controller.overdue_stops import DYING_S, OverdueStop, OverdueStops
 from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.roster import Roster

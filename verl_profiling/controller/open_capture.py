@@ -9,8 +9,8 @@ from typing import Any
 
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import OpenSpan, SpanLog
+from verl_profiling.controller.late_answers import OverdueStop
 from verl_profiling.controller.loop_metrics import finite_numbers
-from verl_profiling.controller.overdue_stops import OverdueStop
 from verl_profiling.controller.participants import Participants
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.report.communication import communicates
+from verl_profiling.report.communication_kernels import communicates
 from verl_profiling.report.engine import Iteration
 from verl_profiling.report.intervals import EMPTY, Spans, length, union
 from verl_profiling.report.kinds import (

@@ -1,5 +1,5 @@
 """Classifies the events of a trace, by the tables of :mod:`~verl_profiling.timeline.categories` and
-:mod:`~verl_profiling.report.communication`.
+:mod:`~verl_profiling.report.communication_kernels`.
 
 * **Device trace** (with events of a device): busy time is the union, over all streams, of kernels and
   copies. A kernel whose name is in the table of communication is communication, any other is computation;
@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from verl_profiling.report.communication import HOST_COLLECTIVES
+from verl_profiling.report.communication_kernels import HOST_COLLECTIVES
 from verl_profiling.timeline.categories import meaning_of
 
 __all__ = [

@@ -23,8 +23,9 @@ from verl_profiling.settings.remote import RemoteOptions
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
 from verl_profiling.settings.selection import Chosen, Coordinates, Selection, choose
+from verl_profiling.settings.timeouts import Timeouts
 from verl_profiling.settings.tool_names import load_tool
-from verl_profiling.settings.typed_values import build, check_seconds, field_types, value_of
+from verl_profiling.settings.typed_values import build, field_types, value_of
 from verl_profiling.tools import TOOLS, Tool
 
 __all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts"]
@@ -53,26 +54,6 @@ class RoleOverride(Coordinates):
     replicas: Ranks = None
     stages: tuple[str, ...] | None = None
     tools: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """How long the callback waits for workers, in seconds. A worker that needs longer is ``failed``.
-
-    Attributes:
-        start_s: Time for a capture to start.
-        stop_s: Time for a capture to stop, including the export of the trace.
-        finish_s: Time at the end of the run for workers that were too late to stop, and again for compression
-            in the background.
-    """
-
-    start_s: float = 60.0
-    stop_s: float = 600.0
-    finish_s: float = 120.0
-
-    def __post_init__(self) -> None:
-        for name in ("start_s", "stop_s", "finish_s"):
-            check_seconds(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_profiling.report.communication import PATTERNS, Pattern, communicates, own_name
+from verl_profiling.report.communication_kernels import PATTERNS, Pattern, communicates, own_name
 from verl_profiling.report.kinds import COMPUTE, MEMORY, NOTHING
 from verl_profiling.report.npu import task_kind
 
