@@ -38,10 +38,23 @@ def test_the_last_at_a_collective_stands_out(tmp_path: Path) -> None:
 
 
 def test_a_late_replica_stands_out(tmp_path: Path) -> None:
-    """Its stage is longer than that of the others."""
+    """Its last request is done long after those of the others, as the finding says."""
     found = outliers(whole_step(tmp_path, ranks=2, replicas=4, fault="long tail"))
-    assert found["rollout3"] == "slowest in rollout: 8.92 s, median 4.00 s"
-    assert set(found) == {"rollout3", "rollout3_rank0"}
+    assert found == {"rollout3_rank0": "last in the rollout: 8.95 s, median 4.03 s"}
+
+
+def test_of_two_ranks_the_other_one_is_named(healthy: Report) -> None:
+    """Their median is nobody's time."""
+    row = msgspec.structs.replace(
+        healthy.stragglers[0],
+        stage="update_actor",
+        slowest="actor_rank1",
+        workers=2,
+        slowest_us=3e6,
+        median_us=2e6,
+    )
+    found = outliers(msgspec.structs.replace(healthy, stragglers=[row]))
+    assert found == {"actor_rank1": "slowest in update_actor: 3.00 s, the other one 1.00 s"}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +63,11 @@ def test_a_late_replica_stands_out(tmp_path: Path) -> None:
 def test_a_little_slower_is_not_standing_out(healthy: Report, slowest_s: float, median_s: float) -> None:
     """A fifth longer than its peers, and by 3 % of the step, which takes nine seconds: both must hold."""
     row = msgspec.structs.replace(
-        healthy.stragglers[0], slowest="rollout1", slowest_us=slowest_s * 1e6, median_us=median_s * 1e6
+        healthy.stragglers[0],
+        stage="update_actor",
+        slowest="rollout1",
+        slowest_us=slowest_s * 1e6,
+        median_us=median_s * 1e6,
     )
     assert outliers(msgspec.structs.replace(healthy, stragglers=[row])) == {}
 

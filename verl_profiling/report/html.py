@@ -69,8 +69,9 @@ def _picture(report: Report) -> str:
         "Lanes over time",
         '<div id="tools" class="tools"></div><div id="picture" class="picture"></div>'
         '<p id="selected" class="note" aria-live="polite"></p>'
-        f'<p id="view" class="note" hidden>Its timeline: <code>{command}</code> opens this page with links '
-        "into it.</p><noscript><p>A script draws the picture; the tables below need none.</p></noscript>",
+        f'<p id="view" class="note" hidden>Every kernel on one timeline: run <code>{command}</code>; '
+        "this page then links into it.</p>"
+        "<noscript><p>A script draws the picture; the tables below need none.</p></noscript>",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
+from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Report
 from verl_profiling.report.rows import WorkerRow
 from verl_profiling.report.thresholds import Outlier
@@ -17,14 +18,19 @@ _NORMAL = 1.4826  # median absolute deviation of a normal distribution, in stand
 def outliers(report: Report) -> dict[str, str]:
     """Return what stands out about a worker or lane, by its name; the most telling ones first."""
     found: dict[str, str] = {}
+    late = next((finding for finding in report.findings if finding.rule == "long_tail"), None)
+    if late is not None and report.tail is not None:
+        done, usual = duration(report.tail.last_finish_us / 1e6), duration(report.tail.median_finish_us / 1e6)
+        found |= dict.fromkeys(late.lanes, f"last in the rollout: {done}, median {usual}")
     for row in report.stragglers:
-        apart_us = row.slowest_us - row.median_us
-        if (
-            row.slowest_us > Outlier.SLOWER * row.median_us
-            and apart_us > Outlier.OF_THE_STEP * report.span_us
-        ):
-            took, usual = duration(row.slowest_us / 1e6), duration(row.median_us / 1e6)
-            found.setdefault(row.slowest, f"slowest in {row.stage}: {took}, median {usual}")
+        if row.stage == ROLLOUT and report.tail is not None:  # the tail says who was late there
+            continue
+        others_us = 2 * row.median_us - row.slowest_us if row.workers == 2 else row.median_us
+        long = row.slowest_us - others_us > Outlier.OF_THE_STEP * report.span_us
+        if long and row.slowest_us > Outlier.SLOWER * others_us:
+            took, usual = duration(row.slowest_us / 1e6), duration(others_us / 1e6)
+            other = "the other one" if row.workers == 2 else "median"
+            found.setdefault(row.slowest, f"slowest in {row.stage}: {took}, {other} {usual}")
     for call in report.collectives:
         lanes = sum(row.role == call.role for row in report.workers)
         cost = call.wait_us > Outlier.OF_THE_STEP * report.span_us * lanes

@@ -8,7 +8,7 @@ FINDINGS = {
     "idle_stage": 0.10,  # of the step
     "long_tail": 0.05,  # of the observed time of all lanes, and so on
     "after_generation": 0.05,
-    "weight_sync": 0.05,
+    "weight_sync": 0.15,
     "host_blocked": 0.10,
     "host_bound": 0.15,
     "between_stages": 0.20,

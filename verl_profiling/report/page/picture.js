@@ -32,7 +32,7 @@ function makePicture(container) {
   }
 
   function label(row) {
-    if (row.kind === "running") return element("div", { className: "label" }, element("small", { textContent: `requests running, at most ${Math.round(10 * d3.max(row.running)) / 10}` }));
+    if (row.kind === "running") return element("div", { className: "label" }, element("small", { textContent: `requests running, peak ${Math.round(10 * d3.max(row.running)) / 10}` }));
     if (row.kind === "lane") {
       const made = element("div", { className: `label${row.lane.stands_out ? " standing" : ""}`, title: row.lane.name }, element("bdi", { textContent: row.lane.name }));
       if (row.lane.stands_out) made.append(element("small", { textContent: row.lane.stands_out }));
@@ -173,6 +173,7 @@ function makeTools(bar, container, picture) {
   });
   const loads = [["compute", data.device ? "computing" : "operators"], ["communication", "communication alone"], ["waiting", "waiting for other ranks"]];
   for (const [name, text] of loads) legend.append(element("li", {}, element("i", { className: name }), text));
+  legend.append(element("li", {}, "blank: idle"));
   const buttons = element("div", { className: "zoom" });
   for (const [text, title, act] of [["+", "closer (+)", picture.axis.closer], ["−", "farther (-)", picture.axis.farther], ["whole step", "the whole step (0)", picture.axis.reset]]) {
     const button = element("button", { type: "button", textContent: text, title });

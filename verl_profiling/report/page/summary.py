@@ -12,6 +12,7 @@ from verl_profiling.units import duration
 __all__ = ["figure", "figures", "summary"]
 
 _LANES = 3
+_WAITING = "waiting_for_other_ranks"
 
 
 def summary(report: Report) -> str:
@@ -53,17 +54,12 @@ def _figures(report: Report) -> Iterator[str]:
     observed = sum(row.span_us for row in report.workers)
     if observed:
         busy = sum(row.busy_us for row in report.workers) / observed
-        exposed = sum(row.exposed_communication_us for row in report.workers) / observed
+        waiting = sum(row.waiting_us for row in report.workers) / observed
         device = any(row.device for row in report.workers)
         title = "Accelerators busy" if device else "Lanes busy (CPU)"
         lanes = f"{len(report.workers)} lane{'s' if len(report.workers) > 1 else ''}"
-        yield figure(title, f"{busy:.0%}", f"of {lanes}; {exposed:.0%} communication alone")
-    lost = sum(row.seconds for row in report.lost)
-    if lost:
-        most = max(report.lost, key=lambda row: row.seconds)
-        cause = escape(most.cause.replace("_", " "))
-        line = f"of all lanes; {most.seconds / lost:.0%} {cause}"
-        yield figure("Lost", duration(lost), line, f"k-{most.cause}")
+        yield figure(title, f"{busy:.0%}", f"of {lanes}; {waiting:.0%} wait for other ranks")
+    yield from _lost(report, observed / 1e6)
     stages = [row for row in report.stages if row.depth == 0 and not row.name.startswith("(")]
     if stages:
         longest = max(stages, key=lambda row: row.duration_us)
@@ -72,8 +68,24 @@ def _figures(report: Report) -> Iterator[str]:
         yield figure("Slowest stage", duration(longest.duration_us / 1e6), line, key)
 
 
+def _lost(report: Report, observed_s: float) -> Iterator[str]:
+    """Yield what was lost in idling and in waiting for other ranks, with its cause.
+
+    That is the one which a finding names first, else the largest.
+    """
+    causes = {row.cause: row.seconds for row in report.lost}
+    causes[_WAITING] = sum(row.waiting_us for row in report.workers) / 1e6
+    lost = sum(causes.values())
+    if lost and observed_s:
+        rules = [_WAITING if finding.rule == "straggler" else finding.rule for finding in report.findings]
+        cause = next((rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name]))
+        part = f"{causes[cause] / lost:.0%} of it {escape(cause.replace('_', ' '))}"
+        key = "waiting" if cause == _WAITING else f"k-{cause}"
+        yield figure("Lost", duration(lost), f"{lost / observed_s:.0%} of lane time; {part}", key)
+
+
 def _findings(report: Report) -> str:
-    items = [_sentence(finding) for finding in report.findings]
+    items = [_sentence(finding, len(report.workers)) for finding in report.findings]
     first, *others = items or ["Nothing stands out: no finding is above its threshold."]
     more = "".join(f"<li>{item}</li>" for item in others)
     if others:
@@ -82,9 +94,9 @@ def _findings(report: Report) -> str:
     return f'<section id="findings"{calm} aria-label="Findings"><p>{first}</p>{more}</section>'
 
 
-def _sentence(finding: Finding) -> str:
-    """Return a finding with its advice, and those of its lanes that it does not name itself."""
-    named = [name for name in finding.lanes if name not in finding.text]
-    lanes = ", ".join(named[:_LANES]) + (f" and {len(named) - _LANES} more" if len(named) > _LANES else "")
-    where = f" <span>Most of it: {escape(lanes)}.</span>" if lanes else ""
+def _sentence(finding: Finding, lanes: int) -> str:
+    """Return a finding with its advice, and its lanes where it names none and they are not all."""
+    named = [name for name in finding.lanes if name not in finding.text] if len(finding.lanes) < lanes else []
+    listed = ", ".join(named[:_LANES]) + (f" and {len(named) - _LANES} more" if len(named) > _LANES else "")
+    where = f" <span>Where: {escape(listed)}.</span>" if listed else ""
     return f"{escape(finding.text)}{where} <span>Try: {escape(finding.advice)}.</span>"

@@ -1,0 +1,65 @@
+"""The first screen: what is wrong with a step is said in all of its places alike."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from drawn_steps import whole_step
+
+from verl_profiling.report.page.summary import summary
+
+
+class _Text(HTMLParser):
+    """Keeps the text of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + " "
+
+
+def seen(folder: Path, fault: str = "healthy") -> str:
+    """Return the text of the first screen of a step."""
+    reader = _Text()
+    reader.feed(summary(whole_step(folder, ranks=16, replicas=4, fault=fault)))
+    return " ".join(reader.text.split())
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "finding"),
+    [
+        ("slow rank", "of it waiting for other ranks", "actor_rank10 is slow in update_actor"),
+        ("long tail", "of it long tail", "Where: rollout3_rank0."),
+        ("slow weight sync", "of it weight sync", "Lanes were idle while weights went to the engines"),
+    ],
+)
+def test_lost_time_has_the_cause_of_the_first_finding(
+    tmp_path: Path, fault: str, cause: str, finding: str
+) -> None:
+    """A large cause that every healthy step has does not hide the one at fault."""
+    text = seen(tmp_path, fault)
+    assert cause in text
+    assert finding in text
+
+
+def test_waiting_for_a_slow_rank_is_lost(tmp_path: Path) -> None:
+    """Fifteen ranks wait three seconds each, although their devices are busy with waiting."""
+    healthy, slow = (seen(tmp_path / name, name) for name in ("healthy", "slow rank"))
+    assert "Lost 104 s" in healthy
+    assert "Lost 168 s" in slow
+
+
+def test_a_healthy_step_is_calm(tmp_path: Path) -> None:
+    """Nothing is found, and the lost time has its largest cause."""
+    text = seen(tmp_path)
+    assert "Nothing stands out" in text
+    assert "of it waiting for rollout" in text
+
+
+def test_all_lanes_are_not_listed(tmp_path: Path) -> None:
+    """A list of every lane says no more than the sentence does."""
+    assert "Where:" not in seen(tmp_path, "slow weight sync")
