@@ -8,6 +8,7 @@ from importlib import resources
 import pytest
 
 from verl_profiling.report.lost import CAUSES
+from verl_profiling.report.model import OTHER_RANKS
 from verl_profiling.report.page.colours import stage_colour
 
 STYLE = resources.files("verl_profiling.report.page").joinpath("page.css").read_text(encoding="utf-8")
@@ -33,7 +34,7 @@ def test_a_theme_changes_paper_and_ink_alone() -> None:
     """A stage, a cause and a load have one colour."""
     assert set(DARK) == {"paper", "ink", "faint", "line", "panel", "strong"}
     assert len(STAGES) == 16
-    assert [f"k-{cause}" for cause in CAUSES] == LOST
+    assert [f"k-{cause}" for cause in (*CAUSES, OTHER_RANKS)] == LOST
 
 
 @pytest.mark.parametrize("name", [*STAGES, *LOST, "compute", "communication"])

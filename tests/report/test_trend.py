@@ -9,7 +9,7 @@ import pytest
 from drawn_steps import whole_step
 
 from verl_profiling.report.model import Report
-from verl_profiling.report.trend import cause_seconds, excess, first_change, slowest, stage_seconds
+from verl_profiling.report.trend import excess, first_change, slowest, stage_seconds
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def with_lost(report: Report, **seconds: float) -> Report:
 def test_a_step_has_its_outermost_stages_and_its_causes(healthy: Report) -> None:
     """They add up to the step and to the lost time."""
     assert sum(stage_seconds(healthy).values()) == pytest.approx(healthy.span_us / 1e6)
-    assert cause_seconds(healthy)["waiting_for_rollout"] > 0
+    assert healthy.lost_s["waiting_for_rollout"] > 0
     nested = msgspec.structs.replace(healthy.stages[0], name="mini_batch", depth=1)
     assert "mini_batch" not in stage_seconds(
         msgspec.structs.replace(healthy, stages=[*healthy.stages, nested])

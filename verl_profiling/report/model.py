@@ -25,6 +25,7 @@ from verl_profiling.report.rows import (
 )
 
 __all__ = [
+    "OTHER_RANKS",
     "REPORT_SCHEMA_VERSION",
     "Clock",
     "Coverage",
@@ -35,6 +36,9 @@ __all__ = [
     "Tail",
     "Throughput",
 ]
+
+OTHER_RANKS = "waiting_for_other_ranks"
+"""Time that is lost while the device is busy: it waits in a collective. No cause of idle time."""
 
 REPORT_SCHEMA_VERSION = 1
 
@@ -258,3 +262,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """``step 12``, or the name of the file, the recording or the folder."""
         step = f"step {self.step}" if self.step is not None else ""
         return ", ".join(filter(None, (step, self.name)))
+
+    @property
+    def working_share(self) -> float | None:
+        """Share of the observed time in which lanes were busy and did not only wait for other ranks."""
+        observed = sum(row.span_us for row in self.workers)
+        working = sum(row.busy_us - row.waiting_us for row in self.workers)
+        return working / observed if observed else None
+
+    @property
+    def lost_s(self) -> dict[str, float]:
+        """Lane-seconds that did no work, by cause: idle time, and waiting for other ranks in collectives."""
+        causes = {row.cause: row.seconds for row in self.lost}
+        waiting_us = sum(row.waiting_us for row in self.workers)
+        return causes | ({OTHER_RANKS: waiting_us / 1e6} if waiting_us else {})

@@ -25,9 +25,9 @@ def outliers(report: Report) -> dict[str, str]:
     for row in report.stragglers:
         if row.stage == ROLLOUT and report.tail is not None:  # the tail says who was late there
             continue
-        others_us = 2 * row.median_us - row.slowest_us if row.workers == 2 else row.median_us
-        long = row.slowest_us - others_us > Outlier.OF_THE_STEP * report.span_us
-        if long and row.slowest_us > Outlier.SLOWER * others_us:
+        long = row.slowest_us - row.median_us > Outlier.OF_THE_STEP * report.span_us
+        if long and row.slowest_us > Outlier.SLOWER * row.median_us:
+            others_us = 2 * row.median_us - row.slowest_us if row.workers == 2 else row.median_us
             took, usual = duration(row.slowest_us / 1e6), duration(others_us / 1e6)
             other = "the other one" if row.workers == 2 else "median"
             found.setdefault(row.slowest, f"slowest in {row.stage}: {took}, {other} {usual}")

@@ -17,7 +17,6 @@ from verl_profiling.report.page.summary import figure, figures
 from verl_profiling.report.page.tables import Cell, Link, percent, section, table, time
 from verl_profiling.report.trend import (
     Change,
-    cause_seconds,
     excess,
     first_change,
     slowest,
@@ -62,21 +61,24 @@ def _sections(reports: Sequence[Report], links: Sequence[str]) -> Iterator[str]:
         note = "Of all lanes, by cause."
         yield section("Lost time of each step", '<div id="lost" class="trend"></div>', note)
     yield section("Steps", table("Steps", *_steps(reports, links)))
-    for title, seconds_of in (("Stages by step", stage_seconds), ("Lost time by step", cause_seconds)):
-        yield section(title, _by_step(title, reports, links, map(seconds_of, reports)))
+    for title, seconds in (
+        ("Stages by step", map(stage_seconds, reports)),
+        ("Lost time by step", (report.lost_s for report in reports)),
+    ):
+        yield section(title, _by_step(title, reports, links, seconds))
 
 
 def _figures(reports: Sequence[Report]) -> Iterator[str]:
     took = [report.span_us / 1e6 for report in reports]
     spread = f"from {duration(min(took))} to {duration(max(took))}"
     yield figure("Step, median", duration(median(took)), spread)
-    busy = [share for report in reports if (share := _busy(report)) is not None]
+    busy = [share for report in reports if (share := report.working_share) is not None]
     if busy:
         spread = f"from {min(busy):.0%} to {max(busy):.0%}"
         yield figure("Lanes busy, median", f"{median(busy):.0%}", spread)
-    lost = [sum(cause_seconds(report).values()) for report in reports]
+    lost = [sum(report.lost_s.values()) for report in reports]
     if any(lost):
-        causes = [cause_seconds(report) for report in reports]
+        causes = [report.lost_s for report in reports]
         total = {name: sum(row.get(name, 0.0) for row in causes) for row in causes for name in row}
         most = max(total, key=lambda name: total[name])
         line = f"of all lanes; {total[most] / sum(lost):.0%} {escape(most.replace('_', ' '))}"
@@ -119,16 +121,11 @@ def _anchor(report: Report, link: str) -> str:
     return f'<a href="{escape(link)}"><bdi>{escape(page_title(report))}</bdi></a>'
 
 
-def _busy(report: Report) -> float | None:
-    observed = sum(row.span_us for row in report.workers)
-    return sum(row.busy_us for row in report.workers) / observed if observed else None
-
-
 def _steps(reports: Sequence[Report], links: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[Cell, ...]]]:
     headings = ("step", "took", "busy", "lost", "most lost by", "slowest stage", "first finding")
     rows: list[tuple[Cell, ...]] = []
     for report, link in zip(reports, links, strict=True):
-        lost, stages, busy = cause_seconds(report), stage_seconds(report), _busy(report)
+        lost, stages, busy = report.lost_s, stage_seconds(report), report.working_share
         cause = max(lost, key=lambda name: lost[name], default="")
         stage = max(stages, key=lambda name: stages[name], default="")
         rows.append(
@@ -159,7 +156,7 @@ def _by_step(
 
 
 def _data(reports: Sequence[Report], links: Sequence[str]) -> dict[str, Any]:
-    stages, causes = list(map(stage_seconds, reports)), list(map(cause_seconds, reports))
+    stages, causes = list(map(stage_seconds, reports)), [report.lost_s for report in reports]
     return {
         "steps": [
             {

@@ -10,7 +10,7 @@ import msgspec
 
 from verl_profiling.report.model import Report
 
-__all__ = ["Change", "cause_seconds", "excess", "first_change", "slowest", "stage_seconds"]
+__all__ = ["Change", "excess", "first_change", "slowest", "stage_seconds"]
 
 _FEWEST = 2  # steps before, of which a range is known
 _OF_ITSELF = 0.1
@@ -42,11 +42,6 @@ def stage_seconds(report: Report) -> dict[str, float]:
     return {row.name: row.duration_us / 1e6 for row in report.stages if row.depth == 0}
 
 
-def cause_seconds(report: Report) -> dict[str, float]:
-    """Return the lanes' lost time by cause."""
-    return {row.cause: row.seconds for row in report.lost}
-
-
 def slowest(reports: Sequence[Report]) -> int:
     """Return which step took longest."""
     return max(range(len(reports)), key=lambda index: reports[index].span_us)
@@ -71,7 +66,7 @@ def first_change(reports: Sequence[Report]) -> Change | None:
         span_s = reports[index].span_us / 1e6
         lanes_s = sum(row.span_us for row in reports[index].workers) / 1e6
         stages = _left_its_range([stage_seconds(report) for report in reports[: index + 1]], span_s)
-        causes = _left_its_range([cause_seconds(report) for report in reports[: index + 1]], lanes_s)
+        causes = _left_its_range([report.lost_s for report in reports[: index + 1]], lanes_s)
         kind: Literal["stage", "cause"] = "stage" if stages else "cause"
         for name, seconds, before in stages or causes:
             return Change(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from verl_profiling.report.model import Finding, Report
+from verl_profiling.report.model import OTHER_RANKS, Finding, Report
 from verl_profiling.report.page.colours import stage_colour
 from verl_profiling.units import duration
 
 __all__ = ["figure", "figures", "summary"]
 
 _LANES = 3
-_WAITING = "waiting_for_other_ranks"
 
 
 def summary(report: Report) -> str:
@@ -51,15 +50,15 @@ def _figures(report: Report) -> Iterator[str]:
         duration(report.span_us / 1e6),
         f"{coverage.read} of {coverage.expected} traces read",
     )
-    observed = sum(row.span_us for row in report.workers)
-    if observed:
-        busy = sum(row.busy_us for row in report.workers) / observed
-        waiting = sum(row.waiting_us for row in report.workers) / observed
+    working = report.working_share
+    if working is not None:
+        observed_s = sum(row.span_us for row in report.workers) / 1e6
+        waiting = report.lost_s.get(OTHER_RANKS, 0.0) / observed_s
         device = any(row.device for row in report.workers)
         title = "Accelerators busy" if device else "Lanes busy (CPU)"
         lanes = f"{len(report.workers)} lane{'s' if len(report.workers) > 1 else ''}"
-        yield figure(title, f"{busy:.0%}", f"of {lanes}; {waiting:.0%} wait for other ranks")
-    yield from _lost(report, observed / 1e6)
+        yield figure(title, f"{working:.0%}", f"of {lanes}, besides {waiting:.0%} waiting for other ranks")
+        yield from _lost(report, observed_s)
     stages = [row for row in report.stages if row.depth == 0 and not row.name.startswith("(")]
     if stages:
         longest = max(stages, key=lambda row: row.duration_us)
@@ -73,15 +72,13 @@ def _lost(report: Report, observed_s: float) -> Iterator[str]:
 
     That is the one which a finding names first, else the largest.
     """
-    causes = {row.cause: row.seconds for row in report.lost}
-    causes[_WAITING] = sum(row.waiting_us for row in report.workers) / 1e6
+    causes = report.lost_s
     lost = sum(causes.values())
-    if lost and observed_s:
-        rules = [_WAITING if finding.rule == "straggler" else finding.rule for finding in report.findings]
+    if lost:
+        rules = [OTHER_RANKS if finding.rule == "straggler" else finding.rule for finding in report.findings]
         cause = next((rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name]))
         part = f"{causes[cause] / lost:.0%} of it {escape(cause.replace('_', ' '))}"
-        key = "waiting" if cause == _WAITING else f"k-{cause}"
-        yield figure("Lost", duration(lost), f"{lost / observed_s:.0%} of lane time; {part}", key)
+        yield figure("Lost", duration(lost), f"{lost / observed_s:.0%} of lane time; {part}", f"k-{cause}")
 
 
 def _findings(report: Report) -> str:
