@@ -3,7 +3,6 @@
 // A UI that is built in another way stays as it is.
 const LOOK_EVERY_MS = 300;
 let arranged; // the trace whose lanes are in order
-let before = -1; // number of its tracks when we last looked
 
 async function namesOf(engine, table, id) {
   const names = new Map();
@@ -40,11 +39,8 @@ async function arrange({ engine, workspace }) {
 }
 
 setInterval(async () => {
-  const trace = window.app?.trace;
-  const now = trace?.workspace?.flatTracks?.length ?? 0;
-  const settled = now > 0 && now === before;
-  before = now;
-  if (!settled || trace === arranged) return;
+  const { trace, isLoadingTrace } = window.app ?? {};
+  if (!trace || isLoadingTrace || trace === arranged) return;
   arranged = trace;
   try {
     await arrange(trace);
