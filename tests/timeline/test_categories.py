@@ -24,7 +24,7 @@ def test_every_category_of_the_installed_torch_is_known() -> None:
     """A category that a new torch brings has to be looked at: is it work, or a mark?"""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
-        pytest.skip("needs torch")
+        pytest.skip("torch is not installed; `make env` builds an environment")
     header = Path(found.origin).parent / "include" / "kineto" / "ActivityType.h"
     names = set(re.findall(r'\{"(\w+)", ActivityType::', header.read_text())) - {"ENUM_COUNT"}
     assert len(names) > 20

@@ -1,6 +1,6 @@
-"""From where on something stands out: a finding about the step, or a mark at a lane of the picture."""
+"""From where on something stands out: a finding about a step, a lane of its picture, or a step of a run."""
 
-__all__ = ["FINDINGS", "Outlier"]
+__all__ = ["FINDINGS", "Outlier", "Shift"]
 
 FINDINGS = {
     "capture": 0.05,  # of the step, or of the observed time of all lanes
@@ -36,3 +36,17 @@ class Outlier:
     LATE_CALLS = 5
     SPREADS = 3.0
     POINTS = 0.05
+
+
+class Shift:
+    """When a stage or a cause of lost time left the range that it had in the steps before.
+
+    Attributes:
+        FEWEST: Steps before, of which a range is known.
+        OF_ITSELF: Share of its median before by which it changed.
+        OF_THE_STEP: The same, as a share of the step (for a cause, of all lanes' time).
+    """
+
+    FEWEST = 2
+    OF_ITSELF = 0.1
+    OF_THE_STEP = 0.02

@@ -9,12 +9,9 @@ from typing import Literal
 import msgspec
 
 from verl_profiling.report.model import Report
+from verl_profiling.report.thresholds import Shift
 
 __all__ = ["Change", "excess", "first_change", "slowest", "stage_seconds"]
-
-_FEWEST = 2  # steps before, of which a range is known
-_OF_ITSELF = 0.1
-_OF_THE_STEP = 0.02
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +59,7 @@ def first_change(reports: Sequence[Report]) -> Change | None:
     tenth of the median before and than 2 % of the step (for a cause, of all lanes' time). Stages count
     before causes: lost time is what follows from them.
     """
-    for index in range(_FEWEST, len(reports)):
+    for index in range(Shift.FEWEST, len(reports)):
         span_s = reports[index].span_us / 1e6
         lanes_s = sum(row.span_us for row in reports[index].workers) / 1e6
         stages = _left_its_range([stage_seconds(report) for report in reports[: index + 1]], span_s)
@@ -84,7 +81,7 @@ def _left_its_range(rows: list[dict[str, float]], whole_s: float) -> list[tuple[
         usual = median(past)
         margin = (max(past) - min(past)) / 2
         outside = not min(past) - margin <= took <= max(past) + margin
-        if outside and abs(took - usual) > max(_OF_ITSELF * usual, _OF_THE_STEP * whole_s):
+        if outside and abs(took - usual) > max(Shift.OF_ITSELF * usual, Shift.OF_THE_STEP * whole_s):
             found.append((name, took, usual))
     return sorted(found, key=lambda row: -abs(row[1] - row[2]))
 
