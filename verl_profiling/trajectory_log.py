@@ -1,0 +1,341 @@
+"""The file that a process writes of its trajectories: one JSON array a line, in gzip.
+
+The first line is a :class:`LogHeader`, the last a :class:`LogFooter`; a file without the last was cut.
+All times are unix nanoseconds on the clock of the process that wrote it. What records them is
+:mod:`verl_profiling.trajectories`; the analysis reads them with :func:`read_log`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import Count, Ns
+
+__all__ = [
+    "LOG_SUFFIX",
+    "NO_SPAN",
+    "Block",
+    "Fact",
+    "FateChange",
+    "Lag",
+    "LogFooter",
+    "LogHeader",
+    "LoopRecord",
+    "SpanRecord",
+    "TrajectoryLog",
+    "TrajectoryRecord",
+    "read_log",
+    "write_log",
+]
+
+LOG_SUFFIX = ".trajectories.jsonl.gz"
+LOG_VERSION = 1
+NO_SPAN = -1
+MAX_LINE = 1 << 20
+MAX_BYTES = 1 << 30
+"""Bytes of a file, uncompressed, that are read at most."""
+
+Fact = str | int | float | bool | None
+Id = Annotated[int, msgspec.Meta(ge=NO_SPAN, le=1 << 53)]
+
+
+class LogHeader(msgspec.Struct, frozen=True, array_like=True, tag="log"):
+    """The first line.
+
+    Attributes:
+        version: Version of the format.
+        lane: Lane of the process, e.g. ``agent_loop_rank0``.
+        begin_ns: When recording began.
+    """
+
+    version: int
+    lane: str
+    begin_ns: Ns
+
+
+class LoopRecord(msgspec.Struct, frozen=True, array_like=True, tag="loop"):
+    """An event loop that ran recorded tasks.
+
+    Attributes:
+        id: Its number in this file.
+        thread: Native id of the thread that it ran on.
+        name: Name of that thread.
+    """
+
+    id: Id
+    thread: int
+    name: str
+
+
+class TrajectoryRecord(msgspec.Struct, frozen=True, array_like=True, tag="t"):
+    """One trajectory.
+
+    Attributes:
+        id: Its number in this file.
+        group: The group that it belongs to: all samples of one prompt. Empty if not given.
+        sample: Which of the group's samples it is; ``None`` if not given.
+        begin_ns: When it began, which may be before recording did.
+        end_ns: When it ended; when recording did, for one that is still running.
+        fate: ``done``, ``failed`` (an exception left it), ``cancelled``, ``running`` (recording ended first),
+            or what the loop said: ``aborted``, ``abandoned``, ``filtered``, ...
+        loop: Number of its event loop, or -1 without one.
+        error: What made it fail, in a line.
+        facts: What the loop said about it, e.g. ``validate``, ``turns``, ``min_version``, ``max_version``.
+    """
+
+    id: Id
+    group: str
+    sample: int | str | None
+    begin_ns: Ns
+    end_ns: Ns
+    fate: str
+    loop: Id
+    error: str
+    facts: dict[str, Fact]
+
+
+class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """One span, of a trajectory or of the process.
+
+    Attributes:
+        id: Its number in this file.
+        trajectory: Number of its trajectory, or -1.
+        parent: Number of the span around it, or -1.
+        name: ``generate``, ``tool:search``, ``environment:start``, ``reward``, ...
+        begin_ns: When it began.
+        end_ns: When it ended; for one still open, when its trajectory or recording ended.
+        thread: Native id of the thread it began on.
+        loop: Number of its event loop, or -1 without one.
+        failed: An exception left it, or it had not ended when its trajectory or recording did.
+        request: The engine's id of the request that it waits for; empty if not given.
+        facts: What the loop said about it.
+    """
+
+    id: Id
+    trajectory: Id
+    parent: Id
+    name: str
+    begin_ns: Ns
+    end_ns: Ns
+    thread: int
+    loop: Id
+    failed: bool
+    request: str
+    facts: dict[str, Fact]
+
+
+class Lag(msgspec.Struct, frozen=True, array_like=True, tag="lag"):
+    """How late an event loop ran what was due.
+
+    Attributes:
+        loop: Number of the loop.
+        at_ns: When it ran.
+        late_ns: How late that was.
+    """
+
+    loop: Id
+    at_ns: Ns
+    late_ns: Count
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
+    """A while in which one task did not let its event loop go on.
+
+    Attributes:
+        loop: Number of the loop.
+        begin_ns: When it began, as far as that was seen.
+        end_ns: When it ended.
+        span: Number of the innermost span of the task that ran, or -1.
+        task: Name of the task; empty if none ran.
+        function: The function that ran: ``module.function (file:line)``.
+    """
+
+    loop: Id
+    begin_ns: Ns
+    end_ns: Ns
+    span: Id
+    task: str
+    function: str
+
+
+class FateChange(msgspec.Struct, frozen=True, array_like=True, tag="fate"):
+    """What became of trajectories after they had ended, e.g. that their group was filtered out.
+
+    Attributes:
+        group: The group.
+        sample: The sample; ``None`` for all of the group.
+        fate: What became of them.
+        at_ns: When that was said.
+    """
+
+    group: str
+    sample: int | str | None
+    fate: str
+    at_ns: Ns
+
+
+class LogFooter(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """The last line.
+
+    Attributes:
+        end_ns: When recording ended.
+        spans_left_out: Spans that were not kept because the log was full.
+        trajectories_left_out: Trajectories that were not kept, likewise.
+    """
+
+    end_ns: Ns
+    spans_left_out: Count
+    trajectories_left_out: Count
+
+
+Line = LogHeader | LoopRecord | TrajectoryRecord | SpanRecord | Lag | Block | FateChange | LogFooter
+
+
+class TrajectoryLog(msgspec.Struct, kw_only=True):
+    """What one process recorded of trajectories.
+
+    Attributes:
+        lane: Lane of the process.
+        begin_ns: When recording began.
+        end_ns: When it ended; the latest time found, for a file that was cut.
+        loops: Its event loops.
+        trajectories: Its trajectories.
+        spans: Their spans, and those of none.
+        lags: How late its loops were.
+        blocks: When they were blocked, and by whom.
+        fates: What became of trajectories later.
+        spans_left_out: Spans that were not kept.
+        trajectories_left_out: Trajectories that were not kept.
+        cut: The file has no end.
+    """
+
+    lane: str
+    begin_ns: int
+    end_ns: int = 0
+    loops: list[LoopRecord] = []
+    trajectories: list[TrajectoryRecord] = []
+    spans: list[SpanRecord] = []
+    lags: list[Lag] = []
+    blocks: list[Block] = []
+    fates: list[FateChange] = []
+    spans_left_out: int = 0
+    trajectories_left_out: int = 0
+    cut: bool = False
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the lines of its file."""
+        yield LogHeader(LOG_VERSION, self.lane, self.begin_ns)
+        for part in (self.loops, self.trajectories, self.spans, self.lags, self.blocks, self.fates):
+            yield from part
+        yield LogFooter(self.end_ns, self.spans_left_out, self.trajectories_left_out)
+
+
+def write_log(path: Path, log: TrajectoryLog) -> int:
+    """Write a log; return the number of bytes on disk.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    encoder = msgspec.json.Encoder()
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with gzip.open(part, "wb", compresslevel=3) as file:
+            buffer = bytearray()
+            for line in log.lines():
+                buffer += encoder.encode(line)
+                buffer += b"\n"
+                if len(buffer) > MAX_LINE:
+                    file.write(buffer)
+                    buffer.clear()
+            file.write(buffer)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return path.stat().st_size
+
+
+def read_log(path: Path) -> TrajectoryLog:
+    """Read a log; of one that was cut, what is whole.
+
+    Raises:
+        TraceFormatError: It is not a log of trajectories, or is larger than any that is written.
+        OSError: It cannot be read.
+    """
+    log: TrajectoryLog | None = None
+    ended = False
+    decoder = msgspec.json.Decoder(Line)
+    try:
+        for text in _whole_lines(path):
+            line = decoder.decode(text)
+            if log is None:
+                log = _begun(path, line)
+            elif isinstance(line, LogFooter):
+                ended = True
+                log.end_ns = line.end_ns
+                log.spans_left_out = line.spans_left_out
+                log.trajectories_left_out = line.trajectories_left_out
+            else:
+                _add(log, line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceFormatError(path, f"is not a log of trajectories: {error}") from error
+    if log is None:
+        raise TraceFormatError(path, "is empty, or was cut before its first line")
+    if not ended:
+        log.cut = True
+        log.end_ns = max(
+            (found.end_ns for part in (log.trajectories, log.spans) for found in part), default=log.begin_ns
+        )
+    return log
+
+
+def _begun(path: Path, line: Line) -> TrajectoryLog:
+    if not isinstance(line, LogHeader):
+        raise TraceFormatError(path, "is not a log of trajectories: it does not begin with a header")
+    if line.version > LOG_VERSION:
+        raise TraceFormatError(
+            path,
+            f"is a log of trajectories of version {line.version}; install a newer verl-profiling to read it",
+        )
+    return TrajectoryLog(lane=line.lane, begin_ns=line.begin_ns)
+
+
+def _add(log: TrajectoryLog, line: Line) -> None:
+    match line:
+        case SpanRecord():
+            log.spans.append(line)
+        case TrajectoryRecord():
+            log.trajectories.append(line)
+        case Lag():
+            log.lags.append(line)
+        case Block():
+            log.blocks.append(line)
+        case LoopRecord():
+            log.loops.append(line)
+        case FateChange():
+            log.fates.append(line)
+
+
+def _whole_lines(path: Path) -> Iterable[bytes]:
+    """Yield the lines of a file that end in a line break; a file that was cut has half a line at its end."""
+    left = MAX_BYTES
+    try:
+        with gzip.open(path, "rb") as file:
+            while line := file.readline(MAX_LINE):
+                left -= len(line)
+                if left < 0 or (len(line) == MAX_LINE and not line.endswith(b"\n")):
+                    what = f"a line of over {MAX_LINE:,}" if left >= 0 else f"more than {MAX_BYTES:,}"
+                    raise TraceFormatError(path, f"has {what} bytes, which no log of trajectories has")
+                if line.endswith(b"\n"):
+                    yield line
+    except (EOFError, zlib.error):
+        return
+    except gzip.BadGzipFile as error:
+        raise TraceFormatError(path, f"is not a gzip file: {error}") from error
