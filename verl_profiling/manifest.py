@@ -25,6 +25,7 @@ __all__ = [
     "HostClock",
     "Manifest",
     "Request",
+    "RequestPart",
     "Rpc",
     "RunInfo",
     "StageSpan",
@@ -49,6 +50,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 ArtifactStatus = Literal["ok", "pending", "missing", "empty", "truncated", "failed", "skipped"]
 CaptureStatus = Literal["ok", "failed", "empty", "truncated", "skipped"]
 ManifestState = Literal["begun", "written", "recovered"]
+RequestPart = Literal[
+    "to the engine", "queued", "prefill", "first token", "decode", "generate", "from the engine"
+]
 
 
 class StageSpan(msgspec.Struct, frozen=True):
@@ -167,27 +171,62 @@ class ToolSpan(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One inference request that ended while a rollout engine was captured.
 
-    Times are unix nanoseconds on the clock of the process that sent the request.
+    Times are unix nanoseconds on the clock of the process that sent the request; a time that the
+    engine does not tell is 0.
 
     Attributes:
         replica: Replica that served it.
+        id: What the engine was given as its id; empty if that is not known.
         begin_ns: When it was sent.
-        first_token_ns: When its first output arrived; 0 where the engine hands over only whole responses.
+        arrival_ns: When the engine's scheduler got it.
+        scheduled_ns: When the engine first scheduled it.
+        first_token_ns: When the engine had its first token, or else when its first output arrived.
+        last_token_ns: When the engine had its last token.
         end_ns: When its response was complete.
         prompt_tokens: Length of the prompt.
         response_tokens: Length of the response; summed over the samples of one request.
+        cached_tokens: Of the prompt, what came from the engine's prefix cache, if known.
+        preemptions: How often the engine took it off and began it again, if known.
         policy_version: Version of the weights that it began with, if known.
         failed: It raised, or was cancelled.
     """
 
     replica: int
+    id: str = ""
     begin_ns: Ns
+    arrival_ns: Ns = 0
+    scheduled_ns: Ns = 0
     first_token_ns: Ns = 0
+    last_token_ns: Ns = 0
     end_ns: Ns
     prompt_tokens: Count
     response_tokens: Count
+    cached_tokens: Count | None = None
+    preemptions: Count | None = None
     policy_version: int | None = None
     failed: bool = False
+
+    def parts(self) -> list[tuple[RequestPart, int, int]]:
+        """Return what it waited for, from its begin to its end without a gap: name, begin, end.
+
+        What is not known apart stays one part: ``first token`` is queued and prefill,
+        ``generate`` that and decode.
+        """
+        marks: tuple[tuple[RequestPart, int], ...] = (
+            ("to the engine", self.arrival_ns),
+            ("queued", self.scheduled_ns),
+            ("prefill" if self.scheduled_ns else "first token", self.first_token_ns),
+            ("decode" if self.first_token_ns else "generate", self.last_token_ns or self.end_ns),
+            ("from the engine", self.end_ns),
+        )
+        parts = []
+        since_ns = self.begin_ns
+        for name, mark_ns in marks:
+            until_ns = min(mark_ns, self.end_ns)
+            if until_ns > since_ns:
+                parts.append((name, since_ns, until_ns))
+                since_ns = until_ns
+        return parts
 
 
 class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
