@@ -31,7 +31,7 @@ FLOORS = (
     ("named_files", "visible"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
-    ("run_files", "remote"),
+    ("run_files", "remote", "trajectory_log"),
     ("timeline",),
     ("report",),
     ("tools interface",),
@@ -48,7 +48,7 @@ TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
     *("errors", "clock", "units", "named_files", "visible", "identity", "ranks"),
-    *("manifest", "run_files", "nsys_ranges", "remote"),
+    *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.

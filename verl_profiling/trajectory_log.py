@@ -31,6 +31,8 @@ __all__ = [
     "SpanRecord",
     "TrajectoryLog",
     "TrajectoryRecord",
+    "log_lines",
+    "log_of",
     "read_log",
     "write_log",
 ]
@@ -269,34 +271,62 @@ def read_log(path: Path) -> TrajectoryLog:
         TraceFormatError: It is not a log of trajectories, or is larger than any that is written.
         OSError: It cannot be read.
     """
-    log: TrajectoryLog | None = None
-    ended = False
+    return log_of(log_lines(path))
+
+
+def log_lines(path: Path) -> Iterator[Line]:
+    """Yield the lines of a log, of which the first is its header.
+
+    Raises:
+        TraceFormatError: It is not a log of trajectories, or is larger than any that is written.
+        OSError: It cannot be read.
+    """
     decoder = msgspec.json.Decoder(Line)
+    begun = False
     try:
         for text in _whole_lines(path):
             line = decoder.decode(text)
-            if log is None:
-                log = _begun(path, line)
-            elif isinstance(line, LogFooter):
-                ended = True
-                log.end_ns = line.end_ns
-                log.spans_left_out = line.spans_left_out
-                log.trajectories_left_out = line.trajectories_left_out
-            else:
-                _add(log, line)
+            if not begun:
+                _check_header(path, line)
+                begun = True
+            yield line
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TraceFormatError(path, f"is not a log of trajectories: {error}") from error
-    if log is None:
+    if not begun:
         raise TraceFormatError(path, "is empty, or was cut before its first line")
-    if not ended:
-        log.cut = True
+
+
+def log_of(lines: Iterable[Line]) -> TrajectoryLog:
+    """Return the log that lines are, of which the first is its header; without a footer it was cut."""
+    log = TrajectoryLog(lane="", begin_ns=0, cut=True)
+    for line in lines:
+        match line:
+            case SpanRecord():
+                log.spans.append(line)
+            case TrajectoryRecord():
+                log.trajectories.append(line)
+            case Lag():
+                log.lags.append(line)
+            case Block():
+                log.blocks.append(line)
+            case LoopRecord():
+                log.loops.append(line)
+            case FateChange():
+                log.fates.append(line)
+            case LogHeader():
+                log.lane, log.begin_ns = line.lane, line.begin_ns
+            case LogFooter():
+                log.cut, log.end_ns = False, line.end_ns
+                log.spans_left_out = line.spans_left_out
+                log.trajectories_left_out = line.trajectories_left_out
+    if log.cut:
         log.end_ns = max(
             (found.end_ns for part in (log.trajectories, log.spans) for found in part), default=log.begin_ns
         )
     return log
 
 
-def _begun(path: Path, line: Line) -> TrajectoryLog:
+def _check_header(path: Path, line: Line) -> None:
     if not isinstance(line, LogHeader):
         raise TraceFormatError(path, "is not a log of trajectories: it does not begin with a header")
     if line.version > LOG_VERSION:
@@ -304,23 +334,6 @@ def _begun(path: Path, line: Line) -> TrajectoryLog:
             path,
             f"is a log of trajectories of version {line.version}; install a newer verl-profiling to read it",
         )
-    return TrajectoryLog(lane=line.lane, begin_ns=line.begin_ns)
-
-
-def _add(log: TrajectoryLog, line: Line) -> None:
-    match line:
-        case SpanRecord():
-            log.spans.append(line)
-        case TrajectoryRecord():
-            log.trajectories.append(line)
-        case Lag():
-            log.lags.append(line)
-        case Block():
-            log.blocks.append(line)
-        case LoopRecord():
-            log.loops.append(line)
-        case FateChange():
-            log.fates.append(line)
 
 
 def _whole_lines(path: Path) -> Iterable[bytes]:

@@ -23,6 +23,7 @@ from verl_profiling.run_files import read_manifest, read_starts
 from verl_profiling.timeline.lanes import Source, sorted_sources
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.trajectory_log import LOG_SUFFIX
 
 __all__ = [
     "UNWRITTEN",
@@ -236,6 +237,7 @@ def _from_manifest(directory: Path) -> StepInputs:
         else [f"{CONTROLLER_TRACE_NAME} is missing"],
     )
     found: list[Source] = []
+    logs: list[Source] = []
     for worker in manifest.workers:
         if worker.status not in ("ok", "skipped") and not worker.artifacts:
             inputs.absent.append(f"{worker.identity}: {worker.reason or worker.status}")
@@ -252,9 +254,11 @@ def _from_manifest(directory: Path) -> StepInputs:
                 state = "empty" if artifact.status == "empty" else "missing"
                 inputs.absent.append(f"{artifact.path} is {state}{because}")
                 continue
+            if path.name.endswith(LOG_SUFFIX):
+                logs.append(_source(manifest, worker, artifact, path))
             for trace in _traces_in(path):
                 found.append(_source(manifest, worker, artifact, trace))
-    inputs.sources = sorted_sources(found)
+    inputs.sources, inputs.logs = sorted_sources(found), sorted_sources(logs)
     return inputs
 
 

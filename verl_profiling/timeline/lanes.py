@@ -9,14 +9,14 @@ import msgspec
 
 __all__ = ["Source", "sorted_sources"]
 
-_ROLE_ORDER = ("controller", "actor", "critic", "ref", "reward", "rollout")
+_ROLE_ORDER = ("controller", "actor", "critic", "ref", "reward", "agent_loop", "rollout")
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """One trace file of one lane.
+    """One file of one lane: a trace, or a log of trajectories.
 
     Attributes:
-        path: The trace file.
+        path: The file.
         lane: Lane it fills, e.g. ``actor_rank0``.
         worker: Name of the worker it belongs to (``rollout0`` for each lane of a replica).
         role: Role of the worker.

@@ -75,10 +75,11 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
     """
     wanted = parse_ranks(ranks, "--ranks") or frozenset()
     sources = [source for source in inputs.sources if source.rank in wanted]
-    if not sources:
-        known = sorted({source.rank for source in inputs.sources})
+    logs = [log for log in inputs.logs if log.rank in wanted]
+    if not sources and not logs:
+        known = sorted({source.rank for source in (*inputs.sources, *inputs.logs)})
         raise ConfigError("--ranks", f"{ranks!r} selects nothing; there are ranks {known}")
-    return msgspec.structs.replace(inputs, sources=sources)
+    return msgspec.structs.replace(inputs, sources=sources, logs=logs)
 
 
 def min_us_for_share(paths: Iterable[Path], share: float, limits: Limits) -> float:

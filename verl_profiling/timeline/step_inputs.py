@@ -30,6 +30,8 @@ class StepInputs(msgspec.Struct, kw_only=True):
         manifest: The manifest, where the folder has one.
         controller: The controller's trace, where there is one.
         sources: Trace files, sorted by lane.
+        logs: Logs of trajectories, likewise; :func:`~verl_profiling.timeline.trajectory_inputs.read_logs`
+            reads them.
         absent: What is missing or cannot be put on a timeline, as sentences.
         limits: How much of each trace is read.
         communication: Regular expressions of kernels that communicate, besides those that are known.
@@ -43,6 +45,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
     manifest: Manifest | None = None
     controller: Path | None = None
     sources: list[Source] = []
+    logs: list[Source] = []
     absent: list[str] = []
     unfinished: str = ""
     limits: Limits = Limits()
