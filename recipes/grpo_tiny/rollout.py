@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from omegaconf import DictConfig
 
-from recipes.grpo_tiny.task import END, RESPONSE_LENGTH, build_model
+from recipes.grpo_tiny.model import build_model
+from recipes.grpo_tiny.task import END, RESPONSE_LENGTH
 from verl_profiling import stage
 from verl_profiling.workers import RolloutCaptureMixin
 
@@ -24,6 +25,9 @@ class Engine(Protocol):
 
     async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return one sampled response per prompt, ``END`` included."""
+
+    async def complete(self, prompt: list[int], request_id: str) -> list[int]:
+        """Return one sampled response; the engine knows the request by its id, if it knows ids."""
 
     async def load_weights(self, weights: Weights) -> None:
         """Replace the weights."""
@@ -48,6 +52,11 @@ class TransformersEngine:
         )
         responses = sampled[:, tokens.shape[1] :].tolist()
         return [row[: row.index(END) + 1] if END in row else row for row in responses]
+
+    async def complete(self, prompt: list[int], request_id: str) -> list[int]:
+        """Sample one response; those that are asked for meanwhile wait for it."""
+        [response] = await self.generate([prompt])
+        return response
 
     async def load_weights(self, weights: Weights) -> None:
         """Copy them in."""
@@ -82,10 +91,11 @@ class VLLMEngine:
 
     async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Send every prompt at once; the engine batches them."""
-        return await asyncio.gather(*map(self._generate_one, prompts))
+        return await asyncio.gather(*map(self.complete, prompts, self._request_ids))
 
-    async def _generate_one(self, prompt: list[int]) -> list[int]:
-        request = self.handle.generate({"prompt_token_ids": prompt}, self._sampling, next(self._request_ids))
+    async def complete(self, prompt: list[int], request_id: str) -> list[int]:
+        """Send one prompt."""
+        request = self.handle.generate({"prompt_token_ids": prompt}, self._sampling, request_id)
         async for output in request:
             response = output.outputs[0].token_ids
         return list(response)
@@ -130,6 +140,13 @@ class SGLangEngine:
         responses = await self.handle.async_generate(input_ids=prompts, sampling_params=self._sampling)
         return [list(response["output_ids"]) for response in responses]
 
+    async def complete(self, prompt: list[int], request_id: str) -> list[int]:
+        """Send one prompt."""
+        response = await self.handle.async_generate(
+            input_ids=prompt, sampling_params=self._sampling, rid=request_id
+        )
+        return list(response["output_ids"])
+
     async def load_weights(self, weights: Weights) -> None:
         """Write a checkpoint and let the engine read it."""
         from safetensors.torch import save_file
@@ -170,6 +187,10 @@ class RolloutServer(RolloutCaptureMixin):
     async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return one sampled response per prompt."""
         return await self.engine.generate(prompts)
+
+    async def complete(self, prompt: list[int], request_id: str) -> list[int]:
+        """Return one sampled response to one prompt, of many that are asked for at once."""
+        return await self.engine.complete(prompt, request_id)
 
     @stage("update_weights")
     async def load_weights(self, weights: Weights) -> None:

@@ -2,30 +2,10 @@
 
 import random
 
-import torch
-from omegaconf import DictConfig
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
 NUMBERS = 8
 END = NUMBERS
 PROMPT_LENGTH = 1
 RESPONSE_LENGTH = NUMBERS
-
-
-def build_model(config: DictConfig, seed: int) -> Qwen2ForCausalLM:
-    """Return a tiny Qwen2; equal seeds give equal weights."""
-    torch.manual_seed(seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=NUMBERS + 1,
-            max_position_embeddings=32,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=END,
-            pad_token_id=END,
-            **config,
-        )
-    )
 
 
 def sample_prompts(count: int, rng: random.Random) -> list[list[int]]:

@@ -37,14 +37,14 @@ def start_servers(config: DictConfig) -> Handles:
     return servers
 
 
-def generate(servers: Handles, prompts: list[list[int]]) -> list[list[int]]:
-    """Spread the prompts over the replicas; return the responses in the prompts' order."""
-    count = len(servers)
-    shares = ray.get([server.generate.remote(prompts[i::count]) for i, server in enumerate(servers)])
-    responses: list[list[int]] = [[]] * len(prompts)
+def spread(actors: Handles, method: str, items: list[Any]) -> list[Any]:
+    """Share items out to actors, one call each; return the results in the items' order."""
+    count = len(actors)
+    shares = ray.get([getattr(actor, method).remote(items[i::count]) for i, actor in enumerate(actors)])
+    results = [None] * len(items)
     for i, share in enumerate(shares):
-        responses[i::count] = share
-    return responses
+        results[i::count] = share
+    return results
 
 
 def collate(prompts: list[list[int]], responses: list[list[int]]) -> Batch:
@@ -81,12 +81,30 @@ def grpo_step(
         for _ in range(config.batch.group_size)
     ]
     profiling.on_rollout_begin()
-    responses = generate(servers, prompts)
+    responses = spread(servers, "generate", prompts)
     profiling.on_rollout_end()
 
     with profiling.stage("reward"):
         rewards = torch.tensor(list(map(task.reward, prompts, responses)))
     batch = collate(prompts, responses)
+    loss = update(config, actors, servers, profiling, batch, rewards)
+    return {
+        "reward": rewards.mean().item(),
+        "solved": (rewards == 1).float().mean().item(),
+        "response_length": batch["mask"].sum(1).mean().item(),
+        "loss": loss,
+    }
+
+
+def update(
+    config: DictConfig,
+    actors: Handles,
+    servers: Handles,
+    profiling: ProfilingCallback,
+    batch: Batch,
+    rewards: torch.Tensor,
+) -> float:
+    """Train on a batch, and give the engines the new weights; return the mean loss."""
     with profiling.stage("old_log_prob"):
         batch["old_log_prob"] = torch.cat(on_all(actors, "old_log_prob", batch))
     with profiling.stage("advantage"):
@@ -96,12 +114,7 @@ def grpo_step(
     with profiling.stage("update_weights"):
         weights = [actor.gather_weights.remote() for actor in actors]
         ray.get([server.load_weights.remote(weights[0]) for server in servers])
-    return {
-        "reward": rewards.mean().item(),
-        "solved": (rewards == 1).float().mean().item(),
-        "response_length": batch["mask"].sum(1).mean().item(),
-        "loss": sum(losses) / len(losses),
-    }
+    return sum(losses) / len(losses)
 
 
 def train(config: DictConfig) -> None:

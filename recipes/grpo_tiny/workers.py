@@ -6,7 +6,8 @@ from omegaconf import DictConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from recipes.grpo_tiny.task import PROMPT_LENGTH, build_model
+from recipes.grpo_tiny.model import build_model
+from recipes.grpo_tiny.task import PROMPT_LENGTH
 from verl_profiling import stage
 from verl_profiling.workers import FSDPCaptureMixin
 

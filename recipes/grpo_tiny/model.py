@@ -1,0 +1,23 @@
+"""The policy: a Qwen2 with random weights, small enough for a CPU core."""
+
+import torch
+from omegaconf import DictConfig
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from recipes.grpo_tiny.task import END, NUMBERS
+
+
+def build_model(config: DictConfig, seed: int) -> Qwen2ForCausalLM:
+    """Return a tiny Qwen2; equal seeds give equal weights."""
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=NUMBERS + 1,
+            max_position_embeddings=32,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=END,
+            pad_token_id=END,
+            **config,
+        )
+    )
