@@ -84,7 +84,8 @@ def test_verl_on_a_cpu_rolls_out_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["recipes/verl_grpo_cpu/make_assets.py", "tests/engines/conftest.py", "recipes/grpo_tiny/model.py"]
+    "path",
+    ["recipes/verl_grpo_cpu/make_assets.py", "tests/engines/conftest.py", "recipes/grpo_tiny/model.py"],
 )
 def test_models_for_a_cpu_are_saved_in_float32(path: str) -> None:
     """Without a dtype in the settings an engine uses that of the model."""
