@@ -25,14 +25,15 @@ __all__ = [
     "Fact",
     "FateChange",
     "Lag",
+    "Line",
     "LogFooter",
     "LogHeader",
     "LoopRecord",
     "SpanRecord",
     "TrajectoryLog",
     "TrajectoryRecord",
-    "log_lines",
     "log_of",
+    "open_log",
     "read_log",
     "write_log",
 ]
@@ -271,34 +272,32 @@ def read_log(path: Path) -> TrajectoryLog:
         TraceFormatError: It is not a log of trajectories, or is larger than any that is written.
         OSError: It cannot be read.
     """
-    return log_of(log_lines(path))
+    return log_of(*open_log(path))
 
 
-def log_lines(path: Path) -> Iterator[Line]:
-    """Yield the lines of a log, of which the first is its header.
+def open_log(path: Path) -> tuple[LogHeader, Iterator[Line]]:
+    """Return the header of a log, and its other lines, which are read one by one.
 
     Raises:
-        TraceFormatError: It is not a log of trajectories, or is larger than any that is written.
+        TraceFormatError: It is not a log of trajectories, or is larger than any that is written; a line
+            that is none is found when it is read.
         OSError: It cannot be read.
     """
-    decoder = msgspec.json.Decoder(Line)
-    begun = False
-    try:
-        for text in _whole_lines(path):
-            line = decoder.decode(text)
-            if not begun:
-                _check_header(path, line)
-                begun = True
-            yield line
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise TraceFormatError(path, f"is not a log of trajectories: {error}") from error
-    if not begun:
+    lines = _decoded(path)
+    header = next(lines, None)
+    if header is None:
         raise TraceFormatError(path, "is empty, or was cut before its first line")
+    if not isinstance(header, LogHeader):
+        raise TraceFormatError(path, "is not a log of trajectories: it does not begin with a header")
+    if header.version > LOG_VERSION:
+        newer = f"of version {header.version}; install a newer verl-profiling to read it"
+        raise TraceFormatError(path, f"is a log of trajectories {newer}")
+    return header, lines
 
 
-def log_of(lines: Iterable[Line]) -> TrajectoryLog:
-    """Return the log that lines are, of which the first is its header; without a footer it was cut."""
-    log = TrajectoryLog(lane="", begin_ns=0, cut=True)
+def log_of(header: LogHeader, lines: Iterable[Line]) -> TrajectoryLog:
+    """Return the log that these lines are; without a footer it was cut."""
+    log = TrajectoryLog(lane=header.lane, begin_ns=header.begin_ns, cut=True)
     for line in lines:
         match line:
             case SpanRecord():
@@ -313,8 +312,6 @@ def log_of(lines: Iterable[Line]) -> TrajectoryLog:
                 log.loops.append(line)
             case FateChange():
                 log.fates.append(line)
-            case LogHeader():
-                log.lane, log.begin_ns = line.lane, line.begin_ns
             case LogFooter():
                 log.cut, log.end_ns = False, line.end_ns
                 log.spans_left_out = line.spans_left_out
@@ -326,14 +323,13 @@ def log_of(lines: Iterable[Line]) -> TrajectoryLog:
     return log
 
 
-def _check_header(path: Path, line: Line) -> None:
-    if not isinstance(line, LogHeader):
-        raise TraceFormatError(path, "is not a log of trajectories: it does not begin with a header")
-    if line.version > LOG_VERSION:
-        raise TraceFormatError(
-            path,
-            f"is a log of trajectories of version {line.version}; install a newer verl-profiling to read it",
-        )
+def _decoded(path: Path) -> Iterator[Line]:
+    decoder = msgspec.json.Decoder(Line)
+    try:
+        for text in _whole_lines(path):
+            yield decoder.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceFormatError(path, f"is not a log of trajectories: {error}") from error
 
 
 def _whole_lines(path: Path) -> Iterable[bytes]:

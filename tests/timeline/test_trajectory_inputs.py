@@ -5,16 +5,20 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
+import numpy as np
 import pytest
 from drawn_logs import add_log
+from hypothesis import given
+from hypothesis import strategies as st
 from step_folders import build_step
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.log_shape import shape_of
 from verl_profiling.timeline.slim import select_ranks
 from verl_profiling.timeline.trajectory_inputs import read_logs
-from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog
+from verl_profiling.trajectory_log import FateChange, SpanRecord, TrajectoryLog, TrajectoryRecord
 
 SPANS = [SpanRecord(i, -1, -1, "tool:x", i, i + 1, 7, -1, False, "", {}) for i in range(20_000)]
 
@@ -56,7 +60,8 @@ def test_what_is_wrong_with_a_log_is_a_sentence(tmp_path: Path) -> None:
     assert "agent_loop_rank1.trajectories.jsonl.gz: is not a log of trajectories" in first.problems[0]
     assert second.log is not None
     assert 0 < len(second.log.spans) < 20_000
-    assert second.problems == ["agent_loop_rank2.trajectories.jsonl.gz: was cut before its end"]
+    behind = f"was cut behind line {len(second.log.spans) + 1}"
+    assert second.problems == [f"agent_loop_rank2.trajectories.jsonl.gz: {behind}"]
     assert third.problems == [
         "agent_loop_rank3.trajectories.jsonl.gz: 2 trajectories were not recorded, because the log was full",
         "agent_loop_rank3.trajectories.jsonl.gz: 1,500 spans were not recorded, because the log was full",
@@ -72,5 +77,106 @@ def test_reading_ends_at_a_limit(tmp_path: Path) -> None:
     (read,) = read_logs(inputs)
     assert read.limited
     assert read.log is not None
-    assert len(read.log.spans) == 4_999  # and the header
+    assert len(read.log.spans) == 5_000
     assert "--max-events raises it" in read.problems[0]
+
+
+def span(number: int, owner: int, parent: int, begin: int, end: int) -> SpanRecord:
+    return SpanRecord(number, owner, parent, "tool:x", begin, end, 7, -1, False, "", {})
+
+
+def test_records_that_contradict_each_other_are_mended(tmp_path: Path) -> None:
+    """Numbers that repeat, ends before begins, owners and parents that are not there, and circles."""
+    folder = build_step(tmp_path)
+    trajectories = [
+        TrajectoryRecord(number, "g", number, begin, end, "done", -1, "", {})
+        for number, begin, end in ((0, 0, 100), (0, 5, 50), (1, 9, 3))
+    ]
+    spans = [
+        span(0, 0, -1, 10, 90),
+        span(1, 0, 0, 20, 30),
+        span(1, 0, 0, 40, 50),  # repeats a number
+        span(2, 0, 1, 60, 55),  # ends before it begins
+        span(3, 0, 2, 60, 65),  # its parent is gone
+        span(4, 1, -1, 10, 20),  # its trajectory is gone
+        span(5, 7, 4, 10, 20),  # its trajectory never was
+        span(6, 0, 7, 70, 80),  # a circle
+        span(7, 0, 6, 70, 80),
+        span(8, 0, 8, 70, 80),
+        span(9, 0, 7, 71, 72),  # leads into it
+        span(10, -1, 0, 1, 2),  # of the process, inside a span of a trajectory
+    ]
+    add_log(folder, log_of(0, trajectories=trajectories, spans=spans))
+    (inputs,) = find_steps(folder)
+    (read,) = read_logs(inputs)
+    assert read.log is not None
+    assert read.log.trajectories == trajectories[:1]
+    assert [(s.id, s.trajectory, s.parent) for s in read.log.spans] == [
+        (0, 0, -1),
+        (1, 0, 0),
+        (3, 0, -1),
+        (4, -1, -1),
+        (5, -1, 4),
+        (6, 0, -1),
+        (7, 0, -1),
+        (8, 0, -1),
+        (9, 0, -1),
+        (10, -1, -1),
+    ]
+    name = "agent_loop_rank0.trajectories.jsonl.gz"
+    assert read.problems == [
+        f"{name}: 4 records end before they begin, or repeat a number, and are left out",
+        f"{name}: 2 spans are of trajectories that are not in the log, and count as the process's",
+        f"{name}: 4 spans are around themselves, and count as outermost",
+    ]
+
+
+def test_what_became_of_a_group_may_be_said_by_another_process(tmp_path: Path) -> None:
+    """The last word counts, on the controller's clock; one sample may have a fate of its own."""
+    folder = build_step(tmp_path)
+    trajectories = [
+        TrajectoryRecord(number, group, sample, 0, 9, "done", -1, "", {})
+        for number, (group, sample) in enumerate((("g", 0), ("g", 1), ("h", 0), ("", None)))
+    ]
+    add_log(folder, log_of(0, trajectories=trajectories, fates=[FateChange("g", None, "filtered", 100)]))
+    later = [FateChange("g", 1, "aborted", 250), FateChange("", None, "lost", 300)]
+    add_log(folder, log_of(1, fates=[*later, FateChange("g", None, "early", 90)]), rank=1, clock_ns=100)
+    (inputs,) = find_steps(folder)
+    first, _ = read_logs(inputs)
+    assert first.log is not None
+    assert [t.fate for t in first.log.trajectories] == ["filtered", "aborted", "done", "done"]
+
+
+def test_a_line_that_is_damaged_costs_what_follows(tmp_path: Path) -> None:
+    """What stood before it is read, and the line is named."""
+    folder = build_step(tmp_path)
+    path = add_log(folder, log_of(0, spans=SPANS[:10]))
+    lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
+    lines[5] = b'["s",oops]\n'
+    path.write_bytes(gzip.compress(b"".join(lines)))
+    (inputs,) = find_steps(folder)
+    (read,) = read_logs(inputs)
+    assert read.log is not None
+    assert read.log.spans == SPANS[:4]
+    assert "jsonl.gz: line 6: is not a log of trajectories" in read.problems[0]
+
+
+@given(st.data())
+def test_no_numbers_confuse_the_shape(data: st.DataObject) -> None:
+    """Owners and parents stand, a parent is of the same trajectory, and outermost spans are reached."""
+    number = st.integers(-1, 8)
+    rows = [data.draw(st.lists(st.tuples(*[number] * width), max_size=12)) for width in (3, 5)]
+    trajectories, spans = (
+        np.array(found, np.int64).reshape(-1, width) for found, width in zip(rows, (3, 5), strict=True)
+    )
+    shape = shape_of(trajectories, spans)
+    for place, (owner, parent) in enumerate(zip(shape.owner, shape.parent, strict=True)):
+        assert owner == -1 or (shape.trajectories[owner] and trajectories[owner, 0] == spans[place, 1])
+        if parent >= 0:
+            assert shape.spans[parent]
+            assert shape.owner[parent] == owner
+            assert spans[parent, 0] == spans[place, 2]
+            assert shape.depth[place] == shape.depth[parent] + 1
+            assert shape.root[place] == shape.root[parent]
+        else:
+            assert (shape.root[place], shape.depth[place]) == (place, 0)
