@@ -32,6 +32,7 @@ FLOORS = (
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
     ("run_files", "remote", "trajectory_log"),
+    ("trajectories",),
     ("timeline",),
     ("report",),
     ("tools interface",),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from verl_profiling.capture.session import stage
     from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
     from verl_profiling.settings.config import ProfilingConfig
+    from verl_profiling.trajectories import current_trajectory, span, trajectory, trajectory_fate
 
 __version__ = "0.1.0"
 
@@ -33,14 +34,22 @@ __all__ = [
     "ProfilingError",
     "ToolUnavailableError",
     "TraceFormatError",
+    "current_trajectory",
+    "span",
     "stage",
+    "trajectory",
+    "trajectory_fate",
 ]
 
 _HOMES = {
     "AsyncProfilingCallback": "verl_profiling.controller.callback",
     "ProfilingCallback": "verl_profiling.controller.callback",
     "ProfilingConfig": "verl_profiling.settings.config",
+    "current_trajectory": "verl_profiling.trajectories",
+    "span": "verl_profiling.trajectories",
     "stage": "verl_profiling.capture.session",
+    "trajectory": "verl_profiling.trajectories",
+    "trajectory_fate": "verl_profiling.trajectories",
 }
 
 

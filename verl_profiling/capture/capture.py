@@ -27,6 +27,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, worst_fate
 from verl_profiling.settings.config import RoleConfig
 from verl_profiling.tools.peaks import process_peak_bytes
+from verl_profiling.trajectories.spans import unrecorded_trajectories
 
 __all__ = ["Capture"]
 
@@ -81,6 +82,7 @@ class Capture:
         self._ending: Callable[[], None] | None = None
         self._anchors = [clock.read_anchor()]
         self._cost = CostMeter()
+        self._unrecorded = unrecorded_trajectories()
         self._tools = RunningTools(
             request,
             role,
@@ -317,10 +319,20 @@ class Capture:
             reason=reason,
             artifacts=artifacts,
             stages=stages,
-            notes=[*self.notes, *self._tools.notes, *self._spans.notes()],
+            notes=[*self.notes, *self._tools.notes, *self._spans.notes(), *self._trajectory_notes()],
             metrics=self._tools.metrics,
             anchors=self._anchors,
             cost=self._cost.cost(),
             tool_spans=self._cost.spans,
             cores=os.cpu_count() or 0,
         )
+
+    def _trajectory_notes(self) -> list[str]:
+        missed = unrecorded_trajectories() - self._unrecorded
+        if not missed or any(tool.name == "trajectories" for tool in self._role.tools):
+            return []
+        role = self.identity.role
+        return [
+            f"{missed:,} trajectories began here and were not recorded: inherit AgentLoopCaptureMixin, or "
+            f"add trajectories to the tool of role {role}"
+        ]

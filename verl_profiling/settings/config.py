@@ -6,7 +6,7 @@ import os
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from verl_profiling.tools import TOOLS, Tool
 __all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts"]
 
 Mode = Literal["e2e", "discrete"]
+TRAJECTORIES = "trajectories"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +230,18 @@ class ProfilingConfig:
             stages=frozenset(stages) if stages is not None else None,
             limits=self.limits,
         )
+
+    def with_trajectories(self, role: str) -> ProfilingConfig:
+        """Return settings by which a role records trajectories, in e2e mode, besides what it is told itself.
+
+        Raises:
+            ConfigError: A tool that the role is told cannot record beside it.
+        """
+        override = self.roles.get(role, RoleOverride())
+        told = () if override.tool is None else self._tool_names(role)
+        tools = (*(name for name in told if name != TRAJECTORIES), TRAJECTORIES)
+        recording = replace(override, tool=tools, mode=override.mode or "e2e")
+        return replace(self, roles={**self.roles, role: recording})
 
     def cautions(self) -> list[str]:
         """Return what is allowed, and likely to hurt the run."""

@@ -13,4 +13,5 @@ TOOLS = {
     "npu": "verl_profiling.tools.npu:NpuTool",
     "precision": "verl_profiling.tools.precision:PrecisionTool",
     "spans": "verl_profiling.tools.spans:SpansTool",
+    "trajectories": "verl_profiling.tools.trajectories:TrajectoriesTool",
 }

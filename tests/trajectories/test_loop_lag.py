@@ -1,0 +1,175 @@
+"""Loop lag: a loop that is blocked is measured, and who blocked it is named."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from verl_profiling import span, trajectory
+from verl_profiling.trajectories.open_log import OpenLog
+from verl_profiling.trajectories.spans import start_log, stop_log
+from verl_profiling.trajectory_log import Block, TrajectoryLog
+
+Body = Coroutine[Any, Any, object]
+
+
+def runners() -> list[Any]:
+    without = pytest.mark.skipif(importlib.util.find_spec("uvloop") is None, reason="uvloop is not installed")
+    return ["asyncio", pytest.param("uvloop", marks=without)]
+
+
+@pytest.fixture(params=runners())
+def run(request: pytest.FixtureRequest) -> Callable[[Body], TrajectoryLog]:
+    """Run a coroutine in a loop of its own and return what was recorded."""
+
+    def recorded(body: Body) -> TrajectoryLog:
+        log = OpenLog(10_000)
+        start_log(log)
+        try:
+            if request.param == "uvloop":
+                import uvloop
+
+                uvloop.run(body)
+            else:
+                asyncio.run(body)
+        finally:
+            stop_log(log)
+            found = log.close("here")
+        return found
+
+    return recorded
+
+
+def blocking(seconds: float) -> None:
+    """Let nothing else run."""
+    time.sleep(seconds)
+
+
+def seconds(block: Block) -> float:
+    return (block.end_ns - block.begin_ns) / 1e9
+
+
+def test_a_block_names_the_span_and_the_function(run: Callable[[Body], TrajectoryLog]) -> None:
+    """The task that blocks is told apart from those that wait."""
+
+    async def waits() -> None:
+        with trajectory(group="waits"), span("tool:waits"):
+            await asyncio.sleep(0.5)
+
+    async def blocks() -> None:
+        with trajectory(group="blocks"), span("tool:fetch"):
+            await asyncio.sleep(0.05)
+            blocking(0.3)  # after an await: no span begins or ends here
+            await asyncio.sleep(0.01)
+
+    async def body() -> None:
+        await asyncio.gather(waits(), asyncio.create_task(blocks(), name="the culprit"))
+
+    log = run(body())
+    (block,) = log.blocks
+    assert log.spans[block.span].name == "tool:fetch"
+    assert block.task == "the culprit"
+    assert "blocking (test_loop_lag.py:" in block.function
+    assert 0.2 < seconds(block) < 0.6
+    assert max(lag.late_ns for lag in log.lags) > 0.15e9
+
+
+def test_a_short_block_at_a_span_is_exact(run: Callable[[Body], TrajectoryLog]) -> None:
+    """60 ms inside a span that begins and ends in one go."""
+
+    async def body() -> None:
+        for _ in range(3):
+            with span("tool:parse"):
+                blocking(0.06)
+            await asyncio.sleep(0.03)
+
+    log = run(body())
+    assert [log.spans[block.span].name for block in log.blocks] == ["tool:parse"] * 3
+    assert all(0.059 < seconds(block) < 0.3 for block in log.blocks)
+
+
+def test_tasks_that_block_one_after_another_share_the_time(run: Callable[[Body], TrajectoryLog]) -> None:
+    """A loop that does not come to itself for long because several tasks block it in a row."""
+
+    async def blocks(name: str) -> None:
+        with span(name):
+            await asyncio.sleep(0.05)
+            blocking(0.3)
+
+    async def body() -> None:
+        await asyncio.gather(blocks("tool:a"), blocks("tool:b"))
+        await asyncio.sleep(0.05)
+
+    log = run(body())
+    share = {"tool:a": 0.0, "tool:b": 0.0}
+    for block in log.blocks:
+        share[log.spans[block.span].name] += seconds(block)
+    assert all(0.2 < total < 0.5 for total in share.values()), log.blocks
+
+
+def test_a_loop_that_waits_is_not_blocked(run: Callable[[Body], TrajectoryLog]) -> None:
+    """Neither is one that has much to do in small parts, nor one that works in a thread."""
+
+    async def body() -> None:
+        with span("waits"):
+            await asyncio.sleep(0.2)
+        with span("busy"):
+            end = time.monotonic() + 0.2
+            while time.monotonic() < end:
+                await asyncio.sleep(0)
+        with span("thread"):
+            await asyncio.to_thread(time.sleep, 0.2)
+
+    assert run(body()).blocks == []
+
+
+def test_a_loop_that_nobody_runs_is_not_blocked() -> None:
+    """A loop that is run piece by piece, as synchronous workers do."""
+    log = OpenLog(100)
+    start_log(log)
+    loop = asyncio.new_event_loop()
+
+    async def piece() -> None:
+        with span("piece"):
+            await asyncio.sleep(0.01)
+
+    try:
+        loop.run_until_complete(piece())
+        time.sleep(0.3)
+        loop.run_until_complete(piece())
+    finally:
+        loop.close()
+        stop_log(log)
+        found = log.close("here")
+    assert found.blocks == []
+    assert [record.id for record in found.loops] == [0]
+
+
+def test_a_block_that_lasts_when_recording_ends_is_kept() -> None:
+    """It ends with the log, which another thread closes."""
+    log = OpenLog(100)
+    start_log(log)
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def body() -> None:
+        with span("tool:hangs"):
+            begun.set()
+            go_on.wait(20)
+
+    thread = threading.Thread(target=lambda: asyncio.run(body()))
+    thread.start()
+    begun.wait(20)
+    time.sleep(0.2)
+    stop_log(log)
+    found = log.close("here")
+    go_on.set()
+    thread.join()
+    (block,) = found.blocks
+    assert found.spans[block.span].name == "tool:hangs"
+    assert seconds(block) > 0.15

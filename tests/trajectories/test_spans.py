@@ -1,0 +1,402 @@
+"""Trajectories and spans: each ends right, and belongs to the task that began it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_profiling import current_trajectory, span, trajectory, trajectory_fate
+from verl_profiling.testing import record_step
+from verl_profiling.trajectories import spans as recorder
+from verl_profiling.trajectories.open_log import OpenLog
+from verl_profiling.trajectories.spans import start_log, stop_log
+from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord, read_log
+
+MOST = 1_000
+
+
+def recorded(body: Callable[[], object], most: int = MOST) -> TrajectoryLog:
+    """Return what the process recorded while ``body`` ran."""
+    log = OpenLog(most)
+    start_log(log)
+    try:
+        body()
+    finally:
+        stop_log(log)
+        found = log.close("here")
+    return found
+
+
+def ran(coroutine: Any, most: int = MOST) -> TrajectoryLog:
+    """Return what an event loop recorded."""
+    return recorded(lambda: asyncio.run(coroutine), most)
+
+
+def named(log: TrajectoryLog, name: str) -> SpanRecord:
+    (found,) = (found for found in log.spans if found.name == name)
+    return found
+
+
+def only(log: TrajectoryLog) -> TrajectoryRecord:
+    (found,) = log.trajectories
+    return found
+
+
+def test_spans_of_concurrent_tasks_do_not_mix() -> None:
+    """Each has the trajectory and the parent of its own task."""
+
+    async def one(number: int) -> None:
+        async with trajectory(group=f"g{number}", sample=number) as t:
+            async with span(f"outer{number}"):
+                await asyncio.sleep(0.001)
+                with span(f"inner{number}", request=f"r{number}"):
+                    await asyncio.sleep(0.001)
+            t.add(turns=number)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one(number) for number in range(5)))
+
+    log = ran(all_of_them())
+    assert [found.fate for found in log.trajectories] == ["done"] * 5
+    for number in range(5):
+        owner = log.trajectories[number]
+        outer, inner = named(log, f"outer{number}"), named(log, f"inner{number}")
+        assert (owner.group, owner.sample, owner.facts) == (f"g{number}", number, {"turns": number})
+        assert (outer.trajectory, outer.parent) == (owner.id, -1)
+        assert (inner.trajectory, inner.parent, inner.request) == (owner.id, outer.id, f"r{number}")
+        assert owner.begin_ns <= outer.begin_ns <= inner.begin_ns <= inner.end_ns <= outer.end_ns
+        assert owner.loop == outer.loop == 0
+
+
+def test_threads_that_are_handed_the_context_keep_it() -> None:
+    """``to_thread`` and ``copy_context().run`` do; a bare thread has none."""
+
+    def tool(name: str) -> None:
+        with span(name):
+            pass
+
+    async def one() -> None:
+        async with trajectory(group="g"), span("outer"):
+            await asyncio.to_thread(tool, "to_thread")
+            loop = asyncio.get_running_loop()
+            with ThreadPoolExecutor(1) as pool:
+                await loop.run_in_executor(pool, contextvars.copy_context().run, tool, "carried")
+            thread = threading.Thread(target=tool, args=("bare",))
+            thread.start()
+            thread.join()
+
+    log = ran(one())
+    outer = named(log, "outer")
+    for name in ("to_thread", "carried"):
+        found = named(log, name)
+        assert (found.trajectory, found.parent, found.loop) == (0, outer.id, -1)
+        assert found.thread != outer.thread
+    assert named(log, "bare").trajectory == -1
+
+
+@pytest.mark.parametrize(
+    ("error", "fate", "text"),
+    [
+        (ValueError("no such tool"), "failed", "ValueError: no such tool"),
+        (asyncio.CancelledError(), "cancelled", ""),
+        (GeneratorExit(), "abandoned", ""),
+        (KeyboardInterrupt(), "failed", "KeyboardInterrupt: "),
+    ],
+)
+def test_what_leaves_a_trajectory_is_its_fate(error: BaseException, fate: str, text: str) -> None:
+    """The exception passes through, and every span that it left is marked."""
+
+    def body() -> None:
+        with pytest.raises(type(error)), trajectory(group="g"), span("outer"), span("inner"):
+            raise error
+
+    log = recorded(body)
+    assert (only(log).fate, only(log).error) == (fate, text)
+    assert [found.failed for found in log.spans] == [True, True]
+
+
+def test_a_cancelled_task_ends_what_it_began() -> None:
+    """Its trajectory is cancelled when its task is."""
+
+    async def one() -> None:
+        async with trajectory(group="g"), span("tool:slow"):
+            await asyncio.sleep(60)
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(one())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    log = ran(cancelled())
+    assert only(log).fate == "cancelled"
+    assert named(log, "tool:slow").failed
+    assert only(log).end_ns - only(log).begin_ns < 10**9
+
+
+def test_the_loop_says_the_fate() -> None:
+    """Before the end, whatever leaves it; and afterwards, for a sample or for a group."""
+
+    def body() -> None:
+        with suppress(ValueError), trajectory(group=7, sample="a") as t:
+            t.fate = "aborted"
+            raise ValueError("late")
+        trajectory_fate(7, "filtered")
+        trajectory_fate("7", "reused", sample="a")
+
+    log = recorded(body)
+    assert (only(log).group, only(log).fate) == ("7", "aborted")
+    assert [(found.group, found.sample, found.fate) for found in log.fates] == [
+        ("7", None, "filtered"),
+        ("7", "a", "reused"),
+    ]
+
+
+def test_a_span_that_outlives_its_trajectory_ends_with_it() -> None:
+    """A task that it left behind goes on, and its span does not."""
+
+    async def left_behind(begun: asyncio.Event) -> None:
+        with span("background"):
+            begun.set()
+            await asyncio.sleep(0.05)
+        with span("later"):
+            pass
+
+    async def one() -> None:
+        begun = asyncio.Event()
+        with trajectory(group="g"):
+            task = asyncio.create_task(left_behind(begun))
+            await begun.wait()
+        await task
+
+    log = ran(one())
+    assert named(log, "background").end_ns == only(log).end_ns
+    assert named(log, "background").failed
+    assert (named(log, "later").trajectory, named(log, "later").parent) == (-1, -1)
+
+
+def test_a_generator_may_end_whenever_it_likes() -> None:
+    """One that is finished late, or never, does not become the parent of what comes after it."""
+
+    def tokens() -> Iterator[int]:
+        with span("generator"):
+            yield 1
+            yield 2
+
+    async def stream() -> AsyncIterator[int]:
+        async with span("async generator"):
+            yield 1
+            yield 2
+
+    async def body() -> None:
+        kept = tokens()
+        with span("first"):
+            next(kept)
+        with span("second"):
+            pass
+        kept.close()
+        other = stream()
+        await anext(other)
+        await asyncio.create_task(other.aclose())  # type: ignore[attr-defined]
+        with span("third"):
+            pass
+
+    log = ran(body())
+    assert named(log, "generator").parent == named(log, "first").id
+    assert named(log, "second").parent == -1
+    assert named(log, "third").parent == -1
+    assert all(found.end_ns >= found.begin_ns for found in log.spans)
+
+
+def test_a_span_that_is_entered_again_lasts_to_its_last_end() -> None:
+    """One record, from its first begin."""
+
+    def body() -> None:
+        again = span("again")
+        with again:
+            time.sleep(0.001)
+        with again:
+            time.sleep(0.001)
+
+    (found,) = recorded(body).spans
+    assert found.end_ns - found.begin_ns >= 2_000_000
+
+
+def test_what_is_open_when_recording_ends_is_kept() -> None:
+    """The trajectory is still running, and its span ends with the log; the next log shows it again."""
+    with trajectory(group="long") as t:
+        inside = []
+
+        def body() -> None:
+            inside.append(span("tool:slow"))
+            inside[0].__enter__()
+
+        first = recorded(body)
+        assert only(first).fate == "running"
+        assert only(first).end_ns == first.spans[0].end_ns == first.end_ns
+        assert first.spans[0].failed
+        inside[0].__exit__(None, None, None)
+
+        def later() -> None:
+            with span("tool:quick"):
+                pass
+
+        second = recorded(later)
+        assert only(second).begin_ns == t.begin_ns < second.begin_ns
+        assert (named(second, "tool:quick").trajectory, named(second, "tool:quick").parent) == (0, -1)
+
+
+def test_a_full_log_counts_what_it_leaves_out() -> None:
+    """Children of a span that was left out belong to the one around it."""
+
+    def body() -> None:
+        for number in range(10):
+            with trajectory(group=number), span("a"), span("b"):
+                pass
+            trajectory_fate(number, "filtered")
+
+    log = recorded(body, most=4)
+    assert (len(log.spans), log.spans_left_out) == (4, 16)
+    assert (len(log.trajectories), log.trajectories_left_out) == (4, 6)
+    assert len(log.fates) == 4
+
+
+def test_nothing_is_kept_while_nothing_records() -> None:
+    """Everything that may be done with a span may be done with nothing."""
+    with span("idle", request="r", x=1) as idle:
+        idle.request = "other"
+        idle.add(y=2)
+    assert idle is span("another")
+
+    async def body() -> None:
+        async with span("idle") as found:
+            assert found is idle
+
+    asyncio.run(body())
+    assert recorded(lambda: idle.__enter__()).spans == []
+
+
+def test_the_current_trajectory_is_known_inside(tmp_path: Path) -> None:
+    """From spans too; and outside of one there is none."""
+
+    def body() -> None:
+        assert current_trajectory() is None
+        with trajectory(group="g") as t:
+            with span("x"):
+                assert current_trajectory() is t
+            assert current_trajectory() is t
+        assert current_trajectory() is None
+
+    recorded(body)
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+    __repr__ = __str__
+
+
+def test_facts_of_any_kind_are_kept_as_far_as_json_has_them(tmp_path: Path) -> None:
+    """Huge, hostile and foreign values neither fail nor fill the memory; the file can be read."""
+    facts: dict[str, Any] = {
+        "text": "x" * 10**6,
+        "lone": "\ud800",
+        "whole": 1 << 80,
+        "nan": float("nan"),
+        "list": [1, 2],
+        "own": Unprintable(),
+        "none": None,
+        "name": "a fact of that name",
+        "self": 1,
+        **{f"n{number}": number for number in range(100)},
+    }
+    with record_step({"enable": True, "tool": "trajectories"}, tmp_path, role="agent_loop") as step:
+        with trajectory(Unprintable(), sample=None, **facts) as t, span("\ud800" + "n" * 10**5, **facts):
+            t.add(**facts)
+        with span(3):  # type: ignore[arg-type]
+            pass
+    assert step.result is not None
+    assert step.result.status == "ok"
+    log = read_log(step.path)
+    kept = log.trajectories[0].facts
+    assert (len(kept), kept["text"], kept["whole"]) == (50, "x" * 200, str(1 << 80))
+    assert (kept["lone"], kept["nan"], kept["list"], kept["own"]) == ("?", None, "[1, 2]", "Unprintable")
+    assert log.trajectories[0].group == "Unprintable"
+    assert len(log.spans[0].name) == 200
+    assert log.spans[1].name == "3"
+    assert step.path.stat().st_size < 10_000
+
+
+def test_the_collector_has_nothing_to_do_with_spans() -> None:
+    """Thousands of them do not make it run, and all are freed when the log is written."""
+
+    def body() -> None:
+        for _ in range(1_000):
+            with span("x"):
+                pass
+
+    gc.collect()
+    recorded(body)
+    before = len(gc.get_objects())
+    recorded(body)
+    assert len(gc.get_objects()) - before < 100
+
+
+def test_a_forked_child_records_nothing() -> None:
+    """Its parent does."""
+    log = OpenLog(MOST)
+    start_log(log)
+    try:
+        if (child := os.fork()) == 0:
+            with span("child"):
+                os._exit(0 if recorder._log is None else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        stop_log(log)
+        log.close("here")
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()), max_size=12))
+def test_any_program_of_spans_leaves_a_log_that_is_in_order(program: list[tuple[int, int, bool]]) -> None:
+    """No negative span, none outside of its trajectory, none with a parent of another trajectory."""
+
+    async def run(depth: int, breadth: int, fails: bool) -> None:
+        with span("s"):
+            if depth:
+                await asyncio.gather(
+                    *(run(depth - 1, breadth, fails and place == 1) for place in range(breadth)),
+                    return_exceptions=True,
+                )
+            await asyncio.sleep(0)
+            if fails:
+                raise ValueError
+
+    async def one(depth: int, breadth: int, fails: bool) -> None:
+        async with trajectory(group="g"):
+            await run(depth, breadth, fails)
+
+    async def body() -> None:
+        await asyncio.gather(*(one(*part) for part in program), return_exceptions=True)
+
+    log = ran(body(), most=10_000)
+    assert len(log.trajectories) == len(program)
+    for found in log.spans:
+        owner = log.trajectories[found.trajectory]
+        assert owner.begin_ns <= found.begin_ns <= found.end_ns <= owner.end_ns
+        if found.parent != -1:
+            assert log.spans[found.parent].trajectory == found.trajectory

@@ -1,0 +1,109 @@
+"""The ``trajectories`` tool: what each trajectory of a rollout does, and how late its event loop runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from verl_profiling.errors import ConfigError
+from verl_profiling.manifest import Artifact
+from verl_profiling.tools.base import Destination, Footprint, Output, Recording, Tool
+from verl_profiling.trajectories.open_log import OpenLog
+from verl_profiling.trajectories.spans import keep_trajectories, start_log, stop_log
+from verl_profiling.trajectory_log import LOG_SUFFIX, TrajectoryLog, write_log
+
+__all__ = ["TrajectoriesOptions", "TrajectoriesTool"]
+
+_HELD_BYTES = 400
+_DISK_BYTES = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoriesOptions:
+    """Options of the ``trajectories`` tool.
+
+    Attributes:
+        max_spans: Spans that a process keeps in a capture, and trajectories; each takes about 400 bytes of
+            memory. What comes after them is counted, and said.
+    """
+
+    max_spans: int = 200_000
+
+    def __post_init__(self) -> None:
+        if self.max_spans < 1:
+            raise ConfigError("max_spans", f"must be at least 1, is {self.max_spans}")
+
+
+class TrajectoriesTool(Tool):
+    """Records :func:`verl_profiling.trajectory` and :func:`verl_profiling.span`, and the lag of event loops.
+
+    The file is read by :func:`verl_profiling.trajectory_log.read_log`.
+    """
+
+    name: ClassVar[str] = "trajectories"
+    suffix: ClassVar[str] = LOG_SUFFIX
+    options_class: ClassVar[type] = TrajectoriesOptions
+    options: TrajectoriesOptions
+
+    def footprint_of(self, events: int) -> Footprint:
+        """Return what so many spans take."""
+        return Footprint(events, events * _HELD_BYTES, events * 2 * _HELD_BYTES, events * _DISK_BYTES)
+
+    def prepare(self) -> None:
+        """Know trajectories that begin before a capture."""
+        keep_trajectories()
+
+    def start(self, destination: Destination) -> Recording:
+        """Record from now on."""
+        log = OpenLog(self.options.max_spans)
+        start_log(log)
+        return _TrajectoryRecording(self, destination, log)
+
+
+class _TrajectoryRecording(Recording):
+    def __init__(self, tool: TrajectoriesTool, destination: Destination, log: OpenLog) -> None:
+        self._tool = tool
+        self._destination = destination
+        self._log = log
+
+    def footprint(self) -> Footprint:
+        return self._tool.footprint_of(len(self._log.spans) + len(self._log.trajectories))
+
+    def stop(self) -> Sequence[Output]:
+        begin = time.perf_counter()
+        stop_log(self._log)
+        log = self._log.close(self._destination.lane)
+        artifact = self._destination.artifact(TrajectoriesTool)
+        events = len(log.spans) + len(log.trajectories)
+        if not events:
+            empty = msgspec.structs.replace(artifact, status="empty", reason="no trajectory and no span ran")
+            return [Output(empty)]
+        pending = msgspec.structs.replace(artifact, status="pending", events=events)
+        finish = partial(_written, pending, log, self._destination.path(LOG_SUFFIX), self._tool.options)
+        return [Output(pending, finish, time.perf_counter() - begin)]
+
+    def discard(self) -> None:
+        stop_log(self._log)
+        self._log.close(self._destination.lane)
+
+
+def _written(artifact: Artifact, log: TrajectoryLog, path: Path, options: TrajectoriesOptions) -> Artifact:
+    try:
+        size = write_log(path, log)
+    except OSError as error:
+        reason = f"the log cannot be written into {path.parent}: {error.strerror or error}"
+        return msgspec.structs.replace(artifact, status="failed", reason=reason)
+    left_out = log.spans_left_out + log.trajectories_left_out
+    if left_out:
+        reason = (
+            f"{log.spans_left_out:,} spans and {log.trajectories_left_out:,} trajectories after the first "
+            f"{options.max_spans:,} were left out; raise tools.trajectories.max_spans to keep them"
+        )
+        return msgspec.structs.replace(artifact, status="truncated", reason=reason, bytes=size)
+    return msgspec.structs.replace(artifact, status="ok", bytes=size)

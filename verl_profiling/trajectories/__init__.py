@@ -1,0 +1,12 @@
+"""What one trajectory of a rollout does, as spans; and how late the event loop runs that serves it."""
+
+from verl_profiling.trajectories.spans import (
+    Span,
+    Trajectory,
+    current_trajectory,
+    span,
+    trajectory,
+    trajectory_fate,
+)
+
+__all__ = ["Span", "Trajectory", "current_trajectory", "span", "trajectory", "trajectory_fate"]

@@ -1,0 +1,272 @@
+"""Loop lag: how late an event loop runs what is due, and who did not let it go on.
+
+Something is due at once where a span begins or ends, and where a thread that looks now and then sees a task
+run: how late it runs is the lag. While it is late, the thread notes what runs. So a loop that waits costs
+nothing but the looks, and any loop will do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+from verl_profiling import clock
+from verl_profiling.trajectories.spans import Span
+from verl_profiling.trajectory_log import NO_SPAN, Block, Lag, LoopRecord
+
+__all__ = ["LoopLag", "LoopState"]
+
+LOOK_S = 0.08
+LOOK_AGAIN_S = 0.02
+BLOCKED_NS = 50_000_000
+WORTH_NS = 5_000_000
+PAUSE_NS = 20_000_000
+MOST_RECORDS = 100_000
+_NEVER: Final = 1 << 62
+_OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
+
+
+class _Seen(NamedTuple):
+    """What ran on a loop's thread when it was looked at."""
+
+    at_ns: int
+    task: Any
+    span: Span | None
+    function: str
+
+
+class _BlockedBy(NamedTuple):
+    loop: int
+    begin_ns: int
+    end_ns: int
+    span: Span | None
+    task: str
+    function: str
+
+
+class LoopLag:
+    """Measures the event loops of a process until it is ended.
+
+    Attributes:
+        lags: How late they were.
+
+    Args:
+        span_of: Returns the innermost open span of a task.
+    """
+
+    def __init__(self, span_of: Callable[[object], Span | None]) -> None:
+        self.lags: list[Lag] = []
+        self._blocked: list[_BlockedBy] = []
+        self._span_of = span_of
+        self._states: dict[int, LoopState] = {}
+        self._lock = threading.Lock()
+        self._sleep = threading.Lock()  # held while it measures
+        self._sleep.acquire()
+        self._thread: threading.Thread | None = None
+
+    def measure(self, loop: asyncio.AbstractEventLoop) -> LoopState:
+        """Return the state of the loop that runs on this thread, whose lag is measured from now on."""
+        with self._lock:
+            state = self._states.get(id(loop))
+            if state is None:
+                state = self._states[id(loop)] = LoopState(loop, len(self._states), self)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._look, name="verl-profiling-loop-lag", daemon=True
+                )
+                self._thread.start()
+        return state
+
+    def number(self, loop: asyncio.AbstractEventLoop | None) -> int:
+        """Return the number of a loop that was measured, or -1."""
+        state = self._states.get(id(loop))
+        return NO_SPAN if state is None else state.number
+
+    def end(self) -> None:
+        """Measure no more; a block that lasts ends now."""
+        self._sleep.release()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5)
+        for state in self._states.values():
+            state.end()
+
+    def loops(self) -> list[LoopRecord]:
+        """Return the loops."""
+        return [LoopRecord(state.number, state.native_id, state.name) for state in self._states.values()]
+
+    def blocks(self, numbers: Mapping[int, int]) -> list[Block]:
+        """Return the blocks.
+
+        Args:
+            numbers: Number of a span, by its identity.
+        """
+        return [
+            Block(
+                found.loop,
+                found.begin_ns,
+                found.end_ns,
+                NO_SPAN if found.span is None else numbers.get(id(found.span), NO_SPAN),
+                found.task,
+                found.function,
+            )
+            for found in self._blocked
+        ]
+
+    def was_late(self, loop: int, at_ns: int, late_ns: int) -> None:
+        """Keep how late a loop was."""
+        if len(self.lags) < MOST_RECORDS:
+            self.lags.append(Lag(loop, at_ns, late_ns))
+
+    def was_blocked(self, loop: int, due_ns: int, end_ns: int, seen: list[_Seen]) -> None:
+        """Keep a block, divided where what ran was seen to be another.
+
+        Args:
+            loop: Number of the loop.
+            due_ns: When it should have gone on.
+            end_ns: When it did.
+            seen: What ran meanwhile.
+        """
+        begin_ns = due_ns
+        if seen[0].span is not None and due_ns - int(LOOK_S * 1e9) < seen[0].span.begin_ns < due_ns:
+            begin_ns = seen[0].span.begin_ns
+        if end_ns - begin_ns < BLOCKED_NS or len(self._blocked) >= MOST_RECORDS:
+            return
+        first = 0
+        for place in range(1, len(seen) + 1):
+            if place < len(seen) and _same(seen[first], seen[place]):
+                continue
+            until_ns = end_ns if place == len(seen) else seen[place].at_ns
+            task = _task_name(seen[first].task)
+            self._blocked.append(
+                _BlockedBy(loop, begin_ns, until_ns, seen[first].span, task, seen[place - 1].function)
+            )
+            begin_ns, first = until_ns, place
+
+    def _look(self) -> None:
+        """Look at the loops, until measuring ends."""
+        wait_s = LOOK_S
+        while not self._sleep.acquire(timeout=wait_s):
+            wait_s = LOOK_S
+            for state in list(self._states.values()):
+                if state.look(self._span_of):
+                    wait_s = LOOK_AGAIN_S
+
+
+class LoopState:
+    """One loop, as it is measured.
+
+    Attributes:
+        number: Its number.
+        native_id: Native id of its thread.
+        name: Name of that thread.
+        next_ns: From when on a span's begin or end asks how late the loop is.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, number: int, lag: LoopLag) -> None:
+        thread = threading.current_thread()
+        self.number = number
+        self.native_id = thread.native_id or 0
+        self.name = thread.name
+        self.next_ns = 0
+        self._loop = loop
+        self._lag = lag
+        self._ident = threading.get_ident()
+        self._due_ns = 0
+        self._by: Span | None = None
+        self._seen: list[_Seen] = []
+        self._said = False
+
+    def ask(self, now_ns: int, span: Span) -> None:
+        """Ask how late the loop is; called on its thread.
+
+        Args:
+            now_ns: Now.
+            span: The span that begins or ends.
+        """
+        self.next_ns = _NEVER
+        self._due_ns, self._by, self._seen = now_ns, span, []
+        self._loop.call_soon(self._answer)
+
+    def look(self, span_of: Callable[[object], Span | None]) -> bool:
+        """Note what runs on the loop's thread; return whether to look again soon."""
+        now_ns = clock.now_ns()
+        if self.next_ns == _NEVER:
+            if now_ns - self._due_ns < LOOK_AGAIN_S * 1e9:
+                return True
+        elif not self._loop.is_running():
+            return False
+        task = _running_task(self._loop)
+        if self.next_ns != _NEVER:
+            if task is None:
+                return False
+            self.next_ns = _NEVER
+            self._due_ns, self._by, self._seen = now_ns, None, []
+            try:
+                self._loop.call_soon_threadsafe(self._answer)
+            except RuntimeError:  # it was closed meanwhile
+                return False
+        span = None if task is None else span_of(task)
+        self._seen.append(_Seen(now_ns, task, span, _function(sys._current_frames().get(self._ident))))
+        return True
+
+    def end(self) -> None:
+        """Keep the block that lasts."""
+        if self.next_ns == _NEVER and self._loop.is_running():
+            self._keep(clock.now_ns())
+
+    def _answer(self) -> None:
+        if self.next_ns != _NEVER:
+            return  # two asked at once
+        now_ns = clock.now_ns()
+        self._keep(now_ns)
+        self.next_ns = now_ns + PAUSE_NS
+
+    def _keep(self, now_ns: int) -> None:
+        seen, self._seen = self._seen, []
+        late_ns = max(now_ns - self._due_ns, 0)
+        worth = late_ns >= WORTH_NS
+        if worth or self._said:
+            self._lag.was_late(self.number, now_ns, late_ns)
+        self._said = worth
+        if worth:
+            seen = seen or [_Seen(self._due_ns, None, self._by, "")]
+            self._lag.was_blocked(self.number, self._due_ns, now_ns, seen)
+        self._by = None
+
+
+def _running_task(loop: asyncio.AbstractEventLoop) -> Any:
+    """Return the task that a loop of another thread runs now."""
+    try:
+        return asyncio.current_task(loop)
+    except RuntimeError:
+        return None
+
+
+def _same(one: _Seen, other: _Seen) -> bool:
+    return one.task is other.task and one.span is other.span
+
+
+def _task_name(task: Any) -> str:
+    get_name = getattr(task, "get_name", None)
+    return "" if get_name is None else str(get_name())[:200]
+
+
+def _function(frame: FrameType | None) -> str:
+    """Return the innermost function that is not Python's own: ``module.function (file:line)``."""
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        if "site-packages" in frame.f_code.co_filename:
+            break
+        frame = frame.f_back
+    frame = frame if frame is not None else innermost
+    if frame is None:
+        return ""
+    code = frame.f_code
+    name = getattr(code, "co_qualname", code.co_name)
+    file = code.co_filename.rpartition("/")[2]
+    return f"{frame.f_globals.get('__name__', '')}.{name} ({file}:{frame.f_lineno})"

@@ -1,0 +1,381 @@
+"""Trajectories and their spans, as context managers for threads and asyncio tasks.
+
+The innermost open one is in a context variable: concurrent tasks have one each, and
+:func:`asyncio.to_thread` hands it on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from asyncio import _get_running_loop, current_task
+from collections.abc import Generator
+from contextvars import ContextVar
+from threading import get_ident
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.trajectory_log import FateChange
+
+__all__ = [
+    "Measured",
+    "Span",
+    "SpanSink",
+    "Trajectory",
+    "current_trajectory",
+    "keep_trajectories",
+    "span",
+    "start_log",
+    "stop_log",
+    "trajectory",
+    "trajectory_fate",
+    "unrecorded_trajectories",
+]
+
+
+class Measured(Protocol):
+    """An event loop whose lag is measured.
+
+    Attributes:
+        number: Its number in the log.
+        next_ns: From when on a span that begins or ends asks how late it is.
+    """
+
+    number: int
+    next_ns: int
+
+    def ask(self, now_ns: int, span: Span) -> None:
+        """Ask how late it is."""
+
+
+class SpanSink(Protocol):
+    """Receives trajectories and spans while something records."""
+
+    def add_trajectory(self, trajectory: Trajectory) -> None:
+        """Keep a trajectory that begins, or was open when recording began."""
+
+    def add_span(self, span: Span) -> None:
+        """Keep a span that begins."""
+
+    def add_fate(self, fate: FateChange) -> None:
+        """Keep what became of trajectories."""
+
+    def measured(self, loop: asyncio.AbstractEventLoop) -> Measured:
+        """Return the loop that runs on this thread, measured from now on."""
+
+
+_log: SpanSink | None = None
+_kept = False
+_unrecorded = 0
+_open: dict[int, Trajectory] = {}
+
+
+class _Ready:
+    """Something awaitable that is done at once."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._value
+        yield
+
+
+_DONE: Final = _Ready(None)
+
+
+class Trajectory:
+    """One rollout of one prompt, from its dispatch to its response; made by :func:`trajectory`.
+
+    Attributes:
+        fate: What became of it; set it to say more than ``done``, e.g. ``aborted``.
+        facts: What is known about it; see :meth:`add`.
+    """
+
+    __slots__ = (
+        "begin_ns",
+        "end_ns",
+        "error",
+        "facts",
+        "fate",
+        "group",
+        "loop",
+        "parent",
+        "sample",
+    )
+
+    def __init__(self, group: object, sample: int | str | None, facts: dict[str, Any]) -> None:
+        self.group = group
+        self.sample = sample
+        self.facts = facts
+        self.fate = ""
+        self.error = ""
+        self.begin_ns = 0
+        self.end_ns = 0
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.parent: Node | None = None
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """Itself: spans inside belong to it."""
+        return self
+
+    def add(self, /, **facts: Any) -> None:
+        """Add facts, e.g. ``turns=3, response_tokens=512``; a later value replaces an earlier."""
+        self.facts.update(facts)
+
+    def __enter__(self) -> Trajectory:
+        self.parent = _innermost()
+        self.begin_ns = clock.now_ns()
+        self.end_ns = 0
+        self.loop = _get_running_loop()
+        _open[id(self)] = self
+        _current.set(self)
+        if _log is not None:
+            _log.add_trajectory(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and not self.fate:
+            self.fate = _fate(kind)
+            if self.fate == "failed":
+                self.error = f"{kind.__name__}: {error}"
+        self.end_ns = clock.now_ns()
+        _open.pop(id(self), None)
+        _leave(self)
+
+    def __aenter__(self) -> _Ready:
+        return _Ready(self.__enter__())
+
+    def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> _Ready:
+        self.__exit__(kind, error, trace)
+        return _DONE
+
+
+class Span(msgspec.Struct, eq=False, gc=False):
+    """What a trajectory does for a while; made by :func:`span`.
+
+    The garbage collector does not track spans, so that thousands of them do not make it run.
+
+    Attributes:
+        name: Its name.
+        request: The engine's id of the request that it waits for; may be set while it is open.
+        facts: What is known about it.
+    """
+
+    name: str
+    request: str
+    facts: dict[str, Any]
+    parent: Any = None
+    trajectory: Trajectory | None = None
+    begin_ns: int = 0
+    end_ns: int = 0
+    thread: int = 0
+    loop: Measured | None = None
+    task: Any = None
+    failed: bool = False
+
+    def add(self, /, **facts: Any) -> None:
+        """Add facts; a later value replaces an earlier."""
+        self.facts.update(facts)
+
+    def __enter__(self) -> Span:
+        log = _log
+        if log is None:
+            return self
+        if self.begin_ns:  # entered again: one span, to the last end
+            self.end_ns = 0
+            return self
+        parent = _current.get()
+        while parent is not None and parent.end_ns:
+            parent = parent.parent
+        if parent is not None:
+            self.parent = parent
+            self.trajectory = parent.trajectory
+        self.thread = get_ident()
+        loop = _get_running_loop()
+        if loop is not None:
+            self.loop = log.measured(loop)
+            self.task = current_task(loop)
+        _current.set(self)
+        self.begin_ns = begin_ns = clock.now_ns()
+        log.add_span(self)
+        if loop is not None and begin_ns > self.loop.next_ns:  # type: ignore[union-attr]
+            self.loop.ask(begin_ns, self)  # type: ignore[union-attr]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.begin_ns and not self.end_ns:
+            self.end_ns = end_ns = clock.now_ns()
+            if self.task is not None:
+                self.task = None
+                if end_ns > self.loop.next_ns and _get_running_loop() is not None:  # type: ignore[union-attr]
+                    self.loop.ask(end_ns, self)  # type: ignore[union-attr]
+            if kind is not None:
+                self.failed = True
+            if _current.get() is self:
+                _current.set(self.parent)
+            else:
+                _leave(self)
+
+    def __aenter__(self) -> _Ready:
+        return _Ready(self.__enter__())
+
+    def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> _Ready:
+        self.__exit__(kind, error, trace)
+        return _DONE
+
+
+Node = Trajectory | Span
+_current: ContextVar[Node | None] = ContextVar("verl_profiling_innermost_span", default=None)
+"""What began last in this thread or task; if it has ended, the innermost open one is around it."""
+
+
+class _Idle:
+    """What :func:`span` and :func:`trajectory` return while nothing records; it keeps nothing."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> _Idle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __aenter__(self) -> _Ready:
+        return _READY_IDLE
+
+    def __aexit__(self, *_: object) -> _Ready:
+        return _DONE
+
+    def __setattr__(self, name: str, value: object) -> None:
+        pass
+
+    def add(self, /, **facts: Any) -> None:
+        pass
+
+
+_IDLE: Final[Any] = _Idle()
+_READY_IDLE: Final = _Ready(_IDLE)
+
+
+def trajectory(group: object = "", sample: int | str | None = None, **facts: Any) -> Trajectory:
+    """Return a trajectory, to be used with ``with`` or ``async with``.
+
+    ``async with trajectory(group=uid, sample=3) as t: ...``. Spans inside belong to it, in its task, in
+    tasks that it starts, and in ``asyncio.to_thread``; an executor of your own is given
+    ``contextvars.copy_context().run``.
+    An exception makes it ``failed``, a cancellation ``cancelled``, and both pass through.
+
+    Args:
+        group: What all samples of its prompt share.
+        sample: Which of them it is.
+        **facts: Numbers, texts and truth values to keep. The report knows ``validate``, ``turns``,
+            ``tool_calls``, ``prompt_tokens``, ``response_tokens``, ``reward``, and ``min_version`` and
+            ``max_version``: the policy versions that made it.
+    """
+    if _log is None:
+        global _unrecorded
+        _unrecorded += 1
+    return Trajectory(group, sample, facts) if _kept else _IDLE
+
+
+def span(name: str, /, *, request: str = "", **facts: Any) -> Span:
+    """Return a span, to be used with ``with`` or ``async with``: what a trajectory, or the process, does.
+
+    Args:
+        name: ``generate``, ``tool:search``, ``environment:start``, ``reward``, ``wait:queue``, or your own.
+        request: The engine's id of the request that it waits for.
+        **facts: Numbers, texts and truth values to keep.
+    """
+    return _IDLE if _log is None else Span(name, request, facts)
+
+
+def trajectory_fate(group: object, fate: str, sample: int | str | None = None) -> None:
+    """Say what became of trajectories that have ended, e.g. that dynamic sampling filtered their group out.
+
+    Args:
+        group: The group.
+        fate: ``filtered``, ``aborted``, ``abandoned``, or your own word.
+        sample: The sample; ``None`` for all of the group.
+    """
+    if _log is not None:
+        _log.add_fate(FateChange(str(group), sample, fate, clock.now_ns()))
+
+
+def current_trajectory() -> Trajectory | None:
+    """Return the trajectory that this task or thread works for; ``None`` outside of one."""
+    node = _innermost()
+    return node.trajectory if node is not None else None
+
+
+def unrecorded_trajectories() -> int:
+    """Return how many trajectories this process has begun while nothing recorded them."""
+    return _unrecorded
+
+
+def keep_trajectories() -> None:
+    """Know this process's trajectories from now on, so that a capture shows those that began before it."""
+    global _kept
+    _kept = True
+
+
+def start_log(log: SpanSink) -> None:
+    """Record from now on, the trajectories that are open included."""
+    global _log
+    keep_trajectories()
+    for running in list(_open.values()):
+        log.add_trajectory(running)
+    _log = log
+
+
+def stop_log(log: SpanSink) -> None:
+    """Record no more."""
+    global _log
+    if _log is log:
+        _log = None
+
+
+def _forget() -> None:
+    """Record nothing in a forked child: its parent does."""
+    global _log
+    _log = None
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _innermost() -> Node | None:
+    node = _current.get()
+    while node is not None and node.end_ns:
+        node = node.parent
+    return node
+
+
+def _leave(ended: Node) -> None:
+    """Go back to what is around an ended one, also from inside of what was left open in it."""
+    node = _current.get()
+    while node is not None and node is not ended:
+        node = node.parent
+    if node is ended:
+        _current.set(ended.parent)
+
+
+def _fate(kind: type[BaseException]) -> str:
+    if issubclass(kind, asyncio.CancelledError):
+        return "cancelled"
+    return "abandoned" if issubclass(kind, GeneratorExit) else "failed"
