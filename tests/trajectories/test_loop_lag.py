@@ -40,6 +40,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Body], TrajectoryLog]:
                 asyncio.run(body)
         finally:
             stop_log(log)
+            log.end()
             found = log.close("here")
         return found
 
@@ -146,6 +147,7 @@ def test_a_loop_that_nobody_runs_is_not_blocked() -> None:
     finally:
         loop.close()
         stop_log(log)
+        log.end()
         found = log.close("here")
     assert found.blocks == []
     assert [record.id for record in found.loops] == [0]
@@ -167,6 +169,7 @@ def test_a_block_that_lasts_when_recording_ends_is_kept() -> None:
     begun.wait(20)
     time.sleep(0.2)
     stop_log(log)
+    log.end()
     found = log.close("here")
     go_on.set()
     thread.join()

@@ -36,6 +36,7 @@ def recorded(body: Callable[[], object], most: int = MOST) -> TrajectoryLog:
         body()
     finally:
         stop_log(log)
+        log.end()
         found = log.close("here")
     return found
 
@@ -367,6 +368,7 @@ def test_a_forked_child_records_nothing() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         stop_log(log)
+        log.end()
         log.close("here")
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -16,7 +15,7 @@ from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Footprint, Output, Recording, Tool
 from verl_profiling.trajectories.open_log import OpenLog
 from verl_profiling.trajectories.spans import keep_trajectories, start_log, stop_log
-from verl_profiling.trajectory_log import LOG_SUFFIX, TrajectoryLog, write_log
+from verl_profiling.trajectory_log import LOG_SUFFIX, write_log
 
 __all__ = ["TrajectoriesOptions", "TrajectoriesTool"]
 
@@ -78,22 +77,25 @@ class _TrajectoryRecording(Recording):
     def stop(self) -> Sequence[Output]:
         begin = time.perf_counter()
         stop_log(self._log)
-        log = self._log.close(self._destination.lane)
+        self._log.end()
         artifact = self._destination.artifact(TrajectoriesTool)
-        events = len(log.spans) + len(log.trajectories)
+        events = len(self._log.spans) + len(self._log.trajectories)
         if not events:
             empty = msgspec.structs.replace(artifact, status="empty", reason="no trajectory and no span ran")
             return [Output(empty)]
         pending = msgspec.structs.replace(artifact, status="pending", events=events)
-        finish = partial(_written, pending, log, self._destination.path(LOG_SUFFIX), self._tool.options)
+        finish = partial(_written, pending, self._log, self._destination, self._tool.options)
         return [Output(pending, finish, time.perf_counter() - begin)]
 
     def discard(self) -> None:
         stop_log(self._log)
-        self._log.close(self._destination.lane)
+        self._log.end()
 
 
-def _written(artifact: Artifact, log: TrajectoryLog, path: Path, options: TrajectoriesOptions) -> Artifact:
+def _written(
+    artifact: Artifact, open_log: OpenLog, destination: Destination, options: TrajectoriesOptions
+) -> Artifact:
+    log, path = open_log.close(destination.lane), destination.path(LOG_SUFFIX)
     try:
         size = write_log(path, log)
     except OSError as error:

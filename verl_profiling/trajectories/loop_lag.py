@@ -11,7 +11,7 @@ import asyncio
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
@@ -99,18 +99,18 @@ class LoopLag:
         """Return the loops."""
         return [LoopRecord(state.number, state.native_id, state.name) for state in self._states.values()]
 
-    def blocks(self, numbers: Mapping[int, int]) -> list[Block]:
+    def blocks(self, number_of: Callable[[Span], int]) -> list[Block]:
         """Return the blocks.
 
         Args:
-            numbers: Number of a span, by its identity.
+            number_of: Returns the number of a span in the log.
         """
         return [
             Block(
                 found.loop,
                 found.begin_ns,
                 found.end_ns,
-                NO_SPAN if found.span is None else numbers.get(id(found.span), NO_SPAN),
+                NO_SPAN if found.span is None else number_of(found.span),
                 found.task,
                 found.function,
             )

@@ -35,6 +35,8 @@ class OpenLog:
 
     def __init__(self, max_spans: int) -> None:
         self.begin_ns = clock.now_ns()
+        self._end_ns = 0
+        self._threads: dict[int | None, int | None] = {}
         self.spans: list[Span] = []
         self.trajectories: list[Trajectory] = []
         self._fates: list[FateChange] = []
@@ -84,91 +86,72 @@ class OpenLog:
                 return span
         return None
 
+    def end(self) -> None:
+        """Note the end of recording; what is still open has no end in the records."""
+        self._end_ns = clock.now_ns()
+        self._lag.end()
+        self._loop = None
+        self._threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
+
     def close(self, lane: str) -> TrajectoryLog:
-        """Return the records; what is open ends now.
+        """Return the records of a log that has ended, and let go of them; any thread may do so, once.
 
         Args:
             lane: Lane of the process.
         """
-        end_ns = clock.now_ns()
-        self._lag.end()
-        trajectories = {id(found): number for number, found in enumerate(self.trajectories)}
-        spans = {id(found): number for number, found in enumerate(self.spans)}
-        threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
-        log = TrajectoryLog(
+        spans, self.spans = self.spans, []
+        trajectories, self.trajectories = self.trajectories, []
+        numbers_of = {id(found): number for number, found in enumerate([*trajectories, *spans])}
+        first = len(trajectories)
+        return TrajectoryLog(
             lane=lane,
             begin_ns=self.begin_ns,
-            end_ns=end_ns,
+            end_ns=self._end_ns,
             loops=self._lag.loops(),
-            trajectories=[
-                _trajectory_record(number, found, end_ns, self._lag.number(found.loop))
-                for number, found in enumerate(self.trajectories)
-            ],
-            spans=[
-                _span_record(
-                    number,
-                    found,
-                    end_ns,
-                    NO_SPAN if found.trajectory is None else trajectories.get(id(found.trajectory), NO_SPAN),
-                    _parent(found, spans),
-                    threads.get(found.thread) or found.thread,
-                )
-                for number, found in enumerate(self.spans)
-            ],
+            trajectories=[self._trajectory(number, found) for number, found in enumerate(trajectories)],
+            spans=[self._span(number, found, numbers_of, first) for number, found in enumerate(spans)],
             lags=self._lag.lags,
-            blocks=self._lag.blocks(spans),
+            blocks=self._lag.blocks(lambda span: numbers_of.get(id(span), first - 1) - first),
             fates=self._fates,
             spans_left_out=self._spans_left_out,
             trajectories_left_out=self._trajectories_left_out,
         )
-        self.spans, self.trajectories, self._loop = [], [], None
-        return log
 
+    def _trajectory(self, number: int, found: Trajectory) -> TrajectoryRecord:
+        ended = 0 < found.end_ns <= self._end_ns
+        return TrajectoryRecord(
+            number,
+            _text(found.group),
+            found.sample if isinstance(found.sample, int | None) else _text(found.sample),
+            found.begin_ns,
+            found.end_ns if ended else self._end_ns,
+            (_text(found.fate) or "done") if ended else "running",
+            self._lag.number(found.loop),
+            _text(found.error),
+            _facts(found.facts),
+        )
 
-def _trajectory_record(number: int, found: Trajectory, end_ns: int, loop: int) -> TrajectoryRecord:
-    return TrajectoryRecord(
-        number,
-        _text(found.group),
-        found.sample if isinstance(found.sample, int | None) else _text(found.sample),
-        found.begin_ns,
-        found.end_ns or end_ns,
-        _text(found.fate) or ("done" if found.end_ns else "running"),
-        loop,
-        _text(found.error),
-        _facts(found.facts),
-    )
-
-
-def _span_record(
-    number: int, found: Span, log_end_ns: int, trajectory: int, parent: int, thread: int
-) -> SpanRecord:
-    end_ns, failed = found.end_ns, found.failed
-    limit_ns = found.trajectory.end_ns if found.trajectory is not None else 0
-    if not end_ns or (limit_ns and end_ns > limit_ns):
-        end_ns, failed = max(limit_ns or log_end_ns, found.begin_ns), True
-    return SpanRecord(
-        number,
-        trajectory,
-        parent,
-        _text(found.name),
-        found.begin_ns,
-        end_ns,
-        thread,
-        NO_SPAN if found.loop is None else found.loop.number,
-        failed,
-        _text(found.request),
-        _facts(found.facts),
-    )
-
-
-def _parent(span: Span, numbers_of: Mapping[int, int]) -> int:
-    """Return the number of the innermost span around one that was kept."""
-    around = span.parent
-    while around is not None and around is not span.trajectory:
-        if (number := numbers_of.get(id(around))) is not None:
-            return number
-        around = around.parent
-    return NO_SPAN
+    def _span(self, number: int, found: Span, numbers_of: Mapping[int, int], first: int) -> SpanRecord:
+        owner, around = found.trajectory, found.parent
+        limit_ns = self._end_ns
+        if owner is not None and owner.end_ns:
+            limit_ns = min(limit_ns, owner.end_ns)
+        ended = 0 < found.end_ns <= limit_ns
+        while around is not None and around is not owner and id(around) not in numbers_of:
+            around = around.parent
+        return SpanRecord(
+            number,
+            NO_SPAN if owner is None else numbers_of.get(id(owner), NO_SPAN),
+            NO_SPAN if around is None or around is owner else numbers_of[id(around)] - first,
+            _text(found.name),
+            found.begin_ns,
+            found.end_ns if ended else max(limit_ns, found.begin_ns),
+            self._threads.get(found.thread) or found.thread,
+            NO_SPAN if found.loop is None else found.loop.number,
+            found.failed or not ended,
+            _text(found.request),
+            _facts(found.facts),
+        )
 
 
 def _shorten(facts: dict[str, Any]) -> None:

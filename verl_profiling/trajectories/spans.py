@@ -252,7 +252,9 @@ class _Idle:
     def __enter__(self) -> _Idle:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         pass
 
     def __aenter__(self) -> _Ready:
