@@ -1,6 +1,6 @@
 # Environments are built on first use, and again when their requirements change.
 #   make demo PYTHON=python3.12         another interpreter
-#   make test-fast PYTEST_ARGS="-x -k recipe"
+#   make test PYTEST_ARGS="-x -k recipe"
 
 PYTHON ?= python3
 ENGINE ?= transformers
@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-fast test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-instructions bench-verl clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-instructions bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,9 +84,7 @@ page-library: ## Write the parts of d3 that the report's page draws with, as req
 	cd requirements/page && npm install --no-audit --no-fund --no-package-lock && \
 	  node bundle.mjs ../../verl_profiling/report/page/d3.min.js
 
-test: test-fast test-vllm ## Run every test: the default suite, then those that need vLLM
-
-test-fast: .venv/.ready ## Run the default suite: real Ray, torch.profiler, FSDP; no vLLM
+test: .venv/.ready ## Run the default suite: real Ray, torch.profiler, FSDP; engines have suites of their own
 	.venv/bin/python -m pytest -m "not ($(APART))" $(PYTEST_ARGS)
 
 test-vllm: .venv-vllm/.ready ## Run the tests that drive a real vLLM CPU engine
@@ -130,7 +128,7 @@ test-gpu test-npu-device: test-%:
 
 verification: ## Run the suites behind the README's table, and print what was verified
 	mkdir -p outputs/verification
-	-$(MAKE) test-fast PYTEST_ARGS=--junitxml=outputs/verification/fast.xml
+	-$(MAKE) test PYTEST_ARGS=--junitxml=outputs/verification/fast.xml
 	-for suite in vllm sglang megatron npu; do \
 	  $(MAKE) test-$$suite PYTEST_ARGS=--junitxml=outputs/verification/$$suite.xml; \
 	done
