@@ -30,10 +30,23 @@ class Completion:
 
 
 @dataclass
+class Statistics:
+    """The same of what it tells of a request's way."""
+
+    num_preemptions: int = 0
+    queued_ts: float = field(default_factory=time.monotonic)
+    scheduled_ts: float = field(default_factory=time.monotonic)
+    first_token_ts: float = field(default_factory=time.monotonic)
+    last_token_ts: float = field(default_factory=time.monotonic)
+
+
+@dataclass
 class Output:
     """The same for a request."""
 
     finished: bool
+    num_cached_tokens: int = 3
+    metrics: Statistics = field(default_factory=Statistics)
     prompt_token_ids: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     outputs: list[Completion] = field(default_factory=lambda: [Completion([1])])
 

@@ -6,9 +6,12 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import msgspec
 import pytest
 
+from verl_profiling.manifest import Request
 from verl_profiling.workers import RequestLog
 
 
@@ -128,3 +131,81 @@ def test_threads_lose_no_request(log: RequestLog) -> None:
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(answer, range(8)))
     assert len(log.end()) == 4000
+
+
+def test_what_the_engine_tells_is_kept(log: RequestLog) -> None:
+    """Its id, its own times, and what it counted."""
+    with log.open(prompt_tokens=8, id="turn-3") as request:
+        request.first_token()
+        begin_ns = time.time_ns()
+        time.sleep(0.001)
+        times = [begin_ns + step for step in (1_000, 2_000, 3_000, 4_000)]
+        request.arrival_ns, request.scheduled_ns, request.first_token_ns, request.last_token_ns = times
+        request.cached_tokens, request.preemptions = 4, 1
+    [noted] = log.end()
+    assert noted.id == "turn-3"
+    assert [noted.arrival_ns, noted.scheduled_ns, noted.first_token_ns, noted.last_token_ns] == times
+    assert (noted.cached_tokens, noted.preemptions) == (4, 1)
+    assert [name for name, _, _ in noted.parts()] == [
+        "to the engine",
+        "queued",
+        "prefill",
+        "decode",
+        "from the engine",
+    ]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"arrival_ns": 1},
+        {"arrival_ns": -1},
+        {"last_token_ns": 4 * 10**18},
+        {"last_token_ns": 10**30},
+        {"scheduled_ns": 1.5},
+        {"scheduled_ns": float("nan")},
+        {"scheduled_ns": None},
+        {"scheduled_ns": "soon"},
+        {"arrival_ns": 3_000, "scheduled_ns": 2_000},
+        {"scheduled_ns": 3_000, "first_token_ns": 2_000},
+        {"first_token_ns": 3_000, "last_token_ns": 2_000},
+    ],
+)
+def test_times_that_cannot_be_are_unknown(log: RequestLog, told: dict[str, Any]) -> None:
+    """Those of another host's clock, out of order or no times at all: what was seen here is kept."""
+    with log.open() as request:
+        request.first_token()
+        begin_ns = time.time_ns()
+        time.sleep(0.001)
+        for name, value in told.items():
+            setattr(request, name, begin_ns + value if value in (2_000, 3_000) else value)
+    [noted] = log.end()
+    assert (noted.arrival_ns, noted.scheduled_ns, noted.last_token_ns) == (0, 0, 0)
+    assert noted.begin_ns < noted.first_token_ns <= begin_ns
+    assert [name for name, _, _ in noted.parts()] == ["first token", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("id", "kept"),
+    [
+        ("a-1", "a-1"),
+        (7, "7"),
+        (None, "None"),
+        ("\ud800x", "?x"),
+        ("é\U0001f600\x00", "é\U0001f600\x00"),
+        ("x" * 10**6, "x" * 200),
+        ("\udcff" * 300, "?" * 200),
+    ],
+)
+def test_a_manifest_can_hold_any_id_and_count(log: RequestLog, id: Any, kept: str) -> None:
+    """Clients choose ids, and an engine may say -1, or nothing, for what it does not know."""
+    counts: list[Any] = [-1, None, 1.5, 2**70, "4", float("nan")]
+    for count in counts:
+        with log.open(id=id) as request:
+            request.prompt_tokens = request.response_tokens = request.cached_tokens = count
+            request.preemptions = count
+    noted = log.end()
+    assert msgspec.json.decode(msgspec.json.encode(noted), type=list[Request]) == noted
+    for request_ in noted:
+        assert (request_.id, request_.prompt_tokens, request_.response_tokens) == (kept, 0, 0)
+        assert (request_.cached_tokens, request_.preemptions) == (None, None)

@@ -14,6 +14,9 @@ from verl_profiling.manifest import Request
 
 __all__ = ["OpenRequest", "RequestLog"]
 
+_LONGEST_ID = 200
+_MOST = 1 << 53
+
 
 class RequestLog:
     """The requests of one replica: when each began, got its first token and ended, and its lengths.
@@ -22,7 +25,7 @@ class RequestLog:
     :meth:`RolloutCaptureMixin.init_capture() <verl_profiling.workers.RolloutCaptureMixin.init_capture>`
     and opens a record for each request::
 
-        with self.requests.open(prompt_tokens=len(prompt)) as request:
+        with self.requests.open(prompt_tokens=len(prompt), id=request_id) as request:
             for token in self.model.generate(prompt):
                 request.first_token()
                 request.response_tokens += 1
@@ -96,46 +99,71 @@ class RequestLog:
         parts = ", then ".join(f"{version} ({begun[version]} requests)" for version in self._versions)
         return [f"{name}: the capture spans a weight update: policy version {parts}"]
 
-    def open(self, prompt_tokens: int = 0) -> OpenRequest:
+    def open(self, prompt_tokens: int = 0, id: str = "") -> OpenRequest:
         """Return a record of a request that begins now, to be used in a ``with`` block.
 
         Args:
             prompt_tokens: Length of the prompt, if it is known already.
+            id: What the client calls it: a span with ``request=id`` finds it by this.
         """
-        return OpenRequest(self._noted, self._replica, self._policy_version, prompt_tokens)
+        return OpenRequest(self._noted, self._replica, self._policy_version, prompt_tokens, id)
 
 
 class OpenRequest:
     """A request that has begun and not ended; the end of its ``with`` block ends it.
 
-    If an exception leaves the block, cancellation included, the request has failed.
+    If an exception leaves the block, cancellation included, the request has failed. What the engine
+    knows is set while the block runs; times are unix nanoseconds of this process's clock.
 
     Attributes:
+        id: What the client calls it.
         prompt_tokens: Length of the prompt.
         response_tokens: Length of the response so far.
+        arrival_ns: When the engine's scheduler got it; 0 if that is not known.
+        scheduled_ns: When it was first scheduled, likewise.
+        first_token_ns: When the engine had its first token; 0 for when :meth:`first_token` was called.
+        last_token_ns: When the engine had its last token; 0 if that is not known.
+        cached_tokens: Of the prompt, what came from a prefix cache; ``None`` if that is not known.
+        preemptions: How often it was taken off and begun again, likewise.
     """
 
     __slots__ = (
         "_begin_ns",
         "_closed",
-        "_first_token_ns",
+        "_first_output_ns",
         "_noted",
         "_policy_version",
         "_replica",
+        "arrival_ns",
+        "cached_tokens",
+        "first_token_ns",
+        "id",
+        "last_token_ns",
+        "preemptions",
         "prompt_tokens",
         "response_tokens",
+        "scheduled_ns",
     )
 
     def __init__(
-        self, noted: list[Request] | None, replica: int, policy_version: int | None, prompt_tokens: int
+        self,
+        noted: list[Request] | None,
+        replica: int,
+        policy_version: int | None,
+        prompt_tokens: int,
+        id: str,
     ) -> None:
+        self.id = id
         self.prompt_tokens = prompt_tokens
         self.response_tokens = 0
+        self.arrival_ns = self.scheduled_ns = self.first_token_ns = self.last_token_ns = 0
+        self.cached_tokens: int | None = None
+        self.preemptions: int | None = None
         self._noted = noted
         self._replica = replica
         self._policy_version = policy_version
         self._begin_ns = 0 if noted is None else clock.now_ns()
-        self._first_token_ns = 0
+        self._first_output_ns = 0
         self._closed = False
 
     def __enter__(self) -> OpenRequest:
@@ -147,8 +175,8 @@ class OpenRequest:
 
     def first_token(self) -> None:
         """Record that the first output arrived; later calls change nothing."""
-        if not self._first_token_ns and self._noted is not None:
-            self._first_token_ns = clock.now_ns()
+        if not self._first_output_ns and self._noted is not None:
+            self._first_output_ns = clock.now_ns()
 
     def close(self, prompt_tokens: int, response_tokens: int, *, failed: bool = False) -> None:
         """Record that the request ended; for an engine that returns a batch, once per request of it.
@@ -161,15 +189,47 @@ class OpenRequest:
         self._closed = True
         if self._noted is None:
             return
+        end_ns = clock.now_ns()
+        arrival_ns, scheduled_ns, first_ns, last_ns = self._engine_times(end_ns)
         self._noted.append(
             Request(
                 replica=self._replica,
+                id=_readable(self.id),
                 begin_ns=self._begin_ns,
-                first_token_ns=self._first_token_ns,
-                end_ns=clock.now_ns(),
-                prompt_tokens=prompt_tokens,
-                response_tokens=response_tokens,
+                arrival_ns=arrival_ns,
+                scheduled_ns=scheduled_ns,
+                first_token_ns=first_ns,
+                last_token_ns=last_ns,
+                end_ns=end_ns,
+                prompt_tokens=_count(prompt_tokens) or 0,
+                response_tokens=_count(response_tokens) or 0,
+                cached_tokens=_count(self.cached_tokens),
+                preemptions=_count(self.preemptions),
                 policy_version=self._policy_version,
                 failed=failed,
             )
         )
+
+    def _engine_times(self, end_ns: int) -> tuple[int, int, int, int]:
+        """Return arrival, scheduling, first and last token; unknown unless all that is told is in order."""
+        first_ns = self.first_token_ns or self._first_output_ns
+        told = (self.arrival_ns, self.scheduled_ns, first_ns, self.last_token_ns)
+        before = self._begin_ns
+        for time_ns in told:
+            if not isinstance(time_ns, int) or (time_ns and not before <= time_ns <= end_ns):
+                return 0, 0, self._first_output_ns, 0
+            before = time_ns or before
+        return told
+
+
+def _count(value: object) -> int | None:
+    """Return a number that a manifest can hold, else ``None``; vLLM says -1 for an unknown one."""
+    return value if isinstance(value, int) and 0 <= value <= _MOST else None
+
+
+def _readable(id: object) -> str:
+    """Return an id as a manifest can hold it, and as spans hold theirs: clients choose it, over HTTP too."""
+    text = str(id)
+    if len(text) <= _LONGEST_ID and text.isascii():
+        return text
+    return text[:_LONGEST_ID].encode(errors="replace").decode()

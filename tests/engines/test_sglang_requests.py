@@ -1,0 +1,130 @@
+"""What is noted of each request, held against the statistics that a real SGLang engine keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.server import SGLANG_ON_CPU
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.sglang_requests import watch_manager
+from verl_profiling.manifest import Request
+
+pytest.importorskip("sglang", reason="SGLang is not installed; make test-sglang builds its environment")
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+SHARED = list(range(10, 42))
+TOKENS = 80
+TINY = {
+    **SGLANG_ON_CPU,
+    "disable_radix_cache": False,
+    "max_total_tokens": 320,
+    "max_running_requests": 4,
+    "schedule_conservativeness": 0.01,
+}
+
+
+def seconds(request: Request) -> dict[str, float]:
+    """Return the parts of a request, which add up to it."""
+    parts: dict[str, float] = {name: (end - begin) / 1e9 for name, begin, end in request.parts()}
+    assert sum(parts.values()) == pytest.approx((request.end_ns - request.begin_ns) / 1e9)
+    return parts
+
+
+async def serve(engine: Any, requests: int) -> list[dict[str, Any]]:
+    """Send requests, more than run at a time, every other one a stream; return what is told of each."""
+
+    async def one(name: str, streams: bool, tokens: int = TOKENS) -> dict[str, Any]:
+        response = await engine.async_generate(
+            input_ids=[*SHARED, len(name), tokens],
+            sampling_params={"max_new_tokens": tokens, "ignore_eos": True},
+            stream=streams,
+            rid=name,
+        )
+        if streams:
+            async for last in response:
+                response = last
+        told: dict[str, Any] = response["meta_info"]
+        return told
+
+    first = await one("first", streams=False, tokens=1)
+    return [first, *await asyncio.gather(*(one(f"r{number}", number % 2 == 0) for number in range(requests)))]
+
+
+def told_by_prometheus(folder: Path) -> dict[str, float]:
+    """Return the sums and counts of the engine's histograms; that of the stages by stage."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(folder))
+    return {
+        f"{sample.name}/{sample.labels['stage']}" if "stage" in sample.labels else sample.name: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name.endswith(("_sum", "_count", "_total"))
+    }
+
+
+@pytest.mark.parametrize("metrics", [True, False])
+async def test_the_division_is_that_of_the_engines_own_statistics(
+    tiny_model: Path, tmp_path: Path, metrics: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queued and prefill agree with its histograms; without `enable_metrics` both are unknown."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    before = set(multiprocessing.active_children())
+    engine = Engine(model_path=str(tiny_model), skip_tokenizer_init=True, enable_metrics=metrics, **TINY)
+    try:
+        log = RequestLog()
+        log.serve(2, enable=True)
+        log.begin(None)
+        watch_manager(engine.tokenizer_manager, log)
+        told = {meta["id"]: meta for meta in await serve(engine, 8)}
+        noted = {request.id: request for request in log.end()}
+        histograms = told_by_prometheus(tmp_path) if metrics else {}
+    finally:
+        engine.shutdown()
+        for process in set(multiprocessing.active_children()) - before:
+            process.join(30)
+    assert set(noted) == set(told) == {"first", *(f"r{number}" for number in range(8))}
+    for name, request in noted.items():
+        own = told[name]
+        lengths = (request.prompt_tokens, request.response_tokens)
+        assert lengths == (own["prompt_tokens"], own["completion_tokens"])
+        assert (request.cached_tokens, request.preemptions) == (own["cached_tokens"], own["num_retractions"])
+        assert sum(seconds(request).values()) == pytest.approx(own["e2e_latency"], abs=0.05)
+    assert noted["first"].cached_tokens == 0
+    assert noted["r0"].cached_tokens == len(SHARED)
+    assert sum(request.preemptions or 0 for request in noted.values()) > 0
+    if not metrics:
+        assert all(
+            list(seconds(request)) == (["first token", "decode"] if streams else ["generate"])
+            for name, request in noted.items()
+            for streams in [name in ("r0", "r2", "r4", "r6")]
+        )
+        return
+    once = [request for request in noted.values() if not request.preemptions]
+    again = [request for request in noted.values() if request.preemptions]
+    assert {request.arrival_ns for request in again} == {0}, "the engine tells when it was last queued"
+    assert all(list(seconds(request)) == ["to the engine", "queued", "prefill", "decode"] for request in once)
+    queued, with_sending = (
+        sum(seconds(request)["queued"] for request in requests) for requests in (once, noted.values())
+    )
+    assert 0.1 < queued < histograms["sglang:queue_time_seconds_sum"] < with_sending < queued * 1.1
+    prefill = sum(seconds(request)["prefill"] for request in noted.values())
+    by_engine = histograms["sglang:per_stage_req_latency_seconds_sum/prefill_forward"]
+    assert prefill == pytest.approx(by_engine, rel=0.01)
+    whole = sum(request.end_ns - request.begin_ns for request in noted.values()) / 1e9
+    assert whole == pytest.approx(histograms["sglang:e2e_request_latency_seconds_sum"], rel=0.02)
+    assert histograms["sglang:e2e_request_latency_seconds_count"] == len(noted)
+    assert (
+        sum(request.cached_tokens or 0 for request in noted.values())
+        == (histograms["sglang:cached_tokens_total"])
+    )
