@@ -98,10 +98,15 @@ class RunContract:
         assert {w.status for step in (2, 3) for w in run.manifest(step).workers} == {"ok"}
 
     def test_e2e_has_one_artifact_per_worker(self, e2e: Run) -> None:
-        """The training process and the engine each have one trace of the whole step."""
+        """Training process, engine, agent loops and rewards each have one file of the whole step."""
         for step in (2, 3):
             paths = [a.path for w in e2e.manifest(step).workers for a in w.artifacts]
-            assert paths == ["actor_rank0.torch.json.gz", "rollout0_rank0.torch.json.gz"]
+            assert paths == [
+                "actor_rank0.torch.json.gz",
+                "agent_loop_rank0.trajectories.jsonl.gz",
+                "reward_rank0.trajectories.jsonl.gz",
+                "rollout0_rank0.torch.json.gz",
+            ]
 
     def test_discrete_has_one_artifact_per_stage(self, discrete: Run) -> None:
         """The training process has a trace of each stage, and the engine one of the rollout."""
@@ -116,11 +121,11 @@ class RunContract:
         assert e2e.worker(2, "actor").roles == ["actor", "ref"]
         calls = Counter((rpc.worker, rpc.method) for rpc in manifest.rpcs)
         assert set(calls.values()) == {1}
-        assert len(calls) == 4
+        assert len(calls) == 8
 
     def test_stages_of_the_controller_and_the_worker(self, e2e: Run) -> None:
         """Every part of GRPO is a stage on both sides, and the worker's lies inside the controller's."""
-        controller = {span.name: span for span in e2e.manifest(3).stages}
+        controller = {span.name: span for span in e2e.manifest(3).stages if not span.depth}
         assert controller.keys() == WORKER_STAGES | {"rollout", "advantage"}
         spans = e2e.worker(3, "actor").stages
         assert {span.name for span in spans if span.depth == 0} == WORKER_STAGES
@@ -128,6 +133,30 @@ class RunContract:
             if span.depth == 0:
                 outer = controller[span.name]
                 assert outer.begin_ns <= span.begin_ns <= span.end_ns <= outer.end_ns
+
+    def test_the_rollout_is_divided_by_what_the_trainer_does(self, run: Run) -> None:
+        """Between the prompts and the last response it waits for the next look, and all but 1 % is named."""
+        for step in (2, 3):
+            spans = run.manifest(step).stages
+            rollout = next(span for span in spans if span.name == "rollout")
+            inside_it = [
+                s for s in spans if s.depth == 1 and rollout.begin_ns <= s.begin_ns <= rollout.end_ns
+            ]
+            assert {s.name for s in inside_it} >= {"load_prompts", "dispatch_prompts", "wait:next_poll"}
+            named = sum(s.end_ns - s.begin_ns for s in inside_it)
+            assert named == pytest.approx(rollout.end_ns - rollout.begin_ns, rel=0.01)
+
+    def test_every_sample_is_a_trajectory_that_asked_the_engine_once(self, run: Run) -> None:
+        """A single turn is one request with an id of its own; the reward is recorded on both sides."""
+        for step in (2, 3):
+            loops, rewards = (run.trajectories(step, role) for role in ("agent_loop", "reward"))
+            assert len(loops.trajectories) == PROMPTS * SAMPLES
+            assert {t.fate for t in loops.trajectories} == {"done"}
+            assert Counter(Counter(t.group for t in loops.trajectories).values()) == {SAMPLES: PROMPTS}
+            asked = [span for span in loops.spans if span.name == "generate"]
+            assert len({span.request for span in asked}) == PROMPTS * SAMPLES
+            scored = {(span.facts["group"], span.facts["sample"]) for span in rewards.spans}
+            assert scored == {(t.group, t.sample) for t in loops.trajectories}
 
     def test_mini_and_micro_batches_are_nested(self, e2e: Run) -> None:
         """An update shows its mini-batches, these their micro-batches, and so does a forward pass."""

@@ -42,7 +42,9 @@ def verl_settings(*overrides: str) -> ProfilingConfig:
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        ("verl_grpo_cpu/run.sh", "e2e profile of actor, rollout"),
+        ("verl_grpo_cpu/run.sh", "e2e profile of actor, rollout, agent_loop, reward in"),
+        ("verl_agent_cpu/run.sh", "e2e profile of actor, rollout, agent_loop, reward in"),
+        ("verl_agent_cpu/run_gpu.sh", "e2e profile of actor, ref, rollout, agent_loop, reward in"),
         ("verl_grpo_gpu/run_e2e.sh", "e2e profile of actor, ref, rollout"),
         ("verl_grpo_gpu/run_discrete.sh", "discrete profile of actor, ref, rollout"),
         ("verl_grpo_gpu/run_megatron.sh", "e2e profile of actor, ref, rollout"),
@@ -50,8 +52,8 @@ def verl_settings(*overrides: str) -> ProfilingConfig:
             "verl_grpo_gpu/run_nsys.sh",
             "started under Nsight Systems: actor (2 ranges), ref (2 ranges), rollout (2 ranges)",
         ),
-        ("verl_grpo_npu/run_e2e.sh", "e2e profile of actor, ref in"),
-        ("verl_grpo_npu/run_discrete.sh", "discrete profile of actor, ref in"),
+        ("verl_grpo_npu/run_e2e.sh", "e2e profile of actor, ref, agent_loop, reward in"),
+        ("verl_grpo_npu/run_discrete.sh", "discrete profile of actor, ref, agent_loop, reward in"),
     ],
 )
 def test_dry_runs_check_the_configuration(script: str, says: str, tmp_path: Path) -> None:

@@ -139,6 +139,6 @@ def test_the_first_trainer_with_a_critic(v0: Run) -> None:
 
 
 def test_the_critic_shares_its_process_and_is_driven_once(v0: Run) -> None:
-    """Two worker groups on the same processes get one start and one stop per step."""
+    """Two worker groups on the same processes get one start and one stop per step, as all others do."""
     rpcs = [(rpc.worker, rpc.method) for rpc in v0.manifest(3).rpcs]
-    assert len(rpcs) == len(set(rpcs)) == 4
+    assert len(rpcs) == len(set(rpcs)) == 8

@@ -15,6 +15,7 @@ import psutil
 
 from verl_profiling.manifest import CaptureResult, Manifest
 from verl_profiling.run_files import read_manifest
+from verl_profiling.trajectory_log import LOG_SUFFIX, TrajectoryLog, read_log
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes/verl_grpo_cpu/run.sh"
@@ -51,13 +52,17 @@ class Run:
         (found,) = [w for w in self.manifest(step).workers if w.identity.role == role]
         return found
 
+    def trajectories(self, step: int, role: str = "agent_loop", rank: int = 0) -> TrajectoryLog:
+        """Return what a worker of a role recorded of trajectories."""
+        return read_log(self.save_path / f"step_{step:06d}" / f"{role}_rank{rank}{LOG_SUFFIX}")
 
-def run_verl(folder: Path, *overrides: str, **environment: str) -> Run:
-    """Run the recipe for three steps, steps 2 and 3 profiled; leave no process behind."""
+
+def run_verl(folder: Path, *overrides: str, script: Path = SCRIPT, **environment: str) -> Run:
+    """Run a recipe for three steps, steps 2 and 3 profiled; leave no process behind."""
     temporary = tempfile.mkdtemp(prefix="verl-")  # short: Ray makes sockets in it
     save_path = folder / "profiling"
     command = [
-        str(SCRIPT),
+        str(script),
         "trainer.total_training_steps=3",
         f"profiling.save_path={save_path}",
         f"hydra.run.dir={folder}",

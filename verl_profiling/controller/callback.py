@@ -112,6 +112,11 @@ class _Callback:
                 self._failed("add_metrics", error)
 
     @property
+    def capturing(self) -> bool:
+        """Whether a step is being captured."""
+        return self._live() is not None
+
+    @property
     def last_folder(self) -> Path | None:
         """Step folder of the last capture that was written."""
         return self._controller.last_folder if self._controller is not None else None

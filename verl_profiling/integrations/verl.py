@@ -17,6 +17,7 @@ from types import ModuleType
 
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.integrations.post_import import when_imported
+from verl_profiling.integrations.wrapping import left_out
 
 __all__ = ["check_support"]
 
@@ -33,6 +34,21 @@ _HOOKS = {
     "verl.workers.rollout.vllm_rollout.vllm_async_server": "verl_servers:hook_vllm_server",
     "verl.workers.rollout.sglang_rollout.async_sglang_server": "verl_servers:hook_sglang_server",
 }
+_TRAJECTORY_HOOKS = {
+    "verl.checkpoint_engine.base": "verl_replay_buffer:hook_checkpoint_manager",
+    "verl.experimental.agent_loop.agent_loop": "verl_agent_loops:hook_agent_loops",
+    "verl.experimental.agent_loop.tool_agent_loop": "verl_agent_loops:hook_tool_loop",
+    "verl.experimental.reward_loop.reward_loop": "verl_rewards:hook_reward_loops",
+    "verl.experimental.teacher_loop.teacher_manager": "verl_clients:hook_teachers",
+    "verl.tools.base_tool": "verl_agent_loops:hook_tools",
+    "verl.trainer.ppo.v1.agent_loop_tq": "verl_replay_buffer:hook_dispatch",
+    "verl.trainer.ppo.v1.replay_buffer": "verl_replay_buffer:hook_replay_buffer",
+    "verl.utils.profiler": "verl_agent_loops:hook_simple_timer",
+    "verl.utils.transferqueue_utils": "verl_transfer_queue:hook_bridge",
+    "verl.workers.rollout.llm_server": "verl_clients:hook_clients",
+    "transfer_queue": "verl_transfer_queue:hook_transfer_queue",
+}
+"""What shows where a rollout waits. A verl without one of these is profiled all the same, and says so."""
 _SUPPORTED = "0.9."
 _problems: list[str] = []
 
@@ -52,7 +68,7 @@ def check_support() -> None:
         )
 
 
-def _hook(place: str) -> Callable[[ModuleType], None]:
+def _hook(place: str, problems: list[str]) -> Callable[[ModuleType], None]:
     """Return the function to call with an imported module of verl.
 
     A verl without that class must not fail just because this package is installed, so an error is
@@ -64,11 +80,12 @@ def _hook(place: str) -> Callable[[ModuleType], None]:
         try:
             getattr(import_module(f"verl_profiling.integrations.{module_name}"), function_name)(module)
         except (AttributeError, ImportError) as error:
-            _problems.append(f"{module.__name__}: {error}")
+            problems.append(f"{module.__name__}: {error}")
             logger.debug("%s: %s", module.__name__, error)
 
     return apply
 
 
-for _module, _place in _HOOKS.items():
-    when_imported(_module, _hook(_place))
+for _hooks, _kept in ((_HOOKS, _problems), (_TRAJECTORY_HOOKS, left_out)):
+    for _module, _place in _hooks.items():
+        when_imported(_module, _hook(_place, _kept))

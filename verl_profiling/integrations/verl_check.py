@@ -42,6 +42,8 @@ def main(config: Any) -> None:
         "ref": need_reference_policy(config),
         "critic": need_critic(config),
         "rollout": True,
+        "agent_loop": True,
+        "reward": True,
     }
     roles = [role for role, exists in there.items() if exists and settings.for_role(role).enable]
     print(f"config ok; {settings.mode} profile of {', '.join(roles)} in {settings.save_path}")

@@ -7,9 +7,11 @@ controller.
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,9 +19,11 @@ from typing import Any
 from verl_profiling.controller.callback import ProfilingCallback
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.integrations.verl import check_support
+from verl_profiling.integrations.verl_actors import add_actors
 from verl_profiling.integrations.verl_config import settings_of
 from verl_profiling.integrations.verl_nsys import start_workers_under_nsys
 from verl_profiling.integrations.verl_servers import SETTINGS_KEY
+from verl_profiling.integrations.wrapping import around, wrap
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = [
@@ -28,12 +32,19 @@ __all__ = [
     "hook_tracking",
     "hook_v0_trainer",
     "hook_v1_trainer",
+    "say_fates",
+    "trainer_stage",
 ]
+
+logger = logging.getLogger(__name__)
 
 _STEP, _ROLLOUT = "step", "gen"
 _STAGES = {"adv": "advantage", "ref": "ref_log_prob", "testing": "validate"}
 _GROUPS = (("actor", "actor_rollout_wg"), ("ref", "ref_policy_wg"), ("critic", "critic_wg"))
 _ATTRIBUTE = "_verl_profiling"
+_AGENT_LOOPS, _REWARDS = "agent_loop", "reward"
+
+Fates = Sequence[tuple[str, int | None, str]]
 
 _active: TrainerProfiler | None = None
 
@@ -48,6 +59,9 @@ class TrainerProfiler:
     Raises:
         ConfigError: The settings do not fit the trainer's configuration.
         ToolUnavailableError: The hooks do not fit this version of verl.
+
+    Attributes:
+        agent_loops: What the trainer has its trajectories made by.
     """
 
     def __init__(self, trainer: Any, settings: ProfilingConfig) -> None:
@@ -55,6 +69,8 @@ class TrainerProfiler:
         self._trainer = trainer
         self._settings = settings
         self._callback = ProfilingCallback(settings)
+        self.agent_loops: Any = None
+        self._agent_loop_workers: list[Any] = []
         self._generating = False
         self._policy_version = 0
         self._folders: dict[int, Path] = {}
@@ -107,6 +123,20 @@ class TrainerProfiler:
             self._generating = True
             self._callback.on_rollout_begin()
 
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Return a stage of the controller."""
+        return self._callback.stage(name)
+
+    def say_fates(self, fates: Callable[[], Fates]) -> None:
+        """Have what became of trajectories recorded beside them, if a step is captured."""
+        if not (self._agent_loop_workers and self._callback.capturing):
+            return
+        try:
+            if said := fates():
+                self._agent_loop_workers[0].trajectory_fates.remote(said)
+        except Exception as error:
+            logger.warning("what became of trajectories is not recorded: %s: %s", type(error).__name__, error)
+
     def logged(self, tracking: Any, data: Mapping[str, Any], step: int) -> None:
         """Keep the metrics that verl logs after a step, and the tracker that they go to."""
         self._tracking = tracking
@@ -138,6 +168,16 @@ class TrainerProfiler:
             self._callback.add_workers(role, group)
         if self._settings.for_role("rollout").enable and (servers := self._servers()):
             self._callback.add_rollout(servers)
+        self._add_rollout_processes()
+
+    def _add_rollout_processes(self) -> None:
+        """Add the processes that run trajectories, and those that score them."""
+        rewards = getattr(self._trainer, "reward_loop_manager", None)
+        loops = list(getattr(self.agent_loops, "agent_loop_workers", None) or ())
+        if add_actors(self._callback, self._settings, _AGENT_LOOPS, loops):
+            self._agent_loop_workers = loops
+        scorers = list(getattr(rewards, "reward_loop_workers", None) or ())
+        add_actors(self._callback, self._settings, _REWARDS, scorers)
 
     def _servers(self) -> list[Any]:
         """Return the server on the first node of every replica, which acts for the other nodes."""
@@ -160,6 +200,26 @@ class ProfilingTrainerMixin:
         super().__init_subclass__(**kwargs)
         if "fit" in vars(cls):
             cls.fit = _profiled_fit(vars(cls)["fit"])  # type: ignore[attr-defined]
+
+
+def trainer_stage(name: str) -> AbstractContextManager[None]:
+    """Return a stage of this process's trainer, if it has a profiled one; else one that does nothing.
+
+    Inside of a coroutine it does nothing either: what the trainer awaits there is marked as a whole.
+    """
+    if _active is None or asyncio._get_running_loop() is not None:
+        return nullcontext()
+    return _active.stage(name)
+
+
+def say_fates(fates: Callable[[], Fates]) -> None:
+    """Say what this process's trainer did with trajectories that had ended.
+
+    Args:
+        fates: Returns groups, samples (``None``: all of the group) and fates; called if a step is captured.
+    """
+    if _active is not None:
+        _active.say_fates(fates)
 
 
 def hook_timers(module: Any) -> None:
@@ -200,6 +260,7 @@ def hook_v1_trainer(module: Any) -> None:
         return original(self)
 
     module.PPOTrainer._add_batch_to_generate = add_batch_to_generate
+    wrap(module.PPOTrainer, "_next_train_batch", around(functools.partial(trainer_stage, "load_prompts")))
 
 
 def hook_v0_trainer(module: Any) -> None:
@@ -229,6 +290,9 @@ def _profiled_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
         profiler: TrainerProfiler | None = getattr(self, _ATTRIBUTE, None)
         if profiler is None or profiler is _active:
             return fit(self, *args, **kwargs)
+        # V1 trainers are handed what makes their trajectories; the V0 trainer has made it itself.
+        handed = kwargs.get("agent_loop_manager", args[0] if args else None)
+        profiler.agent_loops = handed if handed is not None else getattr(self, "async_rollout_manager", None)
         with profiler:
             return fit(self, *args, **kwargs)
 

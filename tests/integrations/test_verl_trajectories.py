@@ -1,0 +1,421 @@
+"""What the plugin records of agent loops, around classes that are as verl's, without verl."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl_profiling import span
+from verl_profiling.integrations import verl_agent_loops, verl_clients, verl_rewards, wrapping
+from verl_profiling.trajectories.open_log import OpenLog
+from verl_profiling.trajectories.spans import start_log, stop_log
+from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
+
+INFO = {"step": 3, "sample_index": 5, "rollout_n": 0, "validate": False}
+V1_PROMPT = {"uid": "g7", "session_id": 1}
+
+
+def make_verl() -> SimpleNamespace:
+    """Return a module with classes that do what verl's do."""
+
+    class LLMServerClient:
+        def __init__(self, *answers: str) -> None:
+            self.answers = list(answers) or ["stop"]
+            self.sent: list[str] = []
+
+        async def _acquire_server(self, request_id: str) -> str:
+            await asyncio.sleep(0)
+            return "server"
+
+        def _vllm_request_id(self, request_id: str) -> str:
+            return f"{request_id}-{len(self.sent)}"
+
+        async def generate(self, request_id: str) -> Any:
+            await self._acquire_server(request_id)
+            self.sent.append(self._vllm_request_id(request_id))
+            await asyncio.sleep(0.001)
+            return SimpleNamespace(stop_reason=self.answers.pop(0))
+
+    class FullyAsyncLLMServerClient(LLMServerClient):
+        async def generate(self, request_id: str) -> Any:
+            while True:
+                output = await super().generate(request_id)
+                if output.stop_reason != "aborted":
+                    return output
+                await asyncio.sleep(0.02)
+
+    class AgentLoopBase:
+        async def apply_chat_template(self, messages: list[str]) -> list[int]:
+            return [len(messages)]
+
+    class AgentLoopWorker:
+        def __init__(self, run: Callable[[], Any]) -> None:
+            self.run = run
+
+        async def _run_agent_loop(
+            self, sampling_params: Any, trajectory: Any, *, agent_name: str, **prompt: Any
+        ) -> Any:
+            output = await self.run()
+            outputs = output if isinstance(output, list) else [output]
+            await self._compute_score(outputs, kwargs=prompt)
+            return output
+
+        async def _compute_score(self, outputs: list[Any], kwargs: Any) -> None:
+            outputs[-1].reward_score = 0.5
+
+        def _postprocess(self, outputs: list[Any]) -> list[Any]:
+            return outputs
+
+    class ToolAgentLoop(AgentLoopBase):
+        def __init__(self) -> None:
+            self.tools = {"search": object(), "sandbox": object()}
+
+        async def _call_tool(self, tool_call: Any, tools_kwargs: Any, agent_data: Any) -> str:
+            await asyncio.sleep(0)
+            return str(tool_call.name)
+
+    class BaseTool:
+        async def create(self) -> str:
+            return "id"
+
+    class RewardLoopWorker:
+        async def compute_score(self, data: Any) -> dict[str, float]:
+            return {"reward_score": 1.0}
+
+    @contextmanager
+    def simple_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
+        yield
+        timing[name] = 1.0
+
+    return SimpleNamespace(__name__="verl", **locals())
+
+
+@pytest.fixture
+def verl(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return such a module, hooked."""
+    monkeypatch.setattr(wrapping, "left_out", [])
+    monkeypatch.setattr(verl_clients, "_prepared", set())
+    module = make_verl()
+    for hook in (
+        verl_clients.hook_clients,
+        verl_agent_loops.hook_agent_loops,
+        verl_agent_loops.hook_tool_loop,
+        verl_agent_loops.hook_tools,
+        verl_agent_loops.hook_simple_timer,
+        verl_rewards.hook_reward_loops,
+    ):
+        hook(module)
+    assert wrapping.left_out == []
+    return module
+
+
+def output(**fields: Any) -> SimpleNamespace:
+    """Return what an agent loop returns."""
+    return SimpleNamespace(
+        **{"num_turns": 2, "prompt_ids": [1, 2], "response_ids": [3], "extra_fields": {}, **fields}
+    )
+
+
+def recorded(*coroutines: Any) -> TrajectoryLog:
+    """Return what these record, run at once."""
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*coroutines, return_exceptions=True)
+
+    log = OpenLog(1_000)
+    start_log(log)
+    try:
+        asyncio.run(all_of_them())
+    finally:
+        stop_log(log)
+        found = log.close("agent_loop_rank0")
+    return found
+
+
+def one_trajectory(verl: SimpleNamespace, run: Callable[[], Any], **prompt: Any) -> TrajectoryLog:
+    """Return what one trajectory records."""
+    worker = verl.AgentLoopWorker(run)
+    return recorded(worker._run_agent_loop({}, INFO, agent_name="own", **(prompt or V1_PROMPT)))
+
+
+def only(log: TrajectoryLog) -> TrajectoryRecord:
+    (found,) = log.trajectories
+    return found
+
+
+def names(log: TrajectoryLog) -> list[str]:
+    return [found.name for found in log.spans]
+
+
+def named(log: TrajectoryLog, name: str) -> list[SpanRecord]:
+    return [found for found in log.spans if found.name == name]
+
+
+def test_a_trajectory_has_what_verl_calls_it_and_what_came_out(verl: SimpleNamespace) -> None:
+    """V1's uid and session are group and sample; turns, tokens, versions and reward are facts."""
+
+    async def run() -> Any:
+        return output(
+            num_turns=6,
+            response_ids=[1] * 9,
+            extra_fields={"min_global_steps": 1, "max_global_steps": 2},
+        )
+
+    found = only(one_trajectory(verl, run))
+    assert (found.group, found.sample, found.fate) == ("g7", 1, "done")
+    assert found.facts == {
+        "validate": False,
+        "step": 3,
+        "turns": 6,
+        "prompt_tokens": 2,
+        "response_tokens": 9,
+        "min_version": 1,
+        "max_version": 2,
+        "reward": 0.5,
+    }
+
+
+def test_v0_counts_its_samples(verl: SimpleNamespace) -> None:
+    """Without a session the sample is its number among the prompt's; without a uid the index is the group."""
+
+    async def run() -> Any:
+        return output()
+
+    found = only(one_trajectory(verl, run, uid="g8"))
+    assert (found.group, found.sample) == ("g8", 0)
+    assert only(one_trajectory(verl, run, raw_prompt="?")).group == "5"
+
+
+def test_a_validation_says_so(verl: SimpleNamespace) -> None:
+    """Its trajectories are told apart by a fact."""
+
+    async def run() -> Any:
+        return output()
+
+    worker = verl.AgentLoopWorker(run)
+    info = {**INFO, "validate": True}
+    found = only(recorded(worker._run_agent_loop({}, trajectory=info, agent_name="own", **V1_PROMPT)))
+    assert found.facts["validate"] is True
+
+
+def test_several_outputs_of_one_trajectory_are_added(verl: SimpleNamespace) -> None:
+    """A loop may return several: turns and tokens are all of theirs, versions from the first to the last."""
+
+    async def run() -> Any:
+        versions = [{"min_global_steps": n, "max_global_steps": n + 1} for n in (4, 5)]
+        return [output(extra_fields=fields) for fields in versions]
+
+    facts = only(one_trajectory(verl, run)).facts
+    assert (facts["turns"], facts["prompt_tokens"], facts["response_tokens"]) == (4, 4, 2)
+    assert (facts["min_version"], facts["max_version"]) == (4, 6)
+
+
+def test_outputs_of_any_kind_do_not_end_a_trajectory(verl: SimpleNamespace) -> None:
+    """What is not as verl has it is left out, and the loop's own error is the one that is seen."""
+
+    async def strange() -> Any:
+        return SimpleNamespace(extra_fields=None, num_turns="many")
+
+    assert only(one_trajectory(verl, strange)).facts["turns"] == 0
+
+    async def raises() -> Any:
+        raise ValueError("no page")
+
+    found = only(one_trajectory(verl, raises))
+    assert (found.fate, found.error) == ("failed", "ValueError: no page")
+
+
+def test_each_turn_has_the_id_that_the_engine_gets(verl: SimpleNamespace) -> None:
+    """The id that the client makes is on the span of its request, for tasks that run at once too."""
+    clients = [verl.LLMServerClient("stop", "stop") for _ in range(3)]
+
+    def runs(client: Any) -> Callable[[], Any]:
+        async def run() -> Any:
+            for _ in range(2):
+                await client.generate(f"r{clients.index(client)}")
+            return output()
+
+        return run
+
+    workers = [verl.AgentLoopWorker(runs(client)) for client in clients]
+    log = recorded(*(w._run_agent_loop({}, INFO, agent_name="own", **V1_PROMPT) for w in workers))
+    for number in range(3):
+        spans = [found for found in named(log, "generate") if found.trajectory == number]
+        assert [found.request for found in spans] == clients[number].sent
+    waits = named(log, "wait:server")
+    assert {log.spans[found.parent].name for found in waits} == {"generate"}
+
+
+def test_a_client_of_ones_own_is_recorded_once(verl: SimpleNamespace) -> None:
+    """A subclass that makes other ids, or finds servers in its own way, has its own on the span."""
+
+    class Own(verl.LLMServerClient):  # type: ignore[misc, name-defined]
+        def _vllm_request_id(self, request_id: str) -> str:
+            return f"own-{super()._vllm_request_id(request_id)}"
+
+        async def _acquire_server(self, request_id: str) -> str:
+            found: str = await super()._acquire_server(request_id)
+            return found
+
+    async def run() -> Any:
+        await Own().generate("r")
+        return output()
+
+    log = one_trajectory(verl, run)
+    assert names(log) == ["generate", "wait:server"]
+    assert log.spans[0].request == "own-r-0"
+
+
+def test_an_aborted_request_that_is_resumed_is_a_pause(verl: SimpleNamespace) -> None:
+    """Each attempt is a request of its own, and the wait between them has a name; the trajectory is done."""
+    client = verl.FullyAsyncLLMServerClient("aborted", "aborted", "stop")
+
+    async def run() -> Any:
+        await client.generate("r")
+        return output()
+
+    log = one_trajectory(verl, run)
+    assert [found.request for found in named(log, "generate")] == ["r-0", "r-1", "r-2"]
+    pauses = named(log, "wait:resume")
+    assert len(pauses) == 2
+    assert all(pause.end_ns - pause.begin_ns >= 15_000_000 and not pause.failed for pause in pauses)
+    assert only(log).fate == "done"
+
+
+def test_a_trajectory_whose_last_request_was_aborted_is_aborted(verl: SimpleNamespace) -> None:
+    """Its fate says so; an abort in an earlier turn is none."""
+
+    def runs(*answers: str) -> Callable[[], Any]:
+        client = verl.LLMServerClient(*answers)
+
+        async def run() -> Any:
+            for _ in answers:
+                await client.generate("r")
+            return output()
+
+        return run
+
+    assert only(one_trajectory(verl, runs("stop", "abort"))).fate == "aborted"
+    assert only(one_trajectory(verl, runs("abort", "stop"))).fate == "done"
+
+
+def test_tool_calls_have_the_names_of_tools(verl: SimpleNamespace) -> None:
+    """A name that the model made up is a fact of the call, so a million of them are one row."""
+    loop = verl.ToolAgentLoop()
+    calls = ["search", "search", "x" * 5_000]
+
+    async def run() -> Any:
+        asked = [loop._call_tool(SimpleNamespace(name=name), {}, None) for name in calls]
+        await asyncio.gather(*asked)
+        return output()
+
+    log = one_trajectory(verl, run)
+    assert sorted(names(log)) == ["tool:(unknown)", "tool:search", "tool:search"]
+    assert len(named(log, "tool:(unknown)")[0].facts["asked"]) == 120  # type: ignore[arg-type]
+    assert only(log).facts["tool_calls"] == 3
+
+
+def test_only_tools_of_the_sample_have_names(verl: SimpleNamespace) -> None:
+    """A sample may have a selection of tools; one that is not in it is not there."""
+    loop = verl.ToolAgentLoop()
+    data = SimpleNamespace(_active_tools={"sandbox": object()})
+    log = recorded(*(loop._call_tool(SimpleNamespace(name=name), {}, data) for name in ("search", "sandbox")))
+    assert names(log) == ["tool:(unknown)", "tool:sandbox"]
+
+
+def test_starting_a_tool_is_an_environment(verl: SimpleNamespace) -> None:
+    """A tool class with a ``create`` of its own starts something; the base class's starts nothing."""
+
+    class Sandbox(verl.BaseTool):  # type: ignore[misc, name-defined]
+        async def create(self) -> str:
+            return "id"
+
+    class Plain(verl.BaseTool):  # type: ignore[misc, name-defined]
+        pass
+
+    assert names(recorded(Sandbox().create(), Plain().create())) == ["environment:start"]
+
+
+def test_a_custom_loop_gets_spans_by_verls_timers_and_its_own(verl: SimpleNamespace) -> None:
+    """Timers have verl's names in a trajectory and none outside; a span of the loop's own is inside."""
+    timing: dict[str, float] = {}
+
+    async def run() -> Any:
+        with verl.simple_timer("tool_calls", timing), span("tool:own"):
+            await asyncio.sleep(0)
+        with verl.simple_timer("compute_score", timing):
+            await asyncio.sleep(0)
+        return output()
+
+    log = one_trajectory(verl, run)
+    assert names(log) == ["tool_calls", "tool:own", "reward"]
+    assert log.spans[1].parent == log.spans[0].id
+    assert timing == {"tool_calls": 1.0, "compute_score": 1.0}
+
+    async def outside() -> None:
+        with verl.simple_timer("generate_sequences", timing):
+            await asyncio.sleep(0)
+
+    assert names(recorded(outside())) == []
+
+
+def test_a_score_names_its_trajectory(verl: SimpleNamespace) -> None:
+    """The reward process says whose score it computes, where the batch says it."""
+    data = SimpleNamespace(non_tensor_batch={"uid": ["g7"], "session_id": [1]})
+    worker = verl.RewardLoopWorker()
+    log = recorded(worker.compute_score(data), worker.compute_score(SimpleNamespace()))
+    assert [found.facts for found in named(log, "reward")] == [{"group": "g7", "sample": 1}, {}]
+
+
+def test_fates_that_the_trainer_sends_are_recorded(verl: SimpleNamespace) -> None:
+    """An agent loop records what the trainer says of trajectories that have ended."""
+    worker = verl.AgentLoopWorker(None)
+
+    async def told() -> None:
+        worker.trajectory_fates([("g1", None, "filtered"), ("g2", 1, "abandoned")])
+
+    fates = recorded(told()).fates
+    assert [(f.group, f.sample, f.fate) for f in fates] == [("g1", None, "filtered"), ("g2", 1, "abandoned")]
+
+
+def test_what_a_release_does_not_have_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is recorded, and the name of what is missing is kept to be said."""
+    monkeypatch.setattr(wrapping, "left_out", [])
+    monkeypatch.setattr(verl_clients, "_prepared", set())
+    module = make_verl()
+    del module.ToolAgentLoop._call_tool, module.LLMServerClient._vllm_request_id
+    module.LLMServerClient.generate = _without_id
+    verl_agent_loops.hook_tool_loop(module)
+    verl_clients.hook_clients(module)
+    log = recorded(module.LLMServerClient().generate("r"))
+    assert [found.request for found in named(log, "generate")] == [""]
+    assert [name.rpartition(".")[2] for name in wrapping.left_out] == ["_call_tool", "_vllm_request_id"]
+
+
+async def _without_id(self: Any, request_id: str) -> Any:
+    return SimpleNamespace(stop_reason="stop")
+
+
+def test_nothing_changes_while_nothing_records(verl: SimpleNamespace) -> None:
+    """The hooks hand results and errors through."""
+    made = output()
+
+    async def run() -> Any:
+        client = verl.FullyAsyncLLMServerClient("aborted", "stop")
+        assert (await client.generate("r")).stop_reason == "stop"
+        assert await verl.ToolAgentLoop()._call_tool(SimpleNamespace(name="any"), {}, None) == "any"
+        return made
+
+    worker = verl.AgentLoopWorker(run)
+    assert asyncio.run(worker._run_agent_loop({}, INFO, agent_name="own", **V1_PROMPT)) is made
+
+    async def raises() -> Any:
+        raise ValueError("no page")
+
+    with pytest.raises(ValueError, match="no page"):
+        asyncio.run(verl.AgentLoopWorker(raises)._run_agent_loop({}, INFO, agent_name="own", **V1_PROMPT))
