@@ -17,22 +17,24 @@ HOOKED = (
     "verl.workers.engine.fsdp.transformer_impl",
     "verl.utils.tracking",
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
+    "verl.experimental.teacher_loop",
 )
 
 
 def program(*modules: str) -> str:
     """Return a program that imports the hooked classes and checks the support."""
     lines = [*(f"import {module}" for module in modules), f"import {PLUGIN} as plugin"]
-    return "\n".join([*lines, "plugin.check_support()", "print('supported')"])
+    lines += ["plugin.check_support()", "print('supported without', plugin.left_out)"]
+    return "\n".join(lines)
 
 
 @pytest.mark.releases
 def test_the_hooks_fit_0_9_0(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    """The first release of 0.9 has everything that is hooked, V1 trainers included."""
+    """The first release of 0.9 has everything that is hooked, V1 trainers and agent loops included."""
     folder = sources("verl==0.9.0", pytestconfig.cache)
     run = run_python("-c", program(*HOOKED), cwd=tmp_path, paths=(folder,))
     assert run.returncode == 0, run.stderr
-    assert "supported" in run.stdout
+    assert "supported without []" in run.stdout
 
 
 @pytest.mark.releases
@@ -70,10 +72,26 @@ def test_a_hook_that_does_not_fit_is_named(tmp_path: Path) -> None:
     """Where a class has another name, verl is imported all the same, and profiling is refused with it."""
     text = (
         f"import {PLUGIN} as plugin, types\n"
-        "plugin._hook('verl_servers:hook_vllm_server')(types.ModuleType('verl.renamed'))\n"
+        "hook = plugin._hook('verl_servers:hook_vllm_server', plugin._problems)\n"
+        "hook(types.ModuleType('verl.renamed'))\n"
         "plugin.check_support()"
     )
     run = run_python("-c", text, cwd=tmp_path)
     assert run.returncode != 0
     assert "is not supported: verl.renamed:" in run.stderr
     assert "vLLMHttpServer" in run.stderr
+
+
+def test_a_hook_of_the_rollout_that_does_not_fit_is_left_out_by_name(tmp_path: Path) -> None:
+    """Where agent loops have another name, they are not recorded, and all else is."""
+    text = (
+        f"import {PLUGIN} as plugin, types\n"
+        "hook = plugin._hook('verl_agent_loops:hook_agent_loops', plugin.left_out)\n"
+        "hook(types.ModuleType('verl.renamed'))\n"
+        "plugin.check_support()\n"
+        "print(plugin.left_out)"
+    )
+    run = run_python("-c", text, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "verl.renamed" in run.stdout
+    assert "AgentLoopWorker" in run.stdout

@@ -133,6 +133,7 @@ def recorded(*coroutines: Any) -> TrajectoryLog:
         asyncio.run(all_of_them())
     finally:
         stop_log(log)
+        log.end()
         found = log.close("agent_loop_rank0")
     return found
 
@@ -383,7 +384,9 @@ def test_fates_that_the_trainer_sends_are_recorded(verl: SimpleNamespace) -> Non
     assert [(f.group, f.sample, f.fate) for f in fates] == [("g1", None, "filtered"), ("g2", 1, "abandoned")]
 
 
-def test_what_a_release_does_not_have_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_release_does_not_have_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The rest is recorded, and the name of what is missing is kept to be said."""
     monkeypatch.setattr(wrapping, "left_out", [])
     monkeypatch.setattr(verl_clients, "_prepared", set())
@@ -395,6 +398,8 @@ def test_what_a_release_does_not_have_is_left_out_by_name(monkeypatch: pytest.Mo
     log = recorded(module.LLMServerClient().generate("r"))
     assert [found.request for found in named(log, "generate")] == [""]
     assert [name.rpartition(".")[2] for name in wrapping.left_out] == ["_call_tool", "_vllm_request_id"]
+    wrapping.warn_of_what_is_left_out()
+    assert "ToolAgentLoop._call_tool" in caplog.text
 
 
 async def _without_id(self: Any, request_id: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.controller.callback import ProfilingCallback
-from verl_profiling.integrations.wrapping import left_out
+from verl_profiling.integrations.wrapping import warn_of_what_is_left_out
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import AgentLoopCaptureMixin
 
@@ -28,8 +28,7 @@ def add_capture_methods(actor_class: type[Any], mixin: type[AgentLoopCaptureMixi
         capture = mixin()
         capture.init_capture(settings, rank=rank, world_size=world_size)
         self._verl_profiling = capture
-        if left_out:
-            logger.warning("profiling: this verl has no %s; that is not recorded", ", ".join(left_out))
+        warn_of_what_is_left_out()
 
     actor_class.init_capture = init_capture
     actor_class.start_capture = _start_capture

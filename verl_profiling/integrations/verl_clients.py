@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from verl_profiling.integrations.wrapping import around_async, wrap
+from verl_profiling.integrations.wrapping import around_async, leave_out, wrap
 from verl_profiling.trajectories import current_trajectory, span
 
 __all__ = ["hook_clients", "hook_teachers"]
@@ -43,6 +43,9 @@ class _Pause:
 
 def hook_clients(module: Any) -> None:
     """Record the requests of ``LLMServerClient``, and of the clients that resume aborted ones."""
+    for name in _PARTS:
+        if not hasattr(module.LLMServerClient, name):
+            leave_out(module.LLMServerClient, name)
     wrap(module.LLMServerClient, "generate", _as_request)
     resuming = getattr(module, "FullyAsyncLLMServerClient", None)
     if resuming is not None and "generate" in vars(resuming):
@@ -100,8 +103,9 @@ def _prepare(client_class: type[Any]) -> None:
     if client_class in _prepared:
         return
     _prepared.add(client_class)
-    wrap(client_class, "_vllm_request_id", _noted_id)
-    wrap(client_class, "_acquire_server", around_async(partial(span, "wait:server")))
+    for name, wrapper in _PARTS.items():
+        if hasattr(client_class, name):
+            wrap(client_class, name, wrapper)
 
 
 def _noted_id(make_id: Callable[..., str]) -> Callable[..., str]:
@@ -122,3 +126,7 @@ def _teaching() -> Iterator[None]:
         yield
     finally:
         _name.reset(token)
+
+
+_PARTS = {"_acquire_server": around_async(partial(span, "wait:server")), "_vllm_request_id": _noted_id}
+"""What a client does for each request."""

@@ -23,7 +23,7 @@ from verl_profiling.integrations.verl_actors import add_actors
 from verl_profiling.integrations.verl_config import settings_of
 from verl_profiling.integrations.verl_nsys import start_workers_under_nsys
 from verl_profiling.integrations.verl_servers import SETTINGS_KEY
-from verl_profiling.integrations.wrapping import around, wrap
+from verl_profiling.integrations.wrapping import around, warn_of_what_is_left_out, wrap
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = [
@@ -66,6 +66,7 @@ class TrainerProfiler:
 
     def __init__(self, trainer: Any, settings: ProfilingConfig) -> None:
         check_support()
+        warn_of_what_is_left_out()
         self._trainer = trainer
         self._settings = settings
         self._callback = ProfilingCallback(settings)

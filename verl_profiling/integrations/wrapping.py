@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["around", "around_async", "left_out", "wrap"]
+__all__ = ["around", "around_async", "leave_out", "left_out", "warn_of_what_is_left_out", "wrap"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +29,20 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> None
     function = getattr(owner, name, None)
     if callable(function):
         setattr(owner, name, functools.wraps(function)(wrapper(function)))
-        return
+    else:
+        leave_out(owner, name)
+
+
+def leave_out(owner: Any, name: str) -> None:
+    """Keep in mind that a module or class has no such function."""
     place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
     left_out.append(f"{place}.{name}")
-    logger.debug("%s.%s is not there, and is left out", place, name)
+
+
+def warn_of_what_is_left_out() -> None:
+    """Say what this process will not record."""
+    if left_out:
+        logger.warning("profiling: this version has no %s; what it does is not recorded", ", ".join(left_out))
 
 
 def around(opened: Callable[[], AbstractContextManager[Any]]) -> Callable[[Function], Function]:
