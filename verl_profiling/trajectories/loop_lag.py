@@ -161,10 +161,12 @@ class LoopState:
     """One loop, as it is measured.
 
     Attributes:
+        loop: The loop.
         number: Its number.
         native_id: Native id of its thread.
         name: Name of that thread.
         next_ns: From when on a span's begin or end asks how late the loop is.
+        ended: It is measured no more.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, number: int, lag: LoopLag) -> None:
@@ -173,7 +175,8 @@ class LoopState:
         self.native_id = thread.native_id or 0
         self.name = thread.name
         self.next_ns = 0
-        self._loop = loop
+        self.ended = False
+        self.loop = loop
         self._lag = lag
         self._ident = threading.get_ident()
         self._due_ns = 0
@@ -190,7 +193,7 @@ class LoopState:
         """
         self.next_ns = _NEVER
         self._due_ns, self._by, self._seen = now_ns, span, []
-        self._loop.call_soon(self._answer)
+        self.loop.call_soon(self._answer)
 
     def look(self, span_of: Callable[[object], Span | None]) -> bool:
         """Note what runs on the loop's thread; return whether to look again soon."""
@@ -198,16 +201,16 @@ class LoopState:
         if self.next_ns == _NEVER:
             if now_ns - self._due_ns < LOOK_AGAIN_S * 1e9:
                 return True
-        elif not self._loop.is_running():
+        elif not self.loop.is_running():
             return False
-        task = _running_task(self._loop)
+        task = _running_task(self.loop)
         if self.next_ns != _NEVER:
             if task is None:
                 return False
             self.next_ns = _NEVER
             self._due_ns, self._by, self._seen = now_ns, None, []
             try:
-                self._loop.call_soon_threadsafe(self._answer)
+                self.loop.call_soon_threadsafe(self._answer)
             except RuntimeError:  # it was closed meanwhile
                 return False
         span = None if task is None else span_of(task)
@@ -216,7 +219,8 @@ class LoopState:
 
     def end(self) -> None:
         """Keep the block that lasts."""
-        if self.next_ns == _NEVER and self._loop.is_running():
+        self.ended = True
+        if self.next_ns == _NEVER and self.loop.is_running():
             self._keep(clock.now_ns())
 
     def _answer(self) -> None:

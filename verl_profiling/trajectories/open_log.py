@@ -64,8 +64,9 @@ class OpenLog:
             self.trajectories.append(trajectory)
         else:
             self._trajectories_left_out += 1
-        if trajectory.loop is not None and trajectory.loop is asyncio._get_running_loop():
-            self.measured(trajectory.loop)
+        loop = trajectory.running_loop
+        if loop is not None and trajectory.thread == threading.get_ident() and loop.is_running():
+            trajectory.loop = self.measured(loop)
 
     def add_fate(self, fate: FateChange) -> None:
         """Keep what became of trajectories."""
@@ -126,7 +127,7 @@ class OpenLog:
             found.begin_ns,
             found.end_ns if ended else self._end_ns,
             (_text(found.fate) or "done") if ended else "running",
-            self._lag.number(found.loop),
+            self._lag.number(found.running_loop),
             _text(found.error),
             _facts(found.facts),
         )

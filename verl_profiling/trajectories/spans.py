@@ -40,12 +40,16 @@ class Measured(Protocol):
     """An event loop whose lag is measured.
 
     Attributes:
+        loop: The loop.
         number: Its number in the log.
         next_ns: From when on a span that begins or ends asks how late it is.
+        ended: It is measured no more.
     """
 
+    loop: asyncio.AbstractEventLoop
     number: int
     next_ns: int
+    ended: bool
 
     def ask(self, now_ns: int, span: Span) -> None:
         """Ask how late it is."""
@@ -106,7 +110,9 @@ class Trajectory:
         "group",
         "loop",
         "parent",
+        "running_loop",
         "sample",
+        "thread",
     )
 
     def __init__(self, group: object, sample: int | str | None, facts: dict[str, Any]) -> None:
@@ -117,7 +123,9 @@ class Trajectory:
         self.error = ""
         self.begin_ns = 0
         self.end_ns = 0
-        self.loop: asyncio.AbstractEventLoop | None = None
+        self.thread = 0
+        self.running_loop: asyncio.AbstractEventLoop | None = None
+        self.loop: Measured | None = None
         self.parent: Node | None = None
 
     @property
@@ -133,7 +141,8 @@ class Trajectory:
         self.parent = _innermost()
         self.begin_ns = clock.now_ns()
         self.end_ns = 0
-        self.loop = _get_running_loop()
+        self.thread = get_ident()
+        self.running_loop = _get_running_loop()
         _open[id(self)] = self
         _current.set(self)
         if _log is not None:
@@ -195,22 +204,27 @@ class Span(msgspec.Struct, eq=False, gc=False):
         if self.begin_ns:  # entered again: one span, to the last end
             self.end_ns = 0
             return self
+        self.thread = thread = get_ident()
+        measured = None
         parent = _current.get()
         while parent is not None and parent.end_ns:
             parent = parent.parent
         if parent is not None:
             self.parent = parent
             self.trajectory = parent.trajectory
-        self.thread = get_ident()
-        loop = _get_running_loop()
-        if loop is not None:
-            self.loop = log.measured(loop)
-            self.task = current_task(loop)
+            if parent.thread == thread:
+                measured = parent.loop
+        if measured is None or measured.ended:
+            running = _get_running_loop()  # takes longer than all the rest, up to Python 3.11
+            measured = None if running is None else log.measured(running)
         _current.set(self)
         self.begin_ns = begin_ns = clock.now_ns()
         log.add_span(self)
-        if loop is not None and begin_ns > self.loop.next_ns:  # type: ignore[union-attr]
-            self.loop.ask(begin_ns, self)  # type: ignore[union-attr]
+        if measured is not None:
+            self.loop = measured
+            self.task = current_task(measured.loop)
+            if begin_ns > measured.next_ns:
+                measured.ask(begin_ns, self)
         return self
 
     def __exit__(
@@ -218,10 +232,10 @@ class Span(msgspec.Struct, eq=False, gc=False):
     ) -> None:
         if self.begin_ns and not self.end_ns:
             self.end_ns = end_ns = clock.now_ns()
-            if self.task is not None:
-                self.task = None
-                if end_ns > self.loop.next_ns and _get_running_loop() is not None:  # type: ignore[union-attr]
-                    self.loop.ask(end_ns, self)  # type: ignore[union-attr]
+            self.task = None
+            measured = self.loop
+            if measured is not None and end_ns > measured.next_ns and _get_running_loop() is measured.loop:
+                measured.ask(end_ns, self)
             if kind is not None:
                 self.failed = True
             if _current.get() is self:
