@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete lint repository docs tables bench bench-instructions bench-verl clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-agent lint repository docs tables bench bench-instructions bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -165,6 +165,14 @@ demo-e2e demo-discrete: demo-%: $(DEMO_ENV)/.ready
 	$(REPORT) merge $(DEMO)/$*/profiling
 	$(REPORT) report $(DEMO)/$*/profiling --save
 	$(REPORT) check $(DEMO)/$*/profiling
+
+demo-agent: $(DEMO_ENV)/.ready ## Profile the recipe of an agent, merge, report, check [ENGINE=vllm|sglang]
+	rm -rf $(DEMO)/agent
+	$(DEMO_PYTHON) -m recipes.agent_tiny.train profiling=e2e profiling.schedule.steps=[2] steps=2 \
+	  rollout.engine=$(ENGINE) output_dir=$(DEMO)/agent
+	$(REPORT) merge $(DEMO)/agent/profiling
+	$(REPORT) report $(DEMO)/agent/profiling --save
+	$(REPORT) check $(DEMO)/agent/profiling
 
 env-verl: $(VERL_ENV)/.ready ## Build an environment with real verl and vLLM or SGLang, for CPU [ENGINE=sglang]
 

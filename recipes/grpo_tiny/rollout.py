@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,15 +14,21 @@ from omegaconf import DictConfig
 from recipes.grpo_tiny.model import build_model
 from recipes.grpo_tiny.task import END, RESPONSE_LENGTH
 from verl_profiling import stage
-from verl_profiling.workers import RolloutCaptureMixin
+from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 Weights = dict[str, torch.Tensor]
 
 
 class Engine(Protocol):
-    """The interface of the recipe's engines. ``handle`` is the object that the mixin captures."""
+    """The interface of the recipe's engines.
+
+    Attributes:
+        handle: The object that the mixin captures.
+        requests: The log of an engine that notes its requests itself; others are watched.
+    """
 
     handle: Any
+    requests: RequestLog | None = None
 
     async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return one sampled response per prompt, ``END`` included."""
@@ -33,14 +40,34 @@ class Engine(Protocol):
         """Replace the weights."""
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """``model.generate`` in this process: nothing to install, and good enough for a toy."""
 
     def __init__(self, config: DictConfig, seed: int, engine_args: dict[str, Any]) -> None:
         self.handle = build_model(config.model, config.seed).eval()
+        self.requests = RequestLog()
+        self._turn = asyncio.Lock()
         torch.manual_seed(seed)
 
     async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Sample a batch."""
+        with self.requests.open() as batch:
+            responses = self._sample(prompts)
+            for prompt, response in zip(prompts, responses, strict=True):
+                batch.close(len(prompt), len(response))
+        return responses
+
+    async def complete(self, prompt: list[int], request_id: str) -> list[int]:
+        """Sample one response, when those before it are done."""
+        with self.requests.open(len(prompt), id=request_id) as request:
+            request.arrival_ns = time.time_ns()
+            async with self._turn:
+                request.scheduled_ns = time.time_ns()
+                [response] = self._sample([prompt])
+            request.response_tokens = len(response)
+        return response
+
+    def _sample(self, prompts: list[list[int]]) -> list[list[int]]:
         """Sample on this thread, the one that a capture records."""
         tokens = torch.tensor(prompts)
         sampled = self.handle.generate(
@@ -53,17 +80,12 @@ class TransformersEngine:
         responses = sampled[:, tokens.shape[1] :].tolist()
         return [row[: row.index(END) + 1] if END in row else row for row in responses]
 
-    async def complete(self, prompt: list[int], request_id: str) -> list[int]:
-        """Sample one response; those that are asked for meanwhile wait for it."""
-        [response] = await self.generate([prompt])
-        return response
-
     async def load_weights(self, weights: Weights) -> None:
         """Copy them in."""
         self.handle.load_state_dict(weights)
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """vLLM's ``AsyncLLM``, whose engine core and workers are separate processes."""
 
     def __init__(self, config: DictConfig, seed: int, engine_args: dict[str, Any]) -> None:
@@ -109,7 +131,7 @@ class VLLMEngine:
         await self.handle.reset_prefix_cache()
 
 
-class SGLangEngine:
+class SGLangEngine(Engine):
     """SGLang's ``Engine``, whose schedulers are separate processes."""
 
     def __init__(self, config: DictConfig, seed: int, engine_args: dict[str, Any]) -> None:
@@ -180,7 +202,10 @@ class RolloutServer(RolloutCaptureMixin):
             self.engine_args(self.config.profiling, engine=rollout.engine),
         )
         self.init_capture(
-            self.config.profiling, role="rollout", replica=self.replica, engine=self.engine.handle
+            self.config.profiling,
+            replica=self.replica,
+            engine=self.engine.handle,
+            requests=self.engine.requests,
         )
 
     @stage("rollout")
