@@ -130,12 +130,18 @@ def report_of(
                 requests=[
                     Request(
                         replica=worker.replica or 0,
+                        id=f"{worker.replica}-{number}",
                         begin_ns=ns(a),
+                        arrival_ns=ns(a),
+                        scheduled_ns=ns(a + (b - a) / 10),
+                        first_token_ns=ns(a + (b - a) / 5),
                         end_ns=ns(b),
                         prompt_tokens=10,
                         response_tokens=tokens,
+                        cached_tokens=5,
+                        preemptions=number % 2,
                     )
-                    for a, b, tokens in worker.requests
+                    for number, (a, b, tokens) in enumerate(worker.requests)
                 ],
             )
         )

@@ -53,6 +53,7 @@ FrameName = Literal[
     "stages",
     "workers",
     "engines",
+    "replicas",
     "lost",
     "stragglers",
     "collectives",

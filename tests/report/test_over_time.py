@@ -20,7 +20,7 @@ SECOND = 1_000_000_000
 PART = SECOND  # a step of PARTS seconds has parts of one second
 
 
-def request(begin_s: float, end_s: float, replica: int = 0) -> RequestRow:
+def request(begin_s: float, end_s: float, replica: int = 0, **engine: float) -> RequestRow:
     """Return a request of a replica."""
     return RequestRow(
         worker=f"rollout{replica}",
@@ -33,6 +33,7 @@ def request(begin_s: float, end_s: float, replica: int = 0) -> RequestRow:
         response_tokens=1,
         policy_version=None,
         failed=False,
+        **engine,  # type: ignore[arg-type]
     )
 
 
@@ -64,6 +65,25 @@ def test_each_replica_has_a_curve_of_its_requests() -> None:
     assert rows[0].requests[:5] == [0, 0, 0, 1, 0]
     assert rows[1].requests[:4] == [1, 2, 0.5, 0]
     assert {len(row.requests) for row in rows} == {PARTS}
+
+
+def test_the_queue_is_told_from_what_the_engine_has_scheduled() -> None:
+    """From the engine getting a request, or else from its begin; unknown where no request tells."""
+    known = {"arrival_us": 1e6, "scheduled_us": 3e6}
+    backwards = {"arrival_us": 2e6, "scheduled_us": 1e6}
+    rows = requests_running(
+        [
+            request(0, 5, **known),
+            request(2, 6, scheduled_us=2.5e6),
+            request(2, 6, **backwards),
+            request(3, 4),
+            request(0, 5, replica=1),
+        ],
+        PARTS * 1e6,
+    )
+    assert rows[0].queued[:5] == [0, 1, 1.5, 0, 0]
+    assert rows[0].requests[:5] == [1, 1, 3, 4, 3]
+    assert rows[1].queued == []
 
 
 def test_a_rank_that_waits_in_a_collective_is_told_from_one_that_computes(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from verl_profiling.report.numbers import (
     worker_row,
 )
 from verl_profiling.report.over_time import requests_running
+from verl_profiling.report.replicas import replica_rows
 from verl_profiling.report.stragglers import stragglers
 from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.merge import zero_ns
@@ -128,6 +129,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     ]
     idle = [causes["other_stages"] for causes in lost]
     engines = [engine_row(lane, step) for lane in step.lanes if lane.is_engine]
+    served = requests(manifest) if manifest else []
     promised = [artifact for worker in manifest.workers for artifact in worker.artifacts] if manifest else []
     expected = sum(artifact.status != "skipped" for artifact in promised) if manifest else found.traces
     report = Report(
@@ -165,7 +167,8 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         capture_us=length(capture_time(step)) / 1000,
         anchors=anchors(manifest) if manifest else [],
         captured=manifest is not None,
-        running=requests_running(requests(manifest), step.span_ns / 1000) if manifest else [],
+        running=requests_running(served, step.span_ns / 1000),
+        replicas=replica_rows(served),
         timeline_begin_ns=manifest.begin_ns - zero_ns(manifest.begin_ns) if manifest else None,
     )
     return visible_text_of(find(report))

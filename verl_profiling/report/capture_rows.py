@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from verl_profiling.manifest import Artifact, CaptureResult, Manifest
+from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
 from verl_profiling.report.rows import AnchorRow, CostRow, MeasureRow, RequestRow
 from verl_profiling.timeline.inputs import resolve_artifact
 from verl_profiling.units import duration
@@ -57,22 +57,41 @@ def requests(manifest: Manifest) -> list[RequestRow]:
     for worker in manifest.workers:
         zero_ns = manifest.begin_ns + manifest.offset_ns(worker.identity)
         for request in worker.requests:
-            first_ns = request.first_token_ns
             rows.append(
                 RequestRow(
                     worker=worker.name,
                     replica=request.replica,
                     begin_us=(request.begin_ns - zero_ns) / 1000,
-                    first_token_us=(first_ns - zero_ns) / 1000 if first_ns else None,
+                    first_token_us=_since(zero_ns, request.first_token_ns),
                     end_us=(request.end_ns - zero_ns) / 1000,
                     latency_us=(request.end_ns - request.begin_ns) / 1000,
                     prompt_tokens=request.prompt_tokens,
                     response_tokens=request.response_tokens,
+                    id=request.id,
+                    arrival_us=_since(zero_ns, request.arrival_ns),
+                    scheduled_us=_since(zero_ns, request.scheduled_ns),
+                    last_token_us=_since(zero_ns, request.last_token_ns),
+                    to_first_token_us=_since(request.begin_ns, request.first_token_ns),
+                    per_token_us=_per_token_us(request),
+                    cached_tokens=request.cached_tokens,
+                    preemptions=request.preemptions,
                     policy_version=request.policy_version,
                     failed=request.failed,
                 )
             )
     return rows
+
+
+def _since(begin_ns: int, time_ns: int) -> float | None:
+    return (time_ns - begin_ns) / 1000 if time_ns else None
+
+
+def _per_token_us(request: Request) -> float | None:
+    """Return the mean time from token to token; the first is the prefill's."""
+    if not request.first_token_ns or request.response_tokens < 2:
+        return None
+    decode_ns = (request.last_token_ns or request.end_ns) - request.first_token_ns
+    return decode_ns / 1000 / (request.response_tokens - 1)
 
 
 def clock_notes(manifest: Manifest) -> Iterator[str]:

@@ -26,6 +26,7 @@ from verl_profiling.units import duration
 __all__ = ["page_title", "render_html"]
 
 _TOP_OPS = 40
+_UNTOLD = "How long requests were queued is not known: the engines keep no statistics, or do not tell."
 _SCRIPTS = ("tip.js", "scale.js", "lanes.js", "pointer.js", "selection.js", "picture.js", "tail.js")
 
 
@@ -50,6 +51,7 @@ def _sections(report: Report) -> Iterable[str]:
     yield _workers("Workers", [row for row in report.workers if row.replica is None])
     yield _workers("Rollout engines", [row for row in report.workers if row.replica is not None])
     yield _engines(report)
+    yield _replicas(report)
     yield _tail(report)
     yield _stragglers(report)
     yield _collectives(report)
@@ -148,6 +150,27 @@ def _engines(report: Report) -> str:
         for row in report.engines
     ]
     return section("Engine iterations", table("Engine iterations", headings, rows))
+
+
+def _replicas(report: Report) -> str:
+    columns: dict[str, list[Cell]] = {
+        "name": [row.worker for row in report.replicas],
+        "requests": [count(row.requests) for row in report.replicas],
+        "failed": [count(row.failed) for row in report.replicas],
+    }
+    for heading in ("queued", "to first token", "per token"):
+        for share in ("p50", "p90", "p99"):
+            field = f"{heading.replace(' ', '_')}_{share}_us"
+            times = [getattr(row, field) for row in report.replicas]
+            columns[f"{heading} {share}"] = [time(None if us is None else us / 1e6) for us in times]
+    shares = [row.cache_hit_share for row in report.replicas]
+    columns["from cache"] = [None if share is None else percent(share) for share in shares]
+    taken_off = [row.preemptions for row in report.replicas]
+    columns["preemptions"] = [None if times is None else count(times) for times in taken_off]
+    known = {heading: cells for heading, cells in columns.items() if any(cell is not None for cell in cells)}
+    note = "" if "queued p50" in known else _UNTOLD
+    rows = list(zip(*known.values(), strict=True))
+    return section("Requests by replica", table("Requests by replica", list(known), rows), note)
 
 
 def _tail(report: Report) -> str:

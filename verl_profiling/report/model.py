@@ -18,6 +18,7 @@ from verl_profiling.report.rows import (
     LostRow,
     MeasureRow,
     OpRow,
+    ReplicaRow,
     RunningRow,
     StageRow,
     StragglerRow,
@@ -223,6 +224,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             stages nor workers are known.
         name: What plain traces are called beside their step's number: the file, recording or folder.
         running: Requests running over time, one row per replica.
+        replicas: What the requests of each replica came to, one row per replica.
         timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
     """
 
@@ -254,6 +256,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     anchors: list[AnchorRow] = []
     captured: bool = True
     running: list[RunningRow] = []
+    replicas: list[ReplicaRow] = []
     timeline_begin_ns: int | None = None
     name: str = ""
 

@@ -21,20 +21,33 @@ def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
 
 
 def requests_running(requests: Iterable[RequestRow], span_us: float) -> list[RunningRow]:
-    """Return how many requests of each replica are on their way in each part of the step, on average."""
-    by_replica: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    """Return how many requests of each replica are on their way in each part of the step, on average.
+
+    And how many of them are queued: from the engine getting a request (or, where it does not tell, from
+    its begin) to scheduling it for the first time.
+    """
+    by_replica: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    queued: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for request in requests:
-        span_ns = (round(request.begin_us * 1000), round(request.end_us * 1000))
-        by_replica.setdefault((request.worker, request.replica), []).append(span_ns)
-    end_ns = round(span_us * 1000)
+        key = (request.worker, request.replica)
+        by_replica.setdefault(key, []).append((request.begin_us, request.end_us))
+        if request.scheduled_us is not None:
+            since_us = request.begin_us if request.arrival_us is None else request.arrival_us
+            queued.setdefault(key, []).append((since_us, max(since_us, request.scheduled_us)))
     return [
         RunningRow(
-            worker=worker,
-            replica=replica,
-            requests=[round(float(mean), 2) for mean in _running(np.array(spans), 0, end_ns)],
+            worker=key[0],
+            replica=key[1],
+            requests=_means(spans, span_us),
+            queued=_means(queued[key], span_us) if key in queued else [],
         )
-        for (worker, replica), spans in sorted(by_replica.items(), key=lambda item: item[0][1])
+        for key, spans in sorted(by_replica.items(), key=lambda item: item[0][1])
     ]
+
+
+def _means(spans_us: list[tuple[float, float]], whole_us: float) -> list[float]:
+    spans = np.rint(np.array(spans_us) * 1000).astype(np.int64)
+    return [round(float(mean), 2) for mean in _running(spans, 0, round(whole_us * 1000))]
 
 
 def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:

@@ -15,6 +15,7 @@ __all__ = [
     "LostRow",
     "MeasureRow",
     "OpRow",
+    "ReplicaRow",
     "RequestRow",
     "RunningRow",
     "StageRow",
@@ -226,12 +227,20 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
         worker: Name of the replica, e.g. ``rollout0``.
         replica: Index of the replica.
         begin_us: When it was sent, after the begin of the step.
-        first_token_us: When its first output arrived, after the begin of the step; ``None`` where
-            only whole responses are handed over.
+        first_token_us: When the engine had its first token, or else when its first output arrived, after
+            the begin of the step; ``None`` where neither is known.
         end_us: When its response was complete, after the begin of the step.
         latency_us: From being sent to the complete response.
         prompt_tokens: Length of the prompt.
         response_tokens: Length of the response.
+        id: What the engine was given as its id; empty if that is not known.
+        arrival_us: When the engine's scheduler got it, after the begin of the step, if known.
+        scheduled_us: When the engine first scheduled it, likewise.
+        last_token_us: When the engine had its last token, likewise.
+        to_first_token_us: From being sent to the first token, if that is known.
+        per_token_us: Mean time from token to token behind the first, if known.
+        cached_tokens: Of the prompt, what came from the engine's prefix cache, if known.
+        preemptions: How often the engine took it off and began it again, if known.
         policy_version: Version of the weights that it began with, where it is known.
         failed: It raised, or was given up.
     """
@@ -244,6 +253,14 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     latency_us: float
     prompt_tokens: int
     response_tokens: int
+    id: str = ""
+    arrival_us: float | None = None
+    scheduled_us: float | None = None
+    last_token_us: float | None = None
+    to_first_token_us: float | None = None
+    per_token_us: float | None = None
+    cached_tokens: int | None = None
+    preemptions: int | None = None
     policy_version: int | None
     failed: bool
 
@@ -255,11 +272,53 @@ class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
         worker: Name of the replica, e.g. ``rollout0``.
         replica: Index of the replica.
         requests: Mean number of requests on their way in each of equally long parts of the step.
+        queued: Of these, those that the engine had not scheduled yet; empty if it does not tell.
     """
 
     worker: str
     replica: int
     requests: list[float]
+    queued: list[float] = []
+
+
+class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What the requests of one replica came to; what its engine does not tell is ``None``.
+
+    Percentiles are of the requests that did not fail.
+
+    Attributes:
+        worker: Name of the replica, e.g. ``rollout0``.
+        replica: Index of the replica.
+        requests: Number of requests.
+        failed: Of these, those that raised or were given up.
+        queued_p50_us: From the engine getting a request to scheduling it, the median.
+        queued_p90_us: The same, 90th percentile.
+        queued_p99_us: The same, 99th percentile.
+        to_first_token_p50_us: From being sent to the first token, the median.
+        to_first_token_p90_us: The same, 90th percentile.
+        to_first_token_p99_us: The same, 99th percentile.
+        per_token_p50_us: Mean time from token to token of a request, behind the first, the median.
+        per_token_p90_us: The same, 90th percentile.
+        per_token_p99_us: The same, 99th percentile.
+        cache_hit_share: Share of the prompts' tokens that came from the prefix cache.
+        preemptions: How often requests were taken off and begun again.
+    """
+
+    worker: str
+    replica: int
+    requests: int
+    failed: int
+    queued_p50_us: float | None
+    queued_p90_us: float | None
+    queued_p99_us: float | None
+    to_first_token_p50_us: float | None
+    to_first_token_p90_us: float | None
+    to_first_token_p99_us: float | None
+    per_token_p50_us: float | None
+    per_token_p90_us: float | None
+    per_token_p99_us: float | None
+    cache_hit_share: float | None
+    preemptions: int | None
 
 
 class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):

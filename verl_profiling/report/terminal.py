@@ -41,6 +41,7 @@ def print_report(report: Report, console: Console) -> None:
         _workers("Workers", others),
         _workers("Rollout engines", engines),
         _engines(report),
+        _replicas(report),
         _lost(report),
         _stragglers(report),
         _ops(report),
@@ -163,6 +164,34 @@ def _engines(report: Report) -> Table:
                 "" if row.finish_us is None else _time(row.finish_us),
             )
     return table
+
+
+def _replicas(report: Report) -> Table:
+    headings = (
+        "requests",
+        "queued\np99",
+        "1st token\np50",
+        "\np99",
+        "a token\np50",
+        "cached",
+        "preempted",
+    )
+    table = table_of("Requests by replica", "name", *headings)
+    for row in report.replicas[:_ROWS]:
+        times = (
+            row.queued_p99_us,
+            row.to_first_token_p50_us,
+            row.to_first_token_p99_us,
+            row.per_token_p50_us,
+        )
+        table.add_row(
+            escape(row.worker),
+            f"{row.requests:,}",
+            *("" if us is None else _time(us) for us in times),
+            "" if row.cache_hit_share is None else f"{row.cache_hit_share:.0%}",
+            "" if row.preemptions is None else f"{row.preemptions:,}",
+        )
+    return _with_rest(table, len(report.replicas))
 
 
 def _lost(report: Report) -> Table:

@@ -16,8 +16,9 @@ function rowsOf(group, unfolded) {
   if (large) rows.push({ kind: "group", key: `group ${group.role}`, group, spans: group.envelope, ...curves(group) });
   const lanes = !large ? group.lanes : unfolded ? [...standing, ...rest] : standing.slice(0, SHOWN_OUTLIERS);
   for (const lane of lanes) rows.push({ kind: "lane", key: lane.name, group, lane, spans: lane.spans, ...curves(lane) });
-  const running = runningIn(group);
-  if (running.length) rows.push({ kind: "running", key: `running ${group.role}`, group, spans: [], running });
+  const running = requestsOf(group, data.running);
+  const queued = requestsOf(group, data.queued);
+  if (running.length) rows.push({ kind: "running", key: `running ${group.role}`, group, spans: [], running, queued });
   const loadHeight = d3.sum(data.groups, ({ lanes: all }) => all.length) > FEW_LANES ? LOAD : TALL_LOAD;
   for (const row of rows) {
     row.levels = 1 + Math.max(-1, ...row.spans.map((span) => span.row));
@@ -32,10 +33,11 @@ function curves({ load, communication, waiting }) {
   return { load, communication: whole(communication), waiting: whole(waiting) };
 }
 
-function runningIn(group) {
-  const workers = [...new Set(group.lanes.map((lane) => lane.worker))].filter((name) => data.running[name]);
+// The sum over the replicas of a group; empty if none of them tells.
+function requestsOf(group, curves) {
+  const workers = [...new Set(group.lanes.map((lane) => lane.worker))].filter((name) => curves[name]?.length);
   if (!workers.length) return [];
-  return data.running[workers[0]].map((_, part) => workers.reduce((sum, name) => sum + data.running[name][part], 0));
+  return curves[workers[0]].map((_, part) => workers.reduce((sum, name) => sum + curves[name][part], 0));
 }
 
 function describe(row, span) {
@@ -65,7 +67,9 @@ function drawRow(row, svg, axis) {
   }
   if (row.kind === "running") {
     const most = Math.max(d3.max(row.running), 1);
-    drawArea(drawing, "running", row.running.map((count) => [0, count]), row.running.length, x, (count) => CURVE - 2 - (count / most) * (CURVE - 6));
+    const y = (count) => CURVE - 2 - (count / most) * (CURVE - 6);
+    drawArea(drawing, "running", row.running.map((count) => [0, count]), row.running.length, x, y);
+    if (row.queued.length) drawArea(drawing, "queued", row.queued.map((count) => [0, count]), row.queued.length, x, y);
   }
 }
 

@@ -32,7 +32,10 @@ function makePicture(container) {
   }
 
   function label(row) {
-    if (row.kind === "running") return element("div", { className: "label" }, element("small", { textContent: `requests running, peak ${Math.round(10 * d3.max(row.running)) / 10}` }));
+    if (row.kind === "running") {
+      const [running, queued] = [row.running, row.queued].map((curve) => Math.round(10 * d3.max(curve)) / 10);
+      return element("div", { className: "label" }, element("small", { textContent: `requests running, peak ${running}${queued ? ` (queued ${queued})` : ""}` }));
+    }
     if (row.kind === "lane") {
       const made = element("div", { className: `label${row.lane.stands_out ? " standing" : ""}`, title: row.lane.name }, element("bdi", { textContent: row.lane.name }));
       if (row.lane.stands_out) made.append(element("small", { textContent: row.lane.stands_out }));

@@ -24,7 +24,6 @@ def picture(report: Report) -> dict[str, Any]:
     """Return lanes by role with their stages and their load over time, and the curves of the rollout."""
     stages = {_shown(span): span for span in report.gantt}
     reasons = outliers(report)
-    running = {row.worker: row.requests for row in report.running}
     lanes = [_lane(owner, row, spans, list(stages), reasons) for owner, row, spans in _rows(report)]
     groups: dict[str, list[dict[str, Any]]] = {}
     for lane in lanes:
@@ -33,7 +32,8 @@ def picture(report: Report) -> dict[str, Any]:
         "span_us": max(report.span_us, 1.0),
         "stages": [{"name": name, "colour": _colour(span)} for name, span in stages.items()],
         "groups": [_group(role, members) for role, members in groups.items()],
-        "running": running,
+        "running": {row.worker: row.requests for row in report.running},
+        "queued": {row.worker: row.queued for row in report.running},
         "finishes_us": _thinned(report.tail.finishes_us) if report.tail else [],
         "half_us": report.tail.median_finish_us if report.tail else 0.0,
         "device": any(row.device for row in report.workers),

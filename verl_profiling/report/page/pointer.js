@@ -23,8 +23,9 @@ function linesAt(row, span, us) {
     const [busy, alone, waiting] = [row.load, row.communication, row.waiting].map((curve) => `${Math.round(partAt(curve, us))} %`);
     lines.push(`at ${duration(us / 1e6)}: busy ${busy}, ${alone} communication alone, ${waiting} of it waiting for other ranks`.replace(/, 0 % of it.*/, ""));
   }
-  const running = row.kind === "lane" ? data.running[row.lane.worker] : row.group.engine ? runningIn(row.group) : null;
-  if (running?.length) lines.push(`at ${duration(us / 1e6)}: ${Math.round(10 * partAt(running, us)) / 10} requests running`);
+  const [running, queued] = [data.running, data.queued].map((curves) => (row.kind === "lane" ? curves[row.lane.worker] ?? [] : row.group.engine ? requestsOf(row.group, curves) : []));
+  const at = (curve) => Math.round(10 * partAt(curve, us)) / 10;
+  if (running.length) lines.push(`at ${duration(us / 1e6)}: ${at(running)} requests running${queued.length ? `, ${at(queued)} of them queued` : ""}`);
   if (row.lane?.stands_out) lines.push(row.lane.stands_out);
   return lines;
 }
