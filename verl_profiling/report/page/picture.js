@@ -34,7 +34,7 @@ function makePicture(container) {
   function label(row) {
     if (row.kind === "running") {
       const [running, queued] = [row.running, row.queued].map((curve) => Math.round(10 * d3.max(curve)) / 10);
-      return element("div", { className: "label" }, element("small", { textContent: `requests running, peak ${running}${queued ? ` (queued ${queued})` : ""}` }));
+      return element("div", { className: "label" }, element("small", { textContent: queued ? `requests, peak ${running}, queued ${queued}` : `requests running, peak ${running}` }));
     }
     if (row.kind === "lane") {
       const made = element("div", { className: `label${row.lane.stands_out ? " standing" : ""}`, title: row.lane.name }, element("bdi", { textContent: row.lane.name }));
