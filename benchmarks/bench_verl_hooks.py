@@ -22,7 +22,16 @@ from results import record, row
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.vllm_requests import watch_vllm
-from verl_profiling.integrations import verl_trainer, verl_training_workers
+from verl_profiling.integrations import (
+    verl_agent_loops,
+    verl_clients,
+    verl_rewards,
+    verl_trainer,
+    verl_training_workers,
+    verl_transfer_queue,
+)
+from verl_profiling.trajectories import trajectory
+from verl_profiling.trajectories.spans import keep_trajectories
 
 CALLS = {
     "timer `step`": 1,
@@ -33,12 +42,28 @@ CALLS = {
     "mini-batch": 2,
     "list of micro-batches": 4,
     "request": 16,
+    "trajectory": 16,
+    "what came out of one": 16,
+    "request of a trajectory": 16,
+    "waiting for a server": 16,
+    "id of a request": 16,
+    "timer of a trajectory": 32,
+    "tokenizing": 32,
+    "putting a response": 16,
+    "reward": 16,
+    "call of the trainer to TransferQueue": 10,
 }
 CODE = (
     "verl_profiling/integrations/verl_trainer.py",
     "verl_profiling/integrations/verl_training_workers.py",
+    "verl_profiling/integrations/verl_agent_loops.py",
+    "verl_profiling/integrations/verl_clients.py",
+    "verl_profiling/integrations/verl_rewards.py",
+    "verl_profiling/integrations/verl_transfer_queue.py",
+    "verl_profiling/integrations/wrapping.py",
     "verl_profiling/engines/vllm_requests.py",
     "verl_profiling/capture/stage.py",
+    "verl_profiling/trajectories/spans.py",
 )
 
 
@@ -64,6 +89,70 @@ class Plain:
     def prepare_micro_batches(self, data: int) -> tuple[list[int], list[int]]:
         """Do nothing."""
         return [], []
+
+
+PROMPT = {"agent_name": "own", "uid": "group", "session_id": 1}
+INFO = {"step": 7, "sample_index": 1, "rollout_n": 0, "validate": False}
+OUTPUT = SimpleNamespace(
+    num_turns=2, prompt_ids=[1] * 32, response_ids=[1] * 32, extra_fields={}, reward_score=1.0
+)
+DATA = SimpleNamespace(non_tensor_batch={"uid": ["group"], "session_id": [1]})
+
+
+def make_module() -> SimpleNamespace:
+    """Return the classes and functions of agent loops, which do nothing."""
+
+    async def nothing(*args: Any, **kwargs: Any) -> SimpleNamespace:
+        return OUTPUT
+
+    class LLMServerClient:
+        generate = _acquire_server = nothing
+
+        def _vllm_request_id(self, request_id: str) -> str:
+            return request_id
+
+    def queue_call(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    return SimpleNamespace(
+        __name__="plain",
+        AgentLoopWorker=type(
+            "AgentLoopWorker",
+            (),
+            {"_run_agent_loop": nothing, "_compute_score": nothing, "_postprocess": queue_call},
+        ),
+        AgentLoopBase=type("AgentLoopBase", (), {"ct_build_initial_tokens": nothing}),
+        RewardLoopWorker=type("RewardLoopWorker", (), {"compute_score": nothing}),
+        LLMServerClient=LLMServerClient,
+        simple_timer=marked_timer,
+        **dict.fromkeys(verl_transfer_queue._TRAINER, queue_call),
+        **dict.fromkeys(verl_transfer_queue._AGENT_LOOPS, nothing),
+    )
+
+
+def awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], None]:
+    """Return a function that awaits a coroutine which never waits."""
+
+    def run() -> None:
+        with contextlib.suppress(StopIteration):
+            function(*args, **kwargs).send(None)
+
+    return run
+
+
+def calls_of_a_trajectory(module: SimpleNamespace) -> Iterator[Callable[[], Any]]:
+    """Yield what is called for one, in the order of ``CALLS``."""
+    worker, client = module.AgentLoopWorker(), module.LLMServerClient()
+    yield awaited(worker._run_agent_loop, {}, INFO, **PROMPT)
+    yield awaited(worker._compute_score, [OUTPUT], kwargs={})
+    yield awaited(client.generate, "request")
+    yield awaited(client._acquire_server, "request")
+    yield lambda: client._vllm_request_id("request")
+    yield with_timer(module.simple_timer, "generate_sequences")
+    yield awaited(module.AgentLoopBase().ct_build_initial_tokens, [])
+    yield awaited(module.async_kv_batch_put)
+    yield awaited(module.RewardLoopWorker().compute_score, DATA)
+    yield module.kv_list
 
 
 def with_timer(timer: Callable[[str], Any], name: str) -> Callable[[], None]:
@@ -107,6 +196,25 @@ def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
     log.serve(0, enable=True)
     watch_vllm(hooked, log)
     yield lambda: plain.generate(1), lambda: hooked.generate(1)
+    yield from zip(calls_of_a_trajectory(make_module()), in_trajectories(make_module()), strict=True)
+
+
+def in_trajectories(module: SimpleNamespace) -> Iterator[Callable[[], Any]]:
+    """Yield the same hooked, in a process that has been captured before."""
+    keep_trajectories()
+    for hook in (
+        verl_agent_loops.hook_agent_loops,
+        verl_agent_loops.hook_simple_timer,
+        verl_clients.hook_clients,
+        verl_rewards.hook_reward_loops,
+        verl_transfer_queue.hook_transfer_queue,
+    ):
+        hook(module)
+    verl_clients._prepare(module.LLMServerClient)
+    first, *others = calls_of_a_trajectory(module)
+    yield first
+    with trajectory(group="group"):
+        yield from others
 
 
 def main() -> int:

@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from integrations.wheels import ROOT, run_python, sources
 from verl_profiling import CaptureStateError
@@ -100,3 +102,60 @@ def test_the_megatron_worker_is_captured(pytestconfig: pytest.Config, tmp_path: 
     stages = [(span["name"], span["depth"]) for span in result["stages"]]
     assert stages[:2] == [("update_actor", 0), ("forward-backward", 1)]
     assert stages[2:] == [("forward-compute", 2), ("backward-compute", 2)] * 3
+
+
+def evicting_buffer(monkeypatch: pytest.MonkeyPatch, said: list[Any]) -> Any:
+    """Return verl's buffer of an asynchronous trainer with four groups of two, and no TransferQueue."""
+    import verl_profiling.integrations.verl  # noqa: F401
+    from verl_profiling.integrations import verl_replay_buffer
+
+    module = pytest.importorskip("verl.trainer.ppo.v1.replay_buffer")
+    groups = {
+        "stale": ("finished", 1),
+        "same": ("finished", 5),
+        "bad": ("failure", 5),
+        "good": ("finished", 5),
+    }
+    tags: dict[str, dict[str, Any]] = {
+        name: {"is_prompt": True, "status": status, "global_steps": step}
+        for name, (status, step) in groups.items()
+    }
+    tags |= {f"{name}_{session}_0": {"status": "success"} for name in groups for session in (0, 1)}
+    del tags["bad_1_0"]  # its trajectory failed
+    queue = SimpleNamespace(
+        kv_list=lambda: {"train": tags},
+        kv_clear=lambda keys, partition_id: [tags.pop(key) for key in keys],
+        kv_batch_get=lambda keys, **_: {
+            "rm_scores": [torch.tensor(1.0 if key.startswith("same") else float(key[-3])) for key in keys]
+        },
+    )
+    monkeypatch.setattr(module, "tq", queue)
+    monkeypatch.setattr(verl_replay_buffer, "say_fates", lambda fates: said.append(fates()))
+    return module.ReplayBufferAsync(
+        trainer_mode="colocate_async",
+        trainer_config={},
+        max_off_policy_threshold=2,
+        max_off_policy_strategy="drop",
+        sampler_kwargs={},
+        filter_groups_metric="reward",
+        refill_fn=lambda count: None,
+    )
+
+
+def test_what_the_trainer_throws_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verl's own buffer evicts: the last word on a trajectory is why, and none is on those it trains on."""
+    said: list[Any] = []
+    buffer = evicting_buffer(monkeypatch, said)
+    batch, _ = buffer.sample(5, "train", 1)
+    assert batch.keys == ["good_0_0", "good_1_0"]
+    last: dict[tuple[str, int], str] = {}
+    for group, sample, fate in (fate for fates in said for fate in fates):
+        for session in (0, 1) if sample is None else (sample,):
+            last[group, session] = fate
+    assert last == {
+        ("stale", 0): "stale",
+        ("stale", 1): "stale",
+        ("same", 0): "filtered",
+        ("same", 1): "filtered",
+        ("bad", 0): "abandoned",
+    }

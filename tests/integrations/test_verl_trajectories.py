@@ -73,15 +73,13 @@ def make_verl() -> SimpleNamespace:
 
     class ToolAgentLoop(AgentLoopBase):
         def __init__(self) -> None:
-            self.tools = {"search": object(), "sandbox": object()}
+            self.tools: dict[str, Any] = {"search": object(), "sandbox": object()}
 
         async def _call_tool(self, tool_call: Any, tools_kwargs: Any, agent_data: Any) -> str:
-            await asyncio.sleep(0)
+            tool = self.tools.get(tool_call.name)
+            if hasattr(tool, "create"):
+                await tool.create()
             return str(tool_call.name)
-
-    class BaseTool:
-        async def create(self) -> str:
-            return "id"
 
     class RewardLoopWorker:
         async def compute_score(self, data: Any) -> dict[str, float]:
@@ -105,7 +103,6 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         verl_clients.hook_clients,
         verl_agent_loops.hook_agent_loops,
         verl_agent_loops.hook_tool_loop,
-        verl_agent_loops.hook_tools,
         verl_agent_loops.hook_simple_timer,
         verl_rewards.hook_reward_loops,
     ):
@@ -330,16 +327,28 @@ def test_only_tools_of_the_sample_have_names(verl: SimpleNamespace) -> None:
 
 
 def test_starting_a_tool_is_an_environment(verl: SimpleNamespace) -> None:
-    """A tool class with a ``create`` of its own starts something; the base class's starts nothing."""
+    """A tool class with a ``create`` of its own starts something; verl's own only makes an id."""
 
-    class Sandbox(verl.BaseTool):  # type: ignore[misc, name-defined]
+    class Sandbox:
         async def create(self) -> str:
             return "id"
 
-    class Plain(verl.BaseTool):  # type: ignore[misc, name-defined]
-        pass
+    class Plain:
+        async def create(self) -> str:
+            return "id"
 
-    assert names(recorded(Sandbox().create(), Plain().create())) == ["environment:start"]
+    Plain.create.__module__ = "verl.tools.base_tool"
+    loop = verl.ToolAgentLoop()
+    loop.tools = {"sandbox": Sandbox(), "plain": Plain(), "function": object()}
+
+    async def run() -> Any:
+        for name in [*loop.tools, "sandbox"]:
+            await loop._call_tool(SimpleNamespace(name=name), {}, None)
+        return output()
+
+    log = one_trajectory(verl, run)
+    started = named(log, "environment:start")
+    assert [log.spans[found.parent].name for found in started] == ["tool:sandbox", "tool:sandbox"]
 
 
 def test_a_custom_loop_gets_spans_by_verls_timers_and_its_own(verl: SimpleNamespace) -> None:

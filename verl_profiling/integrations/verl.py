@@ -40,7 +40,6 @@ _TRAJECTORY_HOOKS = {
     "verl.experimental.agent_loop.tool_agent_loop": "verl_agent_loops:hook_tool_loop",
     "verl.experimental.reward_loop.reward_loop": "verl_rewards:hook_reward_loops",
     "verl.experimental.teacher_loop.teacher_manager": "verl_clients:hook_teachers",
-    "verl.tools.base_tool": "verl_agent_loops:hook_tools",
     "verl.trainer.ppo.v1.agent_loop_tq": "verl_replay_buffer:hook_dispatch",
     "verl.trainer.ppo.v1.replay_buffer": "verl_replay_buffer:hook_replay_buffer",
     "verl.utils.profiler": "verl_agent_loops:hook_simple_timer",

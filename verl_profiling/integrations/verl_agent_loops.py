@@ -17,7 +17,7 @@ from verl_profiling.integrations.wrapping import around, around_async, wrap
 from verl_profiling.trajectories import current_trajectory, span, trajectory, trajectory_fate
 from verl_profiling.workers import AgentLoopCaptureMixin
 
-__all__ = ["hook_agent_loops", "hook_simple_timer", "hook_tool_loop", "hook_tools"]
+__all__ = ["hook_agent_loops", "hook_simple_timer", "hook_tool_loop"]
 
 _TOKENIZING = (
     "ct_build_initial_tokens",
@@ -29,6 +29,10 @@ _TOKENIZING = (
 _TIMERS = {"compute_score": "reward"}
 _UNKNOWN_TOOL = "tool:(unknown)"
 _LONGEST_NAME = 120
+_STARTS_NOTHING = "verl.tools.base_tool"
+"""Module of the ``create`` that only makes an id."""
+
+_prepared: set[type[Any]] = set()
 
 
 def hook_agent_loops(module: Any) -> None:
@@ -45,20 +49,8 @@ def hook_agent_loops(module: Any) -> None:
 
 
 def hook_tool_loop(module: Any) -> None:
-    """Record each tool call of ``ToolAgentLoop`` by its name."""
+    """Record each tool call of ``ToolAgentLoop`` by its name, and the start of what a stateful tool needs."""
     wrap(module.ToolAgentLoop, "_call_tool", _as_tool)
-
-
-def hook_tools(module: Any) -> None:
-    """Record how long tools with a state take to make it: what starts an environment or a sandbox."""
-    tool_class = module.BaseTool
-
-    def prepare(cls: type[Any]) -> None:
-        super(tool_class, cls).__init_subclass__()
-        if "create" in vars(cls):
-            wrap(cls, "create", around_async(partial(span, "environment:start")))
-
-    tool_class.__init_subclass__ = classmethod(prepare)
 
 
 def hook_simple_timer(module: Any) -> None:
@@ -131,11 +123,25 @@ def _as_tool(call_tool: Callable[..., Any]) -> Callable[..., Any]:
             running.add(tool_calls=running.facts.get("tool_calls", 0) + 1)
         # A model may ask for anything; only tools that there are have a name of their own.
         tools = getattr(agent_data, "_active_tools", None) or getattr(self, "tools", {})
-        opened = span(f"tool:{asked}") if asked in tools else span(_UNKNOWN_TOOL, asked=asked)
+        if asked in tools:
+            _prepare(type(tools[asked]))
+            opened = span(f"tool:{asked}")
+        else:
+            opened = span(_UNKNOWN_TOOL, asked=asked)
         with opened:
             return await call_tool(self, tool_call, tools_kwargs, agent_data, *args, **kwargs)
 
     return call
+
+
+def _prepare(tool_class: type[Any]) -> None:
+    """Hook the start of an environment or a sandbox, which a class of tools does in ``create``."""
+    if tool_class in _prepared:
+        return
+    _prepared.add(tool_class)
+    create = getattr(tool_class, "create", None)
+    if create is not None and create.__module__ != _STARTS_NOTHING:
+        wrap(tool_class, "create", around_async(partial(span, "environment:start")))
 
 
 def _timed(simple_timer: Callable[..., Any]) -> Callable[..., Any]:
