@@ -62,6 +62,13 @@ FrameName = Literal[
     "measures",
     "costs",
     "anchors",
+    "trajectory_causes",
+    "trajectory_calls",
+    "trajectory_fates",
+    "trajectory_groups",
+    "trajectory_versions",
+    "loop_blocks",
+    "rollout_time",
 ]
 """The tables that :meth:`CapturedStep.to_frame` makes."""
 
@@ -306,7 +313,8 @@ class CapturedStep:
 
         Args:
             name: The table. Columns are the fields of its rows in
-                :mod:`verl_profiling.report.rows`, after the step; a worker's idle time has a column
+                :mod:`verl_profiling.report.rows` (of trajectories, in
+                :mod:`verl_profiling.report.rollout.rows`), after the step; a worker's idle time has a column
                 for each cause, ``lost_<cause>_us``.
 
         Raises:
@@ -315,7 +323,7 @@ class CapturedStep:
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
         from verl_profiling.report.capture_rows import requests
-        from verl_profiling.report.flat_rows import REPORT_TABLES
+        from verl_profiling.report.flat_rows import REPORT_TABLES, rows_of
         from verl_profiling.report.frames import data_frame
         from verl_profiling.report.rows import RequestRow
 
@@ -326,7 +334,7 @@ class CapturedStep:
             rows = requests(self.manifest) if self.manifest else []
             return data_frame(self.step, RequestRow, rows)
         table = _KERNELS if name == "kernels" else name
-        return data_frame(self.step, REPORT_TABLES[table], getattr(self.report(), table))
+        return data_frame(self.step, REPORT_TABLES[table], rows_of(self.report(), table))
 
     def merge(
         self,

@@ -7,6 +7,7 @@ from functools import reduce
 from itertools import groupby
 
 import msgspec
+import numpy as np
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Manifest
@@ -18,7 +19,7 @@ from verl_profiling.report.findings import find
 from verl_profiling.report.gantt import gantt
 from verl_profiling.report.intervals import EMPTY, intersection, length
 from verl_profiling.report.lanes import Lane, Step
-from verl_profiling.report.lost import WEIGHT_SYNC, lost_by_cause, lost_total
+from verl_profiling.report.lost import BEHIND_TRAJECTORIES, WEIGHT_SYNC, lost_by_cause, lost_total
 from verl_profiling.report.model import Clock, Coverage, Report
 from verl_profiling.report.numbers import (
     engine_row,
@@ -29,10 +30,14 @@ from verl_profiling.report.numbers import (
 )
 from verl_profiling.report.over_time import requests_running
 from verl_profiling.report.replicas import replica_rows
+from verl_profiling.report.rollout.explain import few_causes
+from verl_profiling.report.rollout.section import rollout_of
 from verl_profiling.report.stragglers import stragglers
 from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.timeline.trajectory_inputs import read_logs
+from verl_profiling.trajectory_log import TrajectoryLog
 from verl_profiling.visible import visible_text_of
 
 __all__ = ["StepRead", "build_report", "read_step"]
@@ -72,7 +77,9 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
     """
     missing = [*([f"{inputs.title} {inputs.unfinished}"] if inputs.unfinished else []), *inputs.absent]
     notes = [f"counted as communication on request: {pattern}" for pattern in inputs.communication]
-    incomplete = [] if inputs.manifest is None else _without_trace(inputs.manifest, inputs.sources)
+    incomplete = (
+        [] if inputs.manifest is None else _without_trace(inputs.manifest, [*inputs.sources, *inputs.logs])
+    )
     read: list[tuple[Source, Activity]] = []
     stages = Step(inputs.manifest, [])
     for _, group in groupby(inputs.sources, key=lambda source: source.lane):
@@ -127,6 +134,12 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         worker_row(lane, step, causes, waiting.get(lane.name, EMPTY), inputs.directory)
         for lane, causes in zip(step.lanes, lost, strict=True)
     ]
+    logs = _Logs(inputs)
+    rollout, explanation = rollout_of(step, logs.read()) or (None, None)
+    parts = {}
+    if explanation is not None:
+        for cause in BEHIND_TRAJECTORIES:
+            parts[cause] = few_causes(explanation.of(np.concatenate((EMPTY, *(of[cause] for of in lost)))))
     idle = [causes["other_stages"] for causes in lost]
     engines = [engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     served = requests(manifest) if manifest else []
@@ -146,7 +159,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         stragglers=stragglers(step, waiting),
         collectives=collective_rows(calls),
         ops=kernels(step),
-        lost=lost_total(workers),
+        lost=lost_total(workers, parts),
         weight_sync_share=step.share(step.during(WEIGHT_SYNC)),
         throughput=throughput(step, engines),
         gantt=list(gantt(step)),
@@ -154,11 +167,11 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         clocks=list(_clocks(manifest)) if manifest else [],
         coverage=Coverage(
             expected=expected,
-            read=found.traces,
-            limited=found.limited,
+            read=found.traces + logs.readable,
+            limited=found.limited + logs.limited,
             events=found.events,
-            missing=found.missing,
-            lanes=found.incomplete,
+            missing=[*found.missing, *logs.problems],
+            lanes=[*found.incomplete, *logs.incomplete],
         ),
         metrics=manifest.metrics if manifest else {},
         notes=[*(_notes(manifest, step.lanes) if manifest else []), *found.notes],
@@ -169,9 +182,29 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         captured=manifest is not None,
         running=requests_running(served, step.span_ns / 1000),
         replicas=replica_rows(served),
+        rollout=rollout,
         timeline_begin_ns=manifest.begin_ns - zero_ns(manifest.begin_ns) if manifest else None,
     )
     return visible_text_of(find(report))
+
+
+class _Logs:
+    """The logs of trajectories of a step, one in memory at a time, and what is wrong with them."""
+
+    def __init__(self, inputs: StepInputs) -> None:
+        self._inputs = inputs
+        self.readable = self.limited = 0
+        self.problems: list[str] = []
+        self.incomplete: list[str] = []
+
+    def read(self) -> Iterator[tuple[Source, TrajectoryLog]]:
+        for found in read_logs(self._inputs):
+            self.problems += found.problems
+            self.incomplete += [found.source.lane] if found.problems else []
+            self.limited += found.limited
+            if found.log is not None:
+                self.readable += 1
+                yield found.source, found.log
 
 
 def _without_trace(manifest: Manifest, sources: Iterable[Source]) -> list[str]:

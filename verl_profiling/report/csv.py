@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.report.flat_rows import REPORT_TABLES, columns, flat_rows
+from verl_profiling.report.flat_rows import REPORT_TABLES, columns, flat_rows, rows_of
 from verl_profiling.report.model import Report
 from verl_profiling.run_files import naming
 
@@ -33,7 +33,7 @@ def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
             writer.writeheader()
             for report in reports:
                 of = {"title": report.title, "directory": report.directory}
-                for flat in flat_rows(report.step, getattr(report, name)):
+                for flat in flat_rows(report.step, rows_of(report, name)):
                     writer.writerow({key: _plain(value) for key, value in (of | flat).items()})
         written.append(path)
     return written

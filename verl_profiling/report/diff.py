@@ -26,6 +26,7 @@ _KINDS = {
     "step": "Step",
     "stage": "Stages",
     "lost": "Idle time by cause (all lanes)",
+    "trajectory": "Trajectories' time by cause (training)",
     "worker": "Busy time",
     "op": "Kernels (operators, in a CPU trace) by self time",
 }
@@ -35,7 +36,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """One number of both sides, in seconds per step.
 
     Attributes:
-        kind: ``step``, ``stage``, ``worker`` (busy time), ``lost`` (lane-seconds) or ``op`` (self time).
+        kind: ``step``, ``stage``, ``worker`` (busy time), ``lost`` (lane-seconds),
+            ``trajectory`` (trajectory-seconds by cause) or ``op`` (self time).
         name: Name of the stage, lane, cause or kernel.
         before_s: Median over the steps of A; ``None`` if A does not have it.
         after_s: Median over the steps of B; ``None`` if B does not have it.
@@ -127,6 +129,9 @@ def _numbers_of(report: Report) -> Iterator[tuple[_Key, float]]:
         yield ("worker", worker.name), worker.busy_us / 1e6
     for lost in report.lost:
         yield ("lost", lost.cause), lost.seconds
+    for row in report.rollout.causes if report.rollout else []:
+        if not row.validate:
+            yield ("trajectory", row.cause), row.seconds
     ops: dict[str, float] = {}
     for op in report.ops:
         ops[op.name] = ops.get(op.name, 0.0) + op.self_us / 1e6

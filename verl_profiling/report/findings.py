@@ -17,6 +17,7 @@ import msgspec
 from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
+from verl_profiling.report.rollout.findings import called, rollout_findings
 from verl_profiling.report.rows import StragglerRow, WorkerRow
 from verl_profiling.report.thresholds import FINDINGS
 from verl_profiling.units import duration
@@ -33,7 +34,10 @@ def find(report: Report) -> Report:
     What is missing comes before them, because it makes them partial; what the capture itself cost comes
     last, because it is not about the training.
     """
-    rules = (_stragglers, _idle_stages, _tail, _causes, _host_bound, _unexplained, _communication)
+    rules = (
+        *(rollout_findings, _stragglers, _idle_stages, _tail, _causes),
+        *(_host_bound, _unexplained, _communication),
+    )
     found = [finding for rule in rules for finding in rule(report)]
     found.sort(key=lambda finding: -finding.seconds)
     before, after = list(_coverage(report)), list(_capture(report))
@@ -137,8 +141,14 @@ def _causes(report: Report) -> Iterator[Finding]:
     yield from _cause(
         report,
         "after_generation",
-        "were idle in the rollout after the last replica was done",
+        "were idle in the rollout after the last replica was done" + _mostly(report, "after_generation"),
         "overlap what the loop does there (scoring, moving responses, polling) with generation or training",
+    )
+    yield from _cause(
+        report,
+        "no_requests",
+        "of engines had no request in the rollout" + _mostly(report, "no_requests"),
+        "more trajectories at once, so that some generate while others wait; or shorten what they wait for",
     )
     yield from _cause(
         report,
@@ -152,6 +162,18 @@ def _causes(report: Report) -> Iterator[Finding]:
         "were idle while their hosts were inside calls that copy, allocate or wait for the device",
         "copy from pinned memory with non_blocking=True, and leave out calls that wait (.item(), .cpu())",
     )
+
+
+def _mostly(report: Report, cause: str) -> str:
+    """Return what most of a cause consists of, as a part of a sentence."""
+    parts = next((row.parts for row in report.lost if row.cause == cause), {})
+    whole = sum(parts.values())
+    listed = (
+        [f"{seconds / whole:.0%} {called(name)}" for name, seconds in list(parts.items())[:3]]
+        if whole
+        else []
+    )
+    return f" ({', '.join(listed)})" if listed else ""
 
 
 def _host_bound(report: Report) -> Iterator[Finding]:

@@ -5,12 +5,22 @@ A new column of a table belongs in :mod:`~verl_profiling.report.rows`; it appear
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 import msgspec
 
 from verl_profiling.report.lost import CAUSES
+from verl_profiling.report.model import Report
+from verl_profiling.report.rollout.rows import (
+    BlockRow,
+    CallRow,
+    CauseRow,
+    FateRow,
+    GroupRow,
+    PartRow,
+    VersionRow,
+)
 from verl_profiling.report.rows import (
     AnchorRow,
     CollectiveRow,
@@ -25,7 +35,7 @@ from verl_profiling.report.rows import (
     WorkerRow,
 )
 
-__all__ = ["REPORT_TABLES", "columns", "flat_rows"]
+__all__ = ["REPORT_TABLES", "columns", "flat_rows", "rows_of"]
 
 REPORT_TABLES: Mapping[str, type[msgspec.Struct]] = {
     "stages": StageRow,
@@ -39,11 +49,36 @@ REPORT_TABLES: Mapping[str, type[msgspec.Struct]] = {
     "measures": MeasureRow,
     "costs": CostRow,
     "anchors": AnchorRow,
+    "trajectory_causes": CauseRow,
+    "trajectory_calls": CallRow,
+    "trajectory_fates": FateRow,
+    "trajectory_groups": GroupRow,
+    "trajectory_versions": VersionRow,
+    "loop_blocks": BlockRow,
+    "rollout_time": PartRow,
 }
-"""Fields of the report that are tables, and the types of their rows."""
+"""The tables of a report, and the types of their rows."""
+
+_PLACES = {
+    "trajectory_causes": "causes",
+    "trajectory_calls": "calls",
+    "trajectory_fates": "fates",
+    "trajectory_groups": "groups",
+    "trajectory_versions": "versions",
+    "loop_blocks": "blocks",
+    "rollout_time": "time",
+}
+"""The tables that are fields of the section on the rollout."""
 
 _CURVES = ("load", "communication_load", "waiting_load")
 _LOST = {cause: f"lost_{cause}_us" for cause in CAUSES}
+
+
+def rows_of(report: Report, table: str) -> Sequence[msgspec.Struct]:
+    """Return the rows of one of the tables of a report."""
+    place = _PLACES.get(table)
+    found: Sequence[msgspec.Struct] = getattr(report.rollout if place else report, place or table, [])
+    return found
 
 
 def columns(row: type[msgspec.Struct]) -> dict[str, Any]:
@@ -56,7 +91,7 @@ def columns(row: type[msgspec.Struct]) -> dict[str, Any]:
         if name == "lost_us":
             found |= dict.fromkeys(_LOST.values(), float)
         elif name not in _CURVES:
-            found[name] = str if kind == list[str] else kind
+            found[name] = str if kind in (list[str], dict[str, float]) else kind
     return found
 
 
@@ -68,5 +103,12 @@ def flat_rows(step: int | None, rows: Iterable[msgspec.Struct]) -> Iterable[dict
             fields.pop(curve, None)
         lost = fields.pop("lost_us", None) or {}
         for name, value in fields.items():
-            fields[name] = "; ".join(value) if isinstance(value, list) else value
+            fields[name] = _plain(value)
         yield {"step": step, **fields, **{column: lost[cause] for cause, column in _LOST.items() if lost}}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as it stands in one cell: names one after the other, parts with their seconds."""
+    if isinstance(value, dict):
+        return "; ".join(f"{name} {seconds:.6g}" for name, seconds in value.items())
+    return "; ".join(value) if isinstance(value, list) else value

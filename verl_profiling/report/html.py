@@ -19,11 +19,14 @@ from verl_profiling.report.page.tables import (
     table,
     time,
 )
+from verl_profiling.report.rollout.page import cause_key, rollout_sections
 from verl_profiling.report.rows import WorkerRow
 from verl_profiling.report.terminal import rollout_sentence
 from verl_profiling.units import duration
 
 __all__ = ["page_title", "render_html"]
+
+INDENT = "\N{NO-BREAK SPACE}" * 3
 
 _TOP_OPS = 40
 _UNTOLD = "How long requests were queued is not known: the engines keep no statistics, or do not tell."
@@ -48,6 +51,8 @@ def _sections(report: Report) -> Iterable[str]:
     yield _picture(report)
     yield _stages(report)
     yield _lost(report)
+    if report.rollout is not None:
+        yield from rollout_sections(report.rollout)
     yield _workers("Workers", [row for row in report.workers if row.replica is None])
     yield _workers("Rollout engines", [row for row in report.workers if row.replica is not None])
     yield _engines(report)
@@ -80,7 +85,7 @@ def _picture(report: Report) -> str:
 def _stages(report: Report) -> str:
     rows = [
         (
-            "\N{NO-BREAK SPACE}" * 3 * row.depth + row.name,
+            INDENT * row.depth + row.name,
             count(row.runs),
             time(row.duration_us / 1e6),
             percent(row.share),
@@ -91,12 +96,19 @@ def _stages(report: Report) -> str:
 
 
 def _lost(report: Report) -> str:
-    rows = [(row.cause.replace("_", " "), time(row.seconds), percent(row.share)) for row in report.lost]
-    keys = [f"k-{row.cause}" for row in report.lost]
+    rows: list[tuple[Cell, ...]] = []
+    keys = []
+    for row in report.lost:
+        rows.append((row.cause.replace("_", " "), time(row.seconds), percent(row.share)))
+        keys.append(f"k-{row.cause}")
+        for name, seconds in row.parts.items():
+            share = row.share * seconds / row.seconds if row.seconds else 0.0
+            rows.append((f"{INDENT}{name}", time(seconds), percent(share)))
+            keys.append(cause_key(name))
     total = sum(row.seconds for row in report.lost)
     parts = "".join(
-        f'<i class="{escape(key)}" style="flex-grow: {100 * row.seconds / total:.3f}"></i>'
-        for key, row in zip(keys, report.lost, strict=True)
+        f'<i class="k-{escape(row.cause)}" style="flex-grow: {100 * row.seconds / total:.3f}"></i>'
+        for row in report.lost
         if row.seconds
     )
     bar = f'<div class="stacked" aria-hidden="true">{parts}</div>' if parts else ""

@@ -135,6 +135,16 @@ class Step:
         """Return the spans in which the controller was in one of these stages, or in any if none is given."""
         return spans_of((s.begin_ns, s.end_ns) for s in self.stages if not names or s.name in names)
 
+    @cached_property
+    def served(self) -> dict[int, Spans]:
+        """When requests of each replica were on their way."""
+        runs: dict[int, list[tuple[int, int]]] = {}
+        for worker in self.workers:
+            shift = self.manifest.offset_ns(worker.identity) if self.manifest else 0
+            for one in worker.requests:
+                runs.setdefault(one.replica, []).append((one.begin_ns - shift, one.end_ns - shift))
+        return {replica: spans_of(found) for replica, found in runs.items()}
+
     def share(self, spans: Spans) -> float:
         """Return the length of a set of spans as a share of the step."""
         return length(spans) / max(self.span_ns, 1)

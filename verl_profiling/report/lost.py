@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from verl_profiling.manifest import StageSpan
 from verl_profiling.report.intervals import EMPTY, Spans, intersection, spans_of, subtract, union
@@ -10,7 +10,16 @@ from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import Tail
 from verl_profiling.report.rows import LostRow, WorkerRow
 
-__all__ = ["CAUSES", "ROLLOUT", "WEIGHT_SYNC", "lost_by_cause", "lost_total", "until_last", "working_span"]
+__all__ = [
+    "BEHIND_TRAJECTORIES",
+    "CAUSES",
+    "ROLLOUT",
+    "WEIGHT_SYNC",
+    "lost_by_cause",
+    "lost_total",
+    "until_last",
+    "working_span",
+]
 
 ROLLOUT, WEIGHT_SYNC = "rollout", "update_weights"
 CAUSES = (
@@ -19,6 +28,7 @@ CAUSES = (
     "long_tail",
     "after_generation",
     "waiting_for_rollout",
+    "no_requests",
     "straggler_wait",
     "host_blocked",
     "host_bound",
@@ -27,6 +37,9 @@ CAUSES = (
     "unexplained",
 )
 """Causes of idle time, in order of precedence."""
+
+BEHIND_TRAJECTORIES = ("long_tail", "after_generation", "no_requests")
+"""Causes that say of a lane only that it had nothing to do: what trajectories waited for says why."""
 
 
 def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]:
@@ -40,6 +53,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     * ``after_generation``: during the rollout, after the last replica was done;
     * ``waiting_for_rollout``: the rest of the rollout, for a training rank; for an engine, the
       time before its first iteration;
+    * ``no_requests``: during the rollout, while the engine's replica has no request, where those are known;
     * ``straggler_wait``: after the end of an own stage, until its role's last worker ends it;
     * ``host_blocked``: while its host is inside a call that copies, allocates or waits for the device;
     * ``host_bound``: inside an own stage (between iterations, for an engine), or while
@@ -64,6 +78,8 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
             claims["long_tail"] = intersection(rollout, spans_of([(last, all_done)]))
             claims["after_generation"] = intersection(rollout, spans_of([(last, step.end_ns)]))
             claims["waiting_for_rollout"] = intersection(rollout, spans_of([(step.begin_ns, first)]))
+        if lane.source.replica in step.served:
+            claims["no_requests"] = subtract(rollout, step.served[lane.source.replica])
         claims["host_bound"] = union(work, own_time)
     else:
         rollout = subtract(rollout, own_time)  # in an asynchronous loop, ranks work beside it
@@ -132,14 +148,24 @@ def _runs(stages: Iterable[StageSpan], name: str) -> list[StageSpan]:
     return [span for span in stages if span.name == name]
 
 
-def lost_total(rows: Iterable[WorkerRow]) -> list[LostRow]:
-    """Add up the idle time of all lanes by cause, in seconds; the share is of their observed time."""
+def lost_total(rows: Iterable[WorkerRow], parts: Mapping[str, dict[str, float]]) -> list[LostRow]:
+    """Add up the idle time of all lanes by cause, in seconds; the share is of their observed time.
+
+    Args:
+        rows: The lanes.
+        parts: What causes consist of (s).
+    """
     rows = list(rows)
     observed = sum(row.span_us for row in rows) or 1.0
     totals = {cause: sum(row.lost_us[cause] for row in rows) for cause in CAUSES}
     order = sorted(CAUSES, key=lambda cause: (cause == "unexplained", -totals[cause]))
     return [
-        LostRow(cause=cause, seconds=totals[cause] / 1e6, share=totals[cause] / observed)
+        LostRow(
+            cause=cause,
+            seconds=totals[cause] / 1e6,
+            share=totals[cause] / observed,
+            parts=parts.get(cause, {}) if totals[cause] else {},
+        )
         for cause in order
         if totals[cause] or cause == "unexplained"
     ]

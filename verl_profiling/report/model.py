@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from verl_profiling.report.rollout.rows import Rollout
 from verl_profiling.report.rows import (
     AnchorRow,
     CollectiveRow,
@@ -225,6 +226,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         name: What plain traces are called beside their step's number: the file, recording or folder.
         running: Requests running over time, one row per replica.
         replicas: What the requests of each replica came to, one row per replica.
+        rollout: What trajectories waited for, where they were recorded.
         timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
     """
 
@@ -257,6 +259,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     captured: bool = True
     running: list[RunningRow] = []
     replicas: list[ReplicaRow] = []
+    rollout: Rollout | None = None
     timeline_begin_ns: int | None = None
     name: str = ""
 

@@ -211,11 +211,14 @@ class LostRow(msgspec.Struct, frozen=True, kw_only=True):
         cause: Name of the cause; ``docs/report.md`` defines each.
         seconds: Lane-seconds; these are accelerator-seconds if each lane has its own accelerator.
         share: Share of the observed time of all lanes.
+        parts: What trajectories, their processes and the loop did meanwhile, in lane-seconds that add up to
+            ``seconds``; only where trajectories were recorded, of causes that they are behind.
     """
 
     cause: str
     seconds: float
     share: float
+    parts: dict[str, float] = {}
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):

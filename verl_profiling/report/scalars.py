@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl_profiling.report.model import Report
+from verl_profiling.report.rollout.fates import KEPT
 
 __all__ = ["scalars"]
 
@@ -24,9 +25,29 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
     if report.tail:
         yield "rollout/tail_ratio", report.tail.ratio
         yield "rollout/tail_share", report.tail.tail_share
+    yield from _of_trajectories(report)
     if report.throughput:
         yield "tokens_per_s", report.throughput.tokens_per_s
     yield from _about_the_capture(report)
+
+
+def _of_trajectories(report: Report) -> Iterator[tuple[str, float]]:
+    """Yield what training trajectories waited for, and what one follows of rollouts over time."""
+    rollout = report.rollout
+    if rollout is None:
+        return
+    yield "trajectories/count", float(rollout.trajectories)
+    for row in rollout.causes:
+        if not row.validate:
+            yield f"trajectories/{row.cause.replace(' ', '_')}_s", row.seconds
+    yield "trajectories/explained_share", rollout.explained
+    if rollout.last:
+        yield "trajectories/last_share", rollout.last.share
+    yield "trajectories/group_waited_s", rollout.group_waited_s
+    if rollout.versioned:
+        yield "trajectories/partial_share", rollout.partial / rollout.versioned
+    lost = sum(row.share for row in rollout.fates if not row.validate and row.fate not in KEPT)
+    yield "trajectories/for_nothing_share", lost
 
 
 def _about_the_capture(report: Report) -> Iterator[tuple[str, float]]:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from verl_profiling.report.columns import fitting_console, shortened, table_of
 from verl_profiling.report.model import Report, Tail
+from verl_profiling.report.rollout.terminal import rollout_sentences, rollout_tables
 from verl_profiling.report.rows import AnchorRow, MeasureRow, StageRow, WorkerRow
 from verl_profiling.units import byte_size, duration
 
@@ -18,6 +19,7 @@ __all__ = ["print_report", "rollout_sentence"]
 _BAR_CELLS = 24
 _ROWS = 8
 _METRICS = 6
+_PARTS = 4
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -43,6 +45,7 @@ def print_report(report: Report, console: Console) -> None:
         _engines(report),
         _replicas(report),
         _lost(report),
+        *(rollout_tables(report.rollout) if report.rollout else ()),
         _stragglers(report),
         _ops(report),
         _measures(report),
@@ -73,6 +76,8 @@ def _closing_lines(report: Report) -> Iterator[str]:
                 f"{tail.requests} requests: latency p50 {duration(latency.p50)}, p99 "
                 f"{duration(latency.p99)}; response p50 {tokens.p50:.0f}, p99 {tokens.p99:.0f} tokens"
             )
+    if report.rollout:
+        yield from map(escape, rollout_sentences(report.rollout))
     if report.weight_sync_share:
         yield f"weight sync: {report.weight_sync_share:.1%} of the step"
     if rate := report.throughput:
@@ -198,6 +203,9 @@ def _lost(report: Report) -> Table:
     table = table_of("Idle time by cause (all lanes)", "cause", "lane-time", "share")
     for row in report.lost:
         table.add_row(row.cause.replace("_", " "), duration(row.seconds), f"{row.share:.1%}")
+        for name, seconds in list(row.parts.items())[:_PARTS]:
+            share = row.share * seconds / row.seconds if row.seconds else 0.0
+            table.add_row(escape(f"  {shortened(name)}"), duration(seconds), f"{share:.1%}")
     return table
 
 

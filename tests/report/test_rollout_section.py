@@ -1,0 +1,394 @@
+"""The section "Rollout" of a step: what trajectories waited for, who was last, groups, versions, fates."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from drawn_logs import add_log
+from drawn_steps import Worker, ns, report_of
+from rich.console import Console
+
+from verl_profiling.analysis import open_step
+from verl_profiling.manifest import MANIFEST_NAME, Request
+from verl_profiling.report.csv import write_csv
+from verl_profiling.report.diff import compare
+from verl_profiling.report.flat_rows import rows_of
+from verl_profiling.report.frames import data_frame
+from verl_profiling.report.html import render_html
+from verl_profiling.report.model import Report
+from verl_profiling.report.rollout.calls import OTHERS
+from verl_profiling.report.rollout.findings import rollout_findings
+from verl_profiling.report.rollout.rows import CallRow, Rollout
+from verl_profiling.report.scalars import scalars
+from verl_profiling.report.terminal import print_report
+from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.trajectory_log import (
+    Block,
+    FateChange,
+    LoopRecord,
+    SpanRecord,
+    TrajectoryLog,
+    TrajectoryRecord,
+)
+
+SpanDrawn = tuple[str, float, float]
+
+
+class DrawnLog:
+    """A log that is drawn by hand, in seconds after the step's begin."""
+
+    def __init__(self, rank: int = 0, end: float = 10.0) -> None:
+        self.rank = rank
+        self.log = TrajectoryLog(
+            lane=f"agent_loop_rank{rank}", begin_ns=ns(0), end_ns=ns(end), loops=[LoopRecord(0, 7, "AsyncIO")]
+        )
+        self.log.trajectories, self.log.spans, self.log.blocks, self.log.fates = [], [], [], []
+
+    def trajectory(
+        self,
+        begin: float,
+        end: float,
+        *spans: SpanDrawn,
+        group: str = "g",
+        fate: str = "done",
+        **facts: object,
+    ) -> int:
+        number = len(self.log.trajectories)
+        self.log.trajectories.append(
+            TrajectoryRecord(number, group, number, ns(begin), ns(end), fate, 0, "", facts)
+        )
+        for span in spans:
+            self.span(*span, trajectory=number)
+        return number
+
+    def span(
+        self,
+        name: str,
+        begin: float,
+        end: float,
+        *,
+        trajectory: int = -1,
+        request: str = "",
+        failed: bool = False,
+    ) -> int:
+        number = len(self.log.spans)
+        self.log.spans.append(
+            SpanRecord(number, trajectory, -1, name, ns(begin), ns(end), 7, 0, failed, request, {})
+        )
+        return number
+
+
+def report_with(
+    folder: Path, *logs: DrawnLog, stages: object = (("rollout", 0, 10),), **manifest: object
+) -> Report:
+    """Return the report of a step with one engine and these logs."""
+    engine = Worker(
+        "rollout",
+        replica=0,
+        kernels=[("attention", 1, 3), ("attention", 5, 6)],
+        iterations=[
+            ("execute_context_0(0)_generation_4(4)", 1, 3),
+            ("execute_context_0(0)_generation_4(4)", 5, 6),
+        ],
+        requests=[(1, 3, 10), (5, 6, 10)],
+    )
+    report_of(folder, list(stages), [engine])
+    for log in logs:
+        add_log(folder, log.log, rank=log.rank)
+    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(read_manifest(folder), **manifest))
+    return open_step(folder).report()
+
+
+def rollout_of(report: Report) -> Rollout:
+    assert report.rollout is not None
+    return report.rollout
+
+
+def seconds(rows: object) -> dict[str, float]:
+    return {row.cause: pytest.approx(row.seconds) for row in rows}
+
+
+def test_a_step_without_logs_has_no_section(tmp_path: Path) -> None:
+    """Nor has one whose logs hold nothing."""
+    assert report_with(tmp_path).rollout is None
+    assert report_with(tmp_path, DrawnLog()).rollout is None
+
+
+def test_causes_add_up_to_trajectory_time_and_the_rollout_to_its_wall_clock(tmp_path: Path) -> None:
+    """Training and validation apart; behind the last trajectory, a span of the process and a stage go on."""
+    log = DrawnLog()
+    log.trajectory(0, 4, ("tool:search", 1, 3))
+    log.trajectory(0, 6, ("tool:sandbox", 2, 6))
+    log.trajectory(1, 2, ("tool:search", 1, 2), validate=True)
+    log.span("wait:put_response", 6, 7)
+    stages = [("rollout", 0, 10), ("wait:replay_buffer", 7, 9.5, 1)]
+    rollout = rollout_of(report_with(tmp_path, log, stages=stages))
+    assert (rollout.trajectories, rollout.validation, rollout.seconds) == (2, 1, pytest.approx(10))
+    training = [row for row in rollout.causes if not row.validate]
+    assert seconds(training) == {"tool:sandbox": 4, "own code": 4, "tool:search": 2}
+    assert {row.cause: row.trajectories for row in training}["own code"] == 2
+    assert seconds(row for row in rollout.causes if row.validate) == {"tool:search": 1}
+    assert sum(row.seconds for row in rollout.time) == pytest.approx(10)
+    found = seconds(rollout.time)
+    assert (found["wait:put_response"], found["controller: wait:replay_buffer"], found["unexplained"]) == (
+        1,
+        2.5,
+        0.5,
+    )
+    assert rollout.explained == pytest.approx(0.95)
+
+
+def test_idle_time_behind_the_last_replica_has_names(tmp_path: Path) -> None:
+    """What trajectories, processes and the loop did, in lane-seconds that add up to the cause's."""
+    log = DrawnLog()
+    log.trajectory(0, 8, ("tool:sandbox", 3, 5), ("reward", 6, 8))
+    stages = [("rollout", 0, 10), ("wait:replay_buffer", 8, 10, 1)]
+    report = report_with(tmp_path, log, stages=stages)
+    lost = {row.cause: row for row in report.lost}
+    assert lost["after_generation"].parts == {
+        "reward": pytest.approx(2),
+        "controller: wait:replay_buffer": pytest.approx(2),
+    }
+    assert lost["no_requests"].parts == {"tool:sandbox": pytest.approx(2)}
+    assert "host_bound" not in lost
+    for row in report.lost:
+        assert sum(row.parts.values()) == pytest.approx(row.seconds if row.parts else 0)
+
+
+def test_the_last_trajectories_are_those_behind_the_bend(tmp_path: Path) -> None:
+    """Of 40, one takes six seconds longer than all others, most of it in a sandbox."""
+    log = DrawnLog()
+    for number in range(39):
+        log.trajectory(0, 3 + number / 39, ("tool:search", 0, 2))
+    log.trajectory(0, 10, ("tool:search", 0, 5), ("tool:sandbox", 5, 10))
+    last = rollout_of(report_with(tmp_path, log)).last
+    assert last is not None
+    assert (last.trajectories, last.of) == (1, 40)
+    assert last.share == pytest.approx((10 - 3 - 38 / 39) / 10)
+    assert seconds(last.parts) == {"tool:sandbox": 5, "tool:search": pytest.approx(1 + 1 / 39)}
+    assert sum(part.share for part in last.parts) == pytest.approx(1)
+
+
+def test_tools_have_percentiles_and_concurrency(tmp_path: Path) -> None:
+    """Of whole spans by role and name; those that failed are counted."""
+    log = DrawnLog()
+    for number in range(10):
+        mine = log.trajectory(0, 10)
+        log.span("tool:search", 1, 2 + number / 10, trajectory=mine, failed=number == 0)
+    log.span("tool:search", 5, 6)
+    calls = {row.name: row for row in rollout_of(report_with(tmp_path, log)).calls}
+    row = calls["tool:search"]
+    assert (row.role, row.calls, row.failed, row.most_running) == ("agent_loop", 11, 1, 10)
+    assert (row.p50_s, row.longest_s) == (pytest.approx(1.4), pytest.approx(1.9))
+    assert row.mean_running == pytest.approx(15.5 / 2.9)
+
+
+def test_what_blocks_a_loop_is_named_with_those_that_stood_still(tmp_path: Path) -> None:
+    """Two of three trajectories stand still; the one that blocks does not."""
+    log = DrawnLog()
+    mine = log.trajectory(0, 6)
+    number = log.span("tool:search", 2, 5, trajectory=mine)
+    log.trajectory(0, 6, ("tool:http", 1, 5.01))
+    log.trajectory(0, 5, ("tool:http", 1, 1.5))
+    log.log.blocks = [Block(0, ns(2), ns(5), number, "Task-1", "tools.search (tools.py:3)")]
+    rollout = rollout_of(report_with(tmp_path, log))
+    (row,) = rollout.blocks
+    assert (row.lane, row.what, row.function) == (
+        "agent_loop_rank0",
+        "tool:search",
+        "tools.search (tools.py:3)",
+    )
+    assert (row.blocks, row.seconds, row.longest_s) == (1, 3, 3)
+    assert (row.trajectories, row.stood_still_s) == (2, pytest.approx(6))
+    assert seconds(rollout.causes)["loop lag"] == 6
+    assert rollout.uncertain_lag_s == pytest.approx(6)
+
+
+def test_a_group_is_done_with_its_last_member(tmp_path: Path) -> None:
+    """Members may be in several processes; validation and single trajectories are in none."""
+    first, second = DrawnLog(0), DrawnLog(1)
+    first.trajectory(0, 2, group="a")
+    first.trajectory(0, 3, group="a")
+    second.trajectory(0, 8, ("tool:sandbox", 3, 8), group="a")
+    second.trajectory(0, 1, group="b")
+    second.trajectory(0, 4, group="b", fate="running")
+    second.trajectory(0, 4, group="alone")
+    second.trajectory(0, 4, group="v", validate=True)
+    second.trajectory(0, 5, group="v", validate=True)
+    rollout = rollout_of(report_with(tmp_path, first, second))
+    assert [(row.group, row.members, row.last_cause, row.whole) for row in rollout.groups] == [
+        ("a", 3, "tool:sandbox", True),
+        ("b", 2, "own code", False),
+    ]
+    row = rollout.groups[0]
+    assert (row.first_s, row.last_s, row.waited_s) == (2, 8, pytest.approx(11))
+    assert (rollout.groups_seen, rollout.group_waited_s) == (2, pytest.approx(14))
+    assert (rollout.group_spread_p50_s, rollout.group_spread_max_s) == (4.5, 6)
+
+
+def test_versions_are_those_that_the_loop_says_or_else_those_of_the_requests(tmp_path: Path) -> None:
+    """Against the version that the step trains; a trajectory of several is partial."""
+    log = DrawnLog()
+    log.trajectory(0, 4, min_version=5, max_version=6)
+    log.trajectory(0, 4, min_version=6, max_version=6)
+    third = log.trajectory(0, 4)
+    log.span("generate", 1, 2, trajectory=third, request="old")
+    log.span("generate", 2, 3, trajectory=third, request="new")
+    log.trajectory(0, 4)
+    log.trajectory(0, 4, min_version=1, max_version=1, validate=True)
+    report_with(tmp_path, log, policy_version=6)
+    manifest = read_manifest(tmp_path)
+    requests = [
+        Request(
+            replica=0,
+            id=id,
+            begin_ns=ns(at),
+            end_ns=ns(at + 1),
+            prompt_tokens=1,
+            response_tokens=7,
+            policy_version=version,
+        )
+        for id, at, version in (("old", 1, 4), ("new", 2, 6))
+    ]
+    engine, *others = manifest.workers
+    engine = msgspec.structs.replace(engine, requests=requests)
+    write_json_atomically(
+        tmp_path / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=[engine, *others])
+    )
+    rollout = rollout_of(open_step(tmp_path).report())
+    found = [
+        (r.version, r.behind, r.oldest, r.newest, r.segments, r.segment_tokens) for r in rollout.versions
+    ]
+    assert found == [(6, 0, 1, 3, 1, 7), (5, 1, 1, 0, 0, 0), (4, 2, 1, 0, 1, 7)]
+    assert (rollout.versioned, rollout.partial) == (3, 2)
+
+
+def test_what_became_of_trajectories_has_its_cost(tmp_path: Path) -> None:
+    """By fate, also where it was said later; validation apart."""
+    log = DrawnLog()
+    log.trajectory(0, 4, ("tool:a", 0, 1), ("tool:b", 1, 2), group="kept", response_tokens=100, turns=3)
+    log.trajectory(0, 3, group="boring", response_tokens=50)
+    log.trajectory(0, 1, group="x", fate="failed")
+    log.trajectory(0, 5, group="v", validate=True)
+    log.log.fates = [FateChange("boring", None, "filtered", ns(9))]
+    rows = rollout_of(report_with(tmp_path, log)).fates
+    assert [(row.validate, row.fate, row.trajectories, row.seconds) for row in rows] == [
+        (False, "done", 1, 4),
+        (False, "filtered", 1, 3),
+        (False, "failed", 1, 1),
+        (True, "done", 1, 5),
+    ]
+    assert (rows[0].response_tokens, rows[0].turns, rows[0].tool_calls) == (100, 3, 2)
+    assert [row.share for row in rows] == [0.5, 0.375, 0.125, 1]
+
+
+def test_a_log_that_cannot_be_read_is_missing_and_the_others_count(tmp_path: Path) -> None:
+    """And so is one that was cut."""
+    first, second = DrawnLog(0), DrawnLog(1)
+    first.trajectory(0, 4)
+    second.trajectory(0, 4)
+    report_with(tmp_path, first, second)
+    (tmp_path / "agent_loop_rank1.trajectories.jsonl.gz").write_bytes(b"no gzip")
+    report = open_step(tmp_path).report()
+    assert rollout_of(report).trajectories == 1
+    assert (report.coverage.read, report.coverage.expected) == (2, 3)
+    assert any("agent_loop_rank1" in sentence for sentence in report.coverage.missing)
+    assert "agent_loop_rank1" in report.coverage.lanes
+    assert "agent_loop_rank0" not in report.coverage.lanes
+
+
+@pytest.fixture
+def busy(tmp_path: Path) -> Report:
+    """Forty trajectories of which one is late, one blocks the loop, five are filtered, and one validates."""
+    log = DrawnLog()
+    for number in range(38):
+        log.trajectory(0, 3 + number / 38, ("tool:search", 0, 1.5), group=f"g{number // 8}", min_version=4)
+    log.trajectory(0, 9, ("tool:<b>sandbox", 3, 9), group="late", fate="aborted")
+    mine = log.trajectory(0, 3)
+    number = log.span("tool:blocking", 1.6, 2.9, trajectory=mine)
+    for waiting in range(5, 20):
+        log.span("tool:http", 1.55, 2.901, trajectory=waiting)
+    log.log.blocks = [Block(0, ns(1.6), ns(2.9), number, "Task-1", "tools.search (tools.py:3)")]
+    log.log.fates = [FateChange("g0", None, "filtered", ns(9))]
+    log.trajectory(0, 1, validate=True)
+    return report_with(tmp_path, log, policy_version=5)
+
+
+def test_findings_have_names_and_seconds(busy: Report) -> None:
+    """The blocked loop, the tail and what was made for nothing."""
+    said = {finding.rule: finding for finding in rollout_findings(busy)}
+    assert said["loop_blocked"].text == (
+        "Tool `blocking` blocked the event loop of agent_loop_rank0 for 1.30 s "
+        "(in tools.search (tools.py:3)): 15 trajectories stood still, 19.5 s added up."
+    )
+    assert said["loop_blocked"].seconds == pytest.approx(1.3)
+    assert said["last_trajectories"].text == (
+        "The last trajectory takes 56% of the rollout (5.03 s; 2.5% of 40 trajectories): 100% of that is "
+        "tool `<b>sandbox`."
+    )
+    assert said["trajectories_for_nothing"].text.endswith("nothing is made of: 8 filtered, 1 aborted.")
+
+
+def test_every_face_shows_the_rollout(busy: Report, tmp_path: Path) -> None:
+    """Terminal, page, CSV, data frame, scalars, the JSON that comes back, and the comparison."""
+    text = io.StringIO()
+    print_report(busy, Console(file=text, width=100))
+    page = render_html(busy)
+    for title in ("Tools and other spans", "Blocked event loops", "What became of trajectories"):
+        assert title in text.getvalue()
+        assert title in page
+    assert "<b>sandbox" not in page
+    write_csv([busy], tmp_path / "csv")
+    with (tmp_path / "csv" / "trajectory_causes.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert sum(float(row["seconds"]) for row in rows if row["validate"] == "False") == pytest.approx(
+        rollout_of(busy).seconds
+    )
+    frame = data_frame(busy.step, CallRow, rows_of(busy, "trajectory_calls"))
+    assert set(frame["name"]) == {"tool:search", "tool:<b>sandbox", "tool:blocking", "tool:http"}
+    found = dict(scalars(busy))
+    assert found["trajectories/count"] == 40
+    assert found["trajectories/loop_lag_s"] == pytest.approx(19.5)
+    assert msgspec.json.decode(msgspec.json.encode(busy), type=Report).rollout == busy.rollout
+    changes = {(change.kind, change.name): change for change in compare([busy], [busy]).changes}
+    assert changes["trajectory", "loop lag"].before_s == pytest.approx(19.5)
+
+
+def test_thousands_of_names_make_a_page_of_bounded_size(tmp_path: Path) -> None:
+    """Of tools, groups, fates and functions, the first of each and the others in one row."""
+    log = DrawnLog()
+    for number in range(1_500):
+        begin = number / 200
+        mine = log.trajectory(
+            begin,
+            begin + 2,
+            (f"tool:{number}" + "x" * 500, begin, begin + 1),
+            group="g" * number,
+            fate=f"fate {number}",
+        )
+        block = Block(0, ns(begin), ns(begin + 0.004), mine, f"Task-{number}", "f" * 1_000)
+        log.log.blocks.append(block)
+    report = report_with(tmp_path, log)
+    rollout = rollout_of(report)
+    assert [len(rows) for rows in (rollout.causes, rollout.calls, rollout.blocks)] == [101, 51, 20]
+    assert rollout.causes[-1].cause == OTHERS
+    assert sum(row.seconds for row in rollout.causes) == pytest.approx(rollout.seconds)
+    assert sum(row.trajectories for row in rollout.fates) == 1_500
+    assert len(rollout.fates) == 21
+    assert len(render_html(report)) < 600_000
+
+
+@pytest.mark.parametrize("far", [0, 10**12, 4 * 10**18])
+def test_times_outside_of_the_step_do_no_harm(tmp_path: Path, far: int) -> None:
+    """What is not in the step does not count, however far away it is."""
+    log = DrawnLog()
+    log.trajectory(1, 2, ("tool:a", 1, 2))
+    log.log.trajectories.append(TrajectoryRecord(1, "g", 1, far, far, "done", 9, "", {"validate": "yes"}))
+    log.log.spans.append(SpanRecord(1, 1, 7, "tool:b", far, far, 7, 9, False, "x", {}))
+    log.log.blocks.append(Block(9, far, far, 99, "t", "f"))
+    report = report_with(tmp_path, log)
+    assert (rollout_of(report).trajectories, rollout_of(report).seconds) == (1, pytest.approx(1))

@@ -1,0 +1,1 @@
+"""The section "Rollout" of the report: what trajectories waited for."""

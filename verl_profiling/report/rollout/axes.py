@@ -1,0 +1,116 @@
+"""Arithmetic on spans of many owners at once, such as those of each trajectory."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.report.intervals import EMPTY, Spans, subtract, union
+
+__all__ = ["Axes", "Ints", "Sharing", "ragged"]
+
+Ints: TypeAlias = NDArray[np.int64]
+
+
+class Axes:
+    """Gives each owner an axis of its own, so that sets of spans are computed for all owners together.
+
+    Args:
+        times: All instants that will be put on an axis (ns).
+    """
+
+    def __init__(self, *times: Ints) -> None:
+        self._instants = _distinct(*times)
+        self._stride = len(self._instants) + 1
+
+    def put(self, owner: Ints, begin: Ints, end: Ints) -> Spans:
+        """Return spans on their owners' axes, in their order."""
+        edges = [np.searchsorted(self._instants, times) for times in (begin, end)]
+        return np.stack([owner * self._stride + edge for edge in edges], axis=1).astype(np.int64)
+
+    def take(self, spans: Spans) -> tuple[Ints, Ints, Ints]:
+        """Return owner, begin and end of spans on their owners' axes."""
+        owner, begin = np.divmod(spans[:, 0], self._stride)
+        return owner, self._instants[begin], self._instants[spans[:, 1] % self._stride]
+
+    def time(self, edges: Ints) -> Ints:
+        """Return the instants (ns) of edges on any axes."""
+        return self._instants[edges % self._stride] if len(self._instants) else edges
+
+    def left(self, spans: Spans, holes: Spans) -> tuple[Ints, Ints, Ints]:
+        """Return owner, begin and end of what is in spans but in no hole of the same owner.
+
+        Args:
+            spans: At most one for each owner, of any length.
+            holes: Spans that may overlap in any way.
+        """
+        return self.take(subtract(union(spans), union(holes)))
+
+
+class Sharing:
+    """Divides each instant equally among the spans of an owner that are open then.
+
+    Args:
+        owner: Owner of each span.
+        begin: Begin of each span (ns).
+        end: End of each span (ns).
+        hidden: Time of owner 0 that no span gets.
+    """
+
+    def __init__(self, owner: Ints, begin: Ints, end: Ints, hidden: Spans = EMPTY) -> None:
+        axes = Axes(begin, end, hidden.reshape(-1))
+        spans = axes.put(owner, begin, end)
+        holes = axes.put(np.zeros(len(hidden), dtype=np.int64), hidden[:, 0], hidden[:, 1])
+        edges = _distinct(spans.reshape(-1), holes.reshape(-1))
+        self._places = np.searchsorted(edges, spans)
+        # Behind the last edge of an owner nothing is open, so what lies between two axes is nobody's.
+        count = _open(self._places, len(edges))
+        free = (count > 0) & (_open(np.searchsorted(edges, holes), len(edges)) == 0)
+        self._part = np.where(free, 1.0 / np.maximum(count, 1), 0.0)
+        self._times = axes.time(edges)
+
+    def shares(self, window: Spans | None = None) -> NDArray[np.float64]:
+        """Return each span's share (ns).
+
+        Args:
+            window: The time that counts; an instant in several of its spans counts as often.
+        """
+        if not len(self._times):
+            return np.zeros(len(self._places))
+        at = self._times if window is None else _counted_before(window, self._times)
+        before = np.concatenate(([0.0], np.cumsum(np.diff(at) * self._part[:-1])))
+        return before[self._places[:, 1]] - before[self._places[:, 0]]
+
+
+def _distinct(*parts: Ints) -> Ints:
+    """Return the numbers in order, each once; sorting is several times as fast here as ``np.unique``."""
+    found = np.sort(np.concatenate((np.empty(0, dtype=np.int64), *parts)))
+    return found[np.concatenate(([True], found[1:] != found[:-1]))] if len(found) else found
+
+
+def _open(places: Ints, edges: int) -> Ints:
+    """Return how many spans are open behind each edge."""
+    begun, ended = (np.bincount(places[:, side], minlength=edges) for side in (0, 1))
+    return np.cumsum(begun - ended)
+
+
+def _counted_before(window: Spans, instants: Ints) -> Ints:
+    """Return the time of a window before each instant; what is in several of its spans counts as often."""
+    if not len(window):
+        return np.zeros_like(instants)
+    edges = _distinct(window.reshape(-1))
+    depth = _open(np.searchsorted(edges, window), len(edges))
+    total = np.concatenate(([0], np.cumsum(np.diff(edges) * depth[:-1])))
+    place = np.maximum(np.searchsorted(edges, instants, side="right") - 1, 0)
+    found: Ints = total[place] + np.maximum(instants - edges[place], 0) * depth[place]
+    return found
+
+
+def ragged(first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """Return the numbers from ``first`` up to ``last`` of each row, one after the other, and their rows."""
+    counts = np.maximum(last - first, 0)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) - starts[rows] + first[rows], rows

@@ -1,0 +1,99 @@
+"""Which request of an engine a ``generate`` span waited for, and what that waited for in turn."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from verl_profiling.manifest import Manifest, Request
+from verl_profiling.report.rollout.axes import Ints
+
+__all__ = ["FROM_THE_ENGINE", "PARTS", "TO_THE_ENGINE", "divided_requests", "joined", "requests_by_id"]
+
+TO_THE_ENGINE, FROM_THE_ENGINE = "to the engine", "from the engine"
+PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode", FROM_THE_ENGINE)
+"""What a request waits for, as :meth:`~verl_profiling.manifest.Request.parts` calls it."""
+
+_NUMBERS = {name: number for number, name in enumerate(PARTS)}
+_MOST_PARTS = 7
+
+Served = tuple[Request, int]
+"""A request, and what to subtract from its times to put them on the controller's clock (ns)."""
+
+
+def requests_by_id(manifest: Manifest) -> dict[str, list[Served]]:
+    """Return the requests that have an id, by that; those of one id in order of their begin."""
+    found: dict[str, list[Served]] = {}
+    for worker in manifest.workers:
+        offset_ns = manifest.offset_ns(worker.identity)
+        for request in worker.requests:
+            if request.id:
+                found.setdefault(request.id, []).append((request, offset_ns))
+    for served in found.values():
+        served.sort(key=_begin)
+    return found
+
+
+def joined(
+    spans: Iterable[tuple[int, str, int, int]], requests: Mapping[str, list[Served]]
+) -> dict[int, Served]:
+    """Return the request of each span that has one.
+
+    An engine may see one id several times. Of those requests it is the one that the span shares most time
+    with, of the two that begin around it; a request that shares none is not the span's.
+
+    Args:
+        spans: Number, id of the request, begin and end (ns) of each span.
+        requests: The requests by id.
+    """
+    found = {}
+    for number, id, begin, end in spans:
+        served = requests.get(id, [])
+        place = bisect_left(served, begin, key=_begin) if len(served) > 1 else 0
+        near = served[max(place - 1, 0) : place + 1]
+        overlap, best = max(
+            ((_common(one, begin, end), index) for index, one in enumerate(near)), default=(-1, 0)
+        )
+        if overlap >= 0:
+            found[number] = near[best]
+    return found
+
+
+def _begin(served: Served) -> int:
+    return served[0].begin_ns - served[1]
+
+
+def _common(served: Served, begin: int, end: int) -> int:
+    request, offset_ns = served
+    return min(request.end_ns - offset_ns, end) - max(request.begin_ns - offset_ns, begin)
+
+
+def divided_requests(
+    served: Mapping[int, Served], begin: Mapping[int, int], end: Mapping[int, int]
+) -> tuple[Ints, Ints, Ints]:
+    """Return what spans waited for in their requests: numbers of the spans, marks, and parts between them.
+
+    A row of marks are instants (ns) in order, from the span's begin to its end; the n-th part, a number of
+    ``PARTS``, lies between the n-th mark and the next. What is before the request was sent is on the way to
+    the engine, what is after its end on the way back.
+
+    Args:
+        served: The request of each span, by the span's number.
+        begin: Begins of the spans (ns).
+        end: Ends of the spans (ns).
+    """
+    edges: list[list[int]] = []
+    labels: list[list[int]] = []
+    for number, (request, offset_ns) in served.items():
+        parts: list[tuple[str, int]] = [(name, until) for name, _, until in request.parts()]
+        if not parts or parts[0][0] != TO_THE_ENGINE:  # nothing is known of it before it was sent
+            parts.insert(0, (TO_THE_ENGINE, request.begin_ns))
+        rest = _MOST_PARTS - len(parts)
+        edges.append([begin[number], *(until - offset_ns for _, until in parts), *[end[number]] * rest])
+        labels.append([*(_NUMBERS[name] for name, _ in parts), *[_NUMBERS[FROM_THE_ENGINE]] * rest])
+    numbers = np.fromiter(served, dtype=np.int64, count=len(served))
+    marks = np.array(edges, dtype=np.int64).reshape(-1, _MOST_PARTS + 1)
+    marks = np.clip(np.maximum.accumulate(marks, axis=1), marks[:, :1], marks[:, -1:])
+    return numbers, marks, np.array(labels, dtype=np.int64).reshape(-1, _MOST_PARTS)
