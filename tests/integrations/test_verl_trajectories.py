@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from verl_profiling import span
+from verl_profiling import ProfilingConfig, span
 from verl_profiling.integrations import verl_agent_loops, verl_clients, verl_rewards, wrapping
+from verl_profiling.integrations.verl_actors import add_actors
 from verl_profiling.trajectories.open_log import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
@@ -433,3 +434,58 @@ def test_nothing_changes_while_nothing_records(verl: SimpleNamespace) -> None:
 
     with pytest.raises(ValueError, match="no page"):
         asyncio.run(verl.AgentLoopWorker(raises)._run_agent_loop({}, INFO, agent_name="own", **V1_PROMPT))
+
+
+class Handle:
+    """An actor as the trainer sees it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.error = error
+        self.init_capture = SimpleNamespace(remote=self._init)
+
+    def _init(self, settings: ProfilingConfig, **given: Any) -> Handle:
+        self.told.append(given)
+        return self
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Return what was added to a callback; Ray answers what the handles say."""
+
+    def get(handles: list[Handle]) -> None:
+        for error in filter(None, (handle.error for handle in handles)):
+            raise error
+
+    monkeypatch.setattr("ray.get", get)
+    return []
+
+
+def add(added: list[tuple[str, Any]], handles: list[Any], **settings: Any) -> bool:
+    callback = SimpleNamespace(add_workers=lambda role, workers: added.append((role, workers)))
+    config = ProfilingConfig.from_any({"enable": True, **settings})
+    return add_actors(callback, config, "agent_loop", handles)  # type: ignore[arg-type]
+
+
+def test_actors_are_told_their_rank_and_added(added: list[tuple[str, Any]]) -> None:
+    """Each knows which of how many it is; a role that is switched off, or has nobody, is not added."""
+    handles = [Handle(), Handle()]
+    assert add(added, handles)
+    assert [handle.told for handle in handles] == [[{"rank": r, "world_size": 2}] for r in (0, 1)]
+    assert added == [("agent_loop", handles)]
+    assert not add(added, [])
+    assert not add(added, [Handle()], roles={"agent_loop": {"enable": False}})
+    assert len(added) == 1
+
+
+def test_actors_that_cannot_be_captured_do_not_end_training(
+    added: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A class of one's own without the methods, and a worker that fails, are named; strict settings raise."""
+    assert not add(added, [Handle(), object()])
+    assert "1 of 2 workers of role 'agent_loop' are of a class without capture methods" in caplog.text
+    assert not add(added, [Handle(RuntimeError("no disk"))])
+    assert "role 'agent_loop' is not recorded: RuntimeError: no disk" in caplog.text
+    assert added == []
+    with pytest.raises(RuntimeError, match="no disk"):
+        add(added, [Handle(RuntimeError("no disk"))], strict=True)

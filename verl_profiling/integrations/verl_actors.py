@@ -77,9 +77,12 @@ def add_actors(
     try:
         import ray
 
+        # Training waits for these actors as well, however long they take to come up.
         ray.get(
-            [handle.init_capture.remote(settings, rank, len(handles)) for rank, handle in enumerate(handles)],
-            timeout=settings.timeouts.start_s,
+            [
+                handle.init_capture.remote(settings, rank=rank, world_size=len(handles))
+                for rank, handle in enumerate(handles)
+            ]
         )
     except Exception as error:
         if settings.strict:
