@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 from browser import needs_browser, run_script
+from drawn_logs import Drawn
 from step_folders import WORKERS, build_step, read_events
 
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.server import TimelineServer, bundled_ui
+from verl_profiling.trajectory_log import Block, Lag
 
 pytestmark = [
     *needs_browser,
@@ -51,12 +53,41 @@ QUERIES = {
 }
 
 
-def perfetto(timeline: Path) -> dict[str, list[list]]:
+TRAJECTORIES = {
+    "rows": (
+        "select thread.name as row, count(*) as n, max(depth) as deepest from slice "
+        "join thread_track on track_id = thread_track.id join thread using (utid) join process using (upid) "
+        "where process.name = 'agent_loop_rank0 trajectories' group by utid order by tid",
+        {"row": "text", "n": "number", "deepest": "number"},
+    ),
+    "outside": (
+        "select inner_.name as name, around.name as parent from slice inner_ "
+        "join slice around on inner_.parent_id = around.id where inner_.category in ('span', 'request') "
+        "and (inner_.ts < around.ts or inner_.ts + inner_.dur > around.ts + around.dur)",
+        {"name": "text", "parent": "text"},
+    ),
+    "arrows": (
+        "select outof.name as cause, into_.name as effect, process.name as process from flow "
+        "join slice outof on slice_out = outof.id join slice into_ on slice_in = into_.id "
+        "join thread_track on into_.track_id = thread_track.id join thread using (utid) "
+        "join process using (upid) where outof.category = 'span'",
+        {"cause": "text", "effect": "text", "process": "text"},
+    ),
+    "counters": (
+        "select track.name as name, max(value) as most from counter "
+        "join process_counter_track track on track_id = track.id group by track_id",
+        {"name": "text", "most": "number"},
+    ),
+    "errors": QUERIES["errors"],
+}
+
+
+def perfetto(timeline: Path, asked: dict[str, tuple] = QUERIES) -> dict[str, list[list]]:
     """Open a timeline in the bundled Perfetto UI and return what the queries give."""
     server = TimelineServer({"timeline.json.gz": timeline}, bundled_ui(), port=0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        queries = {name: {"sql": sql, "columns": columns} for name, (sql, columns) in QUERIES.items()}
+        queries = {name: {"sql": sql, "columns": columns} for name, (sql, columns) in asked.items()}
         address = server.timeline_address("timeline.json.gz")
         return run_script("perfetto.js", address, json.dumps(queries))
     finally:
@@ -118,3 +149,35 @@ def test_perfetto_binds_every_arrow(opened: tuple[Path, dict[str, list[list]]]) 
     arrows = opened[1]["arrows"]
     assert sorted(cause for cause, _, _ in arrows) == ["rollout", "update_actor", "update_actor"]
     assert all(cause == effect and inside for cause, effect, inside in arrows)
+
+
+def test_perfetto_nests_trajectories_and_binds_their_arrows(tmp_path: Path) -> None:
+    """Spans are inside their trajectory, an arrow joins a span to the whole request, counters are first."""
+    drawn = Drawn(tmp_path, clock_ms=700)
+    for sample in range(3):
+        one = drawn.trajectory(sample, 50 + sample, "g", sample)
+        turn = drawn.span("turn", sample, 40, one)
+        drawn.span("generate", sample + 1, 20, one, turn, request=f"r{sample}")
+        for part in range(2):
+            drawn.span(f"tool:{part}", 21 + part, 30 + part, one, turn)
+    drawn.requests(("r0", 2, 18), ("r1", 2.5, 19), ("r2", 4, 17))
+    drawn.log.lags.append(Lag(0, drawn.ns(39), 12_000_000))
+    drawn.log.blocks.append(Block(0, drawn.ns(27), drawn.ns(39), 3, "Task-1", "f"))
+    result, _ = drawn.merged()
+    found = perfetto(result.path, TRAJECTORIES)
+    assert found["rows"] == [
+        ["loop Main blocked", 1, 0],
+        ["trajectories 0", 4, 2],
+        ["trajectories 0.2", 1, 0],
+        ["trajectories 1", 4, 2],
+        ["trajectories 1.2", 1, 0],
+        ["trajectories 2", 4, 2],
+        ["trajectories 2.2", 1, 0],
+    ]
+    assert found["outside"] == found["errors"] == []
+    assert found["arrows"] == [["generate", "request (9 tokens)", "rollout0 requests"]] * 3
+    assert sorted(found["counters"]) == [["loop Main lag ms", 12], ["trajectories running", 3]]
+    lanes = dict(found["lanes"])
+    assert list(lanes)[3:] == ["agent_loop_rank0 trajectories", "rollout0_rank0", "rollout0 requests"]
+    assert sorted(lanes["agent_loop_rank0 trajectories"][:2]) == ["loop Main lag ms", "trajectories running"]
+    assert lanes["agent_loop_rank0 trajectories"][2:4] == ["loop Main blocked", "trajectories 0"]

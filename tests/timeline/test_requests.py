@@ -34,9 +34,10 @@ def test_overlapping_requests_lie_side_by_side(tmp_path: Path) -> None:
         msgspec.structs.replace(w, requests=requests) if w.name == "rollout0" else w for w in manifest.workers
     ]
     write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    whole = "request (9 tokens)"
     (inputs,) = find_steps(folder)
     events = read_events(merge(inputs).path)
-    slices = [event for event in events if event.get("cat") == "request" and event["name"] != "first token"]
+    slices = [event for event in events if event.get("cat") == "request" and event["name"] == whole]
     rows = {
         e["tid"]: e["args"]["name"]
         for e in events
@@ -47,5 +48,6 @@ def test_overlapping_requests_lie_side_by_side(tmp_path: Path) -> None:
     assert names["rollout0_rank0"] < names["rollout0 requests"], "they sort below the engine"
     assert [rows[event["tid"]] for event in slices] == ["requests 0", "requests 1", "requests 0"]
     assert [event["dur"] for event in slices] == [1.0, 1.5, 0.8]
-    assert sum(event["name"] == "first token" for event in events) == 2
+    parts = [event["name"] for event in events if event.get("cat") == "request" and event["name"] != whole]
+    assert parts == ["first token", "decode", "first token", "decode"]
     assert slices[0]["args"] == {"prompt_tokens": 7, "response_tokens": 9, "failed": False}

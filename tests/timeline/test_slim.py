@@ -9,7 +9,6 @@ from step_folders import build_step, read_events
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.slim import Keep, min_us_for_share, select_ranks, stage_windows
 from verl_profiling.timeline.step_inputs import StepInputs
@@ -66,9 +65,10 @@ def test_a_size_limit_is_met_by_leaving_out_the_shortest(step: StepInputs) -> No
 
 def test_the_threshold_keeps_at_most_the_share(step: StepInputs) -> None:
     """Of all complete events, no more than the share is as long as the threshold."""
+    del step.sources[1:]
     path = step.sources[0].path
     durations = [event["dur"] for event in read_events(path) if event["ph"] == "X"]
     for share in (0.5, 0.1, 0.01):
-        threshold = min_us_for_share([path], share, Limits())
+        threshold = min_us_for_share(step, share)
         assert sum(duration >= threshold for duration in durations) <= share * len(durations)
-    assert min_us_for_share([path], 1.0, Limits()) == 0.0
+    assert min_us_for_share(step, 1.0) == 0.0

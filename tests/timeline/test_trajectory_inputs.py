@@ -62,9 +62,10 @@ def test_what_is_wrong_with_a_log_is_a_sentence(tmp_path: Path) -> None:
     assert 0 < len(second.log.spans) < 20_000
     behind = f"was cut behind line {len(second.log.spans) + 1}"
     assert second.problems == [f"agent_loop_rank2.trajectories.jsonl.gz: {behind}"]
+    full = "that were not recorded, because the log was full"
     assert third.problems == [
-        "agent_loop_rank3.trajectories.jsonl.gz: 2 trajectories were not recorded, because the log was full",
-        "agent_loop_rank3.trajectories.jsonl.gz: 1,500 spans were not recorded, because the log was full",
+        f"agent_loop_rank3.trajectories.jsonl.gz: trajectories {full}: 2",
+        f"agent_loop_rank3.trajectories.jsonl.gz: spans {full}: 1,500",
     ]
 
 
@@ -125,9 +126,9 @@ def test_records_that_contradict_each_other_are_mended(tmp_path: Path) -> None:
     ]
     name = "agent_loop_rank0.trajectories.jsonl.gz"
     assert read.problems == [
-        f"{name}: 4 records end before they begin, or repeat a number, and are left out",
-        f"{name}: 2 spans are of trajectories that are not in the log, and count as the process's",
-        f"{name}: 4 spans are around themselves, and count as outermost",
+        f"{name}: left out, because they end before they begin or repeat a number: 4",
+        f"{name}: spans of trajectories that are not in the log, which count as the process's: 2",
+        f"{name}: spans around themselves, which count as outermost: 4",
     ]
 
 

@@ -17,10 +17,14 @@ function nameThreads(lane, threads) {
     const name = threads.get(Number(group.uri?.match(/^\/thread_(\d+)$/)?.[1]));
     if (!name) continue;
     for (const node of [group, ...group.children.filter((each) => each.name === group.name)]) node.name = name;
-    if (!name.startsWith("stages")) continue;
-    group.remove();
-    lane.addChildFirst(group);
+    if (name.startsWith("stages")) moveFirst(lane, group);
   }
+  for (const counter of lane.children.filter((each) => each.uri?.startsWith("/counter_"))) moveFirst(lane, counter);
+}
+
+function moveFirst(lane, track) {
+  track.remove();
+  lane.addChildFirst(track);
 }
 
 async function arrange({ engine, workspace }) {

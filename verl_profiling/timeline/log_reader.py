@@ -67,7 +67,7 @@ class LogReader:
             return
         for count, what in ((footer.trajectories_left_out, "trajectories"), (footer.spans_left_out, "spans")):
             if count:
-                self.problems.append(f"{count:,} {what} were not recorded, because the log was full")
+                self.problems.append(f"{what} that were not recorded, because the log was full: {count:,}")
 
     def _is_over(self) -> bool:
         if self.lines % _LOOK_EVERY == 0 or self.lines >= self._limits.events:

@@ -59,11 +59,11 @@ def shape_of(trajectories: Ints, spans: Ints) -> Shape:
     wrong = int((~standing).sum() + (~kept).sum())
     lost = int((kept & (spans[:, 1] >= 0) & (owner < 0)).sum())
     counts = (
-        (wrong, "records end before they begin, or repeat a number, and are left out"),
-        (lost, "spans are of trajectories that are not in the log, and count as the process's"),
-        (int((kept & circling).sum()), "spans are around themselves, and count as outermost"),
+        (wrong, "left out, because they end before they begin or repeat a number"),
+        (lost, "spans of trajectories that are not in the log, which count as the process's"),
+        (int((kept & circling).sum()), "spans around themselves, which count as outermost"),
     )
-    problems = [f"{count:,} {what}" for count, what in counts if count]
+    problems = [f"{what}: {count:,}" for count, what in counts if count]
     return Shape(
         trajectories=standing,
         spans=kept,

@@ -6,7 +6,9 @@ joined by copying: a gzip file is a sequence of members (RFC 1952, section 2.2).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,22 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.log_reader import LaterFates
 from verl_profiling.timeline.processes import Processes
 from verl_profiling.timeline.reader import Trace
+from verl_profiling.timeline.requests import Arrow, Window
 from verl_profiling.timeline.slim import Keep
 
-__all__ = ["Member", "MemberJob", "compressor", "write_member"]
+__all__ = ["ID_STRIDE", "LogJob", "Member", "MemberFile", "MemberJob", "compressor", "write_member"]
 
-_ID_STRIDE = 1 << 32
+ID_STRIDE = 1 << 32
+"""Ids of flows that each member has for itself."""
+
 _HASHED_IDS = 1 << 52
 _ONES = 1.5 * 2**52
 _ENCODER = msgspec.json.Encoder()
 _KEPT_BYTES = 16 << 20
+_BATCH = 4096
 
 
 class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +63,18 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
 
 
+class LogJob(MemberJob, frozen=True, kw_only=True):
+    """What a process needs to know to write the member of a log.
+
+    Attributes:
+        requests: When the requests of the step were on their way, by the engine's id of them.
+        fates: What became of trajectories later.
+    """
+
+    requests: dict[str, list[Window]]
+    fates: LaterFates
+
+
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one trace.
 
@@ -65,6 +84,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         left_out: Events that :class:`Keep` left out.
         problems: What could not be read.
         limited: Whether a limit is the reason.
+        arrows: What leads from it to requests.
     """
 
     path: Path
@@ -72,11 +92,41 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     left_out: int
     problems: list[str]
     limited: bool
+    arrows: list[Arrow] = []
 
 
 def compressor() -> Any:
     """Return a fast gzip compressor for one member (isal level 1)."""
     return isal_zlib.compressobj(1, wbits=31)
+
+
+class MemberFile:
+    """A gzip member of events while it is written, with a comma before each."""
+
+    def __init__(self, path: Path) -> None:
+        self._gzip = compressor()
+        self._file = path.open("wb")
+
+    def __enter__(self) -> MemberFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._file:
+            self._file.write(self._gzip.flush())
+
+    def write(self, events: list[Event]) -> None:
+        """Write some events."""
+        if events:
+            self._file.write(self._gzip.compress(b",\n"))
+            self._file.write(self._gzip.compress(memoryview(_utf8(_ENCODER.encode(events)))[1:-1]))
+
+    def write_all(self, events: Iterable[Event]) -> int:
+        """Write events, some thousands at a time; return how many there were, without metadata."""
+        left, count = iter(events), 0
+        while batch := list(islice(left, _BATCH)):
+            self.write(batch)
+            count += sum(event.ph != "M" for event in batch)
+        return count
 
 
 def write_member(job: MemberJob) -> Member:
@@ -92,15 +142,8 @@ def write_member(job: MemberJob) -> Member:
     trace = Trace(job.source.path, job.limits)
     processes = Processes(job.pid, job.title, job.lane_index)
     written = left_out = 0
-    gzip = compressor()
     problems = []
-    with job.output.open("wb") as file:
-
-        def write(batch: list[Event]) -> None:
-            if batch:
-                file.write(gzip.compress(b",\n"))
-                file.write(gzip.compress(memoryview(_utf8(_ENCODER.encode(batch)))[1:-1]))
-
+    with MemberFile(job.output) as file:
         try:
             for events in trace.chunks():
                 if not processes.known:
@@ -110,12 +153,11 @@ def write_member(job: MemberJob) -> Member:
                 left_out += len(events) - len(kept)
                 timed = _relocate(kept, processes, base_ns - job.base_ns, job.index)
                 written += len(timed)
-                write(timed)
-                write(processes.overflow())
+                file.write(timed)
+                file.write(processes.overflow())
         except TraceFormatError as error:
             problems.append(error.problem)
-        write(processes.names())
-        file.write(gzip.flush())
+        file.write(processes.names())
     problems += [str(warning) for warning in trace.warnings]
     if processes.crowded:
         problems.append(f"has more processes than fit a lane: {processes.crowded:,} events share one")
@@ -143,7 +185,7 @@ def _relocate(events: list[Event], processes: Processes, shift_ns: int, index: i
     ``round`` takes, within 26 days of the timeline's begin (and to even nanoseconds beyond).
     """
     whole_us, rest_ns = map(float, divmod(shift_ns, 1000))
-    first_id = index * _ID_STRIDE
+    first_id = index * ID_STRIDE
     known = processes.known.get
     timed = []
     for event in events:
@@ -154,7 +196,7 @@ def _relocate(events: list[Event], processes: Processes, shift_ns: int, index: i
         if (ts := event.ts) is not None:
             event.ts = ((ts + whole_us) * 1000.0 + rest_ns + _ONES - _ONES) / 1000.0
         if (old := event.id) is not None:
-            is_small = type(old) is int and 0 <= old < _ID_STRIDE
+            is_small = type(old) is int and 0 <= old < ID_STRIDE
             event.id = first_id + old if is_small else _hashed_id(index, old)  # type: ignore[operator]
         timed.append(event)
     return timed

@@ -20,14 +20,16 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import SCHEMA_VERSION
 from verl_profiling.timeline.controller import CONTROLLER, controller_events
 from verl_profiling.timeline.event import Event
-from verl_profiling.timeline.lanes import Source
-from verl_profiling.timeline.member import Member, MemberJob, compressor, write_member
+from verl_profiling.timeline.lanes import Source, sorted_sources
+from verl_profiling.timeline.log_reader import LaterFates, LogReader
+from verl_profiling.timeline.member import LogJob, Member, MemberFile, MemberJob, compressor, write_member
 from verl_profiling.timeline.processes import LANE_PIDS, STAGES_TID, name_process
 from verl_profiling.timeline.reader import Trace
-from verl_profiling.timeline.requests import request_events
+from verl_profiling.timeline.requests import RequestEvents, request_windows
 from verl_profiling.timeline.slim import Keep, min_us_for_share
 from verl_profiling.timeline.step_inputs import TIMELINE_MARK, TIMELINE_NAME, StepInputs
 from verl_profiling.timeline.whole_files import scratch_folder
+from verl_profiling.trajectory_log import LOG_SUFFIX
 
 __all__ = ["MergeResult", "merge"]
 
@@ -87,7 +89,7 @@ def merge(
     output = output or inputs.output(TIMELINE_NAME)
     keep = keep or Keep()
     inputs, problems, base_ns = _readable(inputs)
-    if not inputs.sources and inputs.controller is None:
+    if not (inputs.sources or inputs.logs) and inputs.controller is None:
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
     with scratch_folder(output) as scratch:
         while True:
@@ -97,11 +99,11 @@ def merge(
                 members.append(member)
                 if on_progress:
                     on_progress(job.source)
-            result = _join(scratch, inputs, plan, members, problems, base_ns)
+            result = _join(scratch, inputs, plan, members, problems, base_ns, keep)
             if max_bytes is None or result.bytes <= max_bytes or keep.min_us > _LONGEST_US:
                 break
             share = max_bytes / result.bytes * result.events / (result.events + result.left_out)
-            fitting = min_us_for_share((source.path for source in inputs.sources), share, inputs.limits)
+            fitting = min_us_for_share(inputs, share)
             keep = msgspec.structs.replace(keep, min_us=max(fitting, 2 * keep.min_us, 1.0))
         result.path.chmod(0o644)
         return msgspec.structs.replace(result, path=result.path.replace(output))
@@ -114,24 +116,38 @@ def _join(
     members: list[Member],
     problems: list[str],
     base_ns: int,
+    keep: Keep,
 ) -> MergeResult:
-    """Concatenate the head, the members and the footer into one file in ``scratch``."""
+    """Concatenate the head, the requests, the members and the footer into one file in ``scratch``."""
     problems = [*problems, *(f"{m.path.name}: {problem}" for m in members for problem in m.problems)]
-    opening, of_controller, cut_short = _opening(inputs, plan, base_ns)
+    pids = _WorkerPids({CONTROLLER: LANE_PIDS})
+    for job in plan:
+        pids.setdefault(job.source.worker, job.pid)
+    opening, of_controller, cut_short = _opening(inputs, plan, pids, base_ns)
     problems += of_controller
+    parts = [job.output for job in plan]
+    events = sum(member.events for member in members) + sum(event.ph != "M" for event in opening)
+    left_out = sum(member.left_out for member in members)
+    if inputs.manifest:
+        arrows = (arrow for member in members for arrow in member.arrows)
+        requests = RequestEvents(inputs.manifest, pids, base_ns, keep, arrows)
+        parts.insert(0, scratch / "requests")
+        with MemberFile(parts[0]) as file:
+            events += file.write_all(requests)
+        left_out += requests.left_out
     path = scratch / "timeline"
-    with path.open("wb") as file:
-        file.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
-        for job in plan:
-            with job.output.open("rb") as part:
-                shutil.copyfileobj(part, file, 1 << 20)
-            job.output.unlink()
-        file.write(_gzip(_footer(inputs, plan, members, problems)))
+    with path.open("wb") as timeline:
+        timeline.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
+        for part in parts:
+            with part.open("rb") as member:
+                shutil.copyfileobj(member, timeline, 1 << 20)
+            part.unlink()
+        timeline.write(_gzip(_footer(inputs, plan, members, problems)))
     return MergeResult(
         path=path,
         bytes=path.stat().st_size,
-        events=sum(member.events for member in members) + sum(event.ph != "M" for event in opening),
-        left_out=sum(member.left_out for member in members),
+        events=events,
+        left_out=left_out,
         members=members,
         problems=problems,
         limited=any(member.limited for member in members) or cut_short,
@@ -157,9 +173,17 @@ def _readable(inputs: StepInputs) -> tuple[StepInputs, list[str], int]:
             problems.append(str(error))
             continue
         sources.append(source)
+    logs = []
+    for log in inputs.logs:
+        try:
+            begins.append(LogReader(log.path, inputs.limits).header.begin_ns - log.offset_ns)
+        except TraceFormatError as error:
+            problems.append(str(error))
+            continue
+        logs.append(log)
     begin_ns = inputs.manifest.begin_ns if inputs.manifest else min(begins, default=0)
     return (
-        msgspec.structs.replace(inputs, controller=controller, sources=sources),
+        msgspec.structs.replace(inputs, controller=controller, sources=sources, logs=logs),
         problems,
         zero_ns(begin_ns),
     )
@@ -180,34 +204,47 @@ def _begin_ns(trace: Trace) -> int:
 
 def _plan(inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep) -> list[MemberJob]:
     lanes: dict[str, int] = {}
-    for source in inputs.sources:
+    sources = sorted_sources([*inputs.sources, *inputs.logs])
+    for source in sources:
         lanes.setdefault(source.lane, (len(lanes) + 2) * LANE_PIDS)
+    requests = request_windows(inputs.manifest) if inputs.manifest and inputs.logs else {}
+    fates = LaterFates.of(inputs.logs, inputs.limits)
     uses: dict[str, int] = {}
     plan = []
-    for index, source in enumerate(inputs.sources, 1):
+    for index, source in enumerate(sources, 1):
         lane_index = uses[source.lane] = uses.get(source.lane, -1) + 1
-        plan.append(
-            MemberJob(
-                source=source,
-                output=scratch / str(index),
-                index=index,
-                pid=lanes[source.lane],
-                lane_index=lane_index,
-                title=source.title,
-                base_ns=base_ns,
-                keep=keep,
-                limits=inputs.limits,
-            )
+        job = MemberJob(
+            source=source,
+            output=scratch / str(index),
+            index=index,
+            pid=lanes[source.lane],
+            lane_index=lane_index,
+            title=source.title,
+            base_ns=base_ns,
+            keep=keep,
+            limits=inputs.limits,
         )
+        if source.path.name.endswith(LOG_SUFFIX):
+            job = LogJob(**msgspec.structs.asdict(job), requests=requests, fates=fates)
+        plan.append(job)
     return plan
 
 
 def _run(plan: list[MemberJob], jobs: int) -> Iterator[tuple[MemberJob, Member]]:
     if min(jobs, len(plan)) < 2 or sum(job.source.path.stat().st_size for job in plan) < _SPAWN_BYTES:
-        yield from ((job, write_member(job)) for job in plan)
+        yield from ((job, _write(job)) for job in plan)
         return
     with ProcessPoolExecutor(min(jobs, len(plan)), mp_context=get_context(_start_method())) as pool:
-        yield from zip(plan, pool.map(write_member, plan), strict=True)
+        yield from zip(plan, pool.map(_write, plan), strict=True)
+
+
+def _write(job: MemberJob) -> Member:
+    """Write a member; only a log of trajectories needs the modules that read one."""
+    if isinstance(job, LogJob):
+        from verl_profiling.timeline.trajectories import write_log_member
+
+        return write_log_member(job)
+    return write_member(job)
 
 
 def _start_method() -> Literal["fork", "spawn"]:
@@ -229,20 +266,18 @@ class _WorkerPids(dict[str, int]):
         return self[worker]
 
 
-def _opening(inputs: StepInputs, plan: list[MemberJob], base_ns: int) -> tuple[list[Event], list[str], bool]:
-    """Return the events that come before the traces: the controller's lanes and the workers' stages.
+def _opening(
+    inputs: StepInputs, plan: list[MemberJob], pids: _WorkerPids, base_ns: int
+) -> tuple[list[Event], list[str], bool]:
+    """Return the events that come before all others: the controller's lanes and the workers' stages.
 
     With them, what could not be read of the controller's trace, and whether a limit is the reason.
     """
-    pids = _WorkerPids({CONTROLLER: LANE_PIDS})
     titles: dict[str, str] = {}
     for job in plan:
-        pids.setdefault(job.source.worker, job.pid)
         titles.setdefault(job.source.worker, job.title)
     read = controller_events(inputs, pids, base_ns)
     events = read.events
-    if inputs.manifest:
-        events += request_events(inputs.manifest, pids, base_ns)
     used = {event.pid for event in events} or {plan[0].pid}
     for worker, pid in pids.items():
         if pid in used:

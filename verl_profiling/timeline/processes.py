@@ -9,10 +9,27 @@ import msgspec
 from verl_profiling.timeline.categories import is_host, is_on_device
 from verl_profiling.timeline.event import Event
 
-__all__ = ["LANE_PIDS", "STAGES_TID", "TOOL_TID", "Processes", "name_process", "name_thread"]
+__all__ = [
+    "LANE_PIDS",
+    "REQUESTS_PID",
+    "STAGES_TID",
+    "TOOL_TID",
+    "TRAJECTORIES_PID",
+    "Processes",
+    "name_process",
+    "name_row",
+    "name_thread",
+    "shortened",
+]
 
 LANE_PIDS = 10_000
 """Number of process ids reserved for a lane."""
+
+REQUESTS_PID = LANE_PIDS - 1
+"""Of these, that of an engine's requests."""
+
+TRAJECTORIES_PID = LANE_PIDS - 2
+"""Of these, that of a worker's trajectories."""
 
 STAGES_TID = 1 << 23
 """Thread id of the stages' lane in a worker's process; Linux assigns none above 2^22."""
@@ -25,9 +42,9 @@ _PROFILER_LANES = {"Spans", "Traces", ""}  # processes in which kineto puts its 
 _OVERHEAD = "overhead"  # the profiler's own, as a process of its own in kineto
 _FIRST_DEVICE = 1
 _FIRST_OTHER = 2_000
-_LAST_OTHER = LANE_PIDS - 2  # the last id is that of the requests
+_LAST_OTHER = TRAJECTORIES_PID - 1
 _OTHERS_PER_TRACE = 50
-_NAME_LENGTH = 120  # characters of a process's name
+_NAME_LENGTH = 120  # characters
 _HELD = 50_000  # different names that are in memory at once
 _WORDS = {"process_name": "name", "process_labels": "labels"}
 _PROCESS_METADATA = {*_WORDS, "process_sort_index"}
@@ -36,10 +53,24 @@ _ENCODER = msgspec.json.Encoder()
 
 def name_process(pid: int, name: str) -> list[Event]:
     """Return the metadata that names a process, in bounded length, and sorts it by its id."""
-    shown = name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
+    named = msgspec.Raw(_ENCODER.encode({"name": shortened(name)}))
     return [
-        Event("M", name="process_name", pid=pid, tid=0, args=msgspec.Raw(_ENCODER.encode({"name": shown}))),
+        Event("M", name="process_name", pid=pid, tid=0, args=named),
         Event("M", name="process_sort_index", pid=pid, tid=0, args=msgspec.Raw(b'{"sort_index":%d}' % pid)),
+    ]
+
+
+def shortened(name: str) -> str:
+    """Return a name in bounded length."""
+    return name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
+
+
+def name_row(pid: int, row: int, name: str) -> list[Event]:
+    """Return the metadata that names a row of a process that has rows instead of threads, and sorts it."""
+    order = msgspec.Raw(b'{"sort_index":%d}' % row)
+    return [
+        name_thread(pid, row + 1, shortened(name)),
+        Event("M", name="thread_sort_index", pid=pid, tid=row + 1, args=order),
     ]
 
 

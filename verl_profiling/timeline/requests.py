@@ -1,67 +1,193 @@
 """The lanes of the rollout's requests: one slice per request, on several lanes where they overlap.
 
-Hundreds may overlap, so they form a separate process below the engine's.
+Hundreds may overlap, so they form a separate process below the engine's. Arrows lead to them from the
+spans of trajectories that wait for them.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from verl_profiling.manifest import Manifest, Request
 from verl_profiling.timeline.event import Event
-from verl_profiling.timeline.processes import LANE_PIDS, name_process, name_thread
+from verl_profiling.timeline.processes import REQUESTS_PID, name_process, name_row
+from verl_profiling.timeline.rows import packed_rows
+from verl_profiling.timeline.slim import Keep
 
-__all__ = ["request_events"]
+__all__ = ["Arrow", "RequestEvents", "Window", "request_windows", "span_of_each"]
 
-_LAST_PID = LANE_PIDS - 1
+_ARROW = "generate"
+_APART_NS = 1_000  # Perfetto may cut off a nanosecond of a time
 
 
-def request_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) -> list[Event]:
-    """Return the requests of every engine as slices of a separate process next to the engine's.
+class Window(msgspec.Struct, frozen=True):
+    """When a request was on its way, on the controller's clock.
+
+    Attributes:
+        number: Its place among all of the manifest.
+        begin_ns: When it was sent.
+        end_ns: When its response was complete.
+    """
+
+    number: int
+    begin_ns: int
+    end_ns: int
+
+
+class Arrow(msgspec.Struct, frozen=True):
+    """Leads from the span that waits for a request to the request.
+
+    Attributes:
+        id: Number of the arrow in the timeline.
+        request: Number of the request.
+        from_ns: When it leaves, on the controller's clock.
+    """
+
+    id: int
+    request: int
+    from_ns: int
+
+
+def request_windows(manifest: Manifest) -> dict[str, list[Window]]:
+    """Return when the requests were on their way, by the engine's id of them; an id may be used again."""
+    windows: dict[str, list[Window]] = {}
+    for number, (request, offset_ns) in enumerate(_requests(manifest)):
+        if request.id:
+            window = Window(number, request.begin_ns - offset_ns, request.end_ns - offset_ns)
+            windows.setdefault(request.id, []).append(window)
+    return windows
+
+
+def span_of_each(
+    windows: Sequence[Window], spans: Sequence[tuple[int, int, int]]
+) -> Iterator[tuple[Window, int]]:
+    """Yield the requests of one id with the span that waited for each, if there is one.
+
+    That is the one of the last that began before it and the first that began after it (clocks differ)
+    with which it overlaps longer.
+
+    Args:
+        windows: The requests.
+        spans: Begin and end of spans with that id, on the same clock, and what to yield.
+    """
+    spans = sorted(spans)
+    for window in windows:
+        after = bisect_right(spans, window.begin_ns, key=lambda span: span[0])
+        near = [(_overlap(window, span), span[2]) for span in spans[max(after - 1, 0) : after + 1]]
+        overlap, found = max(near, default=(-1, 0))
+        if overlap >= 0:
+            yield window, found
+
+
+def _overlap(window: Window, span: tuple[int, int, int]) -> int:
+    return min(window.end_ns, span[1]) - max(window.begin_ns, span[0])
+
+
+def _requests(manifest: Manifest) -> Iterator[tuple[Request, int]]:
+    for worker in manifest.workers:
+        offset_ns = manifest.offset_ns(worker.identity)
+        yield from ((request, offset_ns) for request in worker.requests)
+
+
+class RequestEvents:
+    """The requests of every engine, as slices of a separate process next to the engine's.
+
+    Attributes:
+        left_out: Number of slices that were not wanted, of those that were asked for so far.
 
     Args:
         manifest: The capture.
         pids: Process id by the name of a worker.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
+        keep: What is wanted.
+        arrows: What leads to the requests.
     """
-    events: list[Event] = []
-    for worker in manifest.workers:
-        shift_ns = base_ns + manifest.offset_ns(worker.identity)
-        pid = pids[worker.name] + _LAST_PID if worker.requests else 0
-        free: list[tuple[int, int]] = []  # (time at which it is free, row)
-        rows = 0
-        for request in sorted(worker.requests, key=lambda r: r.begin_ns):
-            if free and free[0][0] <= request.begin_ns:
-                _, row = heapq.heappop(free)
-            else:
-                row, rows = rows, rows + 1
-            heapq.heappush(free, (request.end_ns, row))
-            events += _slices(request, pid, row + 1, shift_ns)
-        for row in range(rows):
-            events.append(name_thread(pid, row + 1, f"requests {row}"))
-            order = msgspec.Raw(b'{"sort_index":%d}' % row)
-            events.append(Event("M", name="thread_sort_index", pid=pid, tid=row + 1, args=order))
-        if rows:
-            events += name_process(pid, f"{worker.name} requests")
-    return events
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        pids: Mapping[str, int],
+        base_ns: int,
+        keep: Keep,
+        arrows: Iterable[Arrow] = (),
+    ) -> None:
+        self.left_out = 0
+        self._manifest = manifest
+        self._pids = pids
+        self._base_ns = base_ns
+        self._keep = keep
+        self._leading: dict[int, list[Arrow]] = {}
+        for arrow in arrows:
+            self._leading.setdefault(arrow.request, []).append(arrow)
+
+    def __iter__(self) -> Iterator[Event]:
+        number = 0
+        for worker in self._manifest.workers:
+            if not worker.requests:
+                continue
+            shift_ns = self._base_ns + self._manifest.offset_ns(worker.identity)
+            pid = self._pids[worker.name] + REQUESTS_PID
+            yield from name_process(pid, f"{worker.name} requests")
+            rows = packed_rows([r.begin_ns for r in worker.requests], [r.end_ns for r in worker.requests])
+            for row in range(max(rows) + 1):
+                yield from name_row(pid, row, f"requests {row}")
+            for request, row in zip(worker.requests, rows, strict=True):
+                place = _Place(pid, row + 1, shift_ns)
+                slices = list(_slices(request, place))
+                kept = self._keep.select(slices, self._base_ns)
+                self.left_out += len(slices) - len(kept)
+                yield from kept
+                if kept:
+                    for arrow in self._leading.get(number, ()):
+                        yield _head(request, place, arrow, self._base_ns)
+                number += 1
 
 
-def _slices(request: Request, pid: int, tid: int, shift_ns: int) -> list[Event]:
-    """Return the slice of a request and, if known, inside it that of the wait for its first token."""
+class _Place(msgspec.Struct, frozen=True):
+    """The row of a request, and what to subtract from its times."""
+
+    pid: int
+    tid: int
+    shift_ns: int
+
+
+def _slices(request: Request, place: _Place) -> Iterator[Event]:
+    """Yield the slice of a request and inside it those of its parts, where any of them is known apart."""
     facts = {
         "prompt_tokens": request.prompt_tokens,
         "response_tokens": request.response_tokens,
         "failed": request.failed,
+        "id": request.id or None,
+        "cached_tokens": request.cached_tokens,
+        "preemptions": request.preemptions,
+        "policy_version": request.policy_version,
     }
-    ts = (request.begin_ns - shift_ns) / 1000
-    whole = Event("X", "request", f"request ({request.response_tokens} tokens)", pid, tid, ts)
-    whole.dur = (request.end_ns - request.begin_ns) / 1000
-    whole.args = msgspec.Raw(msgspec.json.encode(facts))
-    if not request.first_token_ns:
-        return [whole]
-    waiting = Event("X", "request", "first token", pid, tid, ts)
-    waiting.dur = (request.first_token_ns - request.begin_ns) / 1000
-    return [whole, waiting]
+    known = {name: value for name, value in facts.items() if value is not None}
+    whole = _event(place, f"request ({request.response_tokens} tokens)", request.begin_ns, request.end_ns)
+    whole.args = msgspec.Raw(msgspec.json.encode(known))
+    yield whole
+    parts = request.parts()
+    if len(parts) > 1:
+        yield from (_event(place, *part) for part in parts)
+
+
+def _event(place: _Place, name: str, begin_ns: int, end_ns: int) -> Event:
+    ts, duration = (begin_ns - place.shift_ns) / 1000, (end_ns - begin_ns) / 1000
+    return Event("X", "request", name, place.pid, place.tid, ts, duration)
+
+
+def _head(request: Request, place: _Place, arrow: Arrow, base_ns: int) -> Event:
+    """Return the end of an arrow, which points to the next slice: a microsecond earlier that is the request.
+
+    Perfetto binds what has the request's own time to its first part. An arrow that leaves later than that,
+    because clocks differ, ends inside the request.
+    """
+    event = Event("f", "request", _ARROW, place.pid, place.tid, id=arrow.id)
+    at_ns, from_ns = request.begin_ns - place.shift_ns - _APART_NS, arrow.from_ns - base_ns
+    if at_ns <= from_ns:
+        at_ns, event.bp = from_ns + _APART_NS, "e"
+    event.ts = at_ns / 1000
+    return event

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.ranks import parse_ranks
 from verl_profiling.timeline.event import Event
-from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.log_reader import LogReader
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.trajectory_log import Block, SpanRecord, TrajectoryRecord
 
 __all__ = ["Keep", "min_us_for_share", "select_ranks", "stage_windows"]
 
@@ -82,12 +82,21 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
     return msgspec.structs.replace(inputs, sources=sources, logs=logs)
 
 
-def min_us_for_share(paths: Iterable[Path], share: float, limits: Limits) -> float:
-    """Return the power of two that, as ``min_us``, keeps at most this share of the events."""
+def min_us_for_share(inputs: StepInputs, share: float) -> float:
+    """Return the power of two that, as ``min_us``, keeps at most this share of a step's events."""
     counts: Counter[int] = Counter()
-    for path in paths:
-        for events in Trace(path, limits).chunks():
+    for source in inputs.sources:
+        for events in Trace(source.path, inputs.limits).chunks():
             counts.update(math.frexp(event.dur or 0.0)[1] for event in events if event.ph == "X")
+    for request in (
+        r for worker in (inputs.manifest.workers if inputs.manifest else ()) for r in worker.requests
+    ):
+        spans = [(request.begin_ns, request.end_ns), *(part[1:] for part in request.parts())]
+        counts.update(math.frexp((end - begin) / 1000)[1] for begin, end in spans)
+    for log in inputs.logs:
+        records = LogReader(log.path, inputs.limits)
+        lasting = (line for line in records if isinstance(line, SpanRecord | TrajectoryRecord | Block))
+        counts.update(math.frexp((line.end_ns - line.begin_ns) / 1000)[1] for line in lasting)
     budget = share * counts.total()
     for exponent in sorted(counts, reverse=True):
         budget -= counts[exponent]

@@ -1,0 +1,321 @@
+"""Logs of trajectories become rows of the timeline: spans inside, arrows to requests, and how loops did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+from drawn_logs import MS, Drawn, add_log
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from step_folders import read_events
+
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.processes import LANE_PIDS, TRAJECTORIES_PID
+from verl_profiling.timeline.rows import packed_rows
+from verl_profiling.timeline.slim import Keep
+from verl_profiling.trajectory_log import (
+    Block,
+    FateChange,
+    Lag,
+    TrajectoryLog,
+)
+
+
+def test_trajectories_take_as_many_rows_as_ran_at_once(tmp_path: Path) -> None:
+    """Three of which two overlap need two rows; spans lie inside, on the controller's clock."""
+    drawn = Drawn(tmp_path, clock_ms=5_000)
+    first = drawn.trajectory(0, 40, "g1", 0, turns=2)
+    drawn.trajectory(10, 90, "g1", 1, "failed")
+    third = drawn.trajectory(50, 60, "g2", 0, validate=True)
+    turn = drawn.span("turn", 1, 39, first)
+    drawn.span("generate", 1, 20, first, turn)
+    drawn.span("tool:search", 51, 55, third, query="what")
+    result, timeline = drawn.merged()
+    assert result.problems == []
+    assert timeline.shown("trajectory") == [
+        ("trajectories 0", "g1/0", 0, 40),
+        ("trajectories 0", "g2/0 (validate)", 50, 60),
+        ("trajectories 1", "g1/1 (failed)", 10, 90),
+    ]
+    assert timeline.shown("span") == [
+        ("trajectories 0", "turn", 1, 39),
+        ("trajectories 0", "generate", 1, 20),
+        ("trajectories 0", "tool:search", 51, 55),
+    ]
+    arguments = {e["name"]: e.get("args") for e in timeline.of("trajectory") + timeline.of("span")}
+    assert arguments["g1/0"] == {"turns": 2, "group": "g1", "sample": 0, "fate": "done"}
+    assert arguments["g1/1 (failed)"]["error"] == "it broke"
+    assert arguments["tool:search"] == {"query": "what"}
+    assert arguments["turn"] is None
+    assert timeline.counter("trajectories running") == [(0, 1), (10, 2), (40, 1), (50, 2), (60, 1), (90, 0)]
+    assert timeline.names["actor_rank1"] < timeline.pid < timeline.names["rollout0_rank0"]
+    assert timeline.pid % LANE_PIDS == TRAJECTORIES_PID
+
+
+def test_spans_of_a_trajectory_that_overlap_are_on_rows_below_it(tmp_path: Path) -> None:
+    """Children of a gather lie side by side, each with its own children; another is beside them."""
+    drawn = Drawn(tmp_path)
+    one = drawn.trajectory(0, 50)
+    gather = drawn.span("gather", 5, 45, one)
+    for number in range(3):
+        tool = drawn.span(f"tool:{number}", 6 + number, 30 + number, one, gather)
+        drawn.span(f"http:{number}", 10, 20, one, tool)
+    drawn.span("later", 40, 44, one, gather)
+    drawn.trajectory(20, 60, "g", 1)
+    _, timeline = drawn.merged()
+    assert timeline.shown("span") == [
+        ("trajectories 0", "gather", 5, 45),
+        ("trajectories 0", "tool:0", 6, 30),
+        ("trajectories 0", "http:0", 10, 20),
+        ("trajectories 0", "later", 40, 44),
+        ("trajectories 0.2", "tool:1", 7, 31),
+        ("trajectories 0.2", "http:1", 10, 20),
+        ("trajectories 0.3", "tool:2", 8, 32),
+        ("trajectories 0.3", "http:2", 10, 20),
+    ]
+    assert list(timeline.rows.values()) == [
+        "trajectories 0",
+        "trajectories 0.2",
+        "trajectories 0.3",
+        "trajectories 1",
+    ]
+    order = {e["tid"]: e["args"]["sort_index"] for e in timeline.events if e["name"] == "thread_sort_index"}
+    assert [order[tid] for tid in timeline.rows] == [0, 1, 2, 3]
+
+
+def test_spans_of_no_trajectory_have_rows_of_their_own(tmp_path: Path) -> None:
+    """As do those of a trajectory that is not in the log, which is said."""
+    drawn = Drawn(tmp_path)
+    drawn.span("fill the queue", 1, 9)
+    drawn.span("inside", 2, 3, parent=0)
+    drawn.span("wait:batch", 5, 12)
+    drawn.span("tool:lost", 20, 30, owner=77)
+    result, timeline = drawn.merged()
+    assert timeline.shown("span") == [
+        ("spans 0", "fill the queue", 1, 9),
+        ("spans 0", "inside", 2, 3),
+        ("spans 0", "tool:lost", 20, 30),
+        ("spans 1", "wait:batch", 5, 12),
+    ]
+    assert result.problems == [
+        "agent_loop_rank0.trajectories.jsonl.gz: spans of trajectories that are not in the log, "
+        "which count as the process's: 1"
+    ]
+
+
+def test_an_arrow_leads_from_a_span_to_the_request_it_waited_for(tmp_path: Path) -> None:
+    """By the engine's id; where an id is used again, by time, and clocks may differ a little."""
+    drawn = Drawn(tmp_path, clock_ms=-300)
+    one = drawn.trajectory(0, 90)
+    drawn.span("generate", 10, 30, one, request="a")
+    drawn.span("generate", 40, 60, one, request="a")
+    drawn.span("generate", 70, 80, one, request="unknown")
+    drawn.requests(("a", 12, 29), ("a", 39, 59), ("other", 12, 29), ("a", 82, 85))
+    _, timeline = drawn.merged()
+    begins = {
+        e["id"]: (timeline.rows[e["tid"]], timeline.ms(e["ts"]))
+        for e in timeline.events
+        if e["ph"] == "s" and e["cat"] == "request"
+    }
+    ends = {e["id"]: e for e in timeline.events if e["ph"] == "f" and e["cat"] == "request"}
+    assert sorted(begins.values()) == [("trajectories", 10), ("trajectories", 40)]
+    assert begins.keys() == ends.keys()
+    assert {e["pid"] for e in ends.values()} == {timeline.names["rollout0 requests"]}
+    heads = sorted((timeline.ms(e["ts"]), e.get("bp")) for e in ends.values())
+    assert heads == [(11.999, None), (40.001, "e")], "the next slice is the request; or it is inside of it"
+
+
+def test_the_last_word_on_a_fate_is_in_the_name(tmp_path: Path) -> None:
+    """Said by another process, for a whole group."""
+    drawn = Drawn(tmp_path)
+    drawn.trajectory(0, 10, "g1", 0)
+    drawn.trajectory(0, 10, "g2", None, "running")
+    said = TrajectoryLog(
+        lane="agent_loop_rank1",
+        begin_ns=1,
+        end_ns=2,
+        fates=[FateChange("g1", None, "filtered", drawn.ns(50))],
+    )
+    add_log(drawn.folder, said, rank=1)
+    _, timeline = drawn.merged()
+    assert [name for _, name, _, _ in timeline.shown("trajectory")] == ["g1/0 (filtered)", "g2 (running)"]
+
+
+def test_a_loop_shows_how_late_it_was_and_who_blocked_it(tmp_path: Path) -> None:
+    """Lag from when something was due until it ran; a block is named by its span, or its function."""
+    drawn = Drawn(tmp_path)
+    one = drawn.trajectory(0, 90)
+    drawn.span("tool:slow", 10, 80, one)
+    drawn.log.lags += [Lag(0, drawn.ns(75), 60 * MS), Lag(0, drawn.ns(80), MS // 2)]
+    drawn.log.blocks += [
+        Block(0, drawn.ns(15), drawn.ns(70), 0, "Task-3", "tools.slow (tools.py:7)"),
+        Block(0, drawn.ns(80), drawn.ns(90), -1, "", "gc (x.py:1)"),
+        Block(0, drawn.ns(95), drawn.ns(92), -1, "", "backwards"),
+    ]
+    _, timeline = drawn.merged()
+    assert timeline.counter("loop Main lag ms") == [(15, 60.0), (75, 0.0), (80, 0.0)]
+    assert timeline.shown("block") == [
+        ("loop Main blocked", "tool:slow", 15, 70),
+        ("loop Main blocked", "gc (x.py:1)", 80, 90),
+    ]
+    assert timeline.of("block")[0]["args"] == {"task": "Task-3", "function": "tools.slow (tools.py:7)"}
+    assert next(iter(timeline.rows.values())) == "loop Main blocked", "it is above the trajectories"
+
+
+def test_trajectories_may_begin_before_the_step_and_end_after_it(tmp_path: Path) -> None:
+    """What began more than an hour before begins with the timeline; what ended by then is counted."""
+    drawn = Drawn(tmp_path)
+    hour = 3_600_000.0
+    drawn.trajectory(-20_000, 500_000, sample=0)
+    drawn.trajectory(-30 * hour, 10, sample=1)
+    drawn.trajectory(-40 * hour, -30 * hour, sample=2)
+    result, timeline = drawn.merged()
+    slices = {e["name"]: e for e in timeline.of("trajectory")}
+    assert slices.keys() == {"g/0", "g/1"}
+    assert timeline.ms(slices["g/0"]["ts"]) == -20_000
+    assert slices["g/1"]["ts"] == 0
+    assert timeline.ms(slices["g/1"]["dur"]) == pytest.approx(10)
+    assert all(event.get("ts", 0) >= 0 for event in timeline.events)
+    assert result.problems == [
+        "agent_loop_rank0.trajectories.jsonl.gz: not shown, because they ended long before the step began: 1"
+    ]
+
+
+def test_a_selection_holds_for_trajectories_too(tmp_path: Path) -> None:
+    """Short spans, other stages and requests are left out and counted; names of the rest stay."""
+    drawn = Drawn(tmp_path)
+    one = drawn.trajectory(0, 40, sample=0)
+    drawn.trajectory(1_000, 2_000, sample=1)
+    drawn.span("generate", 1, 20, one, request="a")
+    drawn.span("tool:short", 21, 21.5, one)
+    drawn.requests(("a", 2, 19), ("b", 3, 3.2))
+    begin = drawn.begin_ns
+    window = (begin - MS, begin + 50 * MS)
+    result, timeline = drawn.merged(Keep(min_us=1_000, windows_ns=(window,)))
+    assert [name for _, name, _, _ in timeline.shown("trajectory")] == ["g/0"]
+    assert [name for _, name, _, _ in timeline.shown("span")] == ["generate"]
+    assert Counter(e["name"] for e in timeline.of("request") if e["ph"] == "X") == {
+        "request (9 tokens)": 1,
+        "first token": 1,
+        "decode": 1,
+    }
+    assert timeline.counter("trajectories running") == [(0, 1), (40, 0)]
+    log = next(member for member in result.members if member.path.name.startswith("agent_loop"))
+    assert log.left_out == 2
+    assert result.left_out >= 2 + 3
+    assert len([e for e in timeline.events if e["ph"] in "sf" and e["cat"] == "request"]) == 2
+
+
+def test_a_size_is_kept_by_leaving_out_the_shortest_spans(tmp_path: Path) -> None:
+    """Logs and requests count as traces do."""
+    drawn = Drawn(tmp_path)
+    for number in range(300):
+        one = drawn.trajectory(number, number + 1_000, sample=number)
+        for part in range(20):
+            drawn.span(f"tool:{part}", number + part, number + part + (part + 1) / 20, one)
+    add_log(drawn.folder, drawn.log)
+    (inputs,) = find_steps(drawn.folder)
+    whole = merge(inputs)
+    slimmed = merge(inputs, max_bytes=whole.bytes // 3)
+    assert slimmed.bytes <= whole.bytes // 3
+    assert slimmed.events + slimmed.left_out == whole.events
+
+
+SPAN = st.tuples(st.integers(-1, 6), st.integers(-1, 11), st.integers(0, 30), st.integers(0, 30))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    trajectories=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=6),
+    spans=st.lists(SPAN, max_size=12),
+    blocks=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 20)), max_size=4),
+)
+def test_on_every_row_slices_nest(
+    tmp_path_factory: pytest.TempPathFactory,
+    trajectories: list[tuple[int, int]],
+    spans: list[tuple[int, int, int, int]],
+    blocks: list[tuple[int, int, int]],
+) -> None:
+    """Whatever a log holds, what is shown of it is shown once, and no slice crosses the end of another."""
+    drawn = Drawn(tmp_path_factory.mktemp("drawn"))
+    for begin, end in trajectories:
+        drawn.trajectory(begin, end)
+    for owner, parent, begin, end in spans:
+        drawn.span("s", begin, end, owner, parent)
+    drawn.log.blocks += [Block(loop, drawn.ns(a), drawn.ns(b), 1, "", "f") for loop, a, b in blocks]
+    _, timeline = drawn.merged()
+    shown = [timeline.shown(category) for category in ("trajectory", "span", "block")]
+    assert [len(found) for found in shown] == [
+        sum(begin <= end for *_, begin, end in records) for records in (trajectories, spans, blocks)
+    ]
+    by_row: dict[str, list[tuple[float, float]]] = {}
+    for row, _, begin, end in (one for found in shown for one in found):
+        by_row.setdefault(row, []).append((begin, end))
+    for row in by_row.values():
+        opened: list[float] = []
+        for begin, end in sorted(row, key=lambda one: (one[0], -one[1])):
+            while opened and opened[-1] <= begin:
+                opened.pop()
+            assert not opened or end <= opened[-1]
+            opened.append(end)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=30))
+def test_rows_are_as_many_as_overlap(spans: list[tuple[int, int]]) -> None:
+    """No two on a row overlap, and there are no more rows than the most at once."""
+    begins, ends = [begin for begin, _ in spans], [begin + length for begin, length in spans]
+    rows = packed_rows(begins, ends)
+    for row in set(rows):
+        own = sorted((b, e) for b, e, r in zip(begins, ends, rows, strict=True) if r == row)
+        assert all(before[1] <= after[0] for before, after in pairwise(own))
+    at_once = max(
+        (sum(b <= at < max(e, b + 1) for b, e in zip(begins, ends, strict=True)) for at in begins), default=0
+    )
+    assert max(rows, default=-1) < max(at_once, 0) or not spans
+
+
+def test_a_hostile_log_costs_its_own_lane(tmp_path: Path) -> None:
+    """Names of 100 kB, thousands at once, texts of any kind: bounded, said, and the rest is whole."""
+    drawn = Drawn(tmp_path)
+    one = drawn.trajectory(0, 40, "\u202e\x1b[31m" + "g" * 100_000, sample=None, fate="x" * 100_000)
+    for number in range(3_000):
+        drawn.span("n" * 100_000 if number == 0 else "tool", number / 1_000, 40, one, query="q" * 1_000)
+    drawn.log.spans[5] = msgspec.structs.replace(drawn.log.spans[5], facts={f"f{i}": i for i in range(5_000)})
+    result, timeline = drawn.merged()
+    assert len(timeline.of("span")) == 100 - 1 + 1
+    assert "not shown, because too many others are beside them: 2,900" in result.problems[0]
+    assert result.limited
+    assert max(len(event["name"]) for event in timeline.events) <= 2 * 120 + 3
+    assert max(len(event.get("args", {})) for event in timeline.of("span")) <= 100
+    assert len({timeline.names[name] for name in timeline.names if name.startswith("actor_rank")}) == 2
+
+
+def test_a_log_that_is_cut_damaged_or_missing_costs_what_is_not_there(tmp_path: Path) -> None:
+    """The timeline has what could be read, and says the rest; a limit ends reading and is said."""
+    drawn = Drawn(tmp_path)
+    for number in range(5_000):
+        drawn.span("tool", number, number + 1)
+    path = add_log(drawn.folder, drawn.log)
+    for rank in (1, 2):
+        add_log(drawn.folder, drawn.log, rank=rank)
+    (drawn.folder / "agent_loop_rank1.trajectories.jsonl.gz").unlink()
+    (drawn.folder / "agent_loop_rank2.trajectories.jsonl.gz").write_bytes(b"nothing of the kind")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (inputs,) = find_steps(drawn.folder)
+    result = merge(inputs)
+    shown = len([e for e in read_events(result.path) if e.get("cat") == "span"])
+    assert 100 < shown < 5_000
+    assert len(result.problems) == 3
+    assert "agent_loop_rank1.trajectories.jsonl.gz is missing" in result.problems[0]
+    assert "not a gzip file" in result.problems[1]
+    assert result.problems[2] == f"{path.name}: was cut behind line {shown + 2}"
+    inputs.limits = Limits(events=50, controller_events=1_000)
+    limited = merge(inputs)
+    assert limited.limited
+    assert any("--max-events raises it" in problem and path.name in problem for problem in limited.problems)
