@@ -122,11 +122,13 @@ async def test_the_division_is_that_of_the_engines_own_statistics(tiny_model: Pa
         lengths = (request.prompt_tokens, request.response_tokens)
         assert lengths == (own.num_prompt_tokens, own.num_generation_tokens)
         assert request.cached_tokens == own.num_cached_tokens
-        assert request.preemptions == own.num_preemptions
+        assert request.preemptions == getattr(own, "num_preemptions", None), "vLLM counts them from 0.30 on"
     assert noted["first"].cached_tokens == 0
     assert noted["r0"].cached_tokens == len(SHARED)
     assert max(seconds(request)["queued"] for request in noted.values()) > 0.01
-    assert sum(request.preemptions or 0 for request in noted.values()) == preempted > 0
+    assert preempted > 0
+    if noted["first"].preemptions is not None:
+        assert sum(request.preemptions or 0 for request in noted.values()) == preempted
 
 
 @pytest.mark.parametrize("statistics", [False, True])
@@ -153,6 +155,6 @@ def test_a_batch_is_told_apart(tiny_model: Path, statistics: bool, monkeypatch: 
     known = ["to the engine", "queued", "prefill", "decode", "from the engine"]
     expected = known if statistics else ["generate"]
     assert [list(seconds(request)) for request in noted] == [expected] * 3
-    assert {request.preemptions for request in noted} == ({0} if statistics else {None})
+    assert {request.preemptions for request in noted} <= ({0, None} if statistics else {None})
     ends = [request.last_token_ns for request in noted]
     assert ends == (sorted(set(ends)) if statistics else [0] * 3)
