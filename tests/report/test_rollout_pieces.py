@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_profiling.manifest import Request
+from verl_profiling.report.rollout import axes
 from verl_profiling.report.rollout.axes import Sharing
 from verl_profiling.report.rollout.pieces import LOOP_LAG, OWN_CODE, UNEXPLAINED, trajectory_pieces
 from verl_profiling.report.rollout.records import Records, read_records
@@ -65,7 +67,7 @@ def records_of(*logs: TrajectoryLog, begin: float = 0, end: float = END) -> Reco
     return read_records(zip(sources, logs, strict=True), round(begin * MS), round(end * MS))
 
 
-def causes_of(records: Records, requests: dict[str, list[Request]] | None = None) -> list[dict[str, float]]:
+def causes_of(records: Records, requests: dict[str, list[Request]] | None = None) -> list[dict[str, Any]]:
     """Return the milliseconds of each trajectory by cause."""
     served = joined(
         (
@@ -252,6 +254,21 @@ def workloads(draw: st.DrawFn) -> TrajectoryLog:
                 span(len(spans), number, name, begin, begin + draw(st.integers(0, 30)), parent=parent)
             )
     return log_of(trajectories, spans)
+
+
+def test_times_that_leave_no_room_for_an_axis_each_are_counted_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As for millions of spans in a step of years: the places of instants stand for them."""
+    spans = [span(i, i % 3, "tool:a", 7 * i, 7 * i + 30 + i, parent=i - 3 if i > 2 else -1) for i in range(9)]
+    blocks = [Block(0, 30 * MS, 95 * MS, 4, "t", "f"), Block(0, 96 * MS, 130 * MS, 5, "t", "f")]
+    records = records_of(log_of([trajectory(i, 0, 120) for i in range(3)], spans, blocks))
+    found = causes_of(records)
+    assert all(LOOP_LAG in one for one in found)
+    monkeypatch.setattr(axes, "_LARGEST", 0)
+    assert causes_of(records) == [
+        {cause: pytest.approx(took.expected) for cause, took in one.items()} for one in found
+    ]
 
 
 @settings(max_examples=150, deadline=None)

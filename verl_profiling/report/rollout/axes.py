@@ -11,6 +11,8 @@ from verl_profiling.report.intervals import EMPTY, Spans, subtract, union
 
 __all__ = ["Axes", "Ints", "Sharing", "ragged"]
 
+_LARGEST = 1 << 62
+
 Ints: TypeAlias = NDArray[np.int64]
 
 
@@ -18,26 +20,38 @@ class Axes:
     """Gives each owner an axis of its own, so that sets of spans are computed for all owners together.
 
     Args:
+        owners: Number of owners.
         times: All instants that will be put on an axis (ns).
     """
 
-    def __init__(self, *times: Ints) -> None:
-        self._instants = _distinct(*times)
-        self._stride = len(self._instants) + 1
+    def __init__(self, owners: int, *times: Ints) -> None:
+        found = [part for part in times if len(part)]
+        self._first = min((int(part.min()) for part in found), default=0)
+        self._stride = max((int(part.max()) for part in found), default=0) - self._first + 2
+        self._instants: Ints | None = None
+        if (
+            self._stride * max(owners, 1) > _LARGEST
+        ):  # places in the order of the instants then stand for them
+            self._instants = _distinct(*times)
+            self._stride = len(self._instants) + 1
 
     def put(self, owner: Ints, begin: Ints, end: Ints) -> Spans:
         """Return spans on their owners' axes, in their order."""
-        edges = [np.searchsorted(self._instants, times) for times in (begin, end)]
-        return np.stack([owner * self._stride + edge for edge in edges], axis=1).astype(np.int64)
+        return np.stack([owner * self._stride + self._place(times) for times in (begin, end)], axis=1)
+
+    def _place(self, times: Ints) -> Ints:
+        if self._instants is None:
+            return times - self._first
+        return np.searchsorted(self._instants, times).astype(np.int64)
 
     def take(self, spans: Spans) -> tuple[Ints, Ints, Ints]:
         """Return owner, begin and end of spans on their owners' axes."""
-        owner, begin = np.divmod(spans[:, 0], self._stride)
-        return owner, self._instants[begin], self._instants[spans[:, 1] % self._stride]
+        return spans[:, 0] // self._stride, self.time(spans[:, 0]), self.time(spans[:, 1])
 
     def time(self, edges: Ints) -> Ints:
         """Return the instants (ns) of edges on any axes."""
-        return self._instants[edges % self._stride] if len(self._instants) else edges
+        places = edges % self._stride
+        return places + self._first if self._instants is None else self._instants[places]
 
     def left(self, spans: Spans, holes: Spans) -> tuple[Ints, Ints, Ints]:
         """Return owner, begin and end of what is in spans but in no hole of the same owner.
@@ -60,7 +74,7 @@ class Sharing:
     """
 
     def __init__(self, owner: Ints, begin: Ints, end: Ints, hidden: Spans = EMPTY) -> None:
-        axes = Axes(begin, end, hidden.reshape(-1))
+        axes = Axes(int(owner.max(initial=0)) + 1, begin, end, hidden.reshape(-1))
         spans = axes.put(owner, begin, end)
         holes = axes.put(np.zeros(len(hidden), dtype=np.int64), hidden[:, 0], hidden[:, 1])
         edges = _distinct(spans.reshape(-1), holes.reshape(-1))

@@ -25,7 +25,7 @@ def innermost(owner: Ints, begin: Ints, end: Ints, parent: Ints) -> tuple[Ints, 
     around, reach = _nested(owner, begin, end, parent, inside)
     held = around >= 0
     children, parents = inside[held], around[held]
-    axes = Axes(begin, end, reach)
+    axes = Axes(len(begin), begin, end, reach)
     whole = axes.put(np.arange(len(begin)), begin, end)
     return axes.left(whole, axes.put(parents, begin[children], reach[children]))
 

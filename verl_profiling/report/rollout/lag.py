@@ -47,10 +47,11 @@ def standing_still(
     on_loop = np.flatnonzero((loop >= 0) & (end > begin))
     if not len(blocks.begin) or not len(on_loop):
         return none, none, none
-    axes = Axes(begin[on_loop], end[on_loop], blocks.begin, blocks.end + _TOGETHER_NS)
+    loops = int(max(loop.max(), blocks.loop.max())) + 1
+    axes = Axes(loops, begin[on_loop], end[on_loop], blocks.begin, blocks.end + _TOGETHER_NS)
     owner, first, last = axes.take(union(axes.put(blocks.loop, blocks.begin, blocks.end + _TOGETHER_NS)))
     last -= _TOGETHER_NS
-    starts = Axes(first, end)
+    starts = Axes(loops, first, end)
     stalls = starts.put(owner, first, first)[:, 0]
     place = np.searchsorted(stalls, starts.put(loop[on_loop], end[on_loop], end[on_loop])[:, 0]) - 1
     near = np.maximum(place, 0)
@@ -65,7 +66,8 @@ def _without_own(
 ) -> tuple[Ints, Ints, Ints]:
     """Take out of the times of each span the blocks of its own trajectory."""
     own = np.flatnonzero(blocks.trajectory >= 0)
-    axes = Axes(low, high, blocks.begin, blocks.end)
+    owners = max(len(number), int(trajectory.max(initial=0)) + 1)
+    axes = Axes(owners, low, high, blocks.begin, blocks.end)
     of = axes.put(blocks.trajectory[own], blocks.begin[own], blocks.end[own])
     of = of[np.argsort(of[:, 0], kind="stable")]
     asked = axes.put(trajectory[number], low, high)
@@ -92,7 +94,7 @@ def block_rows(blocks: Blocks, loop: Ints, trajectory: Ints, begin: Ints, end: I
         end: Its end (ns).
     """
     took = np.bincount(blocks.what, weights=blocks.end - blocks.begin, minlength=len(blocks.named))
-    axes = Axes(blocks.begin, blocks.end, begin, end)
+    axes = Axes(int(blocks.loop.max(initial=0)) + 1, blocks.begin, blocks.end, begin, end)
     held, asked = axes.put(blocks.loop, blocks.begin, blocks.end), axes.put(loop, begin, end)
     rows = []
     for what in np.argsort(-took, kind="stable")[:_MOST_ROWS]:

@@ -141,7 +141,7 @@ def _gaps(records: Records, owner: Ints, begin: Ints, end: Ints) -> tuple[Ints, 
     found = records.trajectories
     from_ns = np.array([one.begin_ns for one in found], dtype=np.int64)
     until_ns = np.array([one.end_ns for one in found], dtype=np.int64)
-    axes = Axes(from_ns, until_ns, begin, end)
+    axes = Axes(len(found), from_ns, until_ns, begin, end)
     whole = axes.put(np.arange(len(found)), from_ns, until_ns)
     of, first, last = axes.left(whole, axes.put(owner, begin, end))
     names = [OWN_CODE if one.whole_log else UNEXPLAINED for one in found]
@@ -155,7 +155,7 @@ def _with_lag(
 ) -> Pieces:
     """Take out the time for which trajectories stood still, as pieces with that cause."""
     number, low, high = standing_still(owner, loop, begin, end, records.blocks)
-    axes = Axes(begin, end, low, high)
+    axes = Axes(len(owner), begin, end, low, high)
     left, first, last = axes.left(
         axes.put(np.arange(len(owner)), begin, end), union(axes.put(number, low, high))
     )
