@@ -461,7 +461,7 @@ class CapturedStep:
             ConfigError: The path is one of them.
         """
         place = Path(path).resolve()
-        if any(place == source.path.resolve() for source in self.inputs.sources):
+        if any(place == read.path.resolve() for read in (*self.inputs.sources, *self.inputs.logs)):
             raise ConfigError("output", f"{os.fspath(path)} is one of the traces that are read")
 
 

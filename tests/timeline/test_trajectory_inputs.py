@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from drawn_logs import add_log
@@ -12,13 +13,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_folders import build_step
 
+from verl_profiling.analysis import open_step
 from verl_profiling.errors import ConfigError
+from verl_profiling.manifest import MANIFEST_NAME
+from verl_profiling.report.check import check
+from verl_profiling.report.recovery import recover
+from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.timeline.archive import write_archive
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.log_shape import shape_of
+from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.slim import select_ranks
+from verl_profiling.timeline.split import split_step
 from verl_profiling.timeline.trajectory_inputs import read_logs
-from verl_profiling.trajectory_log import FateChange, SpanRecord, TrajectoryLog, TrajectoryRecord
+from verl_profiling.trajectory_log import (
+    LOG_SUFFIX,
+    FateChange,
+    SpanRecord,
+    TrajectoryLog,
+    TrajectoryRecord,
+    write_log,
+)
 
 SPANS = [SpanRecord(i, -1, -1, "tool:x", i, i + 1, 7, -1, False, "", {}) for i in range(20_000)]
 
@@ -181,3 +197,104 @@ def test_no_numbers_confuse_the_shape(data: st.DataObject) -> None:
             assert shape.root[place] == shape.root[parent]
         else:
             assert (shape.root[place], shape.depth[place]) == (place, 0)
+
+
+def checked(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return what check says of each log."""
+    found = check(folder).artifacts
+    return {entry.path: (entry.fate, entry.reason) for entry in found if entry.path.endswith(LOG_SUFFIX)}
+
+
+def test_check_reads_logs_to_their_end(tmp_path: Path) -> None:
+    """Whole, full, without a record, cut, with another line, of another kind, missing: each by name."""
+    folder = build_step(tmp_path)
+    paths = [add_log(folder, log_of(rank, spans=SPANS[:9_000]), rank=rank) for rank in range(6)]
+    add_log(folder, log_of(6, spans=SPANS[:3], spans_left_out=5), rank=6)
+    add_log(folder, log_of(7), rank=7)
+    paths[1].write_bytes(paths[1].read_bytes()[: paths[1].stat().st_size // 2])
+    lines = gzip.decompress(paths[2].read_bytes()).splitlines(keepends=True)
+    paths[2].write_bytes(gzip.compress(b"".join([*lines[:5], b"[]\n", *lines[5:]])))
+    paths[3].write_bytes(b"plain")
+    paths[4].unlink()
+    paths[5].write_bytes(b"")
+    found = checked(folder)
+    fates = {int(path[len("agent_loop_rank")]): fate for path, (fate, _) in found.items()}
+    assert fates == {
+        0: "ok",
+        1: "truncated",
+        2: "unreadable",
+        3: "unreadable",
+        4: "missing",
+        5: "empty",
+        6: "ok",
+        7: "empty",
+    }
+    reasons = {path: reason for path, (_, reason) in found.items()}
+    assert reasons[paths[0].name] == ""
+    assert "line 6: is not a log" in reasons[paths[2].name]
+    assert "spans that were not recorded" in reasons["agent_loop_rank6.trajectories.jsonl.gz"]
+
+
+def test_recover_takes_in_logs_that_nobody_entered(tmp_path: Path) -> None:
+    """Also the part that a process was writing when it was killed, as cut."""
+    folder = build_step(tmp_path)
+    manifest = read_manifest(folder)
+    paths = [add_log(folder, log_of(rank, spans=SPANS), rank=rank) for rank in (0, 1)]
+    part = folder / f".{paths[1].name}.part"
+    part.write_bytes(paths[1].read_bytes()[: paths[1].stat().st_size // 2])
+    paths[1].unlink()
+    begun = msgspec.structs.replace(manifest, state="begun")
+    write_json_atomically(folder / MANIFEST_NAME, begun)
+    recover(folder, force=True)
+    workers = {worker.name: worker for worker in read_manifest(folder).workers}
+    statuses = {
+        name: [(artifact.tool, artifact.status) for artifact in worker.artifacts]
+        for name, worker in workers.items()
+        if name.startswith("agent_loop")
+    }
+    assert statuses == {
+        "agent_loop_rank0": [("trajectories", "ok")],
+        "agent_loop_rank1": [("trajectories", "truncated")],
+    }
+    assert workers["agent_loop_rank1"].identity.role == "agent_loop"
+
+
+def test_logs_without_a_manifest_are_found_by_name_and_time(tmp_path: Path) -> None:
+    """Beside traces, or alone; those of the same lane from two processes have lanes of their own."""
+    hour = 3_600 * 10**9
+    for place, begin in (("a", hour), ("b", hour + 5), ("late", 9 * hour)):
+        (tmp_path / place).mkdir()
+        spans = [span(number, -1, -1, begin + number, begin + 9) for number in range(2)]
+        log = TrajectoryLog(lane="agent_loop_rank3", begin_ns=begin, end_ns=begin + 9, spans=spans)
+        write_log(tmp_path / place / "x.trajectories.jsonl.gz", log)
+    first, late = find_steps(tmp_path)
+    assert [(log.lane, log.role, log.rank) for log in first.logs] == [
+        ("agent_loop_rank3", "agent_loop", 3),
+        ("agent_loop_rank3.2", "agent_loop", 3),
+    ]
+    assert [log.lane for log in late.logs] == ["agent_loop_rank3"]
+    assert not first.sources
+    (alone,) = find_steps(tmp_path / "late" / "x.trajectories.jsonl.gz")
+    result = merge(alone)
+    assert result.events == 2
+    assert result.path.name == "timeline.x.trajectories.json.gz"
+    assert checked(tmp_path) == {
+        f"{place}/x.trajectories.jsonl.gz": ("ok", "") for place in ("a", "b", "late")
+    }
+
+
+def test_split_takes_logs_along_and_an_archive_says_that_it_has_none(tmp_path: Path) -> None:
+    """The pieces are a step folder with the same trajectories; a log is no output of a command."""
+    folder = build_step(tmp_path)
+    path = add_log(folder, log_of(0, spans=SPANS[:2]))
+    (inputs,) = find_steps(folder)
+    written = split_step(inputs, tmp_path / "split")
+    assert (tmp_path / "split" / path.name) in written
+    (pieces,) = find_steps(tmp_path / "split")
+    (read,) = read_logs(pieces)
+    assert read.log is not None
+    assert read.log.spans == SPANS[:2]
+    _, problems = write_archive(inputs)
+    assert problems == [f"{path.name}: an archive holds traces only; a merged timeline shows it"]
+    with pytest.raises(ConfigError, match="one of the traces that are read"):
+        open_step(folder).merge(path)

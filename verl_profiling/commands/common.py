@@ -50,8 +50,8 @@ class StepByStep:
 
     @property
     def traces(self) -> int:
-        """Number of traces in all steps."""
-        return sum(len(step.inputs.sources) for step in self.steps)
+        """Number of traces and logs in all steps."""
+        return sum(len(step.inputs.sources) + len(step.inputs.logs) for step in self.steps)
 
     def output_for_one(self, output: Path | None) -> None:
         """Check that there is one step where its result goes to one file or folder.

@@ -20,8 +20,10 @@ from verl_profiling.timeline.inputs import (
     why_absent,
 )
 from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.log_reader import LogReader
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.reader import Trace
+from verl_profiling.trajectory_log import LOG_SUFFIX, LogFooter, LoopRecord
 from verl_profiling.visible import visible_text_of
 
 __all__ = ["CheckResult", "Checked", "check", "check_artifact"]
@@ -79,11 +81,11 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
         checked += [entry for folder in folders for entry in _check_step(path, folder, limits)]
     elif path.is_dir():
         found = plain_steps([path])
-        traces = [source.path for step in found.steps for source in step.sources]
-        traces += [Path(error.path) for error in found.damaged]
-        checked = [_check_trace(str(trace.relative_to(path)), trace, limits) for trace in sorted(traces)]
+        files = [source.path for step in found.steps for source in (*step.sources, *step.logs)]
+        files += [Path(error.path) for error in found.damaged]
+        checked = [_check_file(str(file.relative_to(path)), file, limits) for file in sorted(files)]
     elif path.exists():
-        checked = [_check_trace(path.name, path, limits)]
+        checked = [_check_file(path.name, path, limits)]
     else:
         raise TraceFormatError(path, "no such file or folder")
     ok = all(entry.fate in ("ok", "skipped") for entry in checked)
@@ -146,20 +148,41 @@ def check_artifact(
         return Checked(path=name, fate=fate, reason=why_absent(artifact))
     if path.is_dir():
         return _check_folder(name, path, limits)
-    is_trace = path.name.endswith((".json", ".json.gz"))
-    found = _check_trace(name, path, limits) if is_trace else _check_bytes(name, path, limits)
+    is_read = path.name.endswith((".json", ".json.gz", LOG_SUFFIX))
+    found = _check_file(name, path, limits) if is_read else _check_bytes(name, path, limits)
     if artifact.status in ("empty", "failed", "truncated") and found.fate in ("ok", artifact.status):
         return msgspec.structs.replace(found, fate=artifact.status, reason=artifact.reason or found.reason)
     return found
 
 
-def _check_trace(name: str, path: Path, limits: Limits) -> Checked:
+def _check_file(name: str, path: Path, limits: Limits) -> Checked:
+    """Check a log of trajectories, or a trace."""
     try:
         size = path.stat().st_size
     except OSError as error:  # a link to nothing
         return Checked(path=name, fate="unreadable", reason=error.strerror or str(error))
     if size == 0:
         return Checked(path=name, fate="empty", reason="0 bytes")
+    check_content = _check_log if path.name.endswith(LOG_SUFFIX) else _check_trace
+    return msgspec.structs.replace(check_content(name, path, limits), bytes=size)
+
+
+def _check_log(name: str, path: Path, limits: Limits) -> Checked:
+    try:
+        log = LogReader(path, limits)
+        records = sum(not isinstance(line, LogFooter | LoopRecord) for line in log)
+    except TraceFormatError as error:
+        return Checked(path=name, fate="unreadable", reason=error.problem)
+    reason = "; ".join(log.problems)
+    fate: Fate = "ok" if records else "empty"
+    if log.limited or log.damaged or log.cut:
+        fate = "limited" if log.limited else "unreadable" if log.damaged else "truncated"
+    elif not records:
+        reason = "holds no records"
+    return Checked(path=name, fate=fate, reason=reason, events=records)
+
+
+def _check_trace(name: str, path: Path, limits: Limits) -> Checked:
     try:
         trace = Trace(path, limits)
         spans = timeless = 0
@@ -167,16 +190,16 @@ def _check_trace(name: str, path: Path, limits: Limits) -> Checked:
             spans += sum(event.ph != "M" for event in events)
             timeless += sum(event.ts is None and event.ph == "X" for event in events)
     except TraceFormatError as error:
-        return Checked(path=name, fate="unreadable", reason=error.problem, bytes=size)
+        return Checked(path=name, fate="unreadable", reason=error.problem)
     if trace.warnings:
         fate: Fate = "limited" if trace.limited else "truncated" if trace.truncated else "unreadable"
-        return Checked(path=name, fate=fate, reason=str(trace.warnings[-1]), bytes=size, events=trace.events)
+        return Checked(path=name, fate=fate, reason=str(trace.warnings[-1]), events=trace.events)
     if timeless:
         reason = f"{timeless:,} events have no time"
-        return Checked(path=name, fate="unreadable", reason=reason, bytes=size, events=trace.events)
+        return Checked(path=name, fate="unreadable", reason=reason, events=trace.events)
     if spans == 0:
-        return Checked(path=name, fate="empty", reason="holds no events", bytes=size, events=0)
-    return Checked(path=name, fate="ok", bytes=size, events=trace.events)
+        return Checked(path=name, fate="empty", reason="holds no events", events=0)
+    return Checked(path=name, fate="ok", events=trace.events)
 
 
 def _check_bytes(name: str, path: Path, limits: Limits) -> Checked:
@@ -202,7 +225,7 @@ def _check_folder(name: str, path: Path, limits: Limits) -> Checked:
     if not size:
         return Checked(path=name, fate="empty", reason="the folder holds no data")
     for trace in sorted(path.rglob("trace_view.json")):
-        found = _check_trace(f"{name}/{trace.relative_to(path)}", trace, limits)
+        found = _check_file(f"{name}/{trace.relative_to(path)}", trace, limits)
         if found.fate != "ok":
             return found
     return Checked(path=name, fate="ok", bytes=size)

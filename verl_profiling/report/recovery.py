@@ -35,11 +35,12 @@ from verl_profiling.timeline.inputs import (
     step_number,
     the_run,
 )
+from verl_profiling.trajectory_log import LOG_SUFFIX
 
 __all__ = ["Recovered", "recover"]
 
 Outcome = Literal["recovered", "whole", "refused"]
-_TOOLS = ("torch", "memory", "npu", "nsys", "precision")
+_TOOLS = ("torch", "memory", "npu", "nsys", "precision", "trajectories")
 _COLLECTED_LATER = "nsys"
 _ENGINE_LANE = re.compile(r"(?P<name>rollout(?P<replica>\d+))_rank\d+")
 _WORKER_LANE = re.compile(r"(?P<role>.+)_rank(?P<rank>\d+)")
@@ -108,11 +109,11 @@ def _recover(folder: Path, force: bool) -> Recovered:
 
 
 def _name_parts(folder: Path) -> None:
-    """Give the trace that an ended process was writing its name; remove other parts, which are copies."""
+    """Give what an ended process was writing its name, where that can be read; remove other parts."""
     for part in sorted(folder.glob(".*.part*")):
         name = part.name[1:].partition(".part")[0]
         taken = any((folder / known).exists() for known in (name, f"{name}.gz"))
-        if name.endswith(".json") and part.is_file() and not part.is_symlink() and not taken:
+        if name.endswith((".json", LOG_SUFFIX)) and part.is_file() and not part.is_symlink() and not taken:
             part.replace(folder / name)
         elif not part.is_dir() and not name.startswith(_OF_COMMANDS):
             part.unlink()

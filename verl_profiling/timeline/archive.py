@@ -106,6 +106,9 @@ def _copy(path: Path, archive: BinaryIO, limit: int) -> str:
 def _entries(inputs: StepInputs) -> tuple[list[_Entry], list[str]]:
     """Return the entries to pack. Only the head of each trace is read, for its clock."""
     entries, problems = [], list(inputs.absent)
+    problems += (
+        f"{log.path.name}: an archive holds traces only; a merged timeline shows it" for log in inputs.logs
+    )
     sources = list(inputs.sources)
     if inputs.controller:
         sources.insert(0, Source(path=inputs.controller, lane=CONTROLLER, worker=CONTROLLER, role=CONTROLLER))

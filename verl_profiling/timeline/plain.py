@@ -19,14 +19,18 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.identity import safe_name
 from verl_profiling.timeline.categories import is_on_device
 from verl_profiling.timeline.decompress import Blocks
 from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.lanes import Source, sorted_sources
+from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.log_reader import LogReader
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.recordings import DURATIONS, PlainTrace, Process, recordings
 from verl_profiling.timeline.salvage import UNDECODABLE
 from verl_profiling.timeline.step_inputs import TIMELINE_MARK, TIMELINE_NAME, StepInputs, short_label
+from verl_profiling.trajectory_log import LOG_SUFFIX
 
 __all__ = ["PlainSteps", "plain_steps"]
 
@@ -39,7 +43,7 @@ _ROLE = re.compile(r"(?<![a-z])(actor|critic|ref|reward|rollout|controller)(?![a
 _ENGINE_PROCESS = re.compile(r"VLLM::|sglang::", re.IGNORECASE)
 _NPU_TRACE = "trace_view.json"
 _NPU_RANK = re.compile(r"profiler_info_(\d+)\.json")
-_TRACE_SUFFIX = re.compile(r"(\.pt)?(\.trace)?\.json(\.gz)?$")
+_TRACE_SUFFIX = re.compile(r"(\.pt)?(\.trace)?\.json(\.gz)?$|\.jsonl\.gz$")
 _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
 
 
@@ -91,11 +95,13 @@ def plain_steps(paths: Sequence[Path]) -> PlainSteps:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield a file, or the JSON files of a folder; hidden ones are leftovers of other programs."""
+    """Yield a file, or the JSON files and logs of a folder; hidden ones are leftovers of other programs."""
     if not path.is_dir():
         yield path
         return
-    for file in sorted([*path.rglob("*.json"), *path.rglob("*.json.gz")]):
+    for file in sorted(
+        found for kind in ("*.json", "*.json.gz", f"*{LOG_SUFFIX}") for found in path.rglob(kind)
+    ):
         hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
         if file.name not in _NOT_A_TRACE and not hidden and not file.is_dir():
             yield file
@@ -137,10 +143,12 @@ def _steps(directory: Path, label: str, traces: list[PlainTrace]) -> Iterator[St
                 parts.append(recording.label)
             whole = ".".join(filter(None, parts))
             used[whole] += 1
+            logs = [trace for trace in recording.traces if _is_log(trace.source.path)]
             yield StepInputs(
                 directory=directory,
                 step=step,
-                sources=_distinct(recording.traces),
+                sources=_distinct([trace for trace in recording.traces if trace not in logs]),
+                logs=_distinct(logs),
                 name=recording.title if len(found) > 1 else only,
                 label=whole if used[whole] == 1 else f"{whole}.{used[whole]}",
             )
@@ -157,6 +165,8 @@ def _described(path: Path, name: str) -> PlainTrace:
     Raises:
         TraceFormatError: It cannot be read, or is not a trace.
     """
+    if _is_log(path):
+        return _described_log(path, name)
     trace = Trace(path)
     if TIMELINE_MARK in trace.metadata:
         raise TraceFormatError(path, "is a timeline that merge wrote; name the traces that it was made of")
@@ -175,6 +185,21 @@ def _described(path: Path, name: str) -> PlainTrace:
     lane = f"{worker}_rank{rank}" if replica is not None else worker
     source = Source(path=path, lane=lane, worker=worker, role=role, rank=rank, replica=replica)
     return PlainTrace(source, process, name, _begin_ns(trace, head, chunks))
+
+
+def _is_log(path: Path) -> bool:
+    return path.name.endswith(LOG_SUFFIX)
+
+
+def _described_log(path: Path, name: str) -> PlainTrace:
+    header = LogReader(path, Limits()).header
+    lane = safe_name(header.lane)
+    role, _, rank = lane.rpartition("_rank")
+    known = bool(role) and rank.isdecimal()
+    source = Source(
+        path=path, lane=lane, worker=lane, role=role if known else lane, rank=int(rank[:9]) if known else 0
+    )
+    return PlainTrace(source, ("", name, None), name, header.begin_ns)
 
 
 def _begin_ns(trace: Trace, head: list[Event], chunks: Iterator[list[Event]]) -> int | None:

@@ -18,7 +18,10 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.lanes import Source
+from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.log_reader import LogReader
 from verl_profiling.timeline.reader import Trace
+from verl_profiling.trajectory_log import LOG_SUFFIX, LogFooter, SpanRecord
 
 __all__ = ["DURATIONS", "PlainTrace", "Process", "Recording", "recordings"]
 
@@ -118,6 +121,8 @@ def _repeats(traces: Sequence[PlainTrace]) -> bool:
 
 def _span(trace: PlainTrace) -> tuple[int, int] | None:
     """Return the begin of the first and the end of the last duration of a trace (unix ns)."""
+    if trace.source.path.name.endswith(LOG_SUFFIX):
+        return _span_of_log(trace)
     begin, end = float("inf"), float("-inf")
     reader = Trace(trace.source.path)
     try:
@@ -131,3 +136,13 @@ def _span(trace: PlainTrace) -> tuple[int, int] | None:
     if begin > end:
         return None
     return reader.base_ns + round(begin * 1000), reader.base_ns + round(end * 1000)
+
+
+def _span_of_log(trace: PlainTrace) -> tuple[int, int]:
+    """Return when a log began and ended (unix ns); one that was cut ends with its last span."""
+    reader = LogReader(trace.source.path, Limits())
+    end_ns = reader.header.begin_ns
+    for line in reader:
+        if isinstance(line, SpanRecord | LogFooter):
+            end_ns = max(end_ns, line.end_ns)
+    return reader.header.begin_ns, end_ns

@@ -2,11 +2,13 @@
 
 An event belongs to the stage in which it begins. The marks of a stage itself always belong to it,
 even if the clocks of mark and span differ slightly. Names of processes and threads are copied to
-every file. The result is another step folder, with a manifest, so every command works on it.
+every file. Logs of trajectories are copied whole. The result is another step folder, with a manifest,
+so every command works on it.
 """
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,6 +35,7 @@ from verl_profiling.timeline.member import compressor
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.step_inputs import StepInputs
 from verl_profiling.timeline.whole_files import part_of, whole_file
+from verl_profiling.trajectory_log import LOG_SUFFIX
 
 __all__ = ["SPLIT_NAME", "split_step"]
 
@@ -90,11 +93,17 @@ def split_step(
                     on_progress(path)
             for problem in problems:
                 on_problem(problem)
-        if pieces:
-            workers.append(msgspec.structs.replace(worker, mode="discrete", artifacts=pieces))
-            written += [output / piece.path for piece in pieces]
+        written += [output / piece.path for piece in pieces]
+        logs = [artifact for artifact in worker.artifacts if artifact.path.endswith(LOG_SUFFIX)]
+        if pieces or logs:
+            mode = "discrete" if pieces else worker.mode
+            workers.append(msgspec.structs.replace(worker, mode=mode, artifacts=[*pieces, *logs]))
     if not written:
         raise TraceFormatError(inputs.directory, "holds no e2e trace whose worker ran a stage")
+    for log in inputs.logs:
+        with whole_file(output / log.path.name) as file, log.path.open("rb") as content:
+            shutil.copyfileobj(content, file)
+        written.append(output / log.path.name)
     if inputs.controller:
         with whole_file(output / CONTROLLER_TRACE_NAME) as file:
             file.write(inputs.controller.read_bytes())
