@@ -9,16 +9,22 @@ from integrations.verl_runs import ASSETS, PLUGINS, Run, run_verl
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 
 PROMPTS, SAMPLES = 8, 2
+VALIDATED = 4
 
 
 @pytest.fixture(scope="module")
 def colocate(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Generation goes on while the trainer trains; a capture of two steps, by a trainer of one's own."""
+    """Generation goes on while the trainer trains; a capture of two steps, by a trainer of one's own.
+
+    Between the two it validates.
+    """
     return run_verl(
         tmp_path_factory.mktemp("colocate"),
         "profiling=e2e",
         "profiling.schedule.continuous=true",
         "trainer.v1.trainer_mode=colocate_async",
+        "trainer.test_freq=2",
+        f"data.val_max_samples={VALIDATED}",
         "data.max_response_length=96",  # long enough to be interrupted by a weight update
         "actor_rollout_ref.rollout.max_model_len=160",
         PLUGINS=f"{PLUGINS},integrations.own_trainer",
@@ -90,6 +96,16 @@ def test_requests_of_the_asynchronous_trainer_lie_between_its_updates(colocate: 
         during = sum(update.begin_ns <= request.begin_ns <= update.end_ns for update in updates)
         assert request.policy_version is not None
         assert before <= request.policy_version - 1 <= before + during
+
+
+def test_validation_is_told_apart(colocate: Run) -> None:
+    """Its trajectories lie in the stage of that name, and say what they are for."""
+    found = colocate.trajectories(2).trajectories
+    validated = [t for t in found if t.facts["validate"]]
+    assert len(validated) == VALIDATED
+    (stage,) = [span for span in colocate.manifest(2).stages if span.name == "validate"]
+    assert all(stage.begin_ns <= t.begin_ns <= t.end_ns <= stage.end_ns for t in validated)
+    assert sum(not t.facts["validate"] for t in found) >= 2 * PROMPTS * SAMPLES
 
 
 def test_step_and_policy_version_are_on_every_rollout_artifact(separate: Run) -> None:
