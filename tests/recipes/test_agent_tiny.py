@@ -12,8 +12,11 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
 
+from verl_profiling.report.build import build_report
+from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.trajectory_log import TrajectoryLog, read_log
 
+pytestmark = pytest.mark.timeout(300)  # the first test of an engine runs the recipe
 ROOT = Path(__file__).parents[2]
 PROMPTS, GROUP, TURNS = 4, 4, 2
 
@@ -82,3 +85,14 @@ def test_the_log_says_who_blocked(logs: list[TrajectoryLog]) -> None:
             sum(span.end_ns - span.begin_ns for span in calls.values()), rel=0.15
         )
         assert all("Tools._run (environment.py:" in block.function for block in blocks)
+
+
+def test_the_report_begins_with_the_tool_that_blocks(step: Path) -> None:
+    """The first finding names it, the process whose event loop it blocked, and how many stood still."""
+    [inputs] = find_steps(step)
+    report = build_report(inputs)
+    first = report.findings[0]
+    assert first.rule == "loop_blocked"
+    assert first.lanes[0] in ("agent_loop_rank0", "agent_loop_rank1")
+    assert first.text.startswith(f"Tool `sandbox` blocked the event loop of {first.lanes[0]} for ")
+    assert f": {PROMPTS * GROUP // 2} trajectories stood still" in first.text
