@@ -35,7 +35,6 @@ _HOOKS = {
     "verl.workers.rollout.sglang_rollout.async_sglang_server": "verl_servers:hook_sglang_server",
 }
 _TRAJECTORY_HOOKS = {
-    "verl.checkpoint_engine.base": "verl_replay_buffer:hook_checkpoint_manager",
     "verl.experimental.agent_loop.agent_loop": "verl_agent_loops:hook_agent_loops",
     "verl.experimental.agent_loop.tool_agent_loop": "verl_agent_loops:hook_tool_loop",
     "verl.experimental.reward_loop.reward_loop": "verl_rewards:hook_reward_loops",

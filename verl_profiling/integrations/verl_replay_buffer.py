@@ -13,18 +13,12 @@ from typing import Any
 from verl_profiling.integrations.verl_trainer import say_fates, trainer_stage
 from verl_profiling.integrations.wrapping import around, wrap
 
-__all__ = ["hook_checkpoint_manager", "hook_dispatch", "hook_replay_buffer"]
+__all__ = ["hook_dispatch", "hook_replay_buffer"]
 
 
 def hook_dispatch(module: Any) -> None:
     """Mark how long the prompts take to the agent loops."""
     wrap(module.AgentLoopManagerTQ, "generate_sequences", _marked("dispatch_prompts"))
-
-
-def hook_checkpoint_manager(module: Any) -> None:
-    """Mark what engines are told to do once the trainer has its responses."""
-    for name in ("abort_replicas", "sleep_replicas"):
-        wrap(module.CheckpointEngineManager, name, _marked(name))
 
 
 def hook_replay_buffer(module: Any) -> None:

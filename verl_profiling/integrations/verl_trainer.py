@@ -68,6 +68,9 @@ class TrainerProfiler:
         check_support()
         warn_of_what_is_left_out()
         self._trainer = trainer
+        if hasattr(trainer, "on_sample_end"):
+            # In every V1 trainer's own way engines free their memory here, or give up the rest.
+            wrap(trainer, "on_sample_end", around(functools.partial(trainer_stage, "on_sample_end")))
         self._settings = settings
         self._callback = ProfilingCallback(settings)
         self.agent_loops: Any = None

@@ -21,8 +21,10 @@ left_out: list[str] = []
 def wrap(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> None:
     """Replace a function of a module, or a method of a class, by what ``wrapper`` makes of it.
 
+    Not for one that looks who calls it: verl's ``auto_await`` gives a coroutine to a coroutine alone.
+
     Args:
-        owner: The module, or the class.
+        owner: The module, the class, or an object.
         name: The function's name; an inherited method is replaced in ``owner`` alone.
         wrapper: Takes the function, returns the one that stands for it.
     """
