@@ -165,5 +165,5 @@ def _below(spans: Ints, shape: Shape, wanted: Mask, owners: Ints, begins: Ints, 
     for first, last in pairwise(edges.tolist()):
         owner = owners[order[first]]
         table[first:last, 0] -= first
-        below[order[first:last]] = sub_rows(table[first:last], int(begins[owner]), int(ends[owner]))
+        below[order[first:last]] = sub_rows(table[first:last].tolist(), int(begins[owner]), int(ends[owner]))
     return below

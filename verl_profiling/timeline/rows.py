@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from verl_profiling.timeline.log_shape import Ints
-
 __all__ = ["NOT_SHOWN", "packed_rows", "sub_rows"]
 
 NOT_SHOWN = -1
@@ -27,7 +25,7 @@ def packed_rows(begins: Sequence[int], ends: Sequence[int]) -> list[int]:
     return rows
 
 
-def sub_rows(spans: Ints, owner_begin: int, owner_end: int) -> list[int]:
+def sub_rows(spans: Sequence[Sequence[int]], owner_begin: int, owner_end: int) -> list[int]:
     """Return a row for each span below one owner, so that each is inside its parent or on a row alone.
 
     Row 0 is the owner's. Children of one parent that overlap are on rows of their own, up to a hundred
@@ -41,7 +39,7 @@ def sub_rows(spans: Ints, owner_begin: int, owner_end: int) -> list[int]:
     """
     found = [NOT_SHOWN] * len(spans)
     rows: list[list[tuple[int, int]]] = [[(owner_end, _OWNER)]]  # what is open on each: until when, place
-    for place, (parent, begin, end) in enumerate(spans.tolist()):
+    for place, (parent, begin, end) in enumerate(spans):
         parent = max(parent, _OWNER)
         row = found[parent] if parent >= 0 else 0 if begin >= owner_begin else NOT_SHOWN
         if row == NOT_SHOWN or not _is_inside(rows[row], parent, begin, end):
