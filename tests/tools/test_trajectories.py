@@ -75,12 +75,15 @@ def test_a_log_that_was_full_is_truncated_and_says_what_is_missing(tmp_path: Pat
     assert read_log(step.path).spans_left_out == 2
 
 
-def test_a_capture_without_a_trajectory_is_empty_and_says_so(tmp_path: Path) -> None:
-    """No file."""
+def test_a_process_that_had_nothing_to_do_is_skipped_and_says_so(tmp_path: Path) -> None:
+    """There may be more processes than prompts: no file, and nothing is wrong."""
     with record_step(CONFIG, tmp_path) as step:
         pass
     assert step.result is not None
-    assert (step.result.status, step.result.reason) == ("empty", "no trajectory and no span ran")
+    assert (step.result.status, step.result.reason) == (
+        "skipped",
+        "no trajectory and no span ran in this process",
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -81,8 +81,8 @@ class _TrajectoryRecording(Recording):
         artifact = self._destination.artifact(TrajectoriesTool)
         events = len(self._log.spans) + len(self._log.trajectories)
         if not events:
-            empty = msgspec.structs.replace(artifact, status="empty", reason="no trajectory and no span ran")
-            return [Output(empty)]
+            reason = "no trajectory and no span ran in this process"
+            return [Output(msgspec.structs.replace(artifact, status="skipped", reason=reason))]
         pending = msgspec.structs.replace(artifact, status="pending", events=events)
         finish = partial(_written, pending, self._log, self._destination, self._tool.options)
         return [Output(pending, finish, time.perf_counter() - begin)]
