@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from rich import box
 from rich.console import Console
+from rich.containers import Lines
 from rich.table import Table
+from rich.text import Text
 
-__all__ = ["fitting_console", "shortened", "table_of"]
+__all__ = ["Sentence", "fitting_console", "shortened", "table_of"]
 
 _WIDTH = 100
 _NAME = 44
+
+
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns|min|h|d|kB|MB|GB|TB)\b)")
+_KEPT = "\ue000"  # of no meaning in Unicode, and no space to rich
+
+
+class Sentence(Text):
+    """A text in which a number and its unit stay on one line."""
+
+    @classmethod
+    def of(cls, markup: str) -> Sentence:
+        """Return the sentence that some markup describes."""
+        sentence = cls()
+        sentence.append_text(Text.from_markup(markup))
+        return sentence
+
+    def wrap(self, console: Console, width: int, **options: Any) -> Lines:
+        """Return its lines, each at most ``width`` columns."""
+        kept = self.copy()
+        kept.plain = _BEFORE_UNIT.sub(_KEPT, self.plain)
+        lines = Text.wrap(kept, console, width, **options)
+        for line in lines:
+            line.plain = line.plain.replace(_KEPT, " ")
+        return lines
 
 
 def fitting_console(console: Console) -> Console:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl_profiling.report.columns import fitting_console, shortened, table_of
+from verl_profiling.report.columns import Sentence, fitting_console, shortened, table_of
 from verl_profiling.report.model import Report, Tail
 from verl_profiling.report.rollout.terminal import rollout_sentences, rollout_tables
 from verl_profiling.report.rows import AnchorRow, MeasureRow, StageRow, WorkerRow
@@ -33,7 +33,7 @@ def print_report(report: Report, console: Console) -> None:
     for finding in report.findings:
         findings.add_row(
             "[bold yellow]•[/bold yellow]",
-            f"{escape(finding.text)} [dim]Try: {escape(finding.advice)}.[/dim]",
+            Sentence.of(f"{escape(finding.text)} [dim]Try: {escape(finding.advice)}.[/dim]"),
         )
     console.print(findings)
     engines = [row for row in report.workers if row.replica is not None]
@@ -57,7 +57,7 @@ def print_report(report: Report, console: Console) -> None:
     if report.workers and not any(row.device for row in report.workers):
         console.print("[dim]CPU traces: busy means that operators or collectives ran on any thread.[/dim]")
     for line in _closing_lines(report):
-        console.print(line)
+        console.print(Sentence.of(line))
 
 
 def quantity(name: str, value: float) -> str:
