@@ -65,6 +65,7 @@ FrameName = Literal[
     "trajectory_causes",
     "trajectory_calls",
     "trajectory_fates",
+    "trajectory_failures",
     "trajectory_groups",
     "trajectory_versions",
     "loop_blocks",

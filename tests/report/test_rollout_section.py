@@ -286,6 +286,45 @@ def test_what_became_of_trajectories_has_its_cost(tmp_path: Path) -> None:
     assert [row.share for row in rows] == [0.5, 0.375, 0.125, 1]
 
 
+def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path: Path) -> None:
+    """On one line, counted over processes, with an example; of many errors the rest is one row."""
+    logs = [DrawnLog(0), DrawnLog(1)]
+    for log in logs:
+        number = log.trajectory(1, 4, group="g7", fate="failed")
+        log.span("environment:step", 1, 4, trajectory=number, failed=True)
+        log.span("tool:<b>", 2, 4, trajectory=number, failed=True)
+        log.span("tool:fine", 3, 3.5, trajectory=number)
+        log.log.trajectories[number] = msgspec.structs.replace(
+            log.log.trajectories[number], error="ValueError: no\nsuch   row " + "x" * 500
+        )
+        log.trajectory(1, 4, fate="failed")
+    for index in range(12):
+        number = logs[0].trajectory(1, 4, fate="cancelled", validate=index == 11)
+        logs[0].log.trajectories[number] = msgspec.structs.replace(
+            logs[0].log.trajectories[number], error=f"E{index:02}", sample=None
+        )
+    late = msgspec.structs.replace(logs[0].log.trajectories[0], id=99, begin_ns=ns(20), end_ns=ns(21))
+    logs[0].log.trajectories.append(late)
+    report = report_with(tmp_path, *logs)
+    first, second, *_, rest, validation = rollout_of(report).failures
+    assert (first.trajectories, first.fate, first.span, first.example) == (2, "failed", "tool:<b>", "g7/0")
+    assert first.error.startswith("ValueError: no such row xxx")
+    assert len(first.error) == 120
+    assert (second.error, second.span, second.example, second.fate) == ("E00", "", "g", "cancelled")
+    assert [(row.error, row.trajectories, row.validate) for row in (rest, validation)] == [
+        (OTHERS, 2, False),
+        (OTHERS, 1, True),
+    ]
+    assert len(rollout_of(report).failures) == 12
+    text, page = io.StringIO(), render_html(report)
+    print_report(report, Console(file=text, width=100))
+    for shown in ("Failed trajectories", "g7/0", "no such row"):
+        assert shown in text.getvalue()
+        assert shown in page
+    assert "tool:<b>" in text.getvalue()
+    assert "tool:<b>" not in page
+
+
 def test_a_log_that_cannot_be_read_is_missing_and_the_others_count(tmp_path: Path) -> None:
     """And so is one that was cut."""
     first, second = DrawnLog(0), DrawnLog(1)

@@ -62,6 +62,7 @@ def rollout_sections(rollout: Rollout) -> Iterator[str]:
     yield section("Groups that waited most", _groups(rollout))
     yield section("Versions of the weights", _versions(rollout))
     yield section("What became of trajectories", _fates(rollout))
+    yield section("Failed trajectories", _failures(rollout))
 
 
 def _bar(title: str, rows: Sequence[CauseRow | PartRow]) -> str:
@@ -178,3 +179,18 @@ def _fates(rollout: Rollout) -> str:
         for row in rollout.fates
     ]
     return table("What became of trajectories", headings, rows)
+
+
+def _failures(rollout: Rollout) -> str:
+    headings = ("error", "trajectories", "fate", "in", "for example")
+    rows: list[tuple[Cell, ...]] = [
+        (
+            f"{row.error} (validation)" if row.validate else row.error,
+            count(row.trajectories),
+            row.fate,
+            row.span,
+            row.example,
+        )
+        for row in rollout.failures
+    ]
+    return table("Failed trajectories", headings, rows)

@@ -11,6 +11,7 @@ __all__ = [
     "BlockRow",
     "CallRow",
     "CauseRow",
+    "FailureRow",
     "FateRow",
     "GroupRow",
     "LastTrajectories",
@@ -153,6 +154,26 @@ class FateRow(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: int
 
 
+class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories that failed, or were cancelled, with one error in one span.
+
+    Attributes:
+        validate: They are of validation rollouts.
+        fate: ``failed`` or ``cancelled``; empty for all others as one.
+        error: The error, in one line of at most 120 characters.
+        trajectories: How many.
+        example: Group and sample of one of them: ``group/sample``.
+        span: Name of the last span of it that failed, or was open at its end; empty without one.
+    """
+
+    validate: bool
+    fate: str
+    error: str
+    trajectories: int
+    example: str
+    span: str
+
+
 class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
     """Training trajectories and requests that were made with one version of the weights.
 
@@ -218,6 +239,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         group_spread_p50_s: Median of the time from a group's first end to its last.
         group_spread_max_s: The longest of these.
         fates: What became of trajectories.
+        failures: Why they failed, most frequent first, validation last.
         versions: Versions of the weights that made the training trajectories, newest first.
         versioned: Training trajectories of which the versions are known.
         partial: Those of them that several versions made.
@@ -244,6 +266,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     group_spread_p50_s: float
     group_spread_max_s: float
     fates: list[FateRow]
+    failures: list[FailureRow]
     versions: list[VersionRow]
     versioned: int
     partial: int

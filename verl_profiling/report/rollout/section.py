@@ -13,6 +13,7 @@ from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.rollout.axes import Sharing
 from verl_profiling.report.rollout.calls import OTHERS, call_rows
 from verl_profiling.report.rollout.explain import Explanation, few_causes
+from verl_profiling.report.rollout.failures import Failures
 from verl_profiling.report.rollout.fates import fate_rows
 from verl_profiling.report.rollout.freshness import version_rows
 from verl_profiling.report.rollout.groups import group_rows
@@ -26,7 +27,7 @@ from verl_profiling.report.rollout.pieces import (
 )
 from verl_profiling.report.rollout.records import Records, read_records
 from verl_profiling.report.rollout.requests import Served, joined, requests_by_id
-from verl_profiling.report.rollout.rows import CauseRow, PartRow, Rollout
+from verl_profiling.report.rollout.rows import CauseRow, FailureRow, PartRow, Rollout
 from verl_profiling.report.rollout.tail import last_trajectories
 from verl_profiling.timeline.lanes import Source
 from verl_profiling.trajectory_log import TrajectoryLog
@@ -48,7 +49,8 @@ def rollout_of(
     """
     if step.manifest is None:
         return None
-    records = read_records(logs, step.begin_ns, step.end_ns)
+    failures = Failures(step.begin_ns, step.end_ns)
+    records = read_records(failures.seen(logs), step.begin_ns, step.end_ns)
     if not len(records.trajectories) and not len(records.spans.begin):
         return None
     names = [index for index, name in enumerate(records.names) if name == _GENERATE]
@@ -63,11 +65,16 @@ def rollout_of(
     )
     pieces = trajectory_pieces(records, served)
     explanation = Explanation(pieces, process_pieces(records), step.stages, union(*step.served.values()))
-    return _section(step, records, pieces, explanation, served), explanation
+    return _section(step, records, pieces, explanation, served, failures.rows()), explanation
 
 
 def _section(
-    step: Step, records: Records, pieces: Pieces, explanation: Explanation, served: dict[int, Served]
+    step: Step,
+    records: Records,
+    pieces: Pieces,
+    explanation: Explanation,
+    served: dict[int, Served],
+    failures: list[FailureRow],
 ) -> Rollout:
     found = records.trajectories
     begin = np.array([one.begin_ns for one in found], dtype=np.int64)
@@ -112,6 +119,7 @@ def _section(
         group_spread_p50_s=spread_p50_s,
         group_spread_max_s=spread_max_s,
         fates=fate_rows(records, served),
+        failures=failures,
         versions=versions,
         versioned=versioned,
         partial=partial,

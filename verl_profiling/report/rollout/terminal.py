@@ -25,6 +25,7 @@ def rollout_tables(rollout: Rollout) -> Iterator[Table]:
     yield _groups(rollout)
     yield _versions(rollout)
     yield _fates(rollout)
+    yield _failures(rollout)
 
 
 def rollout_sentences(rollout: Rollout) -> Iterator[str]:
@@ -139,6 +140,17 @@ def _fates(rollout: Rollout) -> Table:
             f"{row.response_tokens:,}",
             f"{row.tool_calls:,}",
         )
+    return table
+
+
+def _failures(rollout: Rollout) -> Table:
+    table = table_of("Failed trajectories", "error", "trajectories", "fate", "in", "e.g.")
+    for column in table.columns[2:]:
+        column.justify = "left"
+    for row in rollout.failures:
+        texts = (row.fate, row.span, row.example)
+        error = f"{row.error} (validation)" if row.validate else row.error
+        table.add_row(escape(error), f"{row.trajectories:,}", *(escape(shortened(text)) for text in texts))
     return table
 
 
