@@ -116,9 +116,10 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
         end_ns: When it ended; for one still open, when its trajectory or recording ended.
         thread: Native id of the thread it began on.
         loop: Number of its event loop, or -1 without one.
-        failed: An exception left it, or it had not ended when its trajectory or recording did.
+        failed: An exception left it.
         request: The engine's id of the request that it waits for; empty if not given.
         facts: What the loop said about it.
+        open: It had not ended when its trajectory or recording did.
     """
 
     id: Id
@@ -132,6 +133,7 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     failed: bool
     request: str
     facts: dict[str, Fact]
+    open: bool = False
 
 
 class Lag(msgspec.Struct, frozen=True, array_like=True, tag="lag"):

@@ -21,6 +21,7 @@ from verl_profiling.capture.session import Session
 from verl_profiling.manifest import Manifest, Request
 from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest
+from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 Work = Callable[[int], object]
 
@@ -712,3 +713,41 @@ def test_a_clock_that_drifts_during_a_capture_shows(tmp_path: Path, pool: Pool) 
     [clock] = manifest(config).clocks
     assert abs(clock.offset_ns - 1_000_000_000) <= clock.error_ns
     assert abs(clock.closing_offset_ns - 1_500_000_000) <= clock.closing_error_ns
+
+
+class Server(RolloutCaptureMixin):
+    """A replica with an engine of its own, in the process of the loop."""
+
+    def __init__(self, config: ProfilingConfig, replica: int) -> None:
+        self.requests = RequestLog()
+        self.init_capture(config, replica=replica, requests=self.requests)
+
+    def generate(self) -> None:
+        """Serve two requests."""
+        for number in range(2):
+            with self.requests.open(id=f"{number}", prompt_tokens=3) as request:
+                request.response_tokens = 4
+
+
+@pytest.mark.parametrize("order", [("actor", "rollout"), ("rollout", "actor"), ("rollout",)])
+def test_replicas_that_share_a_process_lose_no_request(
+    tmp_path: Path, session: Session, order: tuple[str, ...]
+) -> None:
+    """Whichever object of the process was added first: the recording is one, the requests are each one's."""
+    config = configured(tmp_path)
+    worker, servers = local_worker(config, "actor"), [Server(config, replica) for replica in range(2)]
+    callback = ProfilingCallback(config)
+    for role in order:
+        if role == "actor":
+            callback.add_workers("actor", worker)
+        else:
+            callback.add_rollout(servers)
+    run(callback, lambda step: [server.generate() for server in servers])
+    [result] = manifest(config).workers
+    assert sorted((request.replica, request.id) for request in result.requests) == [
+        (0, "0"),
+        (0, "1"),
+        (1, "0"),
+        (1, "1"),
+    ]
+    assert result.policy_versions == [1]

@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -188,6 +189,15 @@ def test_a_blocked_loop_stops_what_was_due_and_nothing_else() -> None:
     assert found[3] == {"tool:due": 105, LOOP_LAG: 100, OWN_CODE: 95}
     assert found[4] == {OWN_CODE: 300}
     assert found[5] == {"tool:due": 205, OWN_CODE: 95}  # on another loop
+
+
+def test_a_span_that_goes_on_when_recording_ends_keeps_its_time() -> None:
+    """A block just before the end of recording did not hold up what was not done by then."""
+    block = Block(0, 340 * MS, 395 * MS, -1, "Task-1", "own.loop (own.py:1)")
+    ended = span(0, 0, "tool:slow", 10, END)
+    for slow, took in ((ended, 335), (msgspec.structs.replace(ended, open=True), 390)):
+        (found,) = causes_of(records_of(log_of([trajectory(0, 0, END)], [slow], [block])))
+        assert found["tool:slow"] == took
 
 
 def test_blocks_in_a_row_stop_those_that_wait_for_their_own_turn() -> None:

@@ -216,10 +216,11 @@ class Participants:
         for entry in self._all.values():
             for result in entry.results:
                 same = by_name.setdefault(result.name, [])
-                if all(
-                    result.capture_id != other.capture_id or result.identity != other.identity
-                    for other in same
-                ):
+                for place, other in enumerate(same):
+                    if (result.capture_id, result.identity) == (other.capture_id, other.identity):
+                        same[place] = _with_requests(other, result)
+                        break
+                else:
                     same.append(result)
         merged = [_merge(results) for results in by_name.values()]
         return sorted(
@@ -371,6 +372,22 @@ def _with_all_promised(result: CaptureResult, started: StartReply, request: Capt
     artifacts = [*result.artifacts, *lost]
     status, why = worst_fate(artifacts)
     return msgspec.structs.replace(result, artifacts=artifacts, status=status, reason=why)
+
+
+def _with_requests(result: CaptureResult, other: CaptureResult) -> CaptureResult:
+    """Return a recording with what only another object of its process knows: the requests of its engine."""
+    known = {(request.replica, request.id, request.begin_ns, request.end_ns) for request in result.requests}
+    more = [
+        request
+        for request in other.requests
+        if (request.replica, request.id, request.begin_ns, request.end_ns) not in known
+    ]
+    return msgspec.structs.replace(
+        result,
+        requests=[*result.requests, *more],
+        policy_versions=list(dict.fromkeys([*result.policy_versions, *other.policy_versions])),
+        notes=list(dict.fromkeys([*result.notes, *other.notes])),
+    )
 
 
 def _merge(results: list[CaptureResult]) -> CaptureResult:

@@ -54,6 +54,8 @@ class RecordEvents:
         said: dict[str, Fact] = {}
         if record.failed:
             said["failed"] = True
+        if record.open:
+            said["open"] = True
         if record.request:
             said["request"] = record.request
         event = self._slice("span", shortened(record.name), tid, record.begin_ns, record.end_ns)

@@ -149,9 +149,10 @@ class OpenLog:
             found.end_ns if ended else max(limit_ns, found.begin_ns),
             self._threads.get(found.thread) or found.thread,
             NO_SPAN if found.loop is None else found.loop.number,
-            found.failed or not ended,
+            found.failed and ended,
             _text(found.request),
             _facts(found.facts),
+            not ended,
         )
 
 

@@ -7,6 +7,7 @@ The innermost open one is in a context variable: concurrent tasks have one each,
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 from asyncio import _get_running_loop, current_task
 from collections.abc import Generator
@@ -392,6 +393,6 @@ def _leave(ended: Node) -> None:
 
 
 def _fate(kind: type[BaseException]) -> str:
-    if issubclass(kind, asyncio.CancelledError):
+    if issubclass(kind, asyncio.CancelledError | concurrent.futures.CancelledError):
         return "cancelled"
     return "abandoned" if issubclass(kind, GeneratorExit) else "failed"

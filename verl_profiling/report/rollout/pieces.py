@@ -91,7 +91,8 @@ def trajectory_pieces(records: Records, served: Mapping[int, Served]) -> Pieces:
     parent = np.where(spans.parent[rows] >= 0, number[spans.parent[rows]], -1)
     index, first, last = innermost(owner, begin, end, parent)
     index, first, last, cause = _divided(rows[index], first, last, of_name[spans.name], served, records)
-    loop = np.where(_held(cause), -1, spans.loop[index])
+    goes_on = (spans.open[index] > 0) & (last == spans.end[index])
+    loop = np.where(_held(cause) | goes_on, -1, spans.loop[index])
     gaps = _gaps(records, owner, begin, end)
     columns = (
         np.concatenate((spans.trajectory[index], gaps[0])),

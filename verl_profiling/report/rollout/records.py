@@ -70,7 +70,8 @@ class SpanTable:
         end: End (ns).
         parent: Number of the span around it, or -1.
         loop: Number of the event loop, or -1.
-        failed: 1 where an exception left it, or it did not end.
+        failed: 1 where an exception left it.
+        open: 1 where it went on after the end that it has here.
         requests: The engine's id of the request, of the spans that have one.
     """
 
@@ -82,6 +83,7 @@ class SpanTable:
     parent: Ints
     loop: Ints
     failed: Ints
+    open: Ints
     requests: dict[int, str]
 
 
@@ -191,7 +193,7 @@ class _Gathered:
         loops: dict[int, int],
     ) -> dict[int, int]:
         """Add the spans of a log; return the number of the trajectory of each of those that are kept."""
-        rows: list[tuple[int, int, int, int, int, int, int, int]] = []
+        rows: list[tuple[int, int, int, int, int, int, int, int, int]] = []
         kept: dict[int, int] = {NO_SPAN: NO_SPAN}
         owners: dict[int, int] = {}
         for span in sorted(log.spans, key=lambda span: (span.begin_ns, span.id)):
@@ -211,8 +213,10 @@ class _Gathered:
             name = self._names.setdefault(short_name(span.name), len(self._names))
             around = kept.get(span.parent, NO_SPAN)
             loop = loops.get(span.loop, NO_SPAN)
-            rows.append((number, len(self._processes) - 1, name, begin, end, around, loop, span.failed))
-        self._spans.append(np.array(rows, dtype=np.int64).reshape(-1, 8))
+            goes_on = span.open or span.end_ns - offset > end
+            process = len(self._processes) - 1
+            rows.append((number, process, name, begin, end, around, loop, span.failed, goes_on))
+        self._spans.append(np.array(rows, dtype=np.int64).reshape(-1, len(_SPAN_COLUMNS)))
         self._count += len(rows)
         return owners
 
@@ -239,7 +243,7 @@ class _Gathered:
         self._blocks.append(np.array(rows, dtype=np.int64).reshape(-1, 5))
 
     def records(self) -> Records:
-        spans = np.concatenate((np.empty((0, 8), dtype=np.int64), *self._spans))
+        spans = np.concatenate((np.empty((0, len(_SPAN_COLUMNS)), dtype=np.int64), *self._spans))
         blocks = np.concatenate((np.empty((0, 5), dtype=np.int64), *self._blocks))
         named = [(*key, most.most_common(1)[0][0]) for key, (_, most) in self._blockers.items()]
         columns = dict(zip(_SPAN_COLUMNS, spans.T, strict=True))
@@ -252,7 +256,7 @@ class _Gathered:
         )
 
 
-_SPAN_COLUMNS = ("trajectory", "process", "name", "begin", "end", "parent", "loop", "failed")
+_SPAN_COLUMNS = ("trajectory", "process", "name", "begin", "end", "parent", "loop", "failed", "open")
 _BLOCK_COLUMNS = ("loop", "begin", "end", "trajectory", "what")
 
 

@@ -61,7 +61,7 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
         role: Role of the processes.
         name: Name of the spans.
         calls: Number of spans.
-        failed: How many of them raised, or were not done when their trajectory was.
+        failed: How many of them an exception left.
         seconds: Their durations, added up.
         p50_s: Median of their durations, and so on.
         p90_s: 90th percentile.
