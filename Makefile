@@ -6,7 +6,7 @@ PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
 # Markers of tests that have an environment or a command of their own.
-APART := vllm or sglang or npu or megatron or gpu or verl or package or npu_device or releases or soak or fuzz
+APART := vllm or sglang or npu or megatron or gpu or verl or package or npu_device or releases or soak or fuzz or recipes
 BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
 DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-agent lint repository docs tables bench bench-instructions bench-verl clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-agent lint repository docs tables bench bench-instructions bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ page-library: ## Write the parts of d3 that the report's page draws with, as req
 test: .venv/.ready ## Run the default suite: real Ray, torch.profiler, FSDP; engines have suites of their own
 	.venv/bin/python -m pytest -m "not ($(APART))" $(PYTEST_ARGS)
 
+test-recipes: .venv/.ready ## Run the recipes whole, as users do, with transformers
+	.venv/bin/python -m pytest -m "recipes and not (vllm or sglang)" tests/recipes $(PYTEST_ARGS)
+
 test-vllm: .venv-vllm/.ready ## Run the tests that drive a real vLLM CPU engine
 test-sglang: .venv-sglang/.ready ## Run the tests that drive a real SGLang CPU engine
 test-megatron: .venv-megatron/.ready ## Run the tests that drive real Megatron-core: TP=2, PP=2 on CPU
@@ -129,7 +132,7 @@ test-gpu test-npu-device: test-%:
 verification: ## Run the suites behind the README's table, and print what was verified
 	mkdir -p outputs/verification
 	-$(MAKE) test PYTEST_ARGS=--junitxml=outputs/verification/fast.xml
-	-for suite in vllm sglang megatron npu; do \
+	-for suite in recipes vllm sglang megatron npu; do \
 	  $(MAKE) test-$$suite PYTEST_ARGS=--junitxml=outputs/verification/$$suite.xml; \
 	done
 	.venv/bin/python -m tests.verification outputs/verification/*.xml

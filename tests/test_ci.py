@@ -16,7 +16,7 @@ SCRIPT = ROOT / ".ci" / "run"
 SHELL_SCRIPTS = [SCRIPT, *sorted((ROOT / "recipes").rglob("*.sh"))]
 BEFORE_TESTS = ["lint", "repository", "docs", "browser"]
 SUITES = [
-    *("test", "test-vllm", "test-hta", "test-sglang", "test-megatron", "test-npu"),
+    *("test", "test-recipes", "test-vllm", "test-hta", "test-sglang", "test-megatron", "test-npu"),
     *("bench-instructions", "test-package", "test-releases"),
 ]
 TARGETS = BEFORE_TESTS + SUITES

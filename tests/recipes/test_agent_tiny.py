@@ -16,7 +16,7 @@ from verl_profiling.report.build import build_report
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.trajectory_log import TrajectoryLog, read_log
 
-pytestmark = pytest.mark.timeout(300)  # the first test of an engine runs the recipe
+pytestmark = [pytest.mark.recipes, pytest.mark.timeout(300)]  # the first test of an engine runs the recipe
 ROOT = Path(__file__).parents[2]
 PROMPTS, GROUP, TURNS = 4, 4, 2
 

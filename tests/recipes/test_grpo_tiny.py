@@ -92,7 +92,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Run(folder, mode, engine)
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.recipes, pytest.mark.timeout(600)]
 
 
 def events_of(trace: Path) -> list[dict]:

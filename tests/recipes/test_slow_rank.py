@@ -17,7 +17,7 @@ from verl_profiling.report.model import Finding
 ROOT = Path(__file__).parents[2]
 HEALTHY, SLOW = (2, 3), 4  # a machine that does other things may slow a rank down in one of them
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.recipes, pytest.mark.timeout(600)]
 
 
 def first_finding(run: Path, step: int) -> Finding | None:
