@@ -34,6 +34,7 @@ from verl_profiling.trajectory_log import (
     TrajectoryLog,
     TrajectoryRecord,
 )
+from verl_profiling.units import duration
 
 SpanDrawn = tuple[str, float, float]
 
@@ -370,6 +371,42 @@ def test_findings_have_names_and_seconds(busy: Report) -> None:
         "tool `<b>sandbox`."
     )
     assert said["trajectories_for_nothing"].text.endswith("nothing is made of: 8 filtered, 1 aborted.")
+
+
+@pytest.mark.parametrize(
+    ("processes", "loops"),
+    [
+        (1, "loop of agent_loop_rank0"),
+        (2, "loops of agent_loop_rank0 and agent_loop_rank1"),
+        (3, "loops of agent_loop_rank0, agent_loop_rank1 and agent_loop_rank2"),
+        (30, "loops of agent_loop_rank0, agent_loop_rank1 and 28 other processes"),
+    ],
+)
+def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: int, loops: str) -> None:
+    """With all of them, their time added up; what blocked is not named twice, nor lost behind other names."""
+    logs = [DrawnLog(rank) for rank in range(processes)]
+    for log in logs:
+        mine = log.trajectory(0, 4)
+        number = log.span("tool:lookup", 1, 2, trajectory=mine)
+        log.trajectory(0, 4, ("tool:http", 0.5, 2.001), ("tool:http", 2.2, 3.001))
+        log.log.blocks = [
+            Block(0, ns(1), ns(2), number, "Task-1", "tool:lookup"),
+            Block(0, ns(2.5), ns(3), -1, "Task-2", "json.loads (json.py:3)"),
+        ]
+    report = report_with(tmp_path, *logs)
+    said = [finding for finding in rollout_findings(report) if finding.rule == "loop_blocked"]
+    still = "trajectory" if processes == 1 else "trajectories"
+    blocked = duration(processes)
+    times = f", {processes} times" if processes > 1 else ""
+    first, second = said
+    assert first.text == (
+        f"Tool `lookup` blocked the event {loops} for {blocked}{times}: {processes} {still} stood still, "
+        f"{blocked} added up."
+    )
+    assert f"son.loads (json.py:3) blocked the event {loops} for " in second.text
+    assert "(in " not in second.text
+    assert sorted(first.lanes) == sorted(log.log.lane for log in logs)
+    assert first.seconds == pytest.approx(len(report.workers))
 
 
 def test_every_face_shows_the_rollout(busy: Report, tmp_path: Path) -> None:

@@ -6,18 +6,19 @@ share of the rollout, on all lanes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.rollout.fates import KEPT
 from verl_profiling.report.rollout.pieces import LOOP_LAG, OWN_CODE, UNEXPLAINED
-from verl_profiling.report.rollout.rows import Rollout
+from verl_profiling.report.rollout.rows import BlockRow, Rollout
 from verl_profiling.report.thresholds import FINDINGS
 from verl_profiling.units import duration
 
 __all__ = ["called", "rollout_findings"]
 
 _ENGINE_WORKS = ("decode", "generate", "prefill", "first token")
+_FEW_LANES = 3
 _TOOLS = "run more of it at once, give it a time limit, or cache what it answers"
 _ADVICE = {
     "tool": _TOOLS,
@@ -54,25 +55,40 @@ def rollout_findings(report: Report) -> Iterator[Finding]:
 
 
 def _blocked(rollout: Rollout, lanes: int) -> Iterator[Finding]:
-    """Yield what blocked event loops while trajectories stood still, the first of each name."""
-    total = rollout.seconds
-    named: set[str] = set()
-    for row in sorted(rollout.blocks, key=lambda row: -row.stood_still_s):
-        if row.stood_still_s / total < FINDINGS["loop_blocked"] or row.what in named:
-            continue
-        named.add(row.what)
-        many = f", {row.blocks} times" if row.blocks > 1 else ""
-        stood = f"{row.trajectories} trajector{'ies' if row.trajectories > 1 else 'y'} stood still"
+    """Yield what blocked event loops, of all processes together, while trajectories stood still."""
+    by_name: dict[str, list[BlockRow]] = {}
+    for row in rollout.blocks:
+        by_name.setdefault(row.what, []).append(row)
+    for rows in sorted(by_name.values(), key=_stood_still, reverse=True):
+        if _stood_still(rows) / rollout.seconds < FINDINGS["loop_blocked"]:
+            return
+        longest = max(rows, key=lambda row: row.seconds)
+        blocks, stopped = sum(row.blocks for row in rows), sum(row.trajectories for row in rows)
+        many = f", {blocks} times" if blocks > 1 else ""
+        where = f" (in {longest.function})" if longest.function not in ("", longest.what) else ""
         yield Finding(
             rule="loop_blocked",
-            text=f"{_sentence(called(row.what) or 'a task')} blocked the event loop of {row.lane} for "
-            f"{duration(row.seconds)}{many}"
-            + (f" (in {row.function})" if row.function else "")
-            + f": {stood}, {duration(row.stood_still_s)} added up.",
+            text=f"{_sentence(called(longest.what) or 'a task')} blocked the event "
+            f"{_loops([row.lane for row in rows])} for {duration(sum(row.seconds for row in rows))}"
+            f"{many}{where}: {stopped} trajector{'ies' if stopped > 1 else 'y'} stood still, "
+            f"{duration(_stood_still(rows))} added up.",
             advice="await it, or run it in a thread (asyncio.to_thread), so that the others go on",
-            seconds=min(row.seconds, rollout.wall_s) * lanes,
-            lanes=[row.lane],
+            seconds=min(longest.seconds, rollout.wall_s) * lanes,
+            lanes=[row.lane for row in rows],
         )
+
+
+def _stood_still(rows: Sequence[BlockRow]) -> float:
+    return sum(row.stood_still_s for row in rows)
+
+
+def _loops(lanes: Sequence[str]) -> str:
+    """Return ``loop of a``, ``loops of a and b``, or ``loops of a, b and 6 other processes``."""
+    if len(lanes) == 1:
+        return f"loop of {lanes[0]}"
+    if len(lanes) <= _FEW_LANES:
+        return f"loops of {', '.join(lanes[:-1])} and {lanes[-1]}"
+    return f"loops of {', '.join(lanes[:2])} and {len(lanes) - 2} other processes"
 
 
 def _last(rollout: Rollout, lanes: int) -> Iterator[Finding]:

@@ -14,6 +14,8 @@ except where the engine says when it was done.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 
 from verl_profiling.report.intervals import Spans, union
@@ -28,7 +30,8 @@ DRAIN_NS = 50_000_000
 
 _TOGETHER_NS = 10_000_000  # between blocks of one turn of the loop, other tasks take a moment
 _MOST_PAIRS = 5_000_000
-_MOST_ROWS = 20
+_MOST_NAMES = 20
+_MOST_ROWS = 200
 
 
 def standing_still(
@@ -86,6 +89,8 @@ def _without_own(
 def block_rows(blocks: Blocks, loop: Ints, trajectory: Ints, begin: Ints, end: Ints) -> list[BlockRow]:
     """Return what blocked event loops, longest first, and who stood still meanwhile.
 
+    Of many names, those that blocked the loops of all processes for longest are kept.
+
     Args:
         blocks: The blocks.
         loop: Event loop of each time for which a trajectory stood still.
@@ -96,8 +101,13 @@ def block_rows(blocks: Blocks, loop: Ints, trajectory: Ints, begin: Ints, end: I
     took = np.bincount(blocks.what, weights=blocks.end - blocks.begin, minlength=len(blocks.named))
     axes = Axes(int(blocks.loop.max(initial=0)) + 1, blocks.begin, blocks.end, begin, end)
     held, asked = axes.put(blocks.loop, blocks.begin, blocks.end), axes.put(loop, begin, end)
+    by_name: dict[str, float] = defaultdict(float)
+    for (_, name, _), spent in zip(blocks.named, took.tolist(), strict=True):
+        by_name[name] += spent
+    most = sorted(by_name, key=lambda name: -by_name[name])[:_MOST_NAMES]
     rows = []
-    for what in np.argsort(-took, kind="stable")[:_MOST_ROWS]:
+    ranked = [what for what in np.argsort(-took, kind="stable") if blocks.named[what][1] in most]
+    for what in ranked[:_MOST_ROWS]:
         mine = blocks.what == what
         beside = np.flatnonzero(np.isin(loop, np.unique(blocks.loop[mine])))
         still = _common(union(held[mine]), asked[beside], axes)
