@@ -75,10 +75,13 @@ class DrawnLog:
         trajectory: int = -1,
         request: str = "",
         failed: bool = False,
+        still_open: bool = False,
     ) -> int:
         number = len(self.log.spans)
         self.log.spans.append(
-            SpanRecord(number, trajectory, -1, name, ns(begin), ns(end), 7, 0, failed, request, {})
+            SpanRecord(
+                number, trajectory, -1, name, ns(begin), ns(end), 7, 0, failed, request, {}, still_open
+            )
         )
         return number
 
@@ -295,6 +298,7 @@ def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path
         log.span("environment:step", 1, 4, trajectory=number, failed=True)
         log.span("tool:<b>", 2, 4, trajectory=number, failed=True)
         log.span("tool:fine", 3, 3.5, trajectory=number)
+        log.span("tool:background", 3.6, 4, trajectory=number, still_open=True)
         log.log.trajectories[number] = msgspec.structs.replace(
             log.log.trajectories[number], error="ValueError: no\nsuch   row " + "x" * 500
         )
@@ -304,14 +308,17 @@ def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path
         logs[0].log.trajectories[number] = msgspec.structs.replace(
             logs[0].log.trajectories[number], error=f"E{index:02}", sample=None
         )
+        if index == 0:
+            logs[0].span("tool:slow", 2, 4, trajectory=number, still_open=True)
     late = msgspec.structs.replace(logs[0].log.trajectories[0], id=99, begin_ns=ns(20), end_ns=ns(21))
     logs[0].log.trajectories.append(late)
     report = report_with(tmp_path, *logs)
-    first, second, *_, rest, validation = rollout_of(report).failures
+    first, second, third, *_, rest, validation = rollout_of(report).failures
     assert (first.trajectories, first.fate, first.span, first.example) == (2, "failed", "tool:<b>", "g7/0")
     assert first.error.startswith("ValueError: no such row xxx")
     assert len(first.error) == 120
-    assert (second.error, second.span, second.example, second.fate) == ("E00", "", "g", "cancelled")
+    assert (second.error, second.span, second.example, second.fate) == ("E00", "tool:slow", "g", "cancelled")
+    assert third.span == ""
     assert [(row.error, row.trajectories, row.validate) for row in (rest, validation)] == [
         (OTHERS, 2, False),
         (OTHERS, 1, True),

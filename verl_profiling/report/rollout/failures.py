@@ -72,9 +72,9 @@ class Failures:
         }
         inner: dict[int, SpanRecord] = {}
         for span in log.spans if failed else []:
-            if span.failed and span.trajectory in failed:
+            if (span.failed or span.open) and span.trajectory in failed:
                 known = inner.get(span.trajectory, span)
-                inner[span.trajectory] = max(known, span, key=lambda one: (one.begin_ns, one.id))
+                inner[span.trajectory] = max(known, span, key=_innermost)
         for one in failed.values():
             span_name = short_name(inner[one.id].name) if one.id in inner else ""
             key = (
@@ -86,3 +86,8 @@ class Failures:
             self._counts[key] += 1
             name = one.group if one.sample is None else f"{one.group}/{one.sample}"
             self._examples.setdefault(key, short_name(name))
+
+
+def _innermost(span: SpanRecord) -> tuple[bool, int, int]:
+    """Order the spans in which a trajectory may have failed: what raised, before what was still open."""
+    return span.failed, span.begin_ns, span.id

@@ -163,7 +163,7 @@ class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
         error: The error, in one line of at most 120 characters.
         trajectories: How many.
         example: Group and sample of one of them: ``group/sample``.
-        span: Name of the last span of it that failed, or was open at its end; empty without one.
+        span: Name of the last span of it that failed, else that was open at its end; empty without one.
     """
 
     validate: bool
