@@ -23,6 +23,7 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.rollout.calls import OTHERS
 from verl_profiling.report.rollout.findings import rollout_findings
 from verl_profiling.report.rollout.rows import CallRow, Rollout
+from verl_profiling.report.rollout.terminal import rollout_sentences
 from verl_profiling.report.scalars import scalars
 from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import read_manifest, write_json_atomically
@@ -175,6 +176,30 @@ def test_the_last_trajectories_are_those_behind_the_bend(tmp_path: Path) -> None
     assert last.share == pytest.approx((10 - 3 - 38 / 39) / 10)
     assert seconds(last.parts) == {"tool:sandbox": 5, "tool:search": pytest.approx(1 + 1 / 39)}
     assert sum(part.share for part in last.parts) == pytest.approx(1)
+
+
+def test_a_tail_of_nothing_is_not_mentioned_and_one_is_singular(tmp_path: Path) -> None:
+    """Trajectories that all end at once have no last ones; neither terminal nor page speak of them."""
+    for folder in ("one", "together", "late"):
+        (tmp_path / folder).mkdir()
+    log = DrawnLog()
+    log.trajectory(0, 4, min_version=1, max_version=2)
+    log.trajectory(1, 4, fate="running", validate=True)
+    sentences = list(rollout_sentences(rollout_of(report_with(tmp_path / "one", log))))
+    assert sentences[0].startswith("1 trajectory, 1 of validation: p50 4.00 s")
+    assert "1 trajectory was recorded, or is in the step, in part: that part counts" in sentences
+    assert "1 of 1 trajectory was made with several versions of the weights" in sentences
+    log = DrawnLog()
+    for _ in range(4):
+        log.trajectory(0, 4)
+    report = report_with(tmp_path / "together", log)
+    assert not any("last: " in sentence for sentence in rollout_sentences(rollout_of(report)))
+    assert "The last 1 of 4" not in render_html(report)
+    log.trajectory(0, 8)
+    report = report_with(tmp_path / "late", log)
+    late = [sentence for sentence in rollout_sentences(rollout_of(report)) if "last: " in sentence]
+    assert late == ["last: 1 of 5 trajectories (20.0%) takes 50.0% of the rollout, 4.00 s: own code 100%"]
+    assert "The last 1 of 5" in render_html(report)
 
 
 def test_tools_have_percentiles_and_concurrency(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def rollout_sections(rollout: Rollout) -> Iterator[str]:
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in rollout_sentences(rollout))
     training = [row for row in rollout.causes if not row.validate]
     bars: list[tuple[str, Sequence[CauseRow | PartRow]]] = [("All trajectories", training)]
-    if rollout.last:
+    if rollout.last and rollout.last.parts:
         bars.append((f"The last {rollout.last.trajectories:,} of {rollout.last.of:,}", rollout.last.parts))
     if validation := [row for row in rollout.causes if row.validate]:
         bars.append(("Validation", validation))

@@ -34,29 +34,36 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
     took = ""
     if rollout.p50_s is not None and rollout.p99_s is not None:
         took = f": p50 {duration(rollout.p50_s)}, p99 {duration(rollout.p99_s)}"
-    count = f"{rollout.trajectories:,} trajectories{also}{took}"
+    count = f"{_trajectories(rollout.trajectories)}{also}{took}"
     yield f"{count}; {rollout.explained:.1%} of the rollout has a name"
     if rollout.cut:
-        yield f"{rollout.cut:,} trajectories were recorded, or are in the step, in part: that part counts"
-    if last := rollout.last:
+        were, are = ("was", "is") if rollout.cut == 1 else ("were", "are")
+        yield f"{_trajectories(rollout.cut)} {were} recorded, or {are} in the step, in part: that part counts"
+    if (last := rollout.last) and last.parts:
         parts = ", ".join(f"{part.cause} {part.share:.0%}" for part in last.parts[:3])
         yield (
-            f"last: {last.trajectories:,} of {last.of:,} trajectories ({last.trajectories / last.of:.1%}) "
-            f"take {last.share:.1%} of the rollout, {duration(last.seconds)}: {parts}"
+            f"last: {last.trajectories:,} of {_trajectories(last.of)} ({last.trajectories / last.of:.1%}) "
+            f"{'takes' if last.trajectories == 1 else 'take'} {last.share:.1%} of the rollout, "
+            f"{duration(last.seconds)}: {parts}"
         )
     if rollout.groups_seen:
         yield (
-            f"{rollout.groups_seen:,} groups: from the first member's end to the last one's p50 "
+            f"{rollout.groups_seen:,} {'group' if rollout.groups_seen == 1 else 'groups'}: from the first "
+            "member's end to the last one's p50 "
             f"{duration(rollout.group_spread_p50_s)}, at most {duration(rollout.group_spread_max_s)}; "
             f"members waited {duration(rollout.group_waited_s)} for their last one"
         )
     if rollout.versioned:
         yield (
-            f"{rollout.partial:,} of {rollout.versioned:,} trajectories were made with several versions "
-            "of the weights"
+            f"{rollout.partial:,} of {_trajectories(rollout.versioned)} "
+            f"{'was' if rollout.partial == 1 else 'were'} made with several versions of the weights"
         )
     if rollout.uncertain_lag_s:
         yield f"of loop lag, {duration(rollout.uncertain_lag_s)} are an upper bound"
+
+
+def _trajectories(count: int) -> str:
+    return f"{count:,} trajector{'y' if count == 1 else 'ies'}"
 
 
 def _causes(rollout: Rollout) -> Table:
