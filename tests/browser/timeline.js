@@ -1,12 +1,13 @@
-// Photographs a served timeline in the Perfetto UI: the controller's stages and each worker's busiest thread.
-// usage: node timeline.js CHROMIUM ADDRESS PICTURE
+// Photographs a served timeline in the Perfetto UI: the controller's stages, and below them each worker's busiest
+// thread, or some threads of one process.
+// usage: node timeline.js CHROMIUM ADDRESS PICTURE [PROCESS THREAD...]
 const { chromium } = require("playwright-core");
 
 const MARGIN = 0.02; // of the step, on either side
 const WIDTH = 1150; // little more than a README shows, so that names stay readable
 const AXIS = 58; // pixels above the tracks
 
-async function arrange({ margin }) {
+async function arrange({ margin, only, threads }) {
   const { app } = window;
   const { trace } = app;
   async function rows(sql, shape) {
@@ -31,10 +32,14 @@ async function arrange({ margin }) {
     return wanted;
   });
   const nodes = trace.workspace.flatTracks;
-  const chosen = busiest.map(({ id, thread, process }) => {
+  const stages = tracks.filter(({ thread, process }) => process.startsWith("controller") && thread === "stages");
+  const shown = only
+    ? [...stages, ...threads.map((name) => tracks.find(({ thread, process }) => process === only && thread === name))]
+    : busiest;
+  const chosen = shown.map(({ id, thread, process }) => {
     const node = nodes.find((each) => trace.tracks.getTrack(each.uri)?.tags?.trackIds?.includes(id));
     const lane = process.split(" ")[0];
-    node.name = node.title = thread === "stages" ? `${lane} stages` : lane;
+    node.name = node.title = thread === "stages" ? `${lane} stages` : only ? thread : lane;
     return node;
   });
   for (const node of [...trace.workspace.children]) node.remove();
@@ -52,13 +57,13 @@ async function arrange({ margin }) {
 }
 
 (async () => {
-  const [executablePath, address, picture] = process.argv.slice(2);
+  const [executablePath, address, picture, only, ...threads] = process.argv.slice(2);
   const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu", "--no-first-run"] });
   const page = await browser.newPage({ viewport: { width: WIDTH, height: 1400 }, deviceScaleFactor: 2 });
   await page.goto(address);
   await page.waitForFunction(() => window.app?.trace?.engine, null, { timeout: 120000 });
   await page.waitForTimeout(2000);
-  await page.evaluate(arrange, { margin: MARGIN });
+  await page.evaluate(arrange, { margin: MARGIN, only, threads });
   await page.waitForTimeout(2000);
   const [top, bottom] = await page.evaluate(() => {
     const boxes = [...document.querySelectorAll(".pf-track")].map((each) => each.getBoundingClientRect());
