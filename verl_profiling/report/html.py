@@ -29,7 +29,10 @@ __all__ = ["page_title", "render_html"]
 INDENT = "\N{NO-BREAK SPACE}" * 3
 
 _TOP_OPS = 40
-_UNTOLD = "How long requests were queued is not known: the engines keep no statistics, or do not tell."
+_UNTOLD = (
+    "How long requests were queued is not known: no engine tells both when its scheduler got a request "
+    "(arrival_ns) and when it took it up (scheduled_ns)."
+)
 _SCRIPTS = ("tip.js", "scale.js", "lanes.js", "pointer.js", "selection.js", "picture.js", "tail.js")
 
 

@@ -1,0 +1,1 @@
+"""Tests of trajectories, their spans and the lag of event loops."""
