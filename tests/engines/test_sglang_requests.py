@@ -20,8 +20,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 SHARED = list(range(10, 42))
 TOKENS = 80
-TINY = {
-    **SGLANG_ON_CPU,
+CROWDED = {
     "disable_radix_cache": False,
     "max_total_tokens": 320,
     "max_running_requests": 4,
@@ -80,7 +79,12 @@ async def test_the_division_is_that_of_the_engines_own_statistics(
 
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     before = set(multiprocessing.active_children())
-    engine = Engine(model_path=str(tiny_model), skip_tokenizer_init=True, enable_metrics=metrics, **TINY)
+    engine = Engine(
+        model_path=str(tiny_model),
+        skip_tokenizer_init=True,
+        enable_metrics=metrics,
+        **{**SGLANG_ON_CPU, **CROWDED},
+    )
     try:
         log = RequestLog()
         log.serve(2, enable=True)

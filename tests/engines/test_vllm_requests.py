@@ -29,7 +29,6 @@ TINY: dict[str, Any] = {
     "block_size": 32,
     "num_gpu_blocks_override": 9,
     "enable_prefix_caching": True,
-    "dtype": "float32",
 }
 
 
@@ -97,7 +96,7 @@ async def test_the_division_is_that_of_the_engines_own_statistics(tiny_model: Pa
         def log_engine_initialized(self) -> None: ...
 
     engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(model=str(tiny_model), **TINY), stat_loggers=[Statistics]
+        AsyncEngineArgs(model=str(tiny_model), dtype="float32", **TINY), stat_loggers=[Statistics]
     )
     try:
         log = noting()
@@ -137,7 +136,7 @@ def test_a_batch_is_told_apart(tiny_model: Path, statistics: bool, monkeypatch: 
     from vllm import LLM, SamplingParams
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    engine = LLM(model=str(tiny_model), disable_log_stats=not statistics, **TINY)
+    engine = LLM(model=str(tiny_model), dtype="float32", disable_log_stats=not statistics, **TINY)
     log = noting()
     watch_vllm(engine, log)
     prompts = [{"prompt_token_ids": [*SHARED, place]} for place in range(4)]
