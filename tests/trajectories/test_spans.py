@@ -315,6 +315,21 @@ class Unprintable:
     __repr__ = __str__
 
 
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_an_exception_without_a_text_passes_through_as_it_is() -> None:
+    """What cannot be said of it does not take its place."""
+
+    def body() -> None:
+        with pytest.raises(UnprintableError), trajectory(group="g"):
+            raise UnprintableError
+
+    assert only(recorded(body)).error == "UnprintableError: (its text raised RuntimeError)"
+
+
 def test_facts_of_any_kind_are_kept_as_far_as_json_has_them(tmp_path: Path) -> None:
     """Huge, hostile and foreign values neither fail nor fill the memory; the file can be read."""
     facts: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import numbers
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from verl_profiling import clock
@@ -164,11 +164,7 @@ def _shorten(facts: dict[str, Any]) -> None:
 
 
 def _facts(facts: Mapping[str, Any]) -> dict[str, Fact]:
-    return {_text(name): _fact(value) for name, value in _first(facts.items())} if facts else {}
-
-
-def _first(items: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    return list(items)[:_MOST_FACTS]
+    return {_text(name): _fact(value) for name, value in list(facts.items())[:_MOST_FACTS]}
 
 
 def _fact(value: Any) -> Fact:

@@ -156,7 +156,7 @@ class Trajectory:
         if kind is not None and not self.fate:
             self.fate = _fate(kind)
             if self.fate == "failed":
-                self.error = f"{kind.__name__}: {error}"
+                self.error = f"{kind.__name__}: {_said(error)}"
         self.end_ns = clock.now_ns()
         _open.pop(id(self), None)
         _leave(self)
@@ -390,6 +390,14 @@ def _leave(ended: Node) -> None:
         node = node.parent
     if node is ended:
         _current.set(ended.parent)
+
+
+def _said(error: BaseException | None) -> str:
+    """Return an exception's text, unless it has none: the exception itself goes on either way."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"(its text raised {type(problem).__name__})"
 
 
 def _fate(kind: type[BaseException]) -> str:
