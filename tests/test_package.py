@@ -27,7 +27,7 @@ HEAVY = (
 
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
-    ("errors", "clock", "termination", "units"),
+    ("errors", "clock", "devices", "termination", "units"),
     ("named_files", "visible"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
@@ -48,7 +48,7 @@ FLOORS = (
 TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
-    *("errors", "clock", "units", "named_files", "visible", "identity", "ranks"),
+    *("errors", "clock", "devices", "units", "named_files", "visible", "identity", "ranks"),
     *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from verl_profiling.clock import ClockAnchor
+from verl_profiling.devices import Device
 from verl_profiling.identity import ProcessId, WorkerIdentity, artifact_name
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Rpc",
     "RunInfo",
     "StageSpan",
+    "StepSpan",
     "ToolSpan",
     "expected_artifact",
     "worst_fate",
@@ -73,6 +75,24 @@ class StageSpan(msgspec.Struct, frozen=True):
     thread: int = 0
     depth: int = 0
     failed: bool = False
+
+
+class StepSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of a capture, on the controller's clock.
+
+    Attributes:
+        step: Number of the step.
+        begin_ns: When ``on_step_begin`` returned to the loop.
+        end_ns: When the loop called ``on_step_end``, or the capture ended.
+        policy_version: Version of the weights, if the loop reports one.
+        metrics: What the loop passed for this step.
+    """
+
+    step: int
+    begin_ns: Ns
+    end_ns: Ns
+    policy_version: int | None = None
+    metrics: dict[str, float] = {}
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,6 +272,10 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         policy_versions: Versions of a rollout engine's weights during the capture, in order, if
             known; more than one if the weights were updated meanwhile.
         metrics: Plain numbers recorded with the capture, e.g. ``{"stage/update_actor/peak_rss_bytes": ...}``.
+        devices: What it computes on, as far as it is known: of a replica in order of rank, of any other
+            worker the devices that its process has used.
+        requests_logged: Whether requests were logged, so that without one the engine had nothing to do.
+        pending_since_ns: When the requests were sent that had not ended when the log did.
     """
 
     identity: WorkerIdentity
@@ -272,6 +296,9 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[Request] = []
     policy_versions: list[int] = []
     metrics: dict[str, float] = {}
+    devices: list[Device] = []
+    requests_logged: bool = False
+    pending_since_ns: list[Ns] = []
 
     @property
     def name(self) -> str:
@@ -325,6 +352,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         step: First step captured; names the folder.
         start: Which start of the run recorded it, from 1: a run that is resumed starts again.
         steps: All steps captured (several for a continuous capture).
+        step_spans: When each of them ran, in order.
         policy_version: Version of the weights, if the loop reports one.
         begin_ns: When ``on_step_begin`` returned to the loop, on the controller's clock.
         end_ns: When the loop called ``on_step_end``. The calls that start and stop the capture are
@@ -347,6 +375,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     start: int = 1
     steps: list[int]
+    step_spans: list[StepSpan] = []
     policy_version: int | None = None
     begin_ns: Ns
     end_ns: Ns

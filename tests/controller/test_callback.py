@@ -179,6 +179,33 @@ def test_a_continuous_capture_covers_several_steps(tmp_path: Path, session: Sess
     assert worker.counts() == {"start_capture": 2, "stop_capture": 2}
 
 
+def test_a_continuous_capture_tells_its_steps_apart(tmp_path: Path, session: Session) -> None:
+    """Each step's begin, end, version and metrics are its own; what lies between steps is in none."""
+    config = configured(tmp_path, schedule={"steps": [2, 3], "continuous": True})
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    for step, version in ((2, 7), (3, 9)):
+        callback.on_step_begin(step, version)
+        with callback.stage("update_actor"):
+            pass
+        callback.on_step_end({"loss": step})
+        with callback.stage("validate"):
+            pass
+        callback.add_metrics(step, {"reward": 10 * step})
+    found = manifest(config, 2)
+    first, second = found.step_spans
+    assert [(span.step, span.policy_version) for span in (first, second)] == [(2, 7), (3, 9)]
+    assert [span.metrics for span in (first, second)] == [
+        {"loss": 2, "reward": 20},
+        {"loss": 3, "reward": 30},
+    ]
+    assert first.begin_ns == found.begin_ns < first.end_ns <= second.begin_ns < second.end_ns == found.end_ns
+    assert found.metrics == {"loss": 3, "reward": 30}
+    update, validate, _ = found.stages
+    assert first.begin_ns <= update.begin_ns <= update.end_ns <= first.end_ns
+    assert first.end_ns <= validate.begin_ns <= validate.end_ns <= second.begin_ns
+
+
 def test_a_warm_up_step_runs_the_tool_and_leaves_nothing(tmp_path: Path, session: Session) -> None:
     """Its recording is thrown away, and it makes no folder."""
     config = configured(tmp_path, tool="torch", schedule={"wait": 1, "warmup": 1, "active": 1, "repeat": 1})

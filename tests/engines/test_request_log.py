@@ -209,3 +209,16 @@ def test_a_manifest_can_hold_any_id_and_count(log: RequestLog, id: Any, kept: st
     for request_ in noted:
         assert (request_.id, request_.prompt_tokens, request_.response_tokens) == (kept, 0, 0)
         assert (request_.cached_tokens, request_.preemptions) == (None, None)
+
+
+def test_requests_that_have_not_ended_are_known_by_their_begin(log: RequestLog) -> None:
+    """An engine with one of them was not without requests, though the log has nothing else to say of it."""
+    before_ns = time.time_ns()
+    late, done = log.open(5), log.open(5)
+    done.close(5, 1)
+    assert len(log.end()) == 1
+    [since_ns] = log.pending_since_ns
+    assert before_ns <= since_ns == late.begin_ns <= time.time_ns()
+    log.begin(8)
+    late.close(5, 1)
+    assert (log.end(), log.pending_since_ns) == ([], [])

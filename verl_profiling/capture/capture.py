@@ -22,6 +22,7 @@ from verl_profiling.capture.recording_thread import HeldLock, OwnerAbsentError, 
 from verl_profiling.capture.running_tools import RunningTools
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.capture.states import TRANSITIONS, Event, State, StateMachine
+from verl_profiling.devices import process_devices
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, worst_fate
@@ -325,6 +326,7 @@ class Capture:
             cost=self._cost.cost(),
             tool_spans=self._cost.spans,
             cores=os.cpu_count() or 0,
+            devices=process_devices(),
         )
 
     def _trajectory_notes(self) -> list[str]:

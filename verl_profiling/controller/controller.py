@@ -25,7 +25,7 @@ from verl_profiling.controller.calls import Round, Target, Waiting
 from verl_profiling.controller.ending import LoopEnding
 from verl_profiling.controller.late_answers import DYING_S, OverdueStop, OverdueStops
 from verl_profiling.controller.loop_metrics import finite_numbers
-from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture
+from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture, OpenStep
 from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.retention import Retention
@@ -107,10 +107,13 @@ class Controller:
         """Open a capture, or go on with one that covers several steps."""
         step, live = index(step), self.live
         if live is not None:
-            if live.steps[-1] < step <= live.step_range.last:
-                live.steps.append(step)
+            if live.step.step < step <= live.step_range.last:
+                version, notes = _version(policy_version)
+                live.notes += notes
+                live.step.end_ns = live.step.end_ns or clock.now_ns()
+                live.steps.append(OpenStep(step, version, clock.now_ns()))
                 return
-            logger.warning("step %d begins while step %d is being captured; closing it", step, live.steps[-1])
+            logger.warning("step %d begins while step %d is being captured; closing it", step, live.step.step)
             yield from self.close(complete=False, why=f"step {step} began before this one had ended")
         step_range = self.config.schedule.step_range(step)
         if step_range is None:
@@ -125,7 +128,7 @@ class Controller:
         yield from self._start(live, [t for t in driven if not self._roster.has_windows(t)], live.request)
         if self._peers is not None:
             self._peers.begun(live.participants.identities())
-        live.begin_ns = clock.now_ns()
+        live.step.begin_ns = clock.now_ns()
         self._say_begun(live, driven)
 
     def rollout_begin(self) -> Iterator[Round]:
@@ -137,7 +140,7 @@ class Controller:
         yield from self._close_rollout_window(live)
         targets = [target for target in self._roster.driven if self._roster.has_windows(target)]
         if targets:
-            live.rollout_request = msgspec.structs.replace(next(live.rollout_requests), step=live.steps[-1])
+            live.rollout_request = msgspec.structs.replace(next(live.rollout_requests), step=live.step.step)
             yield from self._start(live, targets, live.rollout_request)
         live.begin_rollout()
 
@@ -156,17 +159,21 @@ class Controller:
         if live is None:
             return
         live.keep(metrics)
-        if live.steps[-1] >= live.step_range.last:
+        live.step.end_ns = clock.now_ns()
+        if live.step.step >= live.step_range.last:
             yield from self.close(complete=True)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add numbers to the manifest of the last capture, if it is of that step.
+        """Add numbers to a step of the open capture, or of the last one that was written.
 
         Raises:
             OSError: The step folder cannot be written.
         """
-        if self._folders.wrote_last(step):
-            self._folders.add_metrics(*finite_numbers(metrics))
+        live = self.live
+        if live is not None and any(one.step == step for one in live.steps):
+            live.keep(metrics, step)
+        elif self._folders.wrote_last(step):
+            self._folders.add_metrics(step, *finite_numbers(metrics))
 
     def abandon(self, why: str) -> Iterator[Round]:
         """Close the capture after a hook failed, at all events so that no worker goes on recording."""
@@ -197,7 +204,7 @@ class Controller:
         if live is None:
             return
         live.notes += [f"the step was cut short: {why}"] if why else []
-        end_ns = clock.now_ns()
+        end_ns = live.step.end_ns or clock.now_ns()
         stages = live.spans.close()
         yield from self._close_rollout_window(live)
         targets = [target for target in self._roster.targets if not self._roster.has_windows(target)]
@@ -263,13 +270,7 @@ class Controller:
     def _open(
         self, step_range: StepRange, step: int, policy_version: int | None
     ) -> Generator[Round, None, OpenCapture | None]:
-        notes = []
-        try:
-            policy_version = None if policy_version is None else index(policy_version)
-        except TypeError:
-            kind = type(policy_version).__name__
-            notes = [f"policy_version is a {kind}, not a whole number: left out"]
-            policy_version = None
+        policy_version, notes = _version(policy_version)
         keep = step_range.action is Action.RECORD
 
         def make_request() -> CaptureRequest | None:
@@ -305,7 +306,13 @@ class Controller:
             self._hooks.begun(request, self._identity)
             participants.notes += self._folders.notes_on(folder, step)
         return OpenCapture(
-            step_range, request, folder, participants, clock.now_ns(), [step], windows, notes=notes
+            step_range,
+            request,
+            folder,
+            participants,
+            [OpenStep(step, request.policy_version, clock.now_ns())],
+            windows,
+            notes=notes,
         )
 
     def _workers(self) -> int:
@@ -346,7 +353,7 @@ class Controller:
     def _say_begun(self, live: OpenCapture, targets: Iterable[Target]) -> None:
         """Write what is expected, so that the folder explains itself whatever becomes of this process."""
         if live.request.keep and self._peers is not None and self._peers.writes:
-            manifest = live.manifest(self._identity, live.begin_ns, self._notes)
+            manifest = live.manifest(self._identity, live.steps[0].begin_ns, self._notes)
             workers = self._peers.expected(live.participants.expected(live.request, targets))
             self._folders.begin(live.folder, msgspec.structs.replace(manifest, workers=workers))
 
@@ -404,3 +411,12 @@ class Controller:
     def _is_last(self, step_range: StepRange) -> bool:
         last_step = self.config.schedule.last_step()
         return last_step is not None and step_range.last >= last_step
+
+
+def _version(policy_version: object) -> tuple[int | None, list[str]]:
+    """Return a policy version that is a whole number, and a note on one that is not."""
+    try:
+        return None if policy_version is None else index(policy_version), []  # type: ignore[arg-type]
+    except TypeError:
+        kind = type(policy_version).__name__
+        return None, [f"policy_version is a {kind}, not a whole number: left out"]

@@ -13,13 +13,24 @@ from verl_profiling.controller.late_answers import OverdueStop
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.participants import Participants
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Manifest
+from verl_profiling.manifest import Manifest, StepSpan
 from verl_profiling.settings.schedule import StepRange
 
-__all__ = ["ROLLOUT", "OpenCapture"]
+__all__ = ["ROLLOUT", "OpenCapture", "OpenStep"]
 
 ROLLOUT = "rollout"
 """The stage that lies between ``on_rollout_begin`` and ``on_rollout_end``."""
+
+
+@dataclass
+class OpenStep:
+    """One step of the capture; ``end_ns`` is 0 while it runs."""
+
+    step: int
+    policy_version: int | None
+    begin_ns: int
+    end_ns: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -31,7 +42,6 @@ class OpenCapture:
         request: What the workers were asked for.
         folder: Its step folder.
         participants: What every worker answered.
-        begin_ns: When ``on_step_begin`` returned to the loop.
         steps: The steps that have begun.
         rollout_requests: The requests of the rollout windows that are still to come.
         spans: The controller's stages.
@@ -46,8 +56,7 @@ class OpenCapture:
     request: CaptureRequest
     folder: Path
     participants: Participants
-    begin_ns: int
-    steps: list[int]
+    steps: list[OpenStep]
     rollout_requests: Iterator[CaptureRequest]
     spans: SpanLog = field(default_factory=SpanLog)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -55,6 +64,11 @@ class OpenCapture:
     overdue: list[OverdueStop] = field(default_factory=list)
     rollout_request: CaptureRequest | None = None
     rollout_span: OpenSpan | None = None
+
+    @property
+    def step(self) -> OpenStep:
+        """The step that began last."""
+        return self.steps[-1]
 
     def manifest(self, controller: WorkerIdentity, end_ns: int, notes: list[str]) -> Manifest:
         """Return what is known but for the workers' results: the manifest of a step that has not ended.
@@ -68,9 +82,19 @@ class OpenCapture:
             run_id=self.request.run_id,
             capture_id=self.request.capture_id,
             step=self.request.step,
-            steps=list(self.steps),
+            steps=[step.step for step in self.steps],
+            step_spans=[
+                StepSpan(
+                    step=step.step,
+                    begin_ns=step.begin_ns,
+                    end_ns=step.end_ns or end_ns,
+                    policy_version=step.policy_version,
+                    metrics=dict(step.metrics),
+                )
+                for step in self.steps
+            ],
             policy_version=self.request.policy_version,
-            begin_ns=self.begin_ns,
+            begin_ns=self.steps[0].begin_ns,
             end_ns=end_ns,
             complete=False,
             controller=controller,
@@ -80,9 +104,16 @@ class OpenCapture:
             notes=[*notes, *self.notes, *self.participants.notes, *self.spans.notes()],
         )
 
-    def keep(self, metrics: Mapping[str, Any] | None) -> None:
-        """Keep the finite numbers among the loop's metrics, and name the others."""
+    def keep(self, metrics: Mapping[str, Any] | None, step: int | None = None) -> None:
+        """Keep the finite numbers among the loop's metrics, and name the others.
+
+        Args:
+            metrics: The metrics.
+            step: The step that they are of; ``None`` for the one that began last.
+        """
         numbers, notes = finite_numbers(metrics)
+        owner = next((one for one in self.steps if one.step == step), self.step)
+        owner.metrics.update(numbers)
         self.metrics.update(numbers)
         self.notes += notes
 

@@ -148,14 +148,21 @@ class StepFolders:
         """Return whether the capture that was written last is of that step."""
         return self._last is not None and step in self._last.manifest.steps
 
-    def add_metrics(self, metrics: dict[str, float], notes: list[str]) -> None:
-        """Add numbers, and notes on them, to the manifest that was written last."""
+    def add_metrics(self, step: int, metrics: dict[str, float], notes: list[str]) -> None:
+        """Add numbers of a step, and notes on them, to the manifest that was written last."""
         written = self._last
         if written is None:
             return
         manifest = written.manifest
+        spans = [
+            msgspec.structs.replace(span, metrics={**span.metrics, **metrics}) if span.step == step else span
+            for span in manifest.step_spans
+        ]
         written.manifest = msgspec.structs.replace(
-            manifest, metrics={**manifest.metrics, **metrics}, notes=[*manifest.notes, *notes]
+            manifest,
+            step_spans=spans,
+            metrics={**manifest.metrics, **metrics},
+            notes=[*manifest.notes, *notes],
         )
         write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
         self._publish(written)

@@ -76,6 +76,8 @@ class EngineAdapter(ABC):
         spool: Folder into which the engine writes its traces, whatever the step.
         ranks: Number of ranks that write a trace.
         stages: Stages with separate traces; ``(None,)`` for one trace per rank.
+        device: Kind of what it runs on, as torch names it.
+        local: Whether its processes, or the first of them, are on this host.
     """
 
     name: ClassVar[str]
@@ -83,6 +85,8 @@ class EngineAdapter(ABC):
     spool: Path
     ranks: int
     stages: tuple[EngineStage | None, ...] = (None,)
+    device: str
+    local: bool = True
 
     @abstractmethod
     async def start(self, label: str) -> None:

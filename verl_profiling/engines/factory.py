@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from verl_profiling.devices import engine_devices
 from verl_profiling.engines.base import EngineAdapter, EngineTool, RangeTool, TraceTool, engine_tool
 from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
 from verl_profiling.engines.recorder import EngineRecorder, Recorder
@@ -32,6 +34,7 @@ def make_recorder(
     replica: int,
     rank: int | None,
     requests: RequestLog | None = None,
+    devices: Sequence[str] | None = None,
 ) -> tuple[Recorder, WorkerIdentity]:
     """Return the recorder of an engine, and the identity of its replica.
 
@@ -45,6 +48,7 @@ def make_recorder(
         rank: The replica's first global accelerator rank, or ``None`` to number replicas of
             equal size one after another.
         requests: The log that the server writes; ``None`` to have the engine watched.
+        devices: Numbers or UUIDs of its devices in order of rank; ``None`` for those that are visible here.
 
     Raises:
         ToolUnavailableError: No adapter knows the engine, or it is too old.
@@ -88,7 +92,8 @@ def make_recorder(
         recording = partial(RangeRecording, identity, tool)
     else:
         recording = partial(TraceRecording, adapter, identity, tool.options.compression_level)
-    return EngineRecorder(adapter, identity, settings, config, recording, log), identity
+    known = engine_devices(adapter.device, adapter.ranks, devices, adapter.local)
+    return EngineRecorder(adapter, identity, settings, config, recording, log, known), identity
 
 
 def _watch(engine: Any, package: str | None, log: RequestLog, identity: WorkerIdentity) -> None:

@@ -66,6 +66,8 @@ class SessionRecorder(Recorder):
                 result,
                 requests=self._noted,
                 policy_versions=self._requests.policy_versions,
+                requests_logged=self._requests.enabled,
+                pending_since_ns=self._requests.pending_since_ns,
                 notes=[
                     *result.notes,
                     *self._requests.weight_updates(self._identity.name, self._noted),

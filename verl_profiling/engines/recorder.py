@@ -25,6 +25,7 @@ from verl_profiling.capture.cost import CostMeter
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.capture.replies import another_is_open, nothing_to_stop, start_reply, stop_reply
 from verl_profiling.capture.states import ENGINE_TRANSITIONS, Event, State, StateMachine
+from verl_profiling.devices import Device
 from verl_profiling.engines.base import EngineAdapter
 from verl_profiling.engines.death import death_of, while_alive
 from verl_profiling.engines.recording import EngineRecording, RecordingMaker
@@ -91,6 +92,7 @@ class EngineRecorder(Recorder):
         config: All settings.
         recording: Makes the recording of a window.
         requests: The log of its requests.
+        devices: What it computes on, in order of rank, where that is known.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class EngineRecorder(Recorder):
         config: ProfilingConfig,
         recording: RecordingMaker,
         requests: RequestLog,
+        devices: Sequence[Device] = (),
     ) -> None:
+        self._devices = list(devices)
         self._engine = engine
         self._identity = identity
         self._role = role
@@ -291,6 +295,9 @@ class EngineRecorder(Recorder):
             notes=[*capture.recording.notes, *self._requests.weight_updates(self._identity.name, requests)],
             requests=requests,
             policy_versions=self._requests.policy_versions,
+            devices=self._devices,
+            requests_logged=self._requests.enabled,
+            pending_since_ns=self._requests.pending_since_ns,
         )
 
     def _reply(

@@ -37,7 +37,8 @@ class RequestLog:
     def __init__(self) -> None:
         self._replica = 0
         self._enable = False
-        self._noted: list[Request] | None = None
+        self._noted: _Noted | None = None
+        self._pending_since_ns: list[int] = []
         self._policy_version: int | None = None
         self._server_knows = False
         self._versions: list[int] = []
@@ -56,6 +57,16 @@ class RequestLog:
     def noting(self) -> bool:
         """Whether a request that begins now would be logged; if not, an adapter does not wrap it."""
         return self._noted is not None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether requests are logged while a capture is open."""
+        return self._enable
+
+    @property
+    def pending_since_ns(self) -> list[int]:
+        """When the requests began that had not ended at :meth:`end`, in order."""
+        return list(self._pending_since_ns)
 
     @property
     def policy_versions(self) -> list[int]:
@@ -79,12 +90,13 @@ class RequestLog:
             self._policy_version = policy_version
         self._versions = [] if self._policy_version is None else [self._policy_version]
         if self._enable:
-            self._noted = []
+            self._noted = _Noted()
 
     def end(self) -> list[Request]:
         """Stop logging; return the requests that ended since :meth:`begin`."""
-        noted, self._noted = self._noted, None
-        return noted or []
+        noted, self._noted = self._noted or _Noted(), None
+        self._pending_since_ns = sorted(request.begin_ns for request in list(noted.open))
+        return noted.ended
 
     def weight_updates(self, name: str, requests: Sequence[Request]) -> list[str]:
         """Return a note if the weights changed since :meth:`begin`.
@@ -109,6 +121,14 @@ class RequestLog:
         return OpenRequest(self._noted, self._replica, self._policy_version, prompt_tokens, id)
 
 
+class _Noted:
+    """What is logged of one capture: the requests that have ended, and those that have not."""
+
+    def __init__(self) -> None:
+        self.ended: list[Request] = []
+        self.open: set[OpenRequest] = set()
+
+
 class OpenRequest:
     """A request that has begun and not ended; the end of its ``with`` block ends it.
 
@@ -117,6 +137,7 @@ class OpenRequest:
 
     Attributes:
         id: What the client calls it.
+        begin_ns: When it began; 0 if it is not logged.
         prompt_tokens: Length of the prompt.
         response_tokens: Length of the response so far.
         arrival_ns: When the engine's scheduler got it; 0 if that is not known.
@@ -128,13 +149,13 @@ class OpenRequest:
     """
 
     __slots__ = (
-        "_begin_ns",
         "_closed",
         "_first_output_ns",
         "_noted",
         "_policy_version",
         "_replica",
         "arrival_ns",
+        "begin_ns",
         "cached_tokens",
         "first_token_ns",
         "id",
@@ -147,7 +168,7 @@ class OpenRequest:
 
     def __init__(
         self,
-        noted: list[Request] | None,
+        noted: _Noted | None,
         replica: int,
         policy_version: int | None,
         prompt_tokens: int,
@@ -162,9 +183,11 @@ class OpenRequest:
         self._noted = noted
         self._replica = replica
         self._policy_version = policy_version
-        self._begin_ns = 0 if noted is None else clock.now_ns()
+        self.begin_ns = 0 if noted is None else clock.now_ns()
         self._first_output_ns = 0
         self._closed = False
+        if noted is not None:
+            noted.open.add(self)
 
     def __enter__(self) -> OpenRequest:
         return self
@@ -191,11 +214,12 @@ class OpenRequest:
             return
         end_ns = clock.now_ns()
         arrival_ns, scheduled_ns, first_ns, last_ns = self._engine_times(end_ns)
-        self._noted.append(
+        self._noted.open.discard(self)
+        self._noted.ended.append(
             Request(
                 replica=self._replica,
                 id=_readable(self.id),
-                begin_ns=self._begin_ns,
+                begin_ns=self.begin_ns,
                 arrival_ns=arrival_ns,
                 scheduled_ns=scheduled_ns,
                 first_token_ns=first_ns,
@@ -214,7 +238,7 @@ class OpenRequest:
         """Return arrival, scheduling, first and last token; unknown unless all that is told is in order."""
         first_ns = self.first_token_ns or self._first_output_ns
         told = (self.arrival_ns, self.scheduled_ns, first_ns, self.last_token_ns)
-        before = self._begin_ns
+        before = self.begin_ns
         for time_ns in told:
             if not isinstance(time_ns, int) or (time_ns and not before <= time_ns <= end_ns):
                 return 0, 0, self._first_output_ns, 0

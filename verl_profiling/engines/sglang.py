@@ -57,6 +57,7 @@ class SGLangAdapter(EngineAdapter):
         if self.window.by_stage:
             self.stages = self.window.sglang.stages or ("prefill", "decode")
         server = self._calls.server_args
+        self.device, self.local = str(server.get("device") or "cuda"), manager is not None
         self._tp, self._pp = int(server.get("tp_size") or 1), int(server.get("pp_size") or 1)
         dp = int(server.get("dp_size") or 1)
         self._dp = 1 if server.get("enable_dp_attention") else dp
@@ -162,12 +163,11 @@ class SGLangAdapter(EngineAdapter):
         return arguments
 
     def _activities(self, options: TorchOptions, role: str) -> list[str]:
-        device = str(self._calls.server_args.get("device") or "cuda")
-        have = {"cpu": ("cpu",), "xpu": ("cpu", "xpu")}.get(device, ("cpu", "cuda"))
+        have = {"cpu": ("cpu",), "xpu": ("cpu", "xpu")}.get(self.device, ("cpu", "cuda"))
         wanted = have if options.activities is None else options.activities
         for name in wanted:
             if name not in have:
-                refuse_option(role, "activities", "null", f"{name} ends an SGLang that runs on {device}")
+                refuse_option(role, "activities", "null", f"{name} ends an SGLang that runs on {self.device}")
         return [_ACTIVITIES[name] for name in wanted]
 
 

@@ -82,6 +82,7 @@ class VLLMAdapter(EngineAdapter):
             self._check_configured(configured, "torch", DIR_VARIABLE)
             folder = os.environ[DIR_VARIABLE] if configured is None else configured.torch_profiler_dir
             self.spool = Path(folder).expanduser().absolute()
+        self.device = str(getattr(vllm_config.device_config, "device_type", "") or "cuda")
         parallel = vllm_config.parallel_config
         self._pp, self._tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
         self.ranks = self._pp * self._tp * parallel.data_parallel_size

@@ -7,6 +7,7 @@ server of the policy, and to no server of a reward model or a teacher.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,8 +73,22 @@ def _set_up(
     server: Any, capture: RolloutCaptureMixin, engine: Any, settings: Mapping[str, Any] | None
 ) -> None:
     if settings is not None:
-        capture.init_capture(settings, engine=engine, replica=server.replica_rank, node_rank=server.node_rank)
+        capture.init_capture(
+            settings,
+            engine=engine,
+            replica=server.replica_rank,
+            node_rank=server.node_rank,
+            devices=_devices_of_server(),
+        )
     server._verl_profiling = capture
+
+
+def _devices_of_server() -> list[str] | None:
+    """Return the devices that verl gave to this server's engine: those of its workers, on a CPU too."""
+    from verl.utils.device import get_visible_devices_keyword
+
+    given = os.environ.get(get_visible_devices_keyword(), "")
+    return [device.strip() for device in given.split(",")] if given else None
 
 
 async def _start_capture(self: Any, request: CaptureRequest) -> StartReply:

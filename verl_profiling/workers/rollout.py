@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from verl_profiling import clock
@@ -75,6 +75,7 @@ class RolloutCaptureMixin:
         rank: int | None = None,
         node_rank: int | None = None,
         requests: RequestLog | None = None,
+        devices: Sequence[str] | None = None,
     ) -> None:
         """Set this server up, once its engine exists.
 
@@ -92,6 +93,9 @@ class RolloutCaptureMixin:
             requests: The log to which the server writes its requests. An engine of your own that
                 computes in this process needs nothing else. The requests of a known engine are recorded
                 without a log; given one, only the log is used.
+            devices: Numbers (on this host) or UUIDs of the accelerators of this node's ranks, in order: the
+                report counts a device once that training workers use, too. By default those that
+                ``CUDA_VISIBLE_DEVICES`` (on an NPU ``ASCEND_RT_VISIBLE_DEVICES``) leaves visible here.
 
         Raises:
             CaptureStateError: The engine was not started so that it can be captured.
@@ -109,7 +113,7 @@ class RolloutCaptureMixin:
             self._capture_idle_reason = f"node {node} of the replica; node 0 records for all"
         else:
             self._capture_recorder, self._capture_identity = make_recorder(
-                found, settings, role=role, replica=replica, rank=rank, requests=requests
+                found, settings, role=role, replica=replica, rank=rank, requests=requests, devices=devices
             )
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:

@@ -1,0 +1,118 @@
+"""Which device a process or an engine computes on: by UUID, by place, and honestly unknown."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl_profiling.devices import Device, engine_devices, process_devices
+
+UUID = "8932f937-d72c-4106-c12f-20bd9faed9f6"
+HOST = socket.gethostname()
+
+
+class Cuda:
+    """Stands for ``torch.cuda`` with two devices, of which the process uses one or both."""
+
+    def __init__(self, used: tuple[int, ...], initialized: bool = True) -> None:
+        self._used, self._initialized = used, initialized
+
+    def is_initialized(self) -> bool:
+        return self._initialized
+
+    def device_count(self) -> int:
+        return 2
+
+    def current_device(self) -> int:
+        assert self._initialized, "a look at the device started it"
+        return self._used[0]
+
+    def memory_reserved(self, index: int) -> int:
+        return 1 << 20 if index in self._used else 0
+
+    def get_device_properties(self, index: int) -> Any:
+        return SimpleNamespace(uuid=f"{index}{UUID[1:]}")
+
+
+def torch_with(monkeypatch: pytest.MonkeyPatch, **kinds: Any) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**kinds))  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_a_process_names_the_device_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By UUID, and by its number on the host, which the visible devices resolve."""
+    torch_with(monkeypatch, cuda=Cuda(used=(1,)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6, 7")
+    assert process_devices() == [Device(kind="cuda", index=1, uuid=f"1{UUID[1:]}", place=f"{HOST}/7")]
+
+
+def test_a_process_with_two_devices_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is held on a device is use of it."""
+    torch_with(monkeypatch, cuda=Cuda(used=(0, 1)))
+    assert [device.place for device in process_devices()] == [f"{HOST}/0", f"{HOST}/1"]
+
+
+def test_a_look_at_devices_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has not used its device has none, and stays that way."""
+    torch_with(monkeypatch, cuda=Cuda(used=(0,), initialized=False))
+    assert process_devices() == []
+
+
+def test_a_device_that_fails_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken driver does not become an error of the capture."""
+
+    def broken() -> int:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    cuda = Cuda(used=(0,))
+    cuda.device_count = broken  # type: ignore[method-assign]
+    torch_with(monkeypatch, cuda=cuda)
+    assert process_devices() == []
+
+
+def test_on_a_cpu_it_is_what_ray_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accelerator that stands for the process's share, as the roles of one pool have it in common."""
+    torch_with(monkeypatch, cuda=Cuda(used=(0,), initialized=False))
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"TPU": [], "GPU": ["3"]})
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
+    assert process_devices() == [Device(kind="cpu", index=0, place=f"{HOST}/3")]
+
+
+def test_an_engine_has_the_visible_devices_in_order_of_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are of this host; a UUID is kept as torch writes it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"5,GPU-{UUID.upper()},")
+    first, second, third = engine_devices("cuda", 3, None)
+    assert first == Device(kind="cuda", index=0, place=f"{HOST}/5")
+    assert second == Device(kind="cuda", index=1, uuid=UUID)
+    assert third == Device(kind="cuda"), "a rank on another node: where is not known"
+
+
+def test_an_engine_without_the_variable_has_the_first_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then all are visible."""
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    assert [device.place for device in engine_devices("npu", 2, None)] == [f"{HOST}/0", f"{HOST}/1"]
+
+
+def test_an_engine_on_cpus_has_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens to be in the environment of a CPU engine says nothing; what its server is told does."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert engine_devices("cpu", 1, None) == [Device(kind="cpu")]
+    assert engine_devices("cpu", 1, ["0"]) == [Device(kind="cpu", index=0, place=f"{HOST}/0")]
+
+
+def test_nothing_is_known_of_an_engine_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server behind a URL has an environment of its own."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert engine_devices("cuda", 1, None, local=False) == [Device(kind="cuda")]
+
+
+@pytest.mark.parametrize("id", ["", "none", "GPU-8932", "-1", "²"])
+def test_ids_that_name_nothing_are_left_out(id: str) -> None:
+    """Neither a place nor a UUID is made up of them."""
+    assert engine_devices("cuda", 1, [id]) == [Device(kind="cuda", index=0)]

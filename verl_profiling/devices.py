@@ -1,0 +1,108 @@
+"""Which device a process computes on, so that processes that share one can be told.
+
+Nothing here starts a device: a process that has not used one says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+__all__ = ["Device", "engine_devices", "process_devices"]
+
+logger = logging.getLogger(__name__)
+
+_VARIABLES = {"npu": "ASCEND_RT_VISIBLE_DEVICES"}
+_CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_UUID = re.compile(r"(?:gpu-)?((?:mig-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One device that a worker computes on.
+
+    Attributes:
+        kind: ``cuda``, ``npu``, ``xpu``, or ``cpu`` for a worker without an accelerator.
+        index: Its number in the process, as in the traces of the process.
+        uuid: Its UUID in lower case, without ``GPU-``; empty where it is not known.
+        place: Its host and its number there (``node7/3``). On a CPU, the share of an accelerator that Ray
+            gave to the process, which says what would be shared. Empty where it is not known.
+    """
+
+    kind: str
+    index: int | None = None
+    uuid: str = ""
+    place: str = ""
+
+
+def process_devices() -> list[Device]:
+    """Return the devices that this process has used, or else what Ray gave it; empty if nothing says so."""
+    try:
+        return _used() or _given()
+    except Exception as error:  # of a driver, a device or Ray, whose state nobody here has caused
+        logger.debug("the devices of this process are not known: %s: %s", type(error).__name__, error)
+        return []
+
+
+def engine_devices(kind: str, ranks: int, ids: Sequence[str] | None, local: bool = True) -> list[Device]:
+    """Return the devices of an engine that computes in processes of its own, in order of rank.
+
+    Args:
+        kind: What the engine runs on.
+        ranks: Number of its ranks.
+        ids: Its devices, numbers on this host or UUIDs; ``None`` for those that this process's environment
+            leaves visible, in which case an engine on CPUs has none.
+        local: Whether its first ranks are on this host; nothing is known of the others.
+    """
+    if ids is None:
+        ids = () if kind == "cpu" or not local else (_visible(kind) or tuple(map(str, range(ranks))))
+    known = [_device(kind, index, id) for index, id in enumerate(ids[:ranks])]
+    return [*known, *(Device(kind=kind) for _ in range(ranks - len(known)))]
+
+
+def _used() -> list[Device]:
+    torch: Any = sys.modules.get("torch")
+    for kind in ("npu", "cuda", "xpu"):
+        module = getattr(torch, kind, None)
+        if module is None or not module.is_initialized():
+            continue
+        visible, found = _visible(kind), []
+        for index in range(module.device_count()):
+            if index == module.current_device() or module.memory_reserved(index):
+                id = visible[index] if index < len(visible) else str(index)
+                uuid = str(getattr(module.get_device_properties(index), "uuid", ""))
+                device = _device(kind, index, id)
+                found.append(msgspec.structs.replace(device, uuid=_uuid(uuid) or device.uuid))
+        return found
+    return []
+
+
+def _given() -> list[Device]:
+    """Return the accelerators that Ray reserved for this process, which computes on a CPU."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return []
+    given = ray.get_runtime_context().get_accelerator_ids()
+    ids = next((ids for ids in given.values() if ids), ())
+    return [_device("cpu", index, str(id)) for index, id in enumerate(ids)]
+
+
+def _visible(kind: str) -> tuple[str, ...]:
+    value = os.environ.get(_VARIABLES.get(kind, _CUDA_VARIABLE), "")
+    return tuple(id.strip() for id in value.split(",") if id.strip())
+
+
+def _device(kind: str, index: int, id: str) -> Device:
+    place = f"{socket.gethostname()}/{id}" if id.isdecimal() else ""
+    return Device(kind=kind, index=index, uuid=_uuid(id), place=place)
+
+
+def _uuid(text: str) -> str:
+    found = _UUID.fullmatch(text.strip().lower())
+    return found[1] if found else ""
