@@ -41,6 +41,9 @@ MANIFEST_NAME = "manifest.json"
 RUN_NAME = "run.json"
 CONTROLLER_TRACE_NAME = "controller.trace.json.gz"
 
+CAPTURE_START, CAPTURE_STOP = "capture_start", "capture_stop"
+"""The loop's pauses before and after a captured step."""
+
 TOOL_THREAD = "tool"
 """Name of the threads of the controller's trace that show when tools were started and stopped."""
 
@@ -361,6 +364,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         controller: The process that runs the loop.
         process: The same process, told apart from a later one with its id.
         stages: The controller's stages.
+        outside: What the loop's process did outside of the step: ``capture_start`` before it,
+            ``capture_stop`` after it (which includes ``write``), and then the loop's own stages, such as
+            ``validate``, until it began the next step or ended.
         rpcs: Calls made to drive the capture.
         workers: One entry per worker that was expected to take part.
         clocks: One entry per clock domain.
@@ -383,6 +389,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     controller: WorkerIdentity
     process: ProcessId | None = None
     stages: list[StageSpan] = []
+    outside: list[StageSpan] = []
     rpcs: list[Rpc] = []
     workers: list[CaptureResult] = []
     clocks: list[HostClock] = []

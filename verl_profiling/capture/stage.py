@@ -10,7 +10,8 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import get_ident
 from types import TracebackType
@@ -266,27 +267,43 @@ class SpanLog:
                     self._mark_nothing_more(error)
                     return
 
-    def close(self) -> list[StageSpan]:
-        """Close open spans as failed, and return all spans in order of their begin."""
-        closed_ns = clock.now_ns()
-        spans, self._spans, self.long_stage_ended = self._spans, [], None
-        for span in spans:
-            if not span.end_ns:
-                span.end_ns = closed_ns
-                span.failed = True
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Note what runs in a ``with`` block as a span, though it may end in another task or thread."""
+        span, failed = self.begin(name), True
+        try:
+            yield
+            failed = False
+        finally:
+            self.end_span(span, failed)
+
+    def so_far(self) -> list[StageSpan]:
+        """Return all spans in order of their begin; of those that are open, what there is of them."""
+        now_ns = clock.now_ns()
         threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
         found = [
             StageSpan(
                 span.name,
                 span.begin_ns,
-                span.end_ns,
+                span.end_ns or now_ns,
                 threads.get(span.thread) or span.thread,
                 span.depth(),
                 span.failed,
             )
-            for span in spans
+            for span in self._spans
         ]
         return sorted(found, key=lambda span: (span.begin_ns, span.depth))
+
+    def close(self) -> list[StageSpan]:
+        """Close open spans as failed, and return all spans in order of their begin."""
+        closed_ns = clock.now_ns()
+        self.long_stage_ended = None
+        for span in self._spans:
+            if not span.end_ns:
+                span.end_ns = closed_ns
+                span.failed = True
+        found, self._spans = self.so_far(), []
+        return found
 
     def notes(self) -> list[str]:
         """Return notes for the user on the spans."""

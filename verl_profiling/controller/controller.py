@@ -27,6 +27,7 @@ from verl_profiling.controller.late_answers import DYING_S, OverdueStop, Overdue
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture, OpenStep
 from verl_profiling.controller.order import LoopOrder
+from verl_profiling.controller.outside import Outside
 from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.roster import Roster
@@ -34,7 +35,7 @@ from verl_profiling.controller.spmd import Alone, find_peers
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.errors import ProfilingError
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.manifest import Manifest
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, Manifest
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, StepRange
 
@@ -50,7 +51,8 @@ class Controller:
 
     Attributes:
         live: The capture that is open; ``None`` whenever nothing records.
-        sink: Receives the controller's stages; ``None`` whenever nothing records.
+        sink: Receives the controller's stages, while a capture is open and from then until the next step
+            begins; else ``None``.
         last_folder: Step folder of the last capture, once written.
         order: The order of the loop's calls.
     """
@@ -70,6 +72,7 @@ class Controller:
         self._identity = WorkerIdentity(role="controller")
         self._roster = Roster(config)
         self._captures = count(1)
+        self._left: Outside | None = None
         self._notes: list[str] = []
         self._ending = LoopEnding(self.train_end)
         self.order = LoopOrder()
@@ -94,6 +97,8 @@ class Controller:
             raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
         action = self.config.schedule.action(number)
         self.order.step_begins(number, action is Action.RECORD)
+        if self._left is not None:
+            self._follow_no_more()
         return self.live is not None or action is not Action.OFF
 
     def check_selection(self, capturing: bool = False) -> None:
@@ -115,19 +120,22 @@ class Controller:
                 return
             logger.warning("step %d begins while step %d is being captured; closing it", step, live.step.step)
             yield from self.close(complete=False, why=f"step {step} began before this one had ended")
+            self._follow_no_more()
         step_range = self.config.schedule.step_range(step)
         if step_range is None:
             return
         self.check_selection(capturing=True)
-        live = yield from self._open(step_range, step, policy_version)
-        if live is None:
-            return
-        self._set_live(live)
-        driven = self._roster.driven
-        self._say_begun(live, driven)
-        yield from self._start(live, [t for t in driven if not self._roster.has_windows(t)], live.request)
-        if self._peers is not None:
-            self._peers.begun(live.participants.identities())
+        outside = Outside()
+        with outside.spans.during(CAPTURE_START):
+            live = yield from self._open(step_range, step, policy_version, outside)
+            if live is None:
+                return
+            self._set_live(live)
+            driven = self._roster.driven
+            self._say_begun(live, driven)
+            yield from self._start(live, [t for t in driven if not self._roster.has_windows(t)], live.request)
+            if self._peers is not None:
+                self._peers.begun(live.participants.identities())
         live.step.begin_ns = clock.now_ns()
         self._say_begun(live, driven)
 
@@ -204,7 +212,19 @@ class Controller:
         if live is None:
             return
         live.notes += [f"the step was cut short: {why}"] if why else []
-        end_ns = live.step.end_ns or clock.now_ns()
+        end_ns = clock.now_ns()
+        with live.outside.spans.during(CAPTURE_STOP):
+            manifest = yield from self._conclude(live, end_ns, complete)
+        if live.outside.folder is not None:
+            self._left, self.sink = live.outside, live.outside.spans
+        failed = [worker for worker in manifest.workers if worker.status not in ("ok", "skipped")]
+        if failed and self.config.strict:
+            raise ProfilingError(
+                f"step {live.request.step}: {failed[0].name} {failed[0].status}: {failed[0].reason}"
+            )
+
+    def _conclude(self, live: OpenCapture, end_ns: int, complete: bool) -> Generator[Round, None, Manifest]:
+        """Stop all workers and write what they recorded; return the manifest."""
         stages = live.spans.close()
         yield from self._close_rollout_window(live)
         targets = [target for target in self._roster.targets if not self._roster.has_windows(target)]
@@ -226,16 +246,19 @@ class Controller:
             self._take_late_answers()
             for finished in participants.finished:
                 self._folders.note(finished)
-        failed = [worker for worker in manifest.workers if worker.status not in ("ok", "skipped")]
-        if failed and self.config.strict:
-            raise ProfilingError(
-                f"step {live.request.step}: {failed[0].name} {failed[0].status}: {failed[0].reason}"
-            )
+        return manifest
+
+    def _follow_no_more(self) -> None:
+        """End the record of what the loop does after a captured step."""
+        left, self._left, self.sink = self._left, None, None
+        if left is not None:
+            left.enter(self._folders)
 
     def train_end(self, why: str = "training ended inside it") -> Iterator[Round]:
         """Close what is open; wait for overdue stops, then for artifacts that are being compressed."""
         self._ending.ended()
         yield from self.close(complete=False, why=why)
+        self._follow_no_more()
         finish_s = self.config.timeouts.finish_s
         if calls := self._late.calls:
             yield Round(calls, finish_s)
@@ -268,7 +291,7 @@ class Controller:
         self.order.train_ends(self.config.schedule)
 
     def _open(
-        self, step_range: StepRange, step: int, policy_version: int | None
+        self, step_range: StepRange, step: int, policy_version: int | None, outside: Outside
     ) -> Generator[Round, None, OpenCapture | None]:
         policy_version, notes = _version(policy_version)
         keep = step_range.action is Action.RECORD
@@ -310,8 +333,9 @@ class Controller:
             request,
             folder,
             participants,
-            [OpenStep(step, request.policy_version, clock.now_ns())],
+            [OpenStep(step, policy_version, clock.now_ns())],
             windows,
+            outside,
             notes=notes,
         )
 
@@ -337,8 +361,13 @@ class Controller:
         leaving, notes = self._retention.take(
             self._folders.run, live.folder, manifest, self._unfinished() | {live.folder}
         )
-        manifest = msgspec.structs.replace(manifest, notes=[*manifest.notes, *notes])
-        self._late.expect(live.overdue, self._folders.write(live.folder, manifest))
+        with live.outside.spans.during("write"):
+            manifest = msgspec.structs.replace(
+                manifest, notes=[*manifest.notes, *notes], outside=live.outside.spans.so_far()
+            )
+            written = self._folders.write(live.folder, manifest)
+        live.outside.folder = live.folder
+        self._late.expect(live.overdue, written)
         self._retention.remove(leaving)
         return manifest
 

@@ -11,6 +11,7 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import OpenSpan, SpanLog
 from verl_profiling.controller.late_answers import OverdueStop
 from verl_profiling.controller.loop_metrics import finite_numbers
+from verl_profiling.controller.outside import Outside
 from verl_profiling.controller.participants import Participants
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest, StepSpan
@@ -44,6 +45,7 @@ class OpenCapture:
         participants: What every worker answered.
         steps: The steps that have begun.
         rollout_requests: The requests of the rollout windows that are still to come.
+        outside: What this process does before and after the steps.
         spans: The controller's stages.
         metrics: Numbers of the loop.
         notes: What a user should know of it.
@@ -58,6 +60,7 @@ class OpenCapture:
     participants: Participants
     steps: list[OpenStep]
     rollout_requests: Iterator[CaptureRequest]
+    outside: Outside
     spans: SpanLog = field(default_factory=SpanLog)
     metrics: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -98,6 +101,7 @@ class OpenCapture:
             end_ns=end_ns,
             complete=False,
             controller=controller,
+            outside=self.outside.spans.so_far(),
             rpcs=list(self.participants.rpcs),
             clocks=self.participants.clocks(),
             metrics=dict(self.metrics),

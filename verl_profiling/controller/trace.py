@@ -1,4 +1,4 @@
-"""The controller's trace: stages, calls, and every worker's stages and tool, in Chrome's trace format.
+"""The controller's trace in Chrome's format: its stages in and around the step, its calls, and the workers.
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 ("Trace Event Format"); ``baseTimeNanoseconds`` as Kineto writes it.
@@ -54,7 +54,7 @@ def _events(manifest: Manifest) -> Iterator[dict[str, Any]]:
     yield from _process(
         _CONTROLLER_PID, "controller", f"{manifest.controller.host} pid {manifest.controller.pid}"
     )
-    yield from _stage_threads(manifest.stages, _CONTROLLER_PID, base_ns)
+    yield from _stage_threads([*manifest.stages, *manifest.outside], _CONTROLLER_PID, base_ns)
     threads: dict[str, int] = {}
     for rpc in manifest.rpcs:
         thread = threads.get(rpc.worker)
@@ -90,7 +90,8 @@ def _base_ns(manifest: Manifest) -> int:
         for worker in manifest.workers
         for span in worker.tool_spans
     ]
-    return min([manifest.begin_ns, *(rpc.begin_ns for rpc in manifest.rpcs), *starts])
+    pauses = [span.begin_ns for span in manifest.outside]
+    return min([manifest.begin_ns, *(rpc.begin_ns for rpc in manifest.rpcs), *pauses, *starts])
 
 
 def _process(pid: int, name: str, label: str) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,166 @@
+"""What the loop's process does before and after a captured step is in the step's manifest."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import TrainWorker
+from test_callback import configured, local_worker, manifest
+
+from verl_profiling import AsyncProfilingCallback, ProfilingCallback
+from verl_profiling.capture.messages import StopReply
+from verl_profiling.capture.session import Session
+from verl_profiling.manifest import Manifest
+
+
+class SlowToStop(TrainWorker):
+    """Takes a while to stop."""
+
+    def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        time.sleep(0.05)
+        return super().stop_capture(capture_id, finish_s)
+
+
+def outside(written: Manifest) -> list[tuple[str, int]]:
+    return [(span.name, span.depth) for span in written.outside]
+
+
+def callback_of(config: Any) -> ProfilingCallback:
+    worker = SlowToStop()
+    worker.set_up(config, "actor", 0)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    callback.on_train_begin()
+    return callback
+
+
+def validated_step(callback: ProfilingCallback, step: int) -> None:
+    """Run a step that the loop validates afterwards."""
+    callback.on_step_begin(step)
+    callback.on_step_end()
+    with callback.stage("validate"), callback.stage("generate"):
+        time.sleep(0.01)
+
+
+PAUSES = [("capture_start", 0), ("capture_stop", 0), ("write", 1)]
+VALIDATED = [*PAUSES, ("validate", 0), ("generate", 1)]
+
+
+@pytest.mark.parametrize("ends", ["next step", "next capture", "end of training"])
+def test_the_pauses_and_what_followed_are_known_once_the_loop_goes_on(
+    tmp_path: Path, session: Session, ends: str
+) -> None:
+    """Until then the manifest has the pauses, in this order around the step and its calls."""
+    config = configured(tmp_path, schedule={"steps": [2, 3] if ends == "next capture" else [2]})
+    callback = callback_of(config)
+    validated_step(callback, 1)
+    validated_step(callback, 2)
+    first = manifest(config)
+    assert outside(first) == PAUSES
+    if ends == "end of training":
+        callback.on_train_end()
+    else:
+        validated_step(callback, 3)
+    written = manifest(config)
+    assert outside(written) == VALIDATED
+    start, stop, write, validate, _ = written.outside
+    assert start.begin_ns <= written.rpcs[0].begin_ns
+    assert written.rpcs[0].end_ns <= start.end_ns <= written.begin_ns
+    assert written.end_ns <= stop.begin_ns <= written.rpcs[1].begin_ns
+    assert written.rpcs[1].end_ns <= write.begin_ns <= write.end_ns <= stop.end_ns <= validate.begin_ns
+    assert stop.end_ns - stop.begin_ns >= 5e7
+    assert first.outside[1].end_ns <= stop.end_ns
+    assert not any(span.failed for span in written.outside)
+    assert written == Manifest(**{**_fields(first), "outside": written.outside})
+    callback.on_train_end()
+    assert outside(manifest(config)) == VALIDATED
+
+
+def _fields(written: Manifest) -> dict[str, Any]:
+    return {name: getattr(written, name) for name in written.__struct_fields__}
+
+
+def test_numbers_that_come_meanwhile_are_kept(tmp_path: Path, session: Session) -> None:
+    """What ``add_metrics`` brings after validation and what followed the step do not replace each other."""
+    config = configured(tmp_path)
+    callback = callback_of(config)
+    validated_step(callback, 2)
+    callback.add_metrics(2, {"val/reward": 0.5})
+    callback.on_step_begin(3)
+    assert outside(manifest(config)) == VALIDATED
+    assert manifest(config).metrics == {"val/reward": 0.5}
+
+
+def test_stages_of_steps_that_are_not_captured_go_nowhere(tmp_path: Path, session: Session) -> None:
+    """From the begin of the next step on, a stage has no receiver; one that goes on then ends there."""
+    config = configured(tmp_path)
+    callback = callback_of(config)
+    callback.on_step_begin(2)
+    callback.on_step_end()
+    with callback.stage("prefetch"):
+        callback.on_step_begin(3)
+        assert callback._controller is not None
+        assert callback._controller.sink is None
+    validated_step(callback, 3)
+    callback.on_train_end()
+    assert outside(manifest(config)) == [*PAUSES, ("prefetch", 0)]
+
+
+def test_a_step_that_was_left_early_has_its_pauses(tmp_path: Path, session: Session) -> None:
+    """An exception, and a next step that begins before this one has ended, change nothing about them."""
+    config = configured(tmp_path, schedule={"steps": [2, 3]})
+    callback = callback_of(config)
+    callback.on_step_begin(2)
+    callback.on_step_begin(3)
+    callback.on_exception(ValueError("x"))
+    callback.on_train_end()
+    for step in (2, 3):
+        assert outside(manifest(config, step)) == PAUSES
+        assert not manifest(config, step).complete
+
+
+def test_a_folder_that_is_gone_is_no_reason_to_stop(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next step begins, strict or not, with one warning."""
+    config = configured(tmp_path, strict=True)
+    callback = callback_of(config)
+    callback.on_step_begin(2)
+    callback.on_step_end()
+    shutil.rmtree(tmp_path / "run" / "step_000002")
+    with caplog.at_level(logging.WARNING):
+        callback.on_step_begin(3)
+        callback.on_step_end()
+    assert [record.message for record in caplog.records if "what followed the step" in record.message]
+    assert len(caplog.records) == 1
+
+
+def test_a_step_that_is_not_kept_is_not_followed(tmp_path: Path, session: Session) -> None:
+    """After a warm-up step no stage has a receiver."""
+    config = configured(tmp_path, schedule={"warmup": 1, "active": 1, "wait": 1})
+    callback = callback_of(config)
+    callback.on_step_begin(2)
+    assert callback.capturing
+    callback.on_step_end()
+    assert callback._controller is not None
+    assert callback._controller.sink is None
+    assert not callback.capturing
+
+
+async def test_an_asynchronous_loop_has_the_same(tmp_path: Path, session: Session) -> None:
+    """The hooks of the asynchronous callback record what those of the other one record."""
+    config = configured(tmp_path)
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    async with callback:
+        await callback.on_step_begin(2)
+        await callback.on_step_end()
+        with callback.stage("validate"):
+            pass
+        await callback.on_step_begin(3)
+    assert outside(manifest(config)) == [*PAUSES, ("validate", 0)]
