@@ -333,7 +333,7 @@ class Controller:
             request,
             folder,
             participants,
-            [OpenStep(step, policy_version, clock.now_ns())],
+            [OpenStep(step, request.policy_version, clock.now_ns())],
             windows,
             outside,
             notes=notes,

@@ -95,10 +95,10 @@ def _rest_row(name: str, spans: Spans, step: Step) -> StageRow:
 def capture_time(step: Step) -> Spans:
     """Return when the loop did nothing but wait for recordings to start and stop.
 
-    Outside of stages these are the calls that do so. Inside a stage, in discrete mode, they are the starts
-    and stops of tools that record this very stage: a worker that stops its tool while the loop is in another
-    stage holds up nobody. A worker's stage that the controller has no stage of the same name for counts
-    where the controller is in one stage only.
+    Around the step these are the pauses, and outside of stages the calls that do so. Inside a stage, in
+    discrete mode, they are the starts and stops of tools that record this very stage: a worker that stops
+    its tool while the loop is in another stage holds up nobody. A worker's stage that the controller has no
+    stage of the same name for counts where the controller is in one stage only.
     """
     stages: dict[str, list[tuple[int, int]]] = {}
     outermost: dict[str, list[tuple[int, int]]] = {}
@@ -117,4 +117,4 @@ def capture_time(step: Step) -> Spans:
         alone = subtract(whole, crowded([spans_of(runs) for runs in outermost.values()]))
         elsewhere = intersection(elsewhere, alone)
     inside = (intersection(spans_of(spans), spans_of(stages[name])) for name, spans in tools.items())
-    return union(subtract(step.calls, whole), elsewhere, *inside)
+    return union(step.pauses, subtract(step.calls, whole), elsewhere, *inside)

@@ -28,6 +28,7 @@ from verl_profiling.report.numbers import (
     throughput,
     worker_row,
 )
+from verl_profiling.report.outside import outside_rows
 from verl_profiling.report.over_time import requests_running
 from verl_profiling.report.replicas import replica_rows
 from verl_profiling.report.rollout.explain import few_causes
@@ -183,6 +184,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         running=requests_running(served, step.span_ns / 1000),
         replicas=replica_rows(served),
         rollout=rollout,
+        outside=outside_rows(manifest) if manifest else [],
         timeline_begin_ns=manifest.begin_ns - zero_ns(manifest.begin_ns) if manifest else None,
     )
     return visible_text_of(find(report))

@@ -25,6 +25,7 @@ _ROWS = 12
 _KINDS = {
     "step": "Step",
     "stage": "Stages",
+    "outside": "Around the step",
     "lost": "Idle time by cause (all lanes)",
     "trajectory": "Trajectories' time by cause (training)",
     "worker": "Busy time",
@@ -36,8 +37,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """One number of both sides, in seconds per step.
 
     Attributes:
-        kind: ``step``, ``stage``, ``worker`` (busy time), ``lost`` (lane-seconds),
-            ``trajectory`` (trajectory-seconds by cause) or ``op`` (self time).
+        kind: ``step``, ``stage``, ``outside`` (pauses of the capture, and stages around the step),
+            ``worker`` (busy time), ``lost`` (lane-seconds), ``trajectory`` (trajectory-seconds by cause) or
+            ``op`` (self time).
         name: Name of the stage, lane, cause or kernel.
         before_s: Median over the steps of A; ``None`` if A does not have it.
         after_s: Median over the steps of B; ``None`` if B does not have it.
@@ -125,13 +127,15 @@ def _numbers_of(report: Report) -> Iterator[tuple[_Key, float]]:
     yield ("step", "step"), report.span_us / 1e6
     for stage in report.stages:
         yield ("stage", stage.name), stage.duration_us / 1e6
+    for row in report.outside:
+        yield ("outside", row.name), row.duration_us / 1e6
     for worker in report.workers:
         yield ("worker", worker.name), worker.busy_us / 1e6
     for lost in report.lost:
         yield ("lost", lost.cause), lost.seconds
-    for row in report.rollout.causes if report.rollout else []:
-        if not row.validate:
-            yield ("trajectory", row.cause), row.seconds
+    for cause in report.rollout.causes if report.rollout else []:
+        if not cause.validate:
+            yield ("trajectory", cause.cause), cause.seconds
     ops: dict[str, float] = {}
     for op in report.ops:
         ops[op.name] = ops.get(op.name, 0.0) + op.self_us / 1e6

@@ -40,7 +40,7 @@ def find(report: Report) -> Report:
     )
     found = [finding for rule in rules for finding in rule(report)]
     found.sort(key=lambda finding: -finding.seconds)
-    before, after = list(_coverage(report)), list(_capture(report))
+    before, after = list(_coverage(report)), [*_capture(report), *_pause(report)]
     found = [*before, *found[: LIMIT - len(before) - len(after)], *after]
     return msgspec.structs.replace(report, findings=found)
 
@@ -74,6 +74,25 @@ def _capture(report: Report) -> Iterator[Finding]:
     yield from _cause(
         report, "capture", "were not recorded, while the capture started and stopped", _RECORD_LESS
     )
+
+
+def _pause(report: Report) -> Iterator[Finding]:
+    """Yield the time that the loop waited before and after the step for the capture."""
+    if report.pause_us >= FINDINGS["pause"] * max(report.span_us, 1.0):
+        pause = max((row for row in report.outside if row.is_pause), key=lambda row: row.duration_us)
+        longest = next(iter(pause.parts), "")
+        costs = {row.worker: row.start_s + row.stop_s for row in report.costs}
+        yield Finding(
+            rule="pause",
+            text=f"The loop waited {_time(report.pause_us)} around the step "
+            f"({report.pause_us / max(report.span_us, 1.0):.0%} of it) for the capture to start and stop"
+            + (f", longest for {longest} ({duration(pause.parts[longest])})." if longest else "."),
+            advice=f"{_RECORD_LESS}; of engines, fewer iterations (rollout.count)"
+            if longest == ROLLOUT
+            else _RECORD_LESS,
+            seconds=report.pause_us / 1e6 * max(len(report.workers), 1),
+            lanes=sorted(costs, key=lambda name: -costs[name]),
+        )
 
 
 def _stragglers(report: Report) -> Iterator[Finding]:

@@ -30,6 +30,7 @@ from verl_profiling.report.rows import (
     LostRow,
     MeasureRow,
     OpRow,
+    OutsideRow,
     ReplicaRow,
     StageRow,
     StragglerRow,
@@ -40,6 +41,7 @@ __all__ = ["REPORT_TABLES", "columns", "flat_rows", "rows_of"]
 
 REPORT_TABLES: Mapping[str, type[msgspec.Struct]] = {
     "stages": StageRow,
+    "outside": OutsideRow,
     "workers": WorkerRow,
     "engines": EngineRow,
     "replicas": ReplicaRow,

@@ -53,6 +53,7 @@ def _sections(report: Report) -> Iterable[str]:
     yield summary(report)
     yield _picture(report)
     yield _stages(report)
+    yield _outside(report)
     yield _lost(report)
     if report.rollout is not None:
         yield from rollout_sections(report.rollout)
@@ -96,6 +97,18 @@ def _stages(report: Report) -> str:
         for row in report.stages
     ]
     return section("Step anatomy", table("Step anatomy", ("stage", "runs", "time", "of the step"), rows))
+
+
+def _outside(report: Report) -> str:
+    rows: list[tuple[Cell, ...]] = []
+    for row in report.outside:
+        rows.append((row.name, count(row.runs), time(row.duration_us / 1e6)))
+        rows += [(f"{INDENT}{name}", None, time(seconds)) for name, seconds in row.parts.items()]
+    note = (
+        "Before the step and until the next one: no part of the numbers above and below. In its pauses the "
+        "loop waits for the capture to start and to stop; roles are told at the same time."
+    )
+    return section("Around the step", table("Around the step", ("what", "runs", "time"), rows), note)
 
 
 def _lost(report: Report) -> str:

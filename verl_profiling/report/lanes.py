@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 
-from verl_profiling.manifest import CaptureResult, Manifest, StageSpan, ToolSpan
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, Manifest, StageSpan, ToolSpan
 from verl_profiling.report.activity import Activity
 from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of
 from verl_profiling.report.optimes import Window
@@ -130,6 +130,12 @@ class Step:
         """Spans of the controller's calls that start and stop recordings."""
         rpcs = self.manifest.rpcs if self.manifest else []
         return spans_of((rpc.begin_ns, rpc.end_ns) for rpc in rpcs)
+
+    @property
+    def pauses(self) -> Spans:
+        """Spans before and after the step in which the loop waited for the capture to start and to stop."""
+        outside = self.manifest.outside if self.manifest else []
+        return spans_of((s.begin_ns, s.end_ns) for s in outside if s.name in (CAPTURE_START, CAPTURE_STOP))
 
     def during(self, *names: str) -> Spans:
         """Return the spans in which the controller was in one of these stages, or in any if none is given."""

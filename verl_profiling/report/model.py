@@ -19,6 +19,7 @@ from verl_profiling.report.rows import (
     LostRow,
     MeasureRow,
     OpRow,
+    OutsideRow,
     ReplicaRow,
     RunningRow,
     StageRow,
@@ -218,8 +219,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         notes: Notes of the capture.
         measures: Numbers that workers recorded, such as the peak memory of their stages.
         costs: What the capture cost each worker.
-        capture_us: Wall time that the capture added to the loop: the calls that start and stop it (before
-            and after the step too) and, in discrete mode, the starts and stops of tools inside stages.
+        capture_us: Wall time that the capture added to the loop: the pauses before and after the step, the
+            calls in it that start and stop recordings and, in discrete mode, the starts and stops of tools
+            inside stages.
         anchors: What each worker's clock did during the capture.
         captured: Whether a capture with a manifest was read. ``False`` for plain traces, of which neither
             stages nor workers are known.
@@ -227,6 +229,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         running: Requests running over time, one row per replica.
         replicas: What the requests of each replica came to, one row per replica.
         rollout: What trajectories waited for, where they were recorded.
+        outside: What the loop did around the step: pauses of the capture, and stages such as ``validate``.
         timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
     """
 
@@ -260,6 +263,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     running: list[RunningRow] = []
     replicas: list[ReplicaRow] = []
     rollout: Rollout | None = None
+    outside: list[OutsideRow] = []
     timeline_begin_ns: int | None = None
     name: str = ""
 
@@ -268,6 +272,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """``step 12``, or the name of the file, the recording or the folder."""
         step = f"step {self.step}" if self.step is not None else ""
         return ", ".join(filter(None, (step, self.name)))
+
+    @property
+    def pause_us(self) -> float:
+        """Time before and after the step in which the loop waited for the capture to start and to stop."""
+        return sum(row.duration_us for row in self.outside if row.is_pause)
 
     @property
     def working_share(self) -> float | None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP
+
 __all__ = [
     "AnchorRow",
     "CollectiveRow",
@@ -15,6 +17,7 @@ __all__ = [
     "LostRow",
     "MeasureRow",
     "OpRow",
+    "OutsideRow",
     "ReplicaRow",
     "RequestRow",
     "RunningRow",
@@ -48,6 +51,30 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 0
     side_by_side_us: float = 0.0
     idle_us: float = 0.0
+
+
+class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What the loop did outside of the step: a pause in which the capture started or stopped, or a stage.
+
+    Attributes:
+        name: ``capture_start``, ``capture_stop``, or the stage, e.g. ``validate``.
+        runs: Number of runs.
+        begin_us: Begin of its first run, relative to the begin of the step.
+        duration_us: Time in all its runs.
+        parts: Of a pause, how long each role took to answer (they are called at the same time) and how
+            long writing took; of a stage, the stages in it. Seconds, largest first.
+    """
+
+    name: str
+    runs: int
+    begin_us: float
+    duration_us: float
+    parts: dict[str, float] = {}
+
+    @property
+    def is_pause(self) -> bool:
+        """Whether the loop only waited for the capture."""
+        return self.name in (CAPTURE_START, CAPTURE_STOP)
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,6 +57,11 @@ def _about_the_capture(report: Report) -> Iterator[tuple[str, float]]:
         name = f"peak/{row.stage}/{row.name}" if row.stage else f"peak/{row.name}"
         peaks[name] = max(row.value, peaks.get(name, row.value))
     yield from peaks.items()
+    if report.outside:
+        yield "pause_s", report.pause_us / 1e6
+    for one in report.outside:
+        if not one.is_pause:
+            yield f"outside/{one.name}_s", one.duration_us / 1e6
     if report.costs:
         yield "capture/added_s", report.capture_us / 1e6
         yield "capture/longest_start_s", max(row.start_s for row in report.costs)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from verl_profiling.report.columns import Sentence, fitting_console, shortened, table_of
 from verl_profiling.report.model import Report, Tail
+from verl_profiling.report.outside import outside_sentences
 from verl_profiling.report.rollout.terminal import rollout_sentences, rollout_tables
 from verl_profiling.report.rows import AnchorRow, MeasureRow, StageRow, WorkerRow
 from verl_profiling.units import byte_size, duration
@@ -68,6 +69,7 @@ def quantity(name: str, value: float) -> str:
 
 
 def _closing_lines(report: Report) -> Iterator[str]:
+    yield from map(escape, outside_sentences(report.outside))
     if tail := report.tail:
         yield rollout_sentence(tail)
         if tail.latency_s and tail.response_tokens:

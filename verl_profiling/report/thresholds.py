@@ -4,6 +4,7 @@ __all__ = ["FINDINGS", "Outlier", "Shift"]
 
 FINDINGS = {
     "capture": 0.05,  # of the step, or of the observed time of all lanes
+    "pause": 0.25,  # of the step
     "straggler": 0.05,  # of the role's time in the step
     "idle_stage": 0.10,  # of the step
     "long_tail": 0.05,  # of the observed time of all lanes, and so on

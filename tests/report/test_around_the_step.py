@@ -1,0 +1,179 @@
+"""What the loop did around the step is on every face, and no part of the step."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from drawn_steps import Worker, ns, report_of
+from rich.console import Console
+
+from verl_profiling.analysis import open_step
+from verl_profiling.controller.trace import write_controller_trace
+from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, MAX_NS, Rpc, StageSpan
+from verl_profiling.report.anatomy import CAPTURE_CALLS
+from verl_profiling.report.csv import write_csv
+from verl_profiling.report.diff import compare
+from verl_profiling.report.html import render_html
+from verl_profiling.report.model import Report
+from verl_profiling.report.scalars import scalars
+from verl_profiling.report.terminal import print_report
+from verl_profiling.run_files import read_manifest, write_json_atomically
+
+OUTSIDE = [
+    StageSpan("capture_start", ns(-0.5), ns(0)),
+    StageSpan("capture_stop", ns(10), ns(13.2)),
+    StageSpan("write", ns(13), ns(13.2), depth=1),
+    StageSpan("validate", ns(14), ns(20)),
+    StageSpan("reward", ns(15), ns(16), depth=1),
+    StageSpan("validate", ns(21), ns(27)),
+]
+CALLS = [
+    Rpc("actor_rank0", "start_capture", ns(-0.4), ns(-0.1)),
+    Rpc("actor_rank0", "stop_capture", ns(10), ns(11)),
+    Rpc("rollout0", "stop_capture", ns(10), ns(11.5)),
+    Rpc("rollout1", "stop_capture", ns(10.1), ns(12.9)),
+]
+WORKERS = [
+    Worker("actor", stages=[("update_actor", 5, 9)], kernels=[("gemm", 5, 8.5)]),
+    Worker("rollout", replica=0, kernels=[("decode", 0.5, 3)]),
+    Worker("rollout", replica=1, kernels=[("decode", 0.5, 4)]),
+]
+STAGES = [("rollout", 0, 5), ("update_actor", 5, 9)]
+
+
+def reported(folder: Path, outside: list[StageSpan], calls: list[Rpc] = CALLS) -> Report:
+    """Return the report of the drawn step with what was done around it."""
+    folder.mkdir(exist_ok=True)
+    report_of(folder, STAGES, WORKERS)
+    manifest = msgspec.structs.replace(read_manifest(folder), outside=outside, rpcs=calls)
+    write_controller_trace(folder, manifest)
+    write_json_atomically(folder / MANIFEST_NAME, manifest)
+    return open_step(folder).report()
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    return reported(tmp_path / "step", OUTSIDE)
+
+
+def printed(report: Report) -> str:
+    text = io.StringIO()
+    print_report(report, Console(file=text, width=200))
+    return text.getvalue()
+
+
+def test_rows_say_who_was_waited_for(report: Report) -> None:
+    """A pause has the time until each role's slowest answer, and writing; a stage has the stages in it."""
+    rows = {row.name: row for row in report.outside}
+    assert list(rows) == ["capture_start", "capture_stop", "validate"]
+    assert rows["capture_start"].parts == {"actor": pytest.approx(0.3)}
+    assert rows["capture_stop"].parts == {
+        "rollout": pytest.approx(2.9),
+        "actor": pytest.approx(1.0),
+        "write": pytest.approx(0.2),
+    }
+    assert list(rows["capture_stop"].parts) == ["rollout", "actor", "write"]
+    assert (rows["validate"].runs, rows["validate"].duration_us) == (2, 12e6)
+    assert rows["validate"].parts == {"reward": 1.0}
+    assert report.pause_us == pytest.approx(3.7e6)
+    assert report.capture_us == pytest.approx(3.7e6)
+
+
+def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
+    """Terminal, page, JSON, CSV, trackers."""
+    shown = printed(report)
+    assert "before the step: pause 500 ms (actor 300 ms)" in shown
+    after = (
+        "after the step: pause 3.20 s (rollout 2.90 s, actor 1.00 s, write 200 ms), validate 12.0 s (reward"
+    )
+    assert after in shown
+    page = render_html(report)
+    assert '<section id="around-the-step">' in page
+    assert '<td class="n" data-v="12">12.0 s</td>' in page
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report).outside == report.outside
+    write_csv([report], tmp_path)
+    with (tmp_path / "outside.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["name"] for row in found] == ["capture_start", "capture_stop", "validate"]
+    assert found[1]["parts"] == "rollout 2.9; actor 1; write 0.2"
+    numbers = dict(scalars(report))
+    assert numbers["pause_s"] == pytest.approx(3.7)
+    assert numbers["outside/validate_s"] == pytest.approx(12)
+
+
+def test_nothing_of_the_step_changes(report: Report, tmp_path: Path) -> None:
+    """Anatomy, lanes, idle time and throughput are those of a manifest that says nothing about it."""
+    plain = reported(tmp_path / "plain", [])
+    for name in ("span_us", "stages", "lost", "tail", "stragglers", "gantt"):
+        assert getattr(report, name) == getattr(plain, name), name
+    assert [row.lost_us for row in report.workers] == [row.lost_us for row in plain.workers]
+    assert all(row.name != CAPTURE_CALLS for row in report.stages)
+    assert "pause_s" not in dict(scalars(plain))
+    assert "the step: pause" not in printed(plain)
+    assert "around-the-step" not in render_html(plain)
+
+
+def test_a_long_pause_is_a_finding_with_what_to_do(report: Report, tmp_path: Path) -> None:
+    """From a quarter of the step on; it names the role that was waited for longest, and comes last."""
+    finding = report.findings[-1]
+    assert finding.rule == "pause"
+    assert finding.text == (
+        "The loop waited 3.70 s around the step (37% of it) for the capture to start and stop, longest for "
+        "rollout (2.90 s)."
+    )
+    assert "rollout.count" in finding.advice
+    short = [StageSpan("capture_stop", ns(10), ns(12.4))]
+    assert all(finding.rule != "pause" for finding in reported(tmp_path / "short", short).findings)
+    alone = [StageSpan("capture_stop", ns(10), ns(12.6))]
+    assert reported(tmp_path / "alone", alone, []).findings[-1].text.endswith("to start and stop.")
+
+
+def test_diff_compares_pauses_and_validation(report: Report, tmp_path: Path) -> None:
+    """Each is a number of its own; a longer pause is no slower step."""
+    longer = [*OUTSIDE[:1], StageSpan("capture_stop", ns(10), ns(20))]
+    diff = compare([report], [reported(tmp_path / "longer", longer)])
+    changes = {change.name: change.change_s for change in diff.changes if change.kind == "outside"}
+    assert changes == {
+        "capture_start": 0.0,
+        "capture_stop": pytest.approx(6.8),
+        "validate": pytest.approx(-12),
+    }
+    assert diff.slower_than(0.01) == []
+
+
+def test_the_controllers_lane_shows_them(report: Report) -> None:
+    """On the thread of its stages, in the same clock, from the first pause on."""
+    trace = json.loads(gzip.decompress((Path(report.directory) / CONTROLLER_TRACE_NAME).read_bytes()))
+    assert trace["baseTimeNanoseconds"] == ns(-0.5)
+    spans = {
+        e["name"]: (e["tid"], pytest.approx(e["ts"] / 1e6), pytest.approx(e["dur"] / 1e6))
+        for e in trace["traceEvents"]
+        if e["ph"] == "X"
+    }
+    assert spans["capture_stop"] == (1, 10.5, 3.2)
+    assert spans["write"] == (1, 13.5, 0.2)
+    assert spans["validate"] == (1, 21.5, 6.0)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [StageSpan("write", ns(1), ns(2), depth=1)],
+        [StageSpan("validate", ns(3), ns(1))],
+        [StageSpan("capture_stop", -MAX_NS, MAX_NS), StageSpan("x" * 9999, ns(1), ns(2), depth=7)],
+        [StageSpan("[red]\x1b[31m</script>", ns(10), ns(11)), StageSpan("", ns(11), ns(12))],
+    ],
+    ids=["a part of nothing", "backwards", "huge", "names"],
+)
+def test_hostile_spans_are_reported_or_left_out(tmp_path: Path, spans: list[StageSpan]) -> None:
+    """No face fails, and a name stays text."""
+    report = reported(tmp_path / "step", spans)
+    assert "\x1b" not in printed(report)
+    assert "[31m</script>" not in render_html(report)
+    dict(scalars(report))
