@@ -1,0 +1,184 @@
+"""Profiles TRL's trainers that generate (GRPO, RLOO, and what inherits from them), by one line::
+
+    trainer.add_callback(TRLProfilingCallback(trainer, settings))
+
+A step is transformers' own: one update by the optimizer, numbered as its logs are. TRL generates where a
+step's first batch is prepared, and for ``steps_per_generation`` batches at once, so that a step has one
+rollout, several, or none. Every process runs the trainer, and is recorded as a rank of the role ``actor``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from verl_profiling.capture.session import stage
+from verl_profiling.controller.callback import ProfilingCallback
+from verl_profiling.errors import CaptureStateError
+from verl_profiling.integrations.wrapping import around, wrap
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.workers import CaptureMixin
+
+__all__ = ["TRLProfilingCallback"]
+
+logger = logging.getLogger(__name__)
+
+_ROLE = "actor"
+_STAGES = {"_generate": "rollout", "_save_checkpoint": "save_checkpoint"}
+_ADVANTAGE, _UPDATE = "advantage", "update_actor"
+_MARKED = "_verl_profiling"
+
+
+class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types of transformers are read
+    """Profiles the steps of a trainer, once that trainer's ``add_callback`` was given it.
+
+    The trainer is left as it is where ``enable`` is false. An exception of the training propagates unchanged,
+    and what was recorded until then is kept.
+
+    Args:
+        trainer: The trainer, made and ready to train.
+        config: Settings, as for :class:`ProfilingCallback`.
+
+    Raises:
+        TypeError: It is no trainer.
+        ConfigError: The settings are wrong.
+        CaptureStateError: The trainer is profiled already.
+        ToolUnavailableError: A tool cannot work on this machine.
+
+    Attributes:
+        profiling: The callback that is called at each step.
+    """
+
+    def __init__(self, trainer: Trainer, config: ProfilingConfig | Mapping[str, Any] | None) -> None:
+        if not isinstance(trainer, Trainer):
+            raise TypeError(f"TRLProfilingCallback: a trainer of TRL is needed, not {type(trainer).__name__}")
+        if hasattr(trainer, _MARKED):
+            raise CaptureStateError(f"this {type(trainer).__name__} has a TRLProfilingCallback already")
+        self.profiling = ProfilingCallback(config)
+        self._trainer = trainer
+        self._open = ExitStack()
+        self._current: str | None = None
+        self._validating = False
+        if self.profiling.config.enable:
+            worker = CaptureMixin()
+            worker.init_capture(self.profiling.config, role=_ROLE)
+            self.profiling.add_workers(_ROLE, worker)
+            self._mark()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin a step, before its first batch is prepared."""
+        self.profiling.on_step_begin(state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End a step, after the optimizer's update."""
+        self._turn_to(None)
+        self.profiling.on_step_end()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
+        """Keep what the trainer logs of a step."""
+        self.profiling.add_metrics(state.global_step, logs)
+
+    def _mark(self) -> None:
+        """Put stages around the methods of this trainer, and of no other."""
+        trainer = self._trainer
+        openers: dict[str, Callable[..., Any]] = {
+            name: around(partial(self._stage, of_stage)) for name, of_stage in _STAGES.items()
+        }
+        openers |= {
+            "train": around(self._training),
+            "evaluate": around(self._validation),
+            "_prepare_inputs": self._then_update,
+            "_generate_and_score_completions": around(self._scoring),
+            "_get_per_token_logps_and_entropies": self._log_probs,
+            "_calculate_rewards": around(self._rewards),
+        }
+        missing = [name for name in openers if not callable(getattr(trainer, name, None))]
+        if missing:
+            kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
+            logger.warning("profiling: %s has no %s; what it does is not recorded", kind, ", ".join(missing))
+        for name in openers.keys() - missing:
+            wrap(trainer, name, openers[name])
+        if (engine := getattr(trainer, "vllm_generation", None)) is not None:
+            wrap(engine, "sync_weights", around(partial(self._stage, "update_weights")))
+        setattr(trainer, _MARKED, self)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        self._current = None
+        with self.profiling, self._open:
+            yield
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Mark a stage of the loop and of the worker, which are one process."""
+        if self._validating:
+            yield
+        else:
+            with self.profiling.stage(name), stage(name):
+                yield
+
+    def _turn_to(self, name: str | None) -> None:
+        """End the stage that no single method of the trainer is, and begin the next one."""
+        self._open.close()
+        self._current = name
+        if name is not None:
+            self._open.enter_context(self._stage(name))
+
+    @contextmanager
+    def _validation(self) -> Iterator[None]:
+        with self._stage("validate"):
+            self._validating = True
+            try:
+                yield
+            finally:
+                self._validating = False
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        self._turn_to(None)
+        yield
+        self._turn_to(None)
+
+    @contextmanager
+    def _rewards(self) -> Iterator[None]:
+        """What follows the rewards, until the batch has been scored, makes advantages of them."""
+        with self._stage("reward"):
+            yield
+        self._turn_to(_ADVANTAGE)
+
+    def _then_update(self, prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
+        """Begin the update when a batch is ready: it lasts until the next rollout, or the step's end."""
+
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            inputs = prepare_inputs(*args, **kwargs)
+            if self._current != _UPDATE and not self._validating:
+                self._turn_to(_UPDATE)
+            return inputs
+
+        return prepare
+
+    def _log_probs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
+        """Tell the passes over what was generated from the one of the update, which is part of it."""
+
+        def compute(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._current == _UPDATE:
+                return log_probs(model, *args, **kwargs)
+            with self._stage("ref_log_prob" if self._is_reference(model) else "old_log_prob"):
+                return log_probs(model, *args, **kwargs)
+
+        return compute
+
+    def _is_reference(self, model: Any) -> bool:
+        """Return whether a model is the reference, or what PEFT makes of the policy in its stead."""
+        if model is getattr(self._trainer, "ref_model", None):
+            return True
+        status_of = getattr(self._trainer.accelerator.unwrap_model(model), "get_model_status", None)
+        if status_of is None:
+            return False
+        status = status_of()
+        return not status.enabled or "ref" in status.active_adapters
