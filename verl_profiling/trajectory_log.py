@@ -22,6 +22,7 @@ __all__ = [
     "LOG_SUFFIX",
     "NO_SPAN",
     "Block",
+    "Counted",
     "Fact",
     "FateChange",
     "Lag",
@@ -39,7 +40,8 @@ __all__ = [
 ]
 
 LOG_SUFFIX = ".trajectories.jsonl.gz"
-LOG_VERSION = 1
+LOG_VERSION = 2
+"""Version 2 has counts."""
 NO_SPAN = -1
 MAX_LINE = 1 << 20
 MAX_BYTES = 1 << 30
@@ -186,6 +188,20 @@ class FateChange(msgspec.Struct, frozen=True, array_like=True, tag="fate"):
     at_ns: Ns
 
 
+class Counted(msgspec.Struct, frozen=True, array_like=True, tag="count"):
+    """How much of something there was, e.g. how long a queue was.
+
+    Attributes:
+        name: What was counted.
+        at_ns: When.
+        value: How much.
+    """
+
+    name: str
+    at_ns: Ns
+    value: int | float
+
+
 class LogFooter(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """The last line.
 
@@ -200,7 +216,7 @@ class LogFooter(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     trajectories_left_out: Count
 
 
-Line = LogHeader | LoopRecord | TrajectoryRecord | SpanRecord | Lag | Block | FateChange | LogFooter
+Line = LogHeader | LoopRecord | TrajectoryRecord | SpanRecord | Lag | Block | FateChange | Counted | LogFooter
 
 
 class TrajectoryLog(msgspec.Struct, kw_only=True):
@@ -216,6 +232,7 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
         lags: How late its loops were.
         blocks: When they were blocked, and by whom.
         fates: What became of trajectories later.
+        counts: How much of something there was.
         spans_left_out: Spans that were not kept.
         trajectories_left_out: Trajectories that were not kept.
         cut: The file has no end.
@@ -230,6 +247,7 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
     lags: list[Lag] = []
     blocks: list[Block] = []
     fates: list[FateChange] = []
+    counts: list[Counted] = []
     spans_left_out: int = 0
     trajectories_left_out: int = 0
     cut: bool = False
@@ -237,8 +255,10 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
     def lines(self) -> Iterator[Line]:
         """Yield the lines of its file."""
         yield LogHeader(LOG_VERSION, self.lane, self.begin_ns)
-        for part in (self.loops, self.trajectories, self.spans, self.lags, self.blocks, self.fates):
+        for part in (self.loops, self.trajectories, self.spans, self.lags, self.blocks):
             yield from part
+        yield from self.fates
+        yield from self.counts
         yield LogFooter(self.end_ns, self.spans_left_out, self.trajectories_left_out)
 
 
@@ -314,6 +334,8 @@ def log_of(header: LogHeader, lines: Iterable[Line]) -> TrajectoryLog:
                 log.loops.append(line)
             case FateChange():
                 log.fates.append(line)
+            case Counted():
+                log.counts.append(line)
             case LogFooter():
                 log.cut, log.end_ns = False, line.end_ns
                 log.spans_left_out = line.spans_left_out

@@ -4,6 +4,7 @@
 #   PYTHON=...   interpreter of the environment (`make env-verl`, or `make env-verl ENGINE=sglang`)
 #   ASSETS=...   folder of the model and the data; made when it does not exist
 #   PLUGINS=...  modules that every process of verl imports, in place of the two that are needed
+#   MAIN=...     another main module of verl (../verl_async_cpu)
 #   DRY_RUN=1    print the command and check its configuration only
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -35,4 +36,4 @@ fi
 if [[ ! -f $ASSETS/train.parquet ]]; then
     "$PYTHON" -m recipes.verl_grpo_cpu.make_assets "$ASSETS"
 fi
-exec "$PYTHON" -m verl.trainer.main_ppo "${arguments[@]}"
+exec "$PYTHON" -m "${MAIN:-verl.trainer.main_ppo}" "${arguments[@]}"

@@ -16,7 +16,7 @@ from example_loops import spans
 from fleet import CoroutineWorker, TrainWorker
 from test_callback import configured, local_worker, manifest, set_up
 
-from verl_profiling import AsyncProfilingCallback, ProfilingError
+from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingError
 from verl_profiling.capture.session import Session
 
 
@@ -218,3 +218,51 @@ async def test_strict_settings_raise(tmp_path: Path, session: Session) -> None:
     callback.add_workers("actor", local_worker(config))
     with pytest.raises(ProfilingError, match="actor_rank0 failed"):
         await run(callback, nothing)
+
+
+async def test_a_rollout_beside_the_step_encloses_none_of_its_stages(tmp_path: Path) -> None:
+    """What the loop does while generation runs in another task is as outermost as generation itself."""
+    callback = AsyncProfilingCallback(configured(tmp_path))
+    async with callback:
+        await callback.on_step_begin(2)
+        await callback.on_rollout_begin(beside=True)
+        with callback.stage("update_actor"):
+            await callback.on_rollout_end()
+        await callback.on_step_end()
+    found = manifest(configured(tmp_path)).stages
+    assert [(span.name, span.depth, span.failed) for span in found] == [
+        ("rollout", 0, False),
+        ("update_actor", 0, False),
+    ]
+
+
+async def test_a_step_may_be_over_before_its_capture_is_closed(tmp_path: Path) -> None:
+    """What the loop does between the two lies outside of the step; the rollout beside it ends with it."""
+    callback = AsyncProfilingCallback(configured(tmp_path))
+    async with callback:
+        callback.on_step_over()  # of no step: nothing
+        await callback.on_step_begin(2)
+        await callback.on_rollout_begin(beside=True)
+        callback.on_step_over()
+        with callback.stage("validate"):
+            await asyncio.sleep(0.02)
+        callback.on_step_over()
+        await callback.on_step_end({"reward": 1.0})
+    found = manifest(configured(tmp_path))
+    assert found.complete
+    assert found.metrics == {"reward": 1.0}
+    (rollout,) = found.stages
+    assert (rollout.name, rollout.failed) == ("rollout", False)
+    assert rollout.end_ns <= found.end_ns + 1_000_000
+    (validation,) = (span for span in found.outside if span.name == "validate")
+    assert found.end_ns <= validation.begin_ns
+
+
+async def test_hooks_that_are_no_coroutines_may_be_allowed_to_block(tmp_path: Path) -> None:
+    """A coroutine that calls functions only can be profiled; its loop stands still in the hooks."""
+    with ProfilingCallback(configured(tmp_path), blocks_event_loop=True) as callback:
+        callback.on_step_begin(2)
+        with callback.stage("update_actor"):
+            await asyncio.sleep(0)
+        callback.on_step_end()
+    assert manifest(configured(tmp_path)).complete

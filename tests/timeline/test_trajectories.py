@@ -21,6 +21,7 @@ from verl_profiling.timeline.rows import packed_rows
 from verl_profiling.timeline.slim import Keep
 from verl_profiling.trajectory_log import (
     Block,
+    Counted,
     FateChange,
     Lag,
     TrajectoryLog,
@@ -166,6 +167,18 @@ def test_a_loop_shows_how_late_it_was_and_who_blocked_it(tmp_path: Path) -> None
     ]
     assert timeline.of("block")[0]["args"] == {"task": "Task-3", "function": "tools.slow (tools.py:7)"}
     assert next(iter(timeline.rows.values())) == "loop Main blocked", "it is above the trajectories"
+
+
+def test_counts_are_drawn_over_time(tmp_path: Path) -> None:
+    """How long a queue was is a counter of its own beside the trajectories."""
+    drawn = Drawn(tmp_path)
+    drawn.trajectory(0, 90)
+    drawn.log.counts += [
+        Counted("message queue", drawn.ns(10), 3),
+        Counted("message queue", drawn.ns(20), 0.5),
+    ]
+    _, timeline = drawn.merged()
+    assert timeline.counter("message queue count") == [(10, 3), (20, 0.5)]
 
 
 def test_trajectories_may_begin_before_the_step_and_end_after_it(tmp_path: Path) -> None:

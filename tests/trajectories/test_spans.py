@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from verl_profiling import current_trajectory, span, trajectory, trajectory_fate
 from verl_profiling.testing import record_step
+from verl_profiling.trajectories import count
 from verl_profiling.trajectories import spans as recorder
 from verl_profiling.trajectories.open_log import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log
@@ -55,6 +56,20 @@ def named(log: TrajectoryLog, name: str) -> SpanRecord:
 def only(log: TrajectoryLog) -> TrajectoryRecord:
     (found,) = log.trajectories
     return found
+
+
+def test_counts_are_kept_while_something_records() -> None:
+    """Each with its time; none outside of a recording, and no more than spans are kept."""
+    count("queue", 1)
+
+    async def body() -> None:
+        for length in range(MOST + 2):
+            count("queue", length)
+
+    log = ran(body())
+    assert [found.value for found in log.counts] == list(range(MOST))
+    assert {found.name for found in log.counts} == {"queue"}
+    assert all(log.begin_ns <= found.at_ns <= log.end_ns for found in log.counts)
 
 
 def test_spans_of_concurrent_tasks_do_not_mix() -> None:

@@ -163,7 +163,18 @@ class ProfilingCallback(_Callback):
     ``with ProfilingCallback(config) as profiling:`` around the loop calls :meth:`on_train_begin` and
     :meth:`on_train_end`, and :meth:`on_exception` if the loop raises. The loop's exception propagates
     unchanged. The same callback may be entered again after it was left, but not while it is entered.
+
+    Args:
+        config: The settings.
+        blocks_event_loop: Allow the hooks where an event loop runs on the thread, for a coroutine that calls
+            them from functions: the loop stands still meanwhile.
     """
+
+    def __init__(
+        self, config: ProfilingConfig | Mapping[str, Any] | None, *, blocks_event_loop: bool = False
+    ) -> None:
+        super().__init__(config)
+        self._blocks_event_loop = blocks_event_loop
 
     def __enter__(self) -> ProfilingCallback:
         """Begin training.
@@ -197,7 +208,7 @@ class ProfilingCallback(_Callback):
             CaptureStateError: An event loop runs on this thread; its hooks must not block.
         """
         if self._controller is not None:
-            _refuse_event_loop()
+            self._refuse_event_loop()
             self._controller.check_selection()
 
     def on_step_begin(self, step: int, policy_version: int | None = None) -> None:
@@ -260,13 +271,21 @@ class ProfilingCallback(_Callback):
 
     def _drive(self, hook: str, rounds: Iterator[Round], loop_raised: bool = False) -> None:
         try:
-            _refuse_event_loop()
+            self._refuse_event_loop()
             for round_ in rounds:
                 round_.wait()
         except Exception as error:
             for round_ in self._abandoned(hook, error):
                 round_.wait()
             self._failed(hook, error, loop_raised)
+
+    def _refuse_event_loop(self) -> None:
+        if self._blocks_event_loop or asyncio._get_running_loop() is None:
+            return
+        raise CaptureStateError(
+            "ProfilingCallback: an event loop runs on this thread, and the hooks would block it; "
+            "use AsyncProfilingCallback"
+        )
 
 
 class AsyncProfilingCallback(_Callback):
@@ -303,15 +322,27 @@ class AsyncProfilingCallback(_Callback):
         if (controller := self._wanting(step)) is not None:
             await self._drive("on_step_begin", controller.step_begin(step, policy_version))
 
-    async def on_rollout_begin(self) -> None:
-        """See :meth:`ProfilingCallback.on_rollout_begin`."""
+    async def on_rollout_begin(self, beside: bool = False) -> None:
+        """See :meth:`ProfilingCallback.on_rollout_begin`.
+
+        Args:
+            beside: Generation runs beside what this task does, whose stages are then not inside of it.
+        """
         if (controller := self._live(LoopOrder.rollout_begins)) is not None:
-            await self._drive("on_rollout_begin", controller.rollout_begin())
+            await self._drive("on_rollout_begin", controller.rollout_begin(beside))
 
     async def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ProfilingCallback.on_rollout_end`."""
         if (controller := self._live(LoopOrder.rollout_ends)) is not None:
             await self._drive("on_rollout_end", controller.rollout_end(metrics))
+
+    def on_step_over(self) -> None:
+        """Note that the step ends here, where the loop cannot await :meth:`on_step_end` yet.
+
+        What it does until then is not part of the step.
+        """
+        if self._controller is not None:
+            self._controller.step_over()
 
     async def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ProfilingCallback.on_step_end`."""
@@ -345,14 +376,3 @@ class AsyncProfilingCallback(_Callback):
 def _raised(error: BaseException) -> str:
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
-
-
-def _refuse_event_loop() -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise CaptureStateError(
-        "ProfilingCallback: an event loop runs on this thread, and the hooks would block it; "
-        "use AsyncProfilingCallback"
-    )

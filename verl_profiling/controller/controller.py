@@ -139,8 +139,12 @@ class Controller:
         live.step.begin_ns = clock.now_ns()
         self._say_begun(live, driven)
 
-    def rollout_begin(self) -> Iterator[Round]:
-        """Open a window on the rollout engines that are captured by stage."""
+    def rollout_begin(self, beside: bool = False) -> Iterator[Round]:
+        """Open a window on the rollout engines that are captured by stage.
+
+        Args:
+            beside: The rollout runs beside what this task does.
+        """
         live = self.live
         if live is None:
             return
@@ -150,7 +154,7 @@ class Controller:
         if targets:
             live.rollout_request = msgspec.structs.replace(next(live.rollout_requests), step=live.step.step)
             yield from self._start(live, targets, live.rollout_request)
-        live.begin_rollout()
+        live.begin_rollout(beside)
 
     def rollout_end(self, metrics: Mapping[str, Any] | None) -> Iterator[Round]:
         """Close that window."""
@@ -161,13 +165,23 @@ class Controller:
         live.keep(metrics)
         yield from self._close_rollout_window(live)
 
+    def step_over(self) -> None:
+        """Note that the step ends here, though its capture is closed later."""
+        live = self.live
+        if live is None or live.step.end_ns:
+            return
+        live.step.end_ns = clock.now_ns()
+        if live.step.step >= live.step_range.last:
+            live.end_rollout()
+            self.sink = live.outside.spans
+
     def step_end(self, metrics: Mapping[str, Any] | None) -> Iterator[Round]:
         """Close the capture, unless it goes on in the next step."""
         live = self.live
         if live is None:
             return
         live.keep(metrics)
-        live.step.end_ns = clock.now_ns()
+        live.step.end_ns = live.step.end_ns or clock.now_ns()
         if live.step.step >= live.step_range.last:
             yield from self.close(complete=True)
 
@@ -212,7 +226,7 @@ class Controller:
         if live is None:
             return
         live.notes += [f"the step was cut short: {why}"] if why else []
-        end_ns = clock.now_ns()
+        end_ns = live.step.end_ns or clock.now_ns()
         with live.outside.spans.during(CAPTURE_STOP):
             manifest = yield from self._conclude(live, end_ns, complete)
         if live.outside.folder is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,10 @@ class OpenCapture:
         self.metrics.update(numbers)
         self.notes += notes
 
-    def begin_rollout(self) -> None:
-        """Begin the rollout's stage."""
-        self.rollout_span = self.spans.begin(ROLLOUT)
+    def begin_rollout(self, beside: bool = False) -> None:
+        """Begin the rollout's stage; one that runs beside this task's has none of its stages inside."""
+        begin = self.spans.begin
+        self.rollout_span = copy_context().run(begin, ROLLOUT) if beside else begin(ROLLOUT)
 
     def end_rollout(self) -> None:
         """End the rollout, which may have begun in another task or thread."""

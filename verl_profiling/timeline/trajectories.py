@@ -18,7 +18,15 @@ from verl_profiling.timeline.member import ID_STRIDE, LogJob, Member, MemberFile
 from verl_profiling.timeline.processes import TRAJECTORIES_PID, name_process, name_row
 from verl_profiling.timeline.requests import Arrow, span_of_each
 from verl_profiling.timeline.trajectory_events import RecordEvents
-from verl_profiling.trajectory_log import Block, Lag, LoopRecord, SpanRecord, TrajectoryRecord, open_log
+from verl_profiling.trajectory_log import (
+    Block,
+    Counted,
+    Lag,
+    LoopRecord,
+    SpanRecord,
+    TrajectoryRecord,
+    open_log,
+)
 
 __all__ = ["write_log_member"]
 
@@ -121,6 +129,8 @@ class _Log:
                 case Lag():
                     late = make.lag(line, self._loop(line.loop))
                     yield from self._job.keep.select(late, self._job.base_ns)
+                case Counted():
+                    yield from self._job.keep.select([make.count(line)], self._job.base_ns)
 
     def running(self, pid: int) -> Iterator[Event]:
         """Yield how many trajectories were running, whenever that changed."""

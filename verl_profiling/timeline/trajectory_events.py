@@ -8,7 +8,7 @@ import msgspec
 
 from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.processes import shortened
-from verl_profiling.trajectory_log import Block, Fact, Lag, SpanRecord, TrajectoryRecord
+from verl_profiling.trajectory_log import Block, Counted, Fact, Lag, SpanRecord, TrajectoryRecord
 
 __all__ = ["RecordEvents", "trajectory_name"]
 
@@ -86,6 +86,10 @@ class RecordEvents:
     def running(self, at_ns: int, count: int) -> Event:
         """Return how many trajectories were running from an instant on."""
         return self._count("trajectories", at_ns, "running", count)
+
+    def count(self, record: Counted) -> Event:
+        """Return how much of something there was from an instant on."""
+        return self._count(shortened(record.name), record.at_ns, "count", record.value)
 
     def _count(self, counter: str, at_ns: int, unit: str, value: float) -> Event:
         """Return the value of a counter, which Perfetto names by both words."""

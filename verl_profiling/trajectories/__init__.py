@@ -3,10 +3,11 @@
 from verl_profiling.trajectories.spans import (
     Span,
     Trajectory,
+    count,
     current_trajectory,
     span,
     trajectory,
     trajectory_fate,
 )
 
-__all__ = ["Span", "Trajectory", "current_trajectory", "span", "trajectory", "trajectory_fate"]
+__all__ = ["Span", "Trajectory", "count", "current_trajectory", "span", "trajectory", "trajectory_fate"]

@@ -13,6 +13,7 @@ from verl_profiling.trajectories.loop_lag import LoopLag, LoopState
 from verl_profiling.trajectories.spans import Span, Trajectory
 from verl_profiling.trajectory_log import (
     NO_SPAN,
+    Counted,
     Fact,
     FateChange,
     SpanRecord,
@@ -30,7 +31,7 @@ class OpenLog:
     """What a process has recorded so far.
 
     Args:
-        max_spans: Spans that are kept at most; and as many trajectories and fates.
+        max_spans: Spans that are kept at most; and as many trajectories, fates and counts.
     """
 
     def __init__(self, max_spans: int) -> None:
@@ -40,6 +41,7 @@ class OpenLog:
         self.spans: list[Span] = []
         self.trajectories: list[Trajectory] = []
         self._fates: list[FateChange] = []
+        self._counts: list[Counted] = []
         self._max_spans = max_spans
         self._spans_left_out = 0
         self._trajectories_left_out = 0
@@ -72,6 +74,11 @@ class OpenLog:
         """Keep what became of trajectories."""
         if len(self._fates) < self._max_spans:
             self._fates.append(fate)
+
+    def add_count(self, count: Counted) -> None:
+        """Keep how much of something there is."""
+        if len(self._counts) < self._max_spans:
+            self._counts.append(count)
 
     def measured(self, loop: asyncio.AbstractEventLoop) -> LoopState:
         """Return the loop that runs on this thread; its lag is measured from now on."""
@@ -114,6 +121,7 @@ class OpenLog:
             lags=self._lag.lags,
             blocks=self._lag.blocks(lambda span: numbers_of.get(id(span), first - 1) - first),
             fates=self._fates,
+            counts=self._counts,
             spans_left_out=self._spans_left_out,
             trajectories_left_out=self._trajectories_left_out,
         )

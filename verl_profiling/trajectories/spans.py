@@ -19,13 +19,14 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.trajectory_log import FateChange
+from verl_profiling.trajectory_log import Counted, FateChange
 
 __all__ = [
     "Measured",
     "Span",
     "SpanSink",
     "Trajectory",
+    "count",
     "current_trajectory",
     "keep_trajectories",
     "span",
@@ -67,6 +68,9 @@ class SpanSink(Protocol):
 
     def add_fate(self, fate: FateChange) -> None:
         """Keep what became of trajectories."""
+
+    def add_count(self, count: Counted) -> None:
+        """Keep how much of something there is."""
 
     def measured(self, loop: asyncio.AbstractEventLoop) -> Measured:
         """Return the loop that runs on this thread, measured from now on."""
@@ -331,6 +335,17 @@ def trajectory_fate(group: object, fate: str, sample: int | str | None = None) -
     """
     if _log is not None:
         _log.add_fate(FateChange(str(group), sample, fate, clock.now_ns()))
+
+
+def count(name: str, value: int | float) -> None:
+    """Say how much of something there is now, e.g. how long a queue is; the timeline draws it over time.
+
+    Args:
+        name: What is counted.
+        value: How much.
+    """
+    if _log is not None:
+        _log.add_count(Counted(str(name), clock.now_ns(), value))
 
 
 def current_trajectory() -> Trajectory | None:

@@ -1,0 +1,1 @@
+"""Real verl with its asynchronous trainers, on a machine without an accelerator."""
