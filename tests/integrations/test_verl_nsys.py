@@ -101,7 +101,7 @@ def test_a_vllm_server(cluster: Path, settings: ProfilingConfig, monkeypatch: py
         self.started = self.server_class.options(runtime_env={"env_vars": {"OF_VERL": "1"}}).remote()
 
     monkeypatch.setattr(vllm_async_server.vLLMReplica, "launch_servers", launch_servers)
-    verl_nsys.hook_vllm_replica(vllm_async_server, "verl_profiling")
+    verl_nsys.hook_vllm_replica(vllm_async_server)
     launch = vllm_async_server.vLLMReplica.launch_servers
     for given, expected in (({"verl_profiling": settings.to_dict()}, "2"), ({}, None)):
         replica = SimpleNamespace(server_class=Server, config=SimpleNamespace(engine_kwargs=given))

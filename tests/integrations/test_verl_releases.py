@@ -1,7 +1,10 @@
-"""Other releases of verl: their real sources fit the hooks, or are refused by name."""
+"""Other releases of verl, and verl with a change: what does not fit is named, and nothing is refused."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,10 +25,24 @@ HOOKED = (
 
 
 def program(*modules: str) -> str:
-    """Return a program that imports the hooked classes and checks the support."""
+    """Return a program that imports the hooked classes and says what does not fit."""
     lines = [*(f"import {module}" for module in modules), f"import {PLUGIN} as plugin"]
-    lines += ["plugin.check_support()", "print('supported without', plugin.left_out)"]
+    lines += ["from verl_profiling.integrations.hooks import misfits, usable"]
+    lines += ["print(plugin.untested(), misfits(), usable({}))"]
     return "\n".join(lines)
+
+
+def check(folder: Path | None, tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Check a command with the sources of some verl, or with the installed one."""
+    return run_python(
+        *("-m", "verl_profiling.integrations.verl_check"),
+        *("hydra.searchpath=[pkg://verl_profiling.conf]", "+profiling=e2e", f"hydra.run.dir={tmp_path}"),
+        *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"),
+        *("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4", "algorithm.adv_estimator=grpo"),
+        *overrides,
+        cwd=tmp_path,
+        paths=(folder,) if folder is not None else (),
+    )
 
 
 @pytest.mark.releases
@@ -34,64 +51,67 @@ def test_the_hooks_fit_0_9_0(pytestconfig: pytest.Config, tmp_path: Path) -> Non
     folder = sources("verl==0.9.0", pytestconfig.cache)
     run = run_python("-c", program(*HOOKED), cwd=tmp_path, paths=(folder,))
     assert run.returncode == 0, run.stderr
-    assert "supported without []" in run.stdout
+    assert "None [] True" in run.stdout
 
 
 @pytest.mark.releases
-def test_0_8_is_refused_by_name(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    """A trainer of 0.8, which loads no plugins by itself, is refused when the plugin was named."""
+def test_0_8_says_what_it_does_not_have(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    """A trainer of 0.8, which loads no plugins by itself, is hooked when the plugin was named."""
     folder = sources("verl==0.8.0", pytestconfig.cache)
     run = run_python("-c", program("verl.trainer.ppo.ray_trainer"), cwd=tmp_path, paths=(folder,))
-    assert run.returncode != 0
-    assert "verl 0.8.0 is not supported; install verl>=0.9,<0.10" in run.stderr
+    assert run.returncode == 0, run.stderr
+    assert "verl 0.8.0 was not tested with this package, 0.9.0 and 0.9.1 were" in run.stdout
+    assert "there is no verl.trainer.ppo.v1.trainer_base" in run.stdout
 
 
-@pytest.mark.releases
-def test_0_8_is_refused_before_it_is_queued(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    """The check of a command says so too; the run itself would ignore ``profiling`` in silence."""
-    folder = sources("verl==0.8.0", pytestconfig.cache)
-    run = run_python(
-        *("-m", "verl_profiling.integrations.verl_check"),
-        *("hydra.searchpath=[pkg://verl_profiling.conf]", "+profiling=e2e", f"hydra.run.dir={tmp_path}"),
-        cwd=tmp_path,
-        paths=(folder,),
-    )
-    assert run.returncode != 0
-    assert "verl 0.8.0 is not supported" in run.stderr
-
-
-def test_0_10_is_refused_by_name(tmp_path: Path) -> None:
-    """A verl newer than the supported versions is refused, even if the hooks would fit."""
-    text = f"import verl; verl.__version__ = '0.10.0.dev0'\n{program()}"
-    run = run_python("-c", text, cwd=tmp_path)
-    assert run.returncode != 0
-    assert "verl 0.10.0.dev0 is not supported" in run.stderr
-
-
-def test_a_hook_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    """Where a class has another name, verl is imported all the same, and profiling is refused with it."""
-    text = (
-        f"import {PLUGIN} as plugin, types\n"
-        "hook = plugin._hook('verl_servers:hook_vllm_server', plugin._problems)\n"
-        "hook(types.ModuleType('verl.renamed'))\n"
-        "plugin.check_support()"
-    )
-    run = run_python("-c", text, cwd=tmp_path)
-    assert run.returncode != 0
-    assert "is not supported: verl.renamed:" in run.stderr
-    assert "vLLMHttpServer" in run.stderr
-
-
-def test_a_hook_of_the_rollout_that_does_not_fit_is_left_out_by_name(tmp_path: Path) -> None:
-    """Where agent loops have another name, they are not recorded, and all else is."""
-    text = (
-        f"import {PLUGIN} as plugin, types\n"
-        "hook = plugin._hook('verl_agent_loops:hook_agent_loops', plugin.left_out)\n"
-        "hook(types.ModuleType('verl.renamed'))\n"
-        "plugin.check_support()\n"
-        "print(plugin.left_out)"
-    )
+def test_a_version_that_nobody_tested_is_named_and_profiled(tmp_path: Path) -> None:
+    """A verl newer than the tested ones, whose hooks all fit, gets one sentence and no refusal."""
+    text = f"import verl; verl.__version__ = '9.9'\n{program(*HOOKED)}"
     run = run_python("-c", text, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert "verl.renamed" in run.stdout
-    assert "AgentLoopWorker" in run.stdout
+    assert "verl 9.9 was not tested with this package, 0.9.0 and 0.9.1 were [] True" in run.stdout
+
+
+def changed(tmp_path: Path, module: str, old: str, new: str) -> Path:
+    """Return the folder of a verl that is the installed one, but for a few letters in one module."""
+    installed = Path(importlib.metadata.distribution("verl").locate_file("verl"))
+    folder = tmp_path / "sources"
+    shutil.copytree(installed, folder / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / f"{module.replace('.', '/')}.py"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return folder
+
+
+def test_the_check_prints_the_table_of_hooks(tmp_path: Path) -> None:
+    """Every hook that the command uses is there, with its module and what is recorded by it."""
+    run = check(None, tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "a tested version of verl" in run.stdout
+    rows = [line.split() for line in run.stdout.splitlines() if ": " in line and "verl." in line]
+    assert ["ok", "verl.utils.profiler:", "steps,"] in [row[:3] for row in rows]
+    assert "requests of trajectories" in run.stdout
+    assert "does not fit" not in run.stdout
+
+
+def test_the_check_names_what_is_not_recorded(tmp_path: Path) -> None:
+    """A method that has another name costs what depends on it, and the command may run."""
+    folder = changed(tmp_path, "verl.experimental.agent_loop.tool_agent_loop", "_call_tool", "_run_tool")
+    run = check(folder, tmp_path)
+    assert run.returncode == 0, run.stderr
+    (row,) = [line for line in run.stdout.splitlines() if line.startswith("does not fit")]
+    assert "tool calls of trajectories" in row
+    assert "has no ToolAgentLoop._call_tool" in run.stdout
+
+
+def test_the_check_fails_where_nothing_would_be_recorded(tmp_path: Path) -> None:
+    """Without its timers verl has no steps to record."""
+    folder = changed(tmp_path, "verl.utils.profiler.__init__", "marked_timer", "stage_timer")
+    for name in ("nvtx_profile", "performance", "mstx_profile"):
+        path = folder / f"verl/utils/profiler/{name}.py"
+        path.write_text(path.read_text().replace("marked_timer", "stage_timer"))
+    run = check(folder, tmp_path)
+    assert run.returncode != 0
+    assert "profiling: nothing would be recorded" in run.stderr
+    assert "not recorded: steps, rollouts and the controller's stages" in run.stdout

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from verl_profiling import ProfilingConfig, span
-from verl_profiling.integrations import verl_agent_loops, verl_clients, verl_rewards, wrapping
+from verl_profiling.integrations import verl_agent_loops, verl_clients, verl_rewards
 from verl_profiling.integrations.verl_actors import add_actors
+from verl_profiling.integrations.wrapping import noting
 from verl_profiling.trajectories.open_log import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
@@ -97,18 +98,19 @@ def make_verl() -> SimpleNamespace:
 @pytest.fixture
 def verl(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return such a module, hooked."""
-    monkeypatch.setattr(wrapping, "left_out", [])
     monkeypatch.setattr(verl_clients, "_prepared", set())
     module = make_verl()
-    for hook in (
-        verl_clients.hook_clients,
-        verl_agent_loops.hook_agent_loops,
-        verl_agent_loops.hook_tool_loop,
-        verl_agent_loops.hook_simple_timer,
-        verl_rewards.hook_reward_loops,
-    ):
-        hook(module)
-    assert wrapping.left_out == []
+    missing: list[str] = []
+    with noting(missing):
+        for hook in (
+            verl_clients.hook_clients,
+            verl_agent_loops.hook_agent_loops,
+            verl_agent_loops.hook_tool_loop,
+            verl_agent_loops.hook_simple_timer,
+            verl_rewards.hook_reward_loops,
+        ):
+            hook(module)
+    assert missing == []
     return module
 
 
@@ -394,22 +396,19 @@ def test_fates_that_the_trainer_sends_are_recorded(verl: SimpleNamespace) -> Non
     assert [(f.group, f.sample, f.fate) for f in fates] == [("g1", None, "filtered"), ("g2", 1, "abandoned")]
 
 
-def test_what_a_release_does_not_have_is_left_out_by_name(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_release_does_not_have_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is recorded, and the name of what is missing is kept to be said."""
-    monkeypatch.setattr(wrapping, "left_out", [])
     monkeypatch.setattr(verl_clients, "_prepared", set())
     module = make_verl()
     del module.ToolAgentLoop._call_tool, module.LLMServerClient._vllm_request_id
     module.LLMServerClient.generate = _without_id
-    verl_agent_loops.hook_tool_loop(module)
-    verl_clients.hook_clients(module)
+    missing: list[str] = []
+    with noting(missing):
+        verl_agent_loops.hook_tool_loop(module)
+        verl_clients.hook_clients(module)
     log = recorded(module.LLMServerClient().generate("r"))
     assert [found.request for found in named(log, "generate")] == [""]
-    assert [name.rpartition(".")[2] for name in wrapping.left_out] == ["_call_tool", "_vllm_request_id"]
-    wrapping.warn_of_what_is_left_out()
-    assert "ToolAgentLoop._call_tool" in caplog.text
+    assert [name.rpartition(".")[2] for name in missing] == ["_call_tool", "_vllm_request_id"]
 
 
 async def _without_id(self: Any, request_id: str) -> Any:
@@ -448,23 +447,30 @@ class Handle:
         self.told.append(given)
         return self
 
+    def answer(self) -> list[str]:
+        if self.error is not None:
+            raise self.error
+        return ["not recorded: tokenizing"]
+
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """Return what was added to a callback; Ray answers what the handles say."""
 
-    def get(handles: list[Handle]) -> None:
-        for error in filter(None, (handle.error for handle in handles)):
-            raise error
+    def get(handles: list[Handle]) -> list[list[str]]:
+        return [handle.answer() for handle in handles]
 
     monkeypatch.setattr("ray.get", get)
     return []
 
 
-def add(added: list[tuple[str, Any]], handles: list[Any], **settings: Any) -> bool:
+def add(
+    added: list[tuple[str, Any]], handles: list[Any], misfits: list[str] | None = None, **settings: Any
+) -> bool:
     callback = SimpleNamespace(add_workers=lambda role, workers: added.append((role, workers)))
     config = ProfilingConfig.from_any({"enable": True, **settings})
-    return add_actors(callback, config, "agent_loop", handles)  # type: ignore[arg-type]
+    kept = [] if misfits is None else misfits
+    return add_actors(callback, config, "agent_loop", handles, kept)  # type: ignore[arg-type]
 
 
 def test_actors_are_told_their_rank_and_added(added: list[tuple[str, Any]]) -> None:
@@ -476,6 +482,13 @@ def test_actors_are_told_their_rank_and_added(added: list[tuple[str, Any]]) -> N
     assert not add(added, [])
     assert not add(added, [Handle()], roles={"agent_loop": {"enable": False}})
     assert len(added) == 1
+
+
+def test_what_does_not_fit_in_other_processes_comes_back(added: list[tuple[str, Any]]) -> None:
+    """The trainer is told what each of them will not record."""
+    misfits: list[str] = []
+    assert add(added, [Handle(), Handle()], misfits)
+    assert misfits == ["not recorded: tokenizing"] * 2
 
 
 def test_actors_that_cannot_be_captured_do_not_end_training(

@@ -111,6 +111,11 @@ class _Callback:
             except Exception as error:
                 self._failed("add_metrics", error)
 
+    def add_note(self, text: str) -> None:
+        """Add a sentence to the notes of every manifest from now on: what a user should know of this run."""
+        if self._controller is not None:
+            self._controller.run_notes.append(text)
+
     @property
     def capturing(self) -> bool:
         """Whether a step is being captured."""

@@ -55,6 +55,7 @@ class Controller:
             begins; else ``None``.
         last_folder: Step folder of the last capture, once written.
         order: The order of the loop's calls.
+        run_notes: What the loop has to say in every manifest.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
@@ -73,6 +74,7 @@ class Controller:
         self._roster = Roster(config)
         self._captures = count(1)
         self._left: Outside | None = None
+        self.run_notes: list[str] = []
         self._notes: list[str] = []
         self._ending = LoopEnding(self.train_end)
         self.order = LoopOrder()
@@ -245,7 +247,7 @@ class Controller:
         yield from self._stop(live, targets, live.request)
         self._set_live(None)
         participants = live.participants
-        manifest = live.manifest(self._identity, end_ns, self._notes)
+        manifest = live.manifest(self._identity, end_ns, [*self.run_notes, *self._notes])
         manifest = msgspec.structs.replace(
             manifest, complete=complete, stages=stages, workers=participants.results()
         )
@@ -396,7 +398,7 @@ class Controller:
     def _say_begun(self, live: OpenCapture, targets: Iterable[Target]) -> None:
         """Write what is expected, so that the folder explains itself whatever becomes of this process."""
         if live.request.keep and self._peers is not None and self._peers.writes:
-            manifest = live.manifest(self._identity, live.steps[0].begin_ns, self._notes)
+            manifest = live.manifest(self._identity, live.steps[0].begin_ns, [*self.run_notes, *self._notes])
             workers = self._peers.expected(live.participants.expected(live.request, targets))
             self._folders.begin(live.folder, msgspec.structs.replace(manifest, workers=workers))
 

@@ -5,85 +5,200 @@ verl loads it in every process of a run, through the entry point in the group ``
 is being imported, so nothing of verl is imported here: each hook waits for the module it concerns.
 
 The table below and docs/verl.md list what is hooked. Without ``profiling`` in the configuration the
-hooks change nothing.
+hooks change nothing. No version of verl is refused: what does not fit is not recorded, by name.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from importlib import import_module
-from types import ModuleType
+from typing import Any
 
-from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.integrations.post_import import when_imported
-from verl_profiling.integrations.wrapping import left_out
+from verl_profiling.integrations.hooks import Hook
 
-__all__ = ["check_support"]
+__all__ = ["HOOKS", "TESTED", "untested"]
 
-logger = logging.getLogger(__name__)
-
-_HOOKS = {
-    "verl.utils.profiler": "verl_trainer:hook_timers",
-    "verl.utils.tracking": "verl_trainer:hook_tracking",
-    "verl.trainer.ppo.v1.trainer_base": "verl_trainer:hook_v1_trainer",
-    "verl.trainer.ppo.ray_trainer": "verl_trainer:hook_v0_trainer",
-    "verl.single_controller.ray.base": "verl_nsys:hook_worker_groups",
-    "verl.workers.engine_workers": "verl_training_workers:hook_workers",
-    "verl.workers.engine.fsdp.transformer_impl": "verl_training_workers:hook_fsdp_engine",
-    "verl.workers.rollout.vllm_rollout.vllm_async_server": "verl_servers:hook_vllm_server",
-    "verl.workers.rollout.sglang_rollout.async_sglang_server": "verl_servers:hook_sglang_server",
-}
-_TRAJECTORY_HOOKS = {
-    "verl.experimental.agent_loop.agent_loop": "verl_agent_loops:hook_agent_loops",
-    "verl.experimental.agent_loop.tool_agent_loop": "verl_agent_loops:hook_tool_loop",
-    "verl.experimental.reward_loop.reward_loop": "verl_rewards:hook_reward_loops",
-    "verl.experimental.teacher_loop.teacher_manager": "verl_clients:hook_teachers",
-    "verl.trainer.ppo.v1.agent_loop_tq": "verl_replay_buffer:hook_dispatch",
-    "verl.trainer.ppo.v1.replay_buffer": "verl_replay_buffer:hook_replay_buffer",
-    "verl.utils.profiler": "verl_agent_loops:hook_simple_timer",
-    "verl.utils.transferqueue_utils": "verl_transfer_queue:hook_bridge",
-    "verl.workers.rollout.llm_server": "verl_clients:hook_clients",
-    "transfer_queue": "verl_transfer_queue:hook_transfer_queue",
-}
-"""What shows where a rollout waits. A verl without one of these is profiled all the same, and says so."""
-_SUPPORTED = "0.9."
-_problems: list[str] = []
+TESTED = ("0.9.0", "0.9.1")
+"""Versions of verl with which whole runs were held against verl's own numbers."""
 
 
-def check_support() -> None:
-    """Refuse a version of verl that is not supported.
+def _v1(config: Any) -> bool:
+    return bool(config.get("trainer", {}).get("use_v1", True))
 
-    Raises:
-        ToolUnavailableError: The version is another, or a hook of this process did not fit it.
-    """
+
+def _v0(config: Any) -> bool:
+    return not _v1(config)
+
+
+def _engine(config: Any) -> str | None:
+    name: str | None = config.get("actor_rollout_ref", {}).get("rollout", {}).get("name")
+    return name
+
+
+def _vllm(config: Any) -> bool:
+    return _engine(config) == "vllm"
+
+
+def _sglang(config: Any) -> bool:
+    return _engine(config) == "sglang"
+
+
+HOOKS = (
+    Hook(
+        module="verl.utils.profiler",
+        put_in="verl_trainer:hook_timers",
+        records="steps, rollouts and the controller's stages",
+        needed=True,
+    ),
+    Hook(
+        module="verl.trainer.ppo.v1.trainer_base",
+        put_in="verl_trainer:hook_v1_trainer",
+        records="the runs of V1 trainers",
+        needed=True,
+        used_by=_v1,
+    ),
+    Hook(
+        module="verl.trainer.ppo.v1.trainer_base",
+        put_in="verl_trainer:hook_v1_rollout",
+        records="the begin of a rollout, when prompts are sent out",
+        used_by=_v1,
+    ),
+    Hook(
+        module="verl.trainer.ppo.ray_trainer",
+        put_in="verl_trainer:hook_v0_trainer",
+        records="the runs of RayPPOTrainer",
+        needed=True,
+        used_by=_v0,
+    ),
+    Hook(
+        module="verl.utils.tracking",
+        put_in="verl_trainer:hook_tracking",
+        records="verl's metrics in manifests, and the reports' numbers in verl's trackers",
+    ),
+    Hook(
+        module="verl.single_controller.ray.base",
+        put_in="verl_nsys:hook_worker_groups",
+        records="training workers with tool nsys",
+    ),
+    Hook(
+        module="verl.workers.engine_workers",
+        put_in="verl_training_workers:hook_workers",
+        records="the roles actor, ref and critic",
+    ),
+    Hook(
+        module="verl.workers.engine_workers",
+        put_in="verl_training_workers:hook_actor_stages",
+        records="stages of the actor and the reference model",
+    ),
+    Hook(
+        module="verl.workers.engine_workers",
+        put_in="verl_training_workers:hook_critic_stages",
+        records="stages of the critic",
+    ),
+    Hook(
+        module="verl.workers.engine_workers",
+        put_in="verl_training_workers:hook_mini_batches",
+        records="mini-batches",
+    ),
+    Hook(
+        module="verl.workers.engine.fsdp.transformer_impl",
+        put_in="verl_training_workers:hook_fsdp_engine",
+        records="micro-batches of FSDP engines",
+    ),
+    Hook(
+        module="verl.workers.rollout.vllm_rollout.vllm_async_server",
+        put_in="verl_servers:hook_vllm_server",
+        records="the role rollout, with vLLM",
+        used_by=_vllm,
+    ),
+    Hook(
+        module="verl.workers.rollout.vllm_rollout.vllm_async_server",
+        put_in="verl_servers:hook_vllm_versions",
+        records="policy versions of requests",
+        used_by=_vllm,
+    ),
+    Hook(
+        module="verl.workers.rollout.vllm_rollout.vllm_async_server",
+        put_in="verl_nsys:hook_vllm_replica",
+        records="vLLM engines with tool nsys",
+        used_by=_vllm,
+    ),
+    Hook(
+        module="verl.workers.rollout.sglang_rollout.async_sglang_server",
+        put_in="verl_servers:hook_sglang_server",
+        records="the role rollout, with SGLang",
+        used_by=_sglang,
+    ),
+    Hook(
+        module="verl.workers.rollout.sglang_rollout.async_sglang_server",
+        put_in="verl_servers:hook_sglang_versions",
+        records="policy versions of requests",
+        used_by=_sglang,
+    ),
+    Hook(
+        module="verl.experimental.agent_loop.agent_loop",
+        put_in="verl_agent_loops:hook_agent_loops",
+        records="trajectories (role agent_loop)",
+    ),
+    Hook(
+        module="verl.experimental.agent_loop.tool_agent_loop",
+        put_in="verl_agent_loops:hook_tool_loop",
+        records="tool calls of trajectories",
+    ),
+    Hook(
+        module="verl.utils.profiler",
+        put_in="verl_agent_loops:hook_simple_timer",
+        records="what agent loops time themselves",
+    ),
+    Hook(
+        module="verl.workers.rollout.llm_server",
+        put_in="verl_clients:hook_clients",
+        records="requests of trajectories",
+    ),
+    Hook(
+        module="verl.experimental.teacher_loop.teacher_manager",
+        put_in="verl_clients:hook_teachers",
+        records="requests to teachers",
+    ),
+    Hook(
+        module="verl.experimental.reward_loop.reward_loop",
+        put_in="verl_rewards:hook_reward_loops",
+        records="scoring (role reward)",
+    ),
+    Hook(
+        module="verl.trainer.ppo.v1.agent_loop_tq",
+        put_in="verl_replay_buffer:hook_dispatch",
+        records="the dispatch of prompts",
+        used_by=_v1,
+    ),
+    Hook(
+        module="verl.trainer.ppo.v1.replay_buffer",
+        put_in="verl_replay_buffer:hook_replay_buffer",
+        records="the wait for the next poll, and the fate of trajectories",
+        used_by=_v1,
+    ),
+    Hook(
+        module="transfer_queue",
+        put_in="verl_transfer_queue:hook_transfer_queue",
+        records="waiting for TransferQueue, in the trainer and in agent loops",
+        used_by=_v1,
+    ),
+    Hook(
+        module="verl.utils.transferqueue_utils",
+        put_in="verl_transfer_queue:hook_bridge",
+        records="waiting for TransferQueue, in training workers",
+        used_by=_v1,
+    ),
+)
+"""Hooks of one module are put in from top to bottom."""
+
+
+def untested() -> str | None:
+    """Return a sentence on the version of verl, if nobody has tested it."""
     from verl import __version__ as version
 
-    if _problems or not version.startswith(_SUPPORTED):
-        raise ToolUnavailableError(
-            f"profiling: verl {version} is not supported{': ' if _problems else ''}{'; '.join(_problems)}; "
-            "install verl>=0.9,<0.10"
-        )
+    if version in TESTED:
+        return None
+    return f"verl {version} was not tested with this package, {' and '.join(TESTED)} were"
 
 
-def _hook(place: str, problems: list[str]) -> Callable[[ModuleType], None]:
-    """Return the function to call with an imported module of verl.
-
-    A verl without that class must not fail just because this package is installed, so an error is
-    kept until profiling is asked for.
-    """
-    module_name, _, function_name = place.partition(":")
-
-    def apply(module: ModuleType) -> None:
-        try:
-            getattr(import_module(f"verl_profiling.integrations.{module_name}"), function_name)(module)
-        except (AttributeError, ImportError) as error:
-            problems.append(f"{module.__name__}: {error}")
-            logger.debug("%s: %s", module.__name__, error)
-
-    return apply
-
-
-for _hooks, _kept in ((_HOOKS, _problems), (_TRAJECTORY_HOOKS, left_out)):
-    for _module, _place in _hooks.items():
-        when_imported(_module, _hook(_place, _kept))
+for _hook in HOOKS:
+    _hook.await_module()

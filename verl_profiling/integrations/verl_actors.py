@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.controller.callback import ProfilingCallback
-from verl_profiling.integrations.wrapping import warn_of_what_is_left_out
+from verl_profiling.integrations.hooks import misfits as misfits_here
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import AgentLoopCaptureMixin
 
@@ -23,12 +23,12 @@ def add_capture_methods(actor_class: type[Any], mixin: type[AgentLoopCaptureMixi
     They are no coroutines, so that one thread, the event loop's, starts and stops a recording.
     """
 
-    def init_capture(self: Any, settings: ProfilingConfig, rank: int, world_size: int) -> None:
-        """Set this worker up."""
+    def init_capture(self: Any, settings: ProfilingConfig, rank: int, world_size: int) -> list[str]:
+        """Set this worker up; return what does not fit in its process."""
         capture = mixin()
         capture.init_capture(settings, rank=rank, world_size=world_size)
         self._verl_profiling = capture
-        warn_of_what_is_left_out()
+        return misfits_here()
 
     actor_class.init_capture = init_capture
     actor_class.start_capture = _start_capture
@@ -49,7 +49,11 @@ def _stop_capture(self: Any, capture_id: str | None = None, finish_s: float = 0.
 
 
 def add_actors(
-    callback: ProfilingCallback, settings: ProfilingConfig, role: str, handles: Sequence[Any]
+    callback: ProfilingCallback,
+    settings: ProfilingConfig,
+    role: str,
+    handles: Sequence[Any],
+    misfits: list[str],
 ) -> bool:
     """Set actors up and add them to the callback; ones that cannot be captured are left out, by name.
 
@@ -58,6 +62,7 @@ def add_actors(
         settings: What to profile.
         role: Their role.
         handles: Their handles, in order of rank.
+        misfits: Gets appended what does not fit in their processes.
 
     Returns:
         Whether they were added.
@@ -78,12 +83,13 @@ def add_actors(
         import ray
 
         # Training waits for these actors as well, however long they take to come up.
-        ray.get(
+        for found in ray.get(
             [
                 handle.init_capture.remote(settings, rank=rank, world_size=len(handles))
                 for rank, handle in enumerate(handles)
             ]
-        )
+        ):
+            misfits += found or ()
     except Exception as error:
         if settings.strict:
             raise

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import shlex
 import sys
+from importlib import import_module
 from typing import Any
 
 import hydra
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 
-from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.errors import ConfigError
+from verl_profiling.integrations.hooks import Hook, misfits, usable
 from verl_profiling.integrations.verl_config import settings_of
 from verl_profiling.integrations.verl_nsys import expected_ranges
 
@@ -26,7 +28,7 @@ def main(config: Any) -> None:
     """Print the command and what it would profile; exit with an error that names the key."""
     print(shlex.join(["python", "-m", "verl.trainer.main_ppo", *sys.argv[1:]]))
     if config.get("profiling") is not None:
-        _check_plugin()
+        _check_hooks(config)
     validate_config(
         config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
     )
@@ -52,20 +54,36 @@ def main(config: Any) -> None:
         print(f"started under Nsight Systems: {', '.join(under_nsys)}")
 
 
-def _check_plugin() -> None:
-    """Exit if verl does not load the plugin or is not supported: the run would not be profiled."""
+def _check_hooks(config: Any) -> None:
+    """Print whether verl was tested, and what each hook finds; exit if nothing would be recorded."""
     loaded = _PLUGIN in sys.modules
-    from verl_profiling.integrations.verl import check_support
+    from verl_profiling.integrations.verl import HOOKS, untested
 
-    try:
-        check_support()
-    except ToolUnavailableError as error:
-        sys.exit(str(error))
+    print(f"warning: {text}" if (text := untested()) else "a tested version of verl")
+    used = [hook for hook in HOOKS if hook.used_by(config)]
+    for hook in used:
+        print(f"{_state(hook):24} {hook.module}: {hook.records}")
+    for text in misfits(config):
+        print(f"warning: {text}")
     if not loaded:
         sys.exit(
             "profiling: verl does not load verl_profiling, and would not profile; install the package into "
             f"verl's environment, or set VERL_USE_EXTERNAL_MODULES={_PLUGIN}"
         )
+    if not usable(config):
+        sys.exit("profiling: nothing would be recorded")
+
+
+def _state(hook: Hook) -> str:
+    """Return how a hook fits the module, which is imported for it."""
+    try:
+        import_module(hook.module)
+    except Exception as error:
+        if hook.problem is None:
+            return f"not tried ({type(error).__name__}: {error})"
+    if hook.problem is None:
+        return "ok"
+    return "does not fit" if hook.missing else "not in this verl"
 
 
 if __name__ == "__main__":

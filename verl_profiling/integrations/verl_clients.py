@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from verl_profiling.integrations.wrapping import around_async, leave_out, wrap
+from verl_profiling.integrations.wrapping import around_async, missing, wrap
 from verl_profiling.trajectories import current_trajectory, span
 
 __all__ = ["hook_clients", "hook_teachers"]
@@ -45,7 +45,7 @@ def hook_clients(module: Any) -> None:
     """Record the requests of ``LLMServerClient``, and of the clients that resume aborted ones."""
     for name in _PARTS:
         if not hasattr(module.LLMServerClient, name):
-            leave_out(module.LLMServerClient, name)
+            missing(module.LLMServerClient, name)
     wrap(module.LLMServerClient, "generate", _as_request)
     resuming = getattr(module, "FullyAsyncLLMServerClient", None)
     if resuming is not None and "generate" in vars(resuming):

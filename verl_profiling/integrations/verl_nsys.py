@@ -8,12 +8,13 @@ plain Ray actors, and get the same in their runtime environment.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.integrations.verl_servers import SETTINGS_KEY
+from verl_profiling.integrations.wrapping import wrap
 from verl_profiling.settings import runtime_env
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.runtime_env import worker_runtime_env
@@ -64,10 +65,10 @@ def start_workers_under_nsys(settings: ProfilingConfig) -> None:
 
 def hook_worker_groups(module: Any) -> None:
     """Pass verl's own options for Nsight Systems to the groups of a trainer."""
-    group_class = module.RayWorkerGroup
-    original = group_class.__init__
+    wrap(module.RayWorkerGroup, "__init__", _made_under_nsys)
 
-    @functools.wraps(original)
+
+def _made_under_nsys(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         # Groups of rollout and reward replicas have a name; groups that are looked up have no pool.
         if _environment and kwargs.get("resource_pool") is not None and "name_prefix" not in kwargs:
@@ -76,23 +77,23 @@ def hook_worker_groups(module: Any) -> None:
             kwargs["worker_env"] = {**(kwargs.get("worker_env") or {}), **_environment["env_vars"]}
         original(self, *args, **kwargs)
 
-    group_class.__init__ = init
+    return init
 
 
-def hook_vllm_replica(module: Any, settings_key: str) -> None:
+def hook_vllm_replica(module: Any) -> None:
     """Start the servers of a replica under Nsight Systems, if the settings in its configuration say so."""
-    replica_class = module.vLLMReplica
-    original = replica_class.launch_servers
+    wrap(module.vLLMReplica, "launch_servers", _launching_under_nsys)
 
-    @functools.wraps(original)
-    async def launch_servers(self: Any) -> None:
-        settings = (self.config.engine_kwargs or {}).get(settings_key)
+
+def _launching_under_nsys(launch_servers: Callable[..., Any]) -> Callable[..., Any]:
+    async def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        settings = (self.config.engine_kwargs or {}).get(SETTINGS_KEY)
         environment = worker_runtime_env(settings, role=ROLLOUT_ROLE) if settings is not None else {}
         if environment:
             self.server_class = StartedUnderNsys(self.server_class, environment)
-        await original(self)
+        await launch_servers(self, *args, **kwargs)
 
-    replica_class.launch_servers = launch_servers
+    return launch
 
 
 class StartedUnderNsys:

@@ -36,9 +36,9 @@ def _marked(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def _abandoning(clear_groups: Callable[..., Any]) -> Callable[..., Any]:
     """Say that trajectories are not trained on: left over, or of a group in which another one failed."""
 
-    def clear(self: Any, partition_id: str, groups: Iterable[str], *args: Any, **kwargs: Any) -> Any:
-        say_fates(lambda: _responses(self.partitions[partition_id], set(groups)))
-        return clear_groups(self, partition_id, groups, *args, **kwargs)
+    def clear(self: Any, partition_id: str, uids: Iterable[str], *args: Any, **kwargs: Any) -> Any:
+        say_fates(lambda: _responses(self.partitions[partition_id], set(uids)))
+        return clear_groups(self, partition_id, uids, *args, **kwargs)
 
     return clear
 
@@ -54,13 +54,13 @@ def _evicting(evict: Callable[..., Any]) -> Callable[..., Any]:
     """Say why: a group took too many steps, or its rewards are all the same."""
 
     def evict_groups(
-        self: Any, global_steps: int, partition_id: str, reasons: Any, *args: Any, **kwargs: Any
+        self: Any, global_steps: int, partition_id: str, eviction_reasons: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        evicted = evict(self, global_steps, partition_id, reasons, *args, **kwargs)
+        evicted = evict(self, global_steps, partition_id, eviction_reasons, *args, **kwargs)
         say_fates(
             lambda: [
                 (group, None, fate)
-                for fate, groups in zip(("stale", "filtered"), reasons, strict=False)
+                for fate, groups in zip(("stale", "filtered"), eviction_reasons, strict=False)
                 for group in groups
             ]
         )

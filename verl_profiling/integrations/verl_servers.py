@@ -8,55 +8,79 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.integrations.verl_nsys import hook_vllm_replica
+from verl_profiling.integrations.hooks import misfits
+from verl_profiling.integrations.wrapping import wrap
 from verl_profiling.workers import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
-__all__ = ["SETTINGS_KEY", "hook_sglang_server", "hook_vllm_server"]
+__all__ = [
+    "SETTINGS_KEY",
+    "hook_sglang_server",
+    "hook_sglang_versions",
+    "hook_vllm_server",
+    "hook_vllm_versions",
+]
 
 SETTINGS_KEY = "verl_profiling"
+
+Function = Callable[..., Any]
 
 
 def hook_vllm_server(module: Any) -> None:
     """Give ``vLLMHttpServer`` the capture methods, and its engine the arguments that it needs."""
     server_class = module.vLLMHttpServer
-    run_server, run_headless = server_class.run_server, server_class.run_headless
+    wrap(server_class, "run_headless", functools.partial(_started_vllm, "run_headless"))
+    if wrap(server_class, "run_server", functools.partial(_started_vllm, "run_server")):
+        _add_methods(server_class)
 
-    @functools.wraps(run_server)
-    async def captured_run_server(self: Any, args: Any) -> None:
-        settings = _settings_of(self)
-        _add_engine_args(settings, args)
-        await run_server(self, args)
-        _set_up(self, VLLMCaptureMixin(), self.engine, settings)
 
-    @functools.wraps(run_headless)
-    async def captured_run_headless(self: Any, args: Any) -> None:
-        settings = _settings_of(self)
-        _add_engine_args(settings, args)
-        await run_headless(self, args)
-        _set_up(self, VLLMCaptureMixin(), None, settings)
-
-    server_class.run_server = captured_run_server
-    server_class.run_headless = captured_run_headless
-    _add_methods(server_class)
-    hook_vllm_replica(module, SETTINGS_KEY)
+def hook_vllm_versions(module: Any) -> None:
+    """Note the policy version of each request of a ``vLLMHttpServer``."""
+    wrap(module.vLLMHttpServer, "set_global_steps", _noted_version)
 
 
 def hook_sglang_server(module: Any) -> None:
     """Give ``SGLangHttpServer`` the capture methods."""
-    server_class = module.SGLangHttpServer
-    launch_server = server_class.launch_server
+    if wrap(module.SGLangHttpServer, "launch_server", _started_sglang):
+        _add_methods(module.SGLangHttpServer)
 
-    @functools.wraps(launch_server)
+
+def hook_sglang_versions(module: Any) -> None:
+    """Note the policy version of each request of a ``SGLangHttpServer``."""
+    wrap(module.SGLangHttpServer, "set_global_steps", _noted_version)
+
+
+def _started_vllm(name: str, run: Function) -> Function:
+    """Start an engine with the arguments it needs; only the server of the first node has it."""
+
+    async def captured_run(self: Any, args: Any) -> None:
+        settings = _settings_of(self)
+        _add_engine_args(settings, args)
+        await run(self, args)
+        _set_up(self, VLLMCaptureMixin(), self.engine if name == "run_server" else None, settings)
+
+    return captured_run
+
+
+def _started_sglang(launch_server: Function) -> Function:
     async def captured_launch_server(self: Any, *args: Any, **kwargs: Any) -> None:
         await launch_server(self, *args, **kwargs)
         _set_up(self, SGLangCaptureMixin(), self, _settings_of(self))
 
-    server_class.launch_server = captured_launch_server
-    _add_methods(server_class)
+    return captured_launch_server
+
+
+def _noted_version(set_global_steps: Function) -> Function:
+    """Note the new weights that verl notifies a server of, by the step that made them."""
+
+    async def noted_set_global_steps(self: Any, global_steps: int) -> None:
+        await set_global_steps(self, global_steps)
+        self._verl_profiling.set_policy_version(global_steps)
+
+    return noted_set_global_steps
 
 
 def _settings_of(server: Any) -> Mapping[str, Any] | None:
@@ -103,16 +127,13 @@ async def _stop_capture(self: Any, capture_id: str | None = None, finish_s: floa
     return await capture.stop_capture(capture_id, finish_s)
 
 
+async def _capture_misfits(self: Any) -> list[str]:
+    """Return what is not recorded in this process, each with the reason."""
+    return misfits()
+
+
 def _add_methods(server_class: type[Any]) -> None:
     server_class.start_capture = _start_capture
     server_class.stop_capture = _stop_capture
+    server_class.capture_misfits = _capture_misfits
     server_class._verl_profiling = RolloutCaptureMixin()  # until a subclass sets it up, if it does
-    set_global_steps = server_class.set_global_steps
-
-    @functools.wraps(set_global_steps)
-    async def noted_set_global_steps(self: Any, global_steps: int) -> None:
-        # verl notifies every server of new weights, and numbers them by the step that made them.
-        await set_global_steps(self, global_steps)
-        self._verl_profiling.set_policy_version(global_steps)
-
-    server_class.set_global_steps = noted_set_global_steps

@@ -18,12 +18,13 @@ from typing import Any
 
 from verl_profiling.controller.callback import ProfilingCallback
 from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.integrations.verl import check_support
+from verl_profiling.integrations.hooks import misfits, usable
+from verl_profiling.integrations.verl import untested
 from verl_profiling.integrations.verl_actors import add_actors
 from verl_profiling.integrations.verl_config import settings_of
 from verl_profiling.integrations.verl_nsys import start_workers_under_nsys
 from verl_profiling.integrations.verl_servers import SETTINGS_KEY
-from verl_profiling.integrations.wrapping import around, warn_of_what_is_left_out, wrap
+from verl_profiling.integrations.wrapping import around, wrap
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "hook_timers",
     "hook_tracking",
     "hook_v0_trainer",
+    "hook_v1_rollout",
     "hook_v1_trainer",
     "say_fates",
     "trainer_stage",
@@ -58,15 +60,12 @@ class TrainerProfiler:
 
     Raises:
         ConfigError: The settings do not fit the trainer's configuration.
-        ToolUnavailableError: The hooks do not fit this version of verl.
 
     Attributes:
         agent_loops: What the trainer has its trajectories made by.
     """
 
     def __init__(self, trainer: Any, settings: ProfilingConfig) -> None:
-        check_support()
-        warn_of_what_is_left_out()
         self._trainer = trainer
         if hasattr(trainer, "on_sample_end"):
             # In every V1 trainer's own way engines free their memory here, or give up the rest.
@@ -79,10 +78,12 @@ class TrainerProfiler:
         self._policy_version = 0
         self._folders: dict[int, Path] = {}
         self._tracking: Any = None
+        self._misfits = misfits(trainer.config)
 
     def __enter__(self) -> None:
         global _active
         self._add_workers()
+        self._say_misfits()
         self._callback.__enter__()
         _active = self
 
@@ -162,26 +163,54 @@ class TrainerProfiler:
         told: list[Any] = []
         for role, group in groups:
             if not hasattr(group, "init_capture"):
-                raise ToolUnavailableError(
-                    f"profiling: the workers of role {role!r} have no capture methods; is verl_profiling "
-                    "installed (or named in VERL_USE_EXTERNAL_MODULES) where the trainer runs?"
+                self._misfits.append(
+                    f"the role {role}: not recorded, because its workers have no capture methods"
                 )
+                continue
             if not any(group is other for other in told):
-                group.init_capture(self._settings, role)
+                self._misfits += _each(group.init_capture(self._settings, role))
                 told.append(group)
             self._callback.add_workers(role, group)
-        if self._settings.for_role("rollout").enable and (servers := self._servers()):
-            self._callback.add_rollout(servers)
+        if self._settings.for_role("rollout").enable:
+            self._add_servers()
         self._add_rollout_processes()
+
+    def _add_servers(self) -> None:
+        """Add the rollout servers, if they have been started so that they can be captured."""
+        import ray
+
+        try:
+            servers = self._servers()
+            self._misfits += _each(ray.get([server.capture_misfits.remote() for server in servers]))
+        except AttributeError as error:
+            self._misfits.append(f"the role rollout: not recorded, because its servers do not fit ({error})")
+            return
+        if servers:
+            self._callback.add_rollout(servers)
+
+    def _say_misfits(self) -> None:
+        """Say once what is not recorded, and in every manifest.
+
+        Raises:
+            ToolUnavailableError: There is something, and the settings are strict.
+        """
+        found = list(dict.fromkeys(self._misfits))
+        if found and self._settings.strict:
+            raise _refusal(found)
+        notes = [text for text in (untested(), *found) if text is not None]
+        if notes:
+            logger.warning("profiling: %s", "; ".join(notes))
+        for note in notes:
+            self._callback.add_note(note)
 
     def _add_rollout_processes(self) -> None:
         """Add the processes that run trajectories, and those that score them."""
         rewards = getattr(self._trainer, "reward_loop_manager", None)
         loops = list(getattr(self.agent_loops, "agent_loop_workers", None) or ())
-        if add_actors(self._callback, self._settings, _AGENT_LOOPS, loops):
+        if add_actors(self._callback, self._settings, _AGENT_LOOPS, loops, self._misfits):
             self._agent_loop_workers = loops
         scorers = list(getattr(rewards, "reward_loop_workers", None) or ())
-        add_actors(self._callback, self._settings, _REWARDS, scorers)
+        add_actors(self._callback, self._settings, _REWARDS, scorers, self._misfits)
 
     def _servers(self) -> list[Any]:
         """Return the server on the first node of every replica, which acts for the other nodes."""
@@ -228,43 +257,49 @@ def say_fates(fates: Callable[[], Fates]) -> None:
 
 def hook_timers(module: Any) -> None:
     """Make verl's timers call the trainer's profiler."""
-    original = module.marked_timer
+    wrap(module, "marked_timer", _timed)
 
-    @functools.wraps(original)
-    def marked_timer(name: str, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        timer: AbstractContextManager[None] = original(name, *args, **kwargs)
+
+def _timed(marked_timer: Callable[..., Any]) -> Callable[..., Any]:
+    def timer(name: str, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        timer: AbstractContextManager[None] = marked_timer(name, *args, **kwargs)
         return timer if _active is None else _active.timed(name, timer)
 
-    module.marked_timer = marked_timer
+    return timer
 
 
 def hook_tracking(module: Any) -> None:
     """Store the metrics that verl logs for a profiled step with its capture."""
-    original = module.Tracking.log
+    wrap(module.Tracking, "log", _stored)
 
-    @functools.wraps(original)
+
+def _stored(original: Callable[..., Any]) -> Callable[..., Any]:
     def log(self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
         if _active is not None:
             _active.logged(self, data, step)
         original(self, data, step, *args, **kwargs)
 
-    module.Tracking.log = log
+    return log
 
 
 def hook_v1_trainer(module: Any) -> None:
     """Profile the trainers of ``trainer.use_v1=True``, in all of their modes."""
     _hook_trainer(module.PPOTrainer)
-    original = module.PPOTrainer._add_batch_to_generate
 
-    @functools.wraps(original)
-    def add_batch_to_generate(self: Any) -> Any:
-        # The prompts go to the engines here, before the timer that waits for the responses.
+
+def hook_v1_rollout(module: Any) -> None:
+    """Begin the rollout when the prompts go to the engines: before the timer that waits for responses."""
+    wrap(module.PPOTrainer, "_add_batch_to_generate", _beginning_rollout)
+    wrap(module.PPOTrainer, "_next_train_batch", around(functools.partial(trainer_stage, "load_prompts")))
+
+
+def _beginning_rollout(add_batch_to_generate: Callable[..., Any]) -> Callable[..., Any]:
+    def add_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _active is not None:
             _active.rollout_begin()
-        return original(self)
+        return add_batch_to_generate(self, *args, **kwargs)
 
-    module.PPOTrainer._add_batch_to_generate = add_batch_to_generate
-    wrap(module.PPOTrainer, "_next_train_batch", around(functools.partial(trainer_stage, "load_prompts")))
+    return add_batch
 
 
 def hook_v0_trainer(module: Any) -> None:
@@ -273,19 +308,45 @@ def hook_v0_trainer(module: Any) -> None:
 
 
 def _hook_trainer(trainer_class: type[Any]) -> None:
-    original = trainer_class.__init__
+    wrap(trainer_class, "fit", _profiled_fit)
+    wrap(trainer_class, "__init__", _made)
 
-    @functools.wraps(original)
+
+def _made(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         settings = settings_of(self.config)
-        if settings is not None:
+        if settings is not None and _is_usable(self.config, settings):
             setattr(self, _ATTRIBUTE, TrainerProfiler(self, settings))
             _hand_to_servers(self.config, settings)
             start_workers_under_nsys(settings)
 
-    trainer_class.__init__ = init
-    trainer_class.fit = _profiled_fit(trainer_class.fit)
+    return init
+
+
+def _is_usable(config: Any, settings: ProfilingConfig) -> bool:
+    """Return whether anything can be recorded; say why nothing can.
+
+    Raises:
+        ToolUnavailableError: Not all can be recorded, and the settings are strict.
+    """
+    found = misfits(config)
+    if found and settings.strict:
+        raise _refusal(found)
+    if usable(config):
+        return True
+    logger.error("profiling is switched off: %s", "; ".join(filter(None, (untested(), *found))))
+    return False
+
+
+def _refusal(found: Sequence[str]) -> ToolUnavailableError:
+    said = "; ".join(filter(None, (untested(), *found)))
+    return ToolUnavailableError(f"profiling.strict is true, and not all can be recorded: {said}")
+
+
+def _each(replies: Sequence[Sequence[str] | None]) -> list[str]:
+    """Return what several processes said that does not fit."""
+    return [text for reply in replies for text in reply or ()]
 
 
 def _profiled_fit(fit: Callable[..., Any]) -> Callable[..., Any]:

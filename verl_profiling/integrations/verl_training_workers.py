@@ -12,10 +12,12 @@ from typing import Any
 
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.session import process_session, stage
+from verl_profiling.integrations.hooks import misfits
+from verl_profiling.integrations.wrapping import wrap
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import CaptureMixin, CaptureTimers, FSDPCaptureMixin, MegatronCaptureMixin
 
-__all__ = ["hook_fsdp_engine", "hook_workers"]
+__all__ = ["hook_actor_stages", "hook_critic_stages", "hook_fsdp_engine", "hook_mini_batches", "hook_workers"]
 
 _ACTOR_STAGES = {
     "compute_log_prob": "old_log_prob",
@@ -28,29 +30,42 @@ _CRITIC_MODEL = "value_model"
 
 
 def hook_workers(module: Any) -> None:
-    """Give ``ActorRolloutRefWorker`` and ``TrainingWorker`` the capture methods, and mark their stages."""
-    actor, training = module.ActorRolloutRefWorker, module.TrainingWorker
-    for name, stage_name in _ACTOR_STAGES.items():
-        setattr(actor, name, stage(stage_name)(getattr(actor, name)))
-    for name, stage_name in _CRITIC_STAGES.items():
-        setattr(training, name, _critic_stage(stage_name, getattr(training, name)))
-    training.train_batch = _counted_mini_batch(training.train_batch)
-    for worker_class in (actor, training):
+    """Give ``ActorRolloutRefWorker`` and ``TrainingWorker`` the capture methods."""
+    for worker_class in (module.ActorRolloutRefWorker, module.TrainingWorker):
         _add_methods(worker_class)
+
+
+def hook_actor_stages(module: Any) -> None:
+    """Mark the stages of the actor and the reference model."""
+    for name, stage_name in _ACTOR_STAGES.items():
+        wrap(module.ActorRolloutRefWorker, name, stage(stage_name))
+
+
+def hook_critic_stages(module: Any) -> None:
+    """Mark the stages of ``TrainingWorker`` if it is a critic."""
+    for name, stage_name in _CRITIC_STAGES.items():
+        wrap(module.TrainingWorker, name, functools.partial(_critic_stage, stage_name))
+
+
+def hook_mini_batches(module: Any) -> None:
+    """Mark the mini-batches of ``TrainingWorker``, actor or critic."""
+    wrap(module.TrainingWorker, "train_batch", _counted_mini_batch)
 
 
 def hook_fsdp_engine(module: Any) -> None:
     """Mark the micro-batches of FSDP engines as stages."""
-    prepare = module.prepare_micro_batches
+    wrap(module, "prepare_micro_batches", _marked_micro_batches)
 
-    @functools.wraps(prepare)
+
+def _marked_micro_batches(prepare: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_micro_batches(*args: Any, **kwargs: Any) -> Any:
-        micro_batches, indices = prepare(*args, **kwargs)
+        prepared = prepare(*args, **kwargs)
         if process_session().sink is None:
-            return micro_batches, indices
-        return _MarkedMicroBatches(micro_batches), indices
+            return prepared
+        micro_batches, *rest = prepared
+        return _MarkedMicroBatches(micro_batches), *rest
 
-    module.prepare_micro_batches = prepare_micro_batches
+    return prepare_micro_batches
 
 
 class _MarkedMicroBatches(list[Any]):
@@ -70,9 +85,9 @@ def _critic_stage(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """
     marked = stage(name)(method)
 
-    @functools.wraps(method)
-    def critic_method(self: Any, data: Any) -> Any:
-        return (marked if self.config.model_type == _CRITIC_MODEL else method)(self, data)
+    def critic_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_critic = self.config.model_type == _CRITIC_MODEL
+        return (marked if is_critic else method)(self, *args, **kwargs)
 
     return critic_method
 
@@ -81,10 +96,9 @@ def _counted_mini_batch(train_batch: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a mini-batch as a stage, and count it for the ``mini_batches`` window of the ``torch`` tool."""
     mini_batch = stage("mini_batch")
 
-    @functools.wraps(train_batch)
-    def train_mini_batch(self: Any, data: Any) -> Any:
+    def train_mini_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         with mini_batch:
-            output = train_batch(self, data)
+            output = train_batch(self, *args, **kwargs)
         process_session().step()
         return output
 
@@ -101,19 +115,20 @@ def _add_methods(worker_class: type[Any]) -> None:
     worker_class.stop_capture = everywhere(blocking=False)(_stop_capture)
 
 
-def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> None:
-    """Set this worker up under the first role of its process that is profiled."""
+def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
+    """Set this worker up under the first role of its process that is profiled; return what does not fit."""
     engine = self.engine if hasattr(self, "engine") else (self.actor or self.ref).engine
     if engine.engine_config.strategy == "megatron":
         megatron = MegatronCaptureMixin()
         megatron.init_capture(settings, role=role)
         _show_schedule(engine)
         self._verl_profiling = megatron
-        return
+        return misfits()
     capture = FSDPCaptureMixin()
     mesh = getattr(engine, "device_mesh", None)
     capture.init_capture(settings, role=role, rank=self.rank, world_size=self.world_size, mesh=mesh)
     self._verl_profiling = capture
+    return misfits()
 
 
 def _show_schedule(engine: Any) -> None:

@@ -1,50 +1,68 @@
-"""Puts code around functions of another package; what a version of it does not have is left out, by name."""
+"""Puts code around functions of another package; what a version of it does not have is noted by name."""
 
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-__all__ = ["around", "around_async", "leave_out", "left_out", "warn_of_what_is_left_out", "wrap"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["around", "around_async", "missing", "noting", "wrap"]
 
 Function = Callable[..., Any]
 
-left_out: list[str] = []
-"""What was not found in this process, as ``module.Class.method``."""
+_notes: list[list[str]] = []
 
 
-def wrap(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> None:
+@contextmanager
+def noting(notes: list[str]) -> Iterator[None]:
+    """Append to ``notes`` the name of everything that is missing meanwhile."""
+    _notes.append(notes)
+    try:
+        yield
+    finally:
+        _notes.pop()
+
+
+def missing(owner: Any, name: str) -> None:
+    """Note that a module or class has no such function."""
+    if _notes:
+        _notes[-1].append(f"{owner.__qualname__}.{name}" if isinstance(owner, type) else name)
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> bool:
     """Replace a function of a module, or a method of a class, by what ``wrapper`` makes of it.
 
-    Not for one that looks who calls it: verl's ``auto_await`` gives a coroutine to a coroutine alone.
+    One that is not there, or does not begin with the arguments that its replacement names, is noted and
+    left alone. Not for one that looks who calls it: verl's ``auto_await`` gives a coroutine to a coroutine
+    alone.
 
     Args:
         owner: The module, the class, or an object.
         name: The function's name; an inherited method is replaced in ``owner`` alone.
         wrapper: Takes the function, returns the one that stands for it.
+
+    Returns:
+        Whether it was replaced.
     """
     function = getattr(owner, name, None)
-    if callable(function):
-        setattr(owner, name, functools.wraps(function)(wrapper(function)))
-    else:
-        leave_out(owner, name)
+    if not callable(function):
+        missing(owner, name)
+        return False
+    replacement = wrapper(function)
+    wanted = _named_arguments(replacement)
+    if _named_arguments(function)[: len(wanted)] != wanted:
+        missing(owner, f"{name}({', '.join(wanted)})")
+        return False
+    setattr(owner, name, functools.wraps(function)(replacement))
+    return True
 
 
-def leave_out(owner: Any, name: str) -> None:
-    """Keep in mind that a module or class has no such function."""
-    place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
-    left_out.append(f"{place}.{name}")
-
-
-def warn_of_what_is_left_out() -> None:
-    """Say what this process will not record."""
-    if left_out:
-        logger.warning("profiling: this version has no %s; what it does is not recorded", ", ".join(left_out))
+def _named_arguments(function: Function) -> list[str]:
+    """Return the arguments that can be given by position and by name."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
 def around(opened: Callable[[], AbstractContextManager[Any]]) -> Callable[[Function], Function]:

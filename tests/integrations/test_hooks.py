@@ -1,0 +1,135 @@
+"""What becomes of a hook in a framework that is not as expected, with a framework of a few files."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from verl_profiling.integrations import hooks, verl_rewards
+from verl_profiling.integrations.hooks import Hook, misfits, usable
+from verl_profiling.integrations.wrapping import noting, wrap
+
+AS_EXPECTED = """
+class RewardLoopWorker:
+    async def compute_score(self, data):
+        return data
+"""
+RENAMED_METHOD = AS_EXPECTED.replace("compute_score", "score")
+OTHER_ARGUMENTS = AS_EXPECTED.replace("(self, data)", "(self, prompts, data)")
+RENAMED_CLASS = AS_EXPECTED.replace("RewardLoopWorker", "Scorer")
+
+Framework = Callable[[str], Hook]
+
+
+@pytest.fixture
+def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Framework]:
+    """Return a function that imports a framework with such a module, and returns the hook for it."""
+    monkeypatch.setattr(hooks, "_awaiting", [])
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def imported(source: str, **fields: Any) -> Hook:
+        (tmp_path / "framework").mkdir()
+        (tmp_path / "framework/__init__.py").touch()
+        (tmp_path / "framework/rewards.py").write_text(source)
+        hook = Hook(
+            module="framework.rewards", put_in="verl_rewards:hook_reward_loops", records="scoring", **fields
+        )
+        hook.await_module()
+        importlib.import_module("framework.rewards")
+        return hook
+
+    yield imported
+    for name in ("framework", "framework.rewards"):
+        sys.modules.pop(name, None)
+
+
+def test_a_hook_that_fits_says_nothing(framework: Framework) -> None:
+    """All is found, and the method is replaced."""
+    hook = framework(AS_EXPECTED)
+    assert (hook.missing, hook.misfit, misfits()) == ([], None, [])
+    assert hasattr(sys.modules["framework.rewards"].RewardLoopWorker.compute_score, "__wrapped__")
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        (RENAMED_METHOD, "RewardLoopWorker.compute_score"),
+        (OTHER_ARGUMENTS, "RewardLoopWorker.compute_score(self, data)"),
+        (RENAMED_CLASS, "RewardLoopWorker"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_what_depends_on_it(
+    framework: Framework, source: str, named: str
+) -> None:
+    """The framework is imported all the same, and what is not as expected is left as it is."""
+    hook = framework(source)
+    assert misfits() == [f"not recorded: scoring, because framework.rewards has no {named}"]
+    assert hook.missing == [named]
+    found = vars(sys.modules["framework.rewards"])
+    classes = [value for value in found.values() if isinstance(value, type)]
+    assert not any(hasattr(member, "__wrapped__") for c in classes for member in vars(c).values())
+
+
+def test_a_module_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits in silence for a module that this version does not have."""
+    monkeypatch.setattr(hooks, "_awaiting", [])
+    Hook(module="email.telegrams", put_in="any:hook", records="telegrams").await_module()
+    Hook(module="email.message", put_in="any:hook", records="messages").missing = None
+    assert misfits() == ["not recorded: telegrams, because there is no email.telegrams"]
+
+
+def test_a_module_that_is_not_imported_here_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process imports only some of the modules: what it does not need is not missing."""
+    monkeypatch.setattr(hooks, "_awaiting", [])
+    hook = Hook(module="xml.sax.xmlreader", put_in="any:hook", records="nothing")
+    monkeypatch.delitem(sys.modules, hook.module, raising=False)
+    hook.await_module()
+    assert (hook.missing, misfits(), usable({})) == (None, [], True)
+
+
+def test_only_what_all_else_depends_on_switches_profiling_off(framework: Framework) -> None:
+    """A run is recorded without what it can do without, and without what it does not use."""
+    hook = framework(RENAMED_METHOD, used_by=lambda config: config["engine"] == "own")
+    assert usable({"engine": "own"})
+    hook.needed = True
+    assert not usable({"engine": "own"})
+    assert usable({"engine": "other"})
+    assert misfits({"engine": "other"}) == []
+
+
+def test_a_hook_that_fails_does_not_reach_the_framework(
+    framework: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import that the hook needs, and a version does not have, is named like what is missing."""
+
+    def failing(module: ModuleType) -> None:
+        raise ImportError("cannot import name 'Dispatch' from 'framework.decorator'")
+
+    monkeypatch.setattr(verl_rewards, "hook_reward_loops", failing)
+    assert framework(AS_EXPECTED).missing == ["cannot import name 'Dispatch' from 'framework.decorator'"]
+
+
+def test_more_arguments_than_the_hook_reads_fit() -> None:
+    """New arguments behind the known ones, with defaults or not, change nothing."""
+
+    class Owner:
+        def method(self, first: int, second: int = 2, *, third: int = 3) -> int:
+            return first + second + third
+
+    def wrapper(function: Callable[..., int]) -> Callable[..., int]:
+        def replacement(self: Owner, first: int, *args: Any, **kwargs: Any) -> int:
+            return function(self, first, *args, **kwargs)
+
+        return replacement
+
+    missing: list[str] = []
+    with noting(missing):
+        wrap(Owner, "method", wrapper)
+    assert missing == []
+    assert Owner().method(1, 1, third=1) == 3
