@@ -22,6 +22,7 @@ __all__ = [
     "RangeTool",
     "TraceTool",
     "engine_tool",
+    "is_spool",
     "new_spool",
     "refuse_option",
 ]
@@ -123,6 +124,11 @@ class EngineAdapter(ABC):
 def new_spool(folder: Path) -> Path:
     """Return a folder name for one engine's raw traces, on the file system of the step folders."""
     return folder / SPOOL_PARENT / uuid4().hex[:12]
+
+
+def is_spool(folder: str) -> bool:
+    """Return whether an engine's traces go to a folder that :func:`new_spool` named."""
+    return Path(folder).parent.name == SPOOL_PARENT
 
 
 def engine_tool(role: RoleConfig, engine: str, range_apis: Container[str] = ()) -> EngineTool | None:

@@ -10,9 +10,11 @@ hooks change nothing. No version of verl is refused: what does not fit is not re
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from verl_profiling.integrations.hooks import Hook
+from verl_profiling.integrations.post_import import when_imported
 
 __all__ = ["HOOKS", "TESTED", "untested"]
 
@@ -200,5 +202,12 @@ def untested() -> str | None:
     return f"verl {version} was not tested with this package, {' and '.join(TESTED)} were"
 
 
+def _shorten_stops(module: ModuleType) -> None:
+    from verl_profiling.integrations.verl_engines import hook_vllm_profiler
+
+    hook_vllm_profiler(module)
+
+
 for _hook in HOOKS:
     _hook.await_module()
+when_imported("vllm.profiler.wrapper", _shorten_stops)  # where it does not fit, only time is lost
