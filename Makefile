@@ -181,8 +181,8 @@ demo-agent: $(DEMO_ENV)/.ready ## Profile the recipe of an agent, merge, report,
 
 env-verl: $(VERL_ENV)/.ready ## Build an environment with real verl and vLLM or SGLang, for CPU [ENGINE=sglang]
 
-test-verl: .venv-verl/.ready ## Run the tests that need real verl (whole runs: half an hour)
-	.venv-verl/bin/python -m pytest -m "verl and not releases" $(verl_TESTS) $(PYTEST_ARGS)
+test-verl: .venv-verl/.ready ## Run the tests that need real verl (whole runs: half an hour) [VERL_SOURCE=DIR of other sources]
+	$(if $(VERL_SOURCE),PYTHONPATH=$(abspath $(VERL_SOURCE))) .venv-verl/bin/python -m pytest -m "verl and not releases" $(verl_TESTS) $(PYTEST_ARGS)
 
 test-verl-sglang: .venv-verl-sglang/.ready ## Run whole runs of real verl with SGLang (five minutes)
 	.venv-verl-sglang/bin/python -m pytest -m sglang tests/integrations/test_verl_sglang.py $(PYTEST_ARGS)

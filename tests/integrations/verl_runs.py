@@ -57,6 +57,11 @@ class Run:
         return read_log(self.save_path / f"step_{step:06d}" / f"{role}_rank{rank}{LOG_SUFFIX}")
 
 
+def search_path(*folders: Path) -> str:
+    """Return the PYTHONPATH with these folders in front; `make test-verl VERL_SOURCE=DIR` sets it."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run_verl(folder: Path, *overrides: str, script: Path = SCRIPT, **environment: str) -> Run:
     """Run a recipe for three steps, steps 2 and 3 profiled; leave no process behind."""
     temporary = tempfile.mkdtemp(prefix="verl-")  # short: Ray makes sockets in it
@@ -73,7 +78,7 @@ def run_verl(folder: Path, *overrides: str, script: Path = SCRIPT, **environment
         "PYTHON": sys.executable,
         "ASSETS": str(ASSETS),
         "RAY_TMPDIR": temporary,
-        "PYTHONPATH": str(ROOT / "tests"),  # for plugins that a test brings
+        "PYTHONPATH": search_path(ROOT / "tests"),  # for plugins that a test brings
         **environment,
     }
     log = folder / "output.txt"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from integrations.verl_runs import ROOT, search_path
+
 PLUGIN = "verl_profiling.integrations.verl"
 
 
@@ -32,10 +33,9 @@ def sources(requirement: str, cache: pytest.Cache | None) -> Path:
 
 def run_python(*arguments: str, cwd: Path, paths: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run Python with the plugin loaded by verl, and these folders in front of what is installed."""
-    search = os.pathsep.join(map(str, [*paths, ROOT]))
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": search, "VERL_USE_EXTERNAL_MODULES": PLUGIN},
+        env={**os.environ, "PYTHONPATH": search_path(*paths, ROOT), "VERL_USE_EXTERNAL_MODULES": PLUGIN},
         cwd=cwd,
         capture_output=True,
         text=True,

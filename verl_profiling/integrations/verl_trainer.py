@@ -17,13 +17,17 @@ from types import TracebackType
 from typing import Any
 
 from verl_profiling.controller.callback import ProfilingCallback
-from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.integrations.hooks import misfits, usable
-from verl_profiling.integrations.verl import untested
+from verl_profiling.integrations.hooks import misfits
 from verl_profiling.integrations.verl_actors import add_actors
 from verl_profiling.integrations.verl_config import settings_of
 from verl_profiling.integrations.verl_nsys import start_workers_under_nsys
 from verl_profiling.integrations.verl_servers import SETTINGS_KEY
+from verl_profiling.integrations.verl_support import (
+    can_be_profiled,
+    check_request,
+    notes_on,
+    remember_request,
+)
 from verl_profiling.integrations.wrapping import around, wrap
 from verl_profiling.settings.config import ProfilingConfig
 
@@ -83,7 +87,8 @@ class TrainerProfiler:
     def __enter__(self) -> None:
         global _active
         self._add_workers()
-        self._say_misfits()
+        for note in notes_on(self._misfits, strict=self._settings.strict):
+            self._callback.add_note(note)
         self._callback.__enter__()
         _active = self
 
@@ -188,21 +193,6 @@ class TrainerProfiler:
         if servers:
             self._callback.add_rollout(servers)
 
-    def _say_misfits(self) -> None:
-        """Say once what is not recorded, and in every manifest.
-
-        Raises:
-            ToolUnavailableError: There is something, and the settings are strict.
-        """
-        found = list(dict.fromkeys(self._misfits))
-        if found and self._settings.strict:
-            raise _refusal(found)
-        notes = [text for text in (untested(), *found) if text is not None]
-        if notes:
-            logger.warning("profiling: %s", "; ".join(notes))
-        for note in notes:
-            self._callback.add_note(note)
-
     def _add_rollout_processes(self) -> None:
         """Add the processes that run trajectories, and those that score them."""
         rewards = getattr(self._trainer, "reward_loop_manager", None)
@@ -270,6 +260,7 @@ def _timed(marked_timer: Callable[..., Any]) -> Callable[..., Any]:
 
 def hook_tracking(module: Any) -> None:
     """Store the metrics that verl logs for a profiled step with its capture."""
+    wrap(module.Tracking, "__init__", remember_request)
     wrap(module.Tracking, "log", _stored)
 
 
@@ -277,6 +268,8 @@ def _stored(original: Callable[..., Any]) -> Callable[..., Any]:
     def log(self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
         if _active is not None:
             _active.logged(self, data, step)
+        else:
+            check_request(self)
         original(self, data, step, *args, **kwargs)
 
     return log
@@ -316,32 +309,12 @@ def _made(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         settings = settings_of(self.config)
-        if settings is not None and _is_usable(self.config, settings):
+        if settings is not None and can_be_profiled(self.config, settings):
             setattr(self, _ATTRIBUTE, TrainerProfiler(self, settings))
             _hand_to_servers(self.config, settings)
             start_workers_under_nsys(settings)
 
     return init
-
-
-def _is_usable(config: Any, settings: ProfilingConfig) -> bool:
-    """Return whether anything can be recorded; say why nothing can.
-
-    Raises:
-        ToolUnavailableError: Not all can be recorded, and the settings are strict.
-    """
-    found = misfits(config)
-    if found and settings.strict:
-        raise _refusal(found)
-    if usable(config):
-        return True
-    logger.error("profiling is switched off: %s", "; ".join(filter(None, (untested(), *found))))
-    return False
-
-
-def _refusal(found: Sequence[str]) -> ToolUnavailableError:
-    said = "; ".join(filter(None, (untested(), *found)))
-    return ToolUnavailableError(f"profiling.strict is true, and not all can be recorded: {said}")
 
 
 def _each(replies: Sequence[Sequence[str] | None]) -> list[str]:

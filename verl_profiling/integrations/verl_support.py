@@ -1,0 +1,103 @@
+"""Says what of a run of verl cannot be recorded, and whether that ends it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.integrations.hooks import misfits, usable
+from verl_profiling.integrations.verl import untested
+from verl_profiling.settings.config import ProfilingConfig
+
+__all__ = ["can_be_profiled", "check_request", "notes_on", "remember_request"]
+
+logger = logging.getLogger(__name__)
+
+_NO_HOOK = (
+    "profiling: the configuration asks for it, and this trainer is not profiled: no method of it is hooked. "
+    "A trainer class of your own inherits verl_profiling.integrations.verl_trainer.ProfilingTrainerMixin"
+)
+
+_decided = False
+
+
+def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
+    """Return whether anything of a run can be recorded; say why nothing can.
+
+    Raises:
+        ToolUnavailableError: Not all of it can be, and the settings are strict.
+    """
+    global _decided
+    _decided = True
+    found = misfits(config)
+    _refuse(found, strict=settings.strict)
+    if usable(config):
+        return True
+    logger.error("profiling is switched off, training goes on: %s", "; ".join(_with_version(found)))
+    return False
+
+
+def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:
+    """Say once what is not recorded in any process, and return it for the manifests.
+
+    Args:
+        found: What each process said.
+        strict: Whether that ends the run.
+
+    Raises:
+        ToolUnavailableError: There is something, and the settings are strict.
+    """
+    notes = list(dict.fromkeys(found))
+    _refuse(notes, strict=strict)
+    notes = _with_version(notes)
+    if notes:
+        logger.warning("profiling: %s", "; ".join(notes))
+    return notes
+
+
+def remember_request(tracking_init: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the constructor of ``Tracking``, which every trainer gives its configuration."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        tracking_init(self, *args, **kwargs)
+        self._verl_profiling_asked = _asked(kwargs.get("config", args[3] if len(args) > 3 else None))
+
+    return init
+
+
+def check_request(tracking: Any) -> None:
+    """Say once if profiling was asked for, and no trainer of this process is hooked.
+
+    Raises:
+        ToolUnavailableError: So it is, and the settings are strict.
+    """
+    global _decided
+    asked = getattr(tracking, "_verl_profiling_asked", None)
+    if _decided or asked is None:
+        return
+    _decided = True
+    text = "; ".join([_NO_HOOK, *_with_version(misfits())])
+    if asked.get("strict"):
+        raise ToolUnavailableError(text)
+    logger.error("%s", text)
+
+
+def _asked(config: Any) -> Mapping[str, Any] | None:
+    """Return the ``profiling`` of a configuration if it switches profiling on."""
+    given = config.get("profiling") if isinstance(config, Mapping) else None
+    if isinstance(given, str):
+        return {}
+    return given if isinstance(given, Mapping) and given.get("enable", False) else None
+
+
+def _refuse(found: list[str], *, strict: bool) -> None:
+    if found and strict:
+        said = "; ".join(_with_version(found))
+        raise ToolUnavailableError(f"profiling.strict is true, and not all can be recorded: {said}")
+
+
+def _with_version(found: list[str]) -> list[str]:
+    version = untested()
+    return found if version is None else [version, *found]
