@@ -22,7 +22,7 @@ from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import Manifest, RunInfo
 from verl_profiling.report.check import CheckResult, check
 from verl_profiling.report.communication_kernels import communicates
-from verl_profiling.run_files import read_starts
+from verl_profiling.run_files import never_came, read_starts
 from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
 from verl_profiling.timeline.inputs import steps_of, the_run
 from verl_profiling.timeline.limits import Limits
@@ -30,6 +30,7 @@ from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.slim import Keep, select_ranks, stage_windows
 from verl_profiling.timeline.split import split_step
 from verl_profiling.timeline.step_inputs import TIMELINE_NAME, StepInputs
+from verl_profiling.visible import visible
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -239,6 +240,17 @@ class CapturedRun:
             TraceFormatError: ``run.json``, or one of its successors, cannot be read.
         """
         return read_starts(self.directory) if self.directory.is_dir() else []
+
+    def never_came(self) -> str:
+        """Return a sentence on steps of the schedule that no start came to; empty where all came.
+
+        It is also empty while the last start trains, where that was killed, and where its file is damaged,
+        which :meth:`check` says.
+        """
+        try:
+            return visible(never_came(self.starts()))
+        except TraceFormatError:
+            return ""
 
     def check(self) -> CheckResult:
         """Read every artifact to its last byte, and say what is missing, empty or damaged.

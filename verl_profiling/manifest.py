@@ -44,6 +44,9 @@ CONTROLLER_TRACE_NAME = "controller.trace.json.gz"
 CAPTURE_START, CAPTURE_STOP = "capture_start", "capture_stop"
 """The loop's pauses before and after a captured step."""
 
+CUT_SHORT = "the step was cut short"
+"""How the note begins that says why a step ended early."""
+
 TOOL_THREAD = "tool"
 """Name of the threads of the controller's trace that show when tools were started and stopped."""
 
@@ -405,7 +408,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """``run.json``: what holds for every step that one start of a run records.
+    """``run.json``, ``run.2.json``, ...: what holds for every step that one start of a run records.
 
     Attributes:
         schema_version: Version of this schema.
@@ -416,6 +419,11 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         config: The settings as used.
         versions: Versions of the packages that matter.
         node_local: Hosts whose files cannot be seen from the controller; added when that is noticed.
+        first_step: The first step that the loop began; added when training ends, like the next three.
+        last_step: The last one.
+        end_ns: When training ended; ``None`` while it runs, and if nobody lived to say so.
+        never_came: The steps that ``schedule.steps`` lists and no start of the run came to.
+        later_starts: In ``run.json``: the starts that came later, in order.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -426,6 +434,11 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     versions: dict[str, str]
     node_local: list[str] = []
+    first_step: int | None = None
+    last_step: int | None = None
+    end_ns: Ns | None = None
+    never_came: list[int] = []
+    later_starts: list[RunInfo] = []
 
 
 def worst_fate(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:

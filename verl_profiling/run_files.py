@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, SCHEMA_VERSION, CaptureResult, Manifest, RunInfo
 from verl_profiling.named_files import check_lane, named_file
+from verl_profiling.units import step_list
 
 __all__ = [
     "RESULT_SUFFIX",
     "naming",
+    "never_came",
     "read_manifest",
     "read_result",
     "read_starts",
@@ -115,6 +117,22 @@ def read_starts(run: Path) -> list[RunInfo]:
         except _UNREADABLE as error:
             raise TraceFormatError(path, f"not the file of a run: {error}") from error
     return starts
+
+
+def never_came(starts: Sequence[RunInfo]) -> str:
+    """Return a sentence on the steps of the schedule that no start of a run came to; empty, if all came.
+
+    The last start knows, once it has ended; of one that was killed, or still trains, nothing is said.
+
+    Args:
+        starts: What :func:`read_starts` returned.
+    """
+    if not starts or not starts[-1].never_came:
+        return ""
+    last = starts[-1]
+    which = f"start {last.start} of the run" if len(starts) > 1 else "the loop"
+    ran = f"{which} ran from step {last.first_step} to step {last.last_step}"
+    return f"{step_list(last.never_came)} of schedule.steps never came; {ran}"
 
 
 def read_manifest(step_dir: Path) -> Manifest:

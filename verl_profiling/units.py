@@ -1,8 +1,10 @@
-"""Times and sizes as a person reads them: three digits, in the unit that fits."""
+"""Times, sizes and numbers of steps as a person reads them."""
 
 from __future__ import annotations
 
-__all__ = ["byte_size", "duration", "time_unit"]
+from collections.abc import Sequence
+
+__all__ = ["byte_size", "duration", "step_list", "time_unit"]
 
 _TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 _SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
@@ -31,6 +33,18 @@ def byte_size(size: float) -> str:
     unit, scale = _unit(size, _SIZES)
     number = _three_digits(size / scale)
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+
+
+def step_list(steps: Sequence[int], most: int = 10) -> str:
+    """Return ``step 3``, or ``steps 3, 5, 8 and 2 more``.
+
+    Args:
+        steps: Numbers of steps.
+        most: How many are named.
+    """
+    listed = ", ".join(map(str, steps[:most]))
+    more = f" and {len(steps) - most} more" if len(steps) > most else ""
+    return f"{'step' if len(steps) == 1 else 'steps'} {listed}{more}"
 
 
 def _unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:

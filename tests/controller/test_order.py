@@ -114,15 +114,15 @@ def test_steps_that_never_came_are_said_when_training_ends(
     assert caplog.messages == [said]
 
 
-def test_a_resumed_run_is_not_asked_for_the_steps_before_it(
+def test_a_loop_that_starts_beyond_a_step_says_that_it_never_came(
     tmp_path: Path, session: Session, caplog: Any
 ) -> None:
-    """What it has left to capture, it captured."""
+    """It resumed from a checkpoint of a run of which nothing is on record."""
     config = configured(tmp_path, schedule={"steps": [2, 102]})
     callback = ProfilingCallback(config)
     callback.add_workers("actor", local_worker(config))
     loop(callback, 100, 103)
-    assert not caplog.messages
+    assert caplog.messages == ["schedule.steps: step 2 never came; the loop ran from step 100 to step 103"]
 
 
 def test_a_loop_that_begins_no_step_is_said(tmp_path: Path, caplog: Any) -> None:

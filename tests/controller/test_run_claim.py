@@ -10,13 +10,17 @@ import sys
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
 from test_callback import configured, local_worker, manifest, run
 
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
+from verl_profiling.cli import main
+from verl_profiling.controller import run_record
 from verl_profiling.identity import ProcessId
-from verl_profiling.report.check import check
+from verl_profiling.manifest import RunInfo
+from verl_profiling.report.check import Checked, check
 from verl_profiling.run_files import read_manifest, read_starts
 from verl_profiling.timeline.inputs import find_steps
 
@@ -67,6 +71,120 @@ def test_a_run_that_is_started_again_continues_in_its_folder(tmp_path: Path, ses
     ]
     assert manifest(again, 3).notes == []
     assert not list(tmp_path.rglob("run_2"))
+
+
+def train(config: ProfilingConfig, first: int, last: int) -> None:
+    """Run one start of a loop from one step to another."""
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    with callback:
+        for step in range(first, last + 1):
+            callback.on_step_begin(step)
+            callback.on_step_end()
+
+
+def test_one_file_has_every_start_with_its_settings(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of a start that captures nothing; each says how far it came, and which steps never did."""
+    schedules = [{"steps": [2, 50]}, {"steps": [2, 50, 60]}, {"steps": [2, 7]}]
+    settings = [configured(tmp_path, run_id="r", tool="spans", schedule=schedule) for schedule in schedules]
+    for config, steps in zip(settings, [(1, 3), (4, 6), (6, 7)], strict=True):
+        train(config, *steps)
+    root = Path(settings[0].save_path)
+    first = json.loads((root / "run.json").read_text())
+    starts = [first, *first["later_starts"]]
+    assert [ProfilingConfig.from_any(start["config"]) for start in starts] == settings
+    assert [start["start"] for start in starts] == [1, 2, 3]
+    assert [(start["first_step"], start["last_step"]) for start in starts] == [(1, 3), (4, 6), (6, 7)]
+    assert [start["never_came"] for start in starts] == [[50], [50, 60], []]
+    assert all(start["begin_ns"] < start["end_ns"] for start in starts)
+    assert caplog.messages == [
+        "schedule.steps: step 50 never came; the loop ran from step 1 to step 3",
+        "schedule.steps: steps 50, 60 never came; the loop ran from step 4 to step 6",
+    ]
+    assert [msgspec.structs.replace(one, later_starts=[]) for one in read_starts(root)] == [
+        msgspec.convert({**start, "later_starts": []}, RunInfo) for start in starts
+    ]
+
+
+def test_a_start_that_cannot_be_added_to_the_first_ones_file_is_on_record_in_its_own(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk costs the copy; the step is captured, and readers find the start."""
+    config = configured(tmp_path, run_id="r", tool="spans")
+    train(config, 1, 3)
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(28, "No space left on device", "run.json")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_record, "write_json_atomically", refuse)
+        train(config, 1, 3)
+    root = Path(config.save_path)
+    assert "start 2 of the run is not on record as it is now: [Errno 28]" in caplog.text
+    assert [start.start for start in read_starts(root)] == [1, 2]
+    assert read_starts(root)[0].later_starts == []
+    assert read_manifest(root / "step_000002.2").complete
+
+
+def test_a_run_that_goes_on_elsewhere_is_not_claimed_before_it_records(
+    tmp_path: Path, session: Session
+) -> None:
+    """Where the folder is another run's, or cannot be read, nothing is made before a step is captured."""
+    other = configured(tmp_path, run_id="other", tool="spans")
+    train(other, 1, 3)
+    root = Path(other.save_path)
+    before = contents(root)
+    for damage in (before["run.json"], b"{"):
+        (root / "run.json").write_bytes(damage)
+        train(configured(tmp_path, run_id="r", tool="spans", schedule={"steps": [9]}), 1, 3)
+        assert contents(root) == {**before, "run.json": damage}
+        assert not list(root.glob("run_*"))
+
+
+def test_a_step_that_was_left_early_is_named_by_the_check(tmp_path: Path, session: Session) -> None:
+    """With why, and with exit status 1; recorded again by a resumed run, both recordings are told apart."""
+    config = configured(tmp_path, run_id="r", tool="spans")
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+
+    def loop() -> None:
+        with callback:
+            callback.on_step_begin(2)
+            raise ValueError("out of memory")
+
+    with pytest.raises(ValueError, match="out of memory"):
+        loop()
+    root = Path(config.save_path)
+    cut = Checked(
+        path="step_000002/manifest.json",
+        fate="cut",
+        reason="the step was cut short: ValueError: out of memory",
+    )
+    assert [entry for entry in check(root).artifacts if entry.fate != "ok"] == [cut]
+    assert main(["check", str(root)]) == 1
+    train(config, 2, 3)
+    assert [entry for entry in check(root).artifacts if entry.fate != "ok"] == [cut]
+    assert main(["check", str(root / "step_000002.2")]) == 0
+
+
+def test_steps_that_never_came_are_named_by_the_check(
+    tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until a later start of the run comes to them."""
+    config = configured(tmp_path, run_id="r", tool="spans", schedule={"steps": [2, 5]})
+    root = Path(config.save_path)
+    train(config, 1, 3)
+    assert main(["check", str(root)]) == 1
+    said = "step 5 of schedule.steps never came; the loop ran from step 1 to step 3"
+    assert f"missing     run.json  {said}" in capsys.readouterr().out
+    assert main(["report", str(root)]) == 0
+    assert said in capsys.readouterr().err
+    train(config, 4, 6)
+    assert main(["check", str(root)]) == 0
+    train(config, 6, 6)
+    assert main(["check", str(root)]) == 0
 
 
 def test_a_step_that_is_recorded_again_keeps_both_recordings(tmp_path: Path, session: Session) -> None:

@@ -17,6 +17,8 @@ import torch
 from integrations.wheels import ROOT, run_python, sources
 from verl_profiling import CaptureStateError
 from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.session import process_session
+from verl_profiling.integrations import verl_training_workers
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 
@@ -60,21 +62,127 @@ def test_worker_groups_bind_the_capture_methods(name: str) -> None:
         assert registered["blocking"] is waits
 
 
+ACTOR = ("compute_log_prob", "compute_ref_log_prob", "update_actor", "update_weights")
+CRITIC = ("infer_batch", "train_mini_batch")
+CHECKPOINTS = ("save_checkpoint", "load_checkpoint")
+
+
 @pytest.mark.parametrize(
-    "name", ["compute_log_prob", "compute_ref_log_prob", "update_actor", "update_weights"]
+    ("worker_class", "name"),
+    [
+        *(("ActorRolloutRefWorker", name) for name in (*ACTOR, *CHECKPOINTS)),
+        *(("TrainingWorker", name) for name in (*CRITIC, *CHECKPOINTS)),
+    ],
 )
-def test_stages_leave_verls_methods_as_they_are(name: str) -> None:
+def test_stages_leave_verls_methods_as_they_are(worker_class: str, name: str) -> None:
     """A marked method keeps verl's registration, its signature, and whether it is a coroutine."""
     import verl_profiling.integrations.verl  # noqa: F401
 
     workers = pytest.importorskip("verl.workers.engine_workers")
     from verl.single_controller.base.decorator import MAGIC_ATTR
 
-    method = getattr(workers.ActorRolloutRefWorker, name)
+    method = getattr(getattr(workers, worker_class), name)
     original = method.__wrapped__
     assert getattr(method, MAGIC_ATTR) == getattr(original, MAGIC_ATTR)
     assert inspect.signature(method) == inspect.signature(original)
     assert inspect.iscoroutinefunction(method) == inspect.iscoroutinefunction(original)
+
+
+class StageNames:
+    """A receiver of stages that keeps their names, in the order in which they begin."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def begin(self, name: str) -> None:
+        self.names.append(name)
+
+    def end(self, name: str, failed: bool) -> None:
+        pass
+
+
+@pytest.fixture
+def marked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the stages that this process goes through."""
+    import verl_profiling.integrations.verl  # noqa: F401
+
+    stages = StageNames()
+    monkeypatch.setattr(process_session(), "sink", stages)
+    return stages.names
+
+
+@pytest.mark.parametrize("trainer", ["V1", "V0"])
+def test_the_actor_without_its_adapter_is_the_reference(
+    trainer: str, marked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With LoRA one method computes both: the flag that verl's trainers set says which of the two it is."""
+    workers = pytest.importorskip("verl.workers.engine_workers")
+    import transfer_queue
+    from verl.utils import tensordict_utils, transferqueue_utils
+
+    monkeypatch.setattr(transferqueue_utils, "TQ_INITIALIZED", True)
+    monkeypatch.setattr(transferqueue_utils, "kv_batch_meta2batch_meta", lambda meta: meta)
+    monkeypatch.setattr(transferqueue_utils, "_meta_to_realdata", lambda meta: meta.extra_info)
+    computed: list[Any] = []
+    worker = object.__new__(workers.ActorRolloutRefWorker)
+    worker.enable_routing_replay = False
+    worker.query_collect_info = lambda mesh_name: True
+    worker.actor = SimpleNamespace(infer_batch=computed.append)
+    for facts in ({}, {"no_lora_adapter": False}, {"no_lora_adapter": True}):
+        if trainer == "V1":
+            worker.compute_log_prob(
+                transfer_queue.KVBatchMeta(partition_id="train", keys=["a"], tags=[{}], extra_info=facts)
+            )
+        else:
+            tensors = {"input_ids": torch.zeros(1, 2)}
+            worker.compute_log_prob(tensordict_utils.get_tensordict(tensors, non_tensor_dict=facts))
+    assert len(computed) == 3
+    assert marked == ["old_log_prob", "old_log_prob", "ref_log_prob"]
+
+
+@pytest.mark.parametrize("data", [None, object(), {}])
+def test_a_batch_of_an_own_kind_is_the_actors(data: Any) -> None:
+    """What a trainer of one's own hands over is looked at, and never in the way."""
+    assert not verl_training_workers._without_adapter(data)
+
+
+@pytest.mark.parametrize("model_type", ["value_model", "language_model"])
+def test_checkpoints_are_stages_of_the_worker_that_the_trainer_calls(
+    model_type: str, marked: list[str]
+) -> None:
+    """A critic's are its own; an actor's are those of the worker around it, once."""
+    workers = pytest.importorskip("verl.workers.engine_workers")
+    training = object.__new__(workers.TrainingWorker)
+    saved: list[Any] = []
+    training.config = SimpleNamespace(model_type=model_type)
+    training.engine = SimpleNamespace(
+        save_checkpoint=lambda *args: saved.append(args), load_checkpoint=lambda *args: saved.append(args)
+    )
+    if model_type == "value_model":
+        worker = training
+    else:
+        worker = object.__new__(workers.ActorRolloutRefWorker)
+        worker.role, worker.actor = "actor", training
+    worker.save_checkpoint("here", None, 3, max_ckpt_to_keep=1)
+    worker.load_checkpoint("here", del_local_after_load=True)
+    assert saved == [("here", None, 3, 1), ("here", None, True)]
+    assert marked == ["save_checkpoint", "load_checkpoint"]
+
+
+def test_what_is_moved_to_the_host_and_back_is_a_stage(marked: list[str]) -> None:
+    """With offloading, an FSDP engine's model and optimizer are moved by functions with a stage each."""
+    module = pytest.importorskip("verl.workers.engine.fsdp.transformer_impl")
+    engine = object.__new__(module.FSDPEngine)
+    engine.engine_config = SimpleNamespace(forward_only=False)
+    engine.module = torch.nn.Linear(2, 2)
+    engine.optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+    engine.to("cpu")
+    engine.to("cpu", model=False, grad=False)
+    assert marked == ["offload_model", "offload_optimizer", "offload_optimizer"]
+    assert {module.load_fsdp_model_to_gpu.__name__, module.load_fsdp_optimizer.__name__} == {
+        "load_fsdp_model_to_gpu",
+        "load_fsdp_optimizer",
+    }
 
 
 async def test_a_server_that_launches_in_its_own_way_runs_unprofiled(tmp_path: Path) -> None:

@@ -121,7 +121,9 @@ def test_it_may_be_repeated(tmp_path: Path) -> None:
     assert main(["recover", str(tmp_path)]) == 0
     assert (folder / MANIFEST_NAME).read_bytes() == first
     assert (whole / MANIFEST_NAME).read_bytes() == before
-    assert check(tmp_path).ok
+    assert [entry.path for entry in check(tmp_path).artifacts if entry.fate != "ok"] == [
+        "step_000012/manifest.json"
+    ]
 
 
 def test_a_capture_whose_process_runs_is_left_alone(tmp_path: Path) -> None:
@@ -181,7 +183,9 @@ def test_a_folder_without_a_manifest_gets_one(tmp_path: Path) -> None:
     assert (done.outcome, done.artifacts) == ("recovered", (3, 3))
     manifest = read_manifest(folder)
     assert (manifest.step, manifest.state) == (12, "recovered")
-    assert check(folder).ok
+    [cut] = [entry for entry in check(folder).artifacts if entry.fate != "ok"]
+    assert (cut.path, cut.fate) == (MANIFEST_NAME, "cut")
+    assert cut.reason == "the step was cut short: its process ended"
     assert main(["report", str(folder)]) == 0
 
 

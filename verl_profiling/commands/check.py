@@ -19,7 +19,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     parser.description = (
         "Reads every artifact that the manifests name, to the last byte. Exits 1 when one is missing, empty, "
-        "truncated, unreadable or too large, and when a step recorded no worker at all."
+        "truncated, unreadable or too large, when a step was left early or recorded no worker, and when "
+        "listed steps never came."
     )
     parser.epilog = "example: verl-profiling check outputs/run && echo complete"
     add_paths(parser)

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from verl_profiling.analysis import CapturedStep
+from verl_profiling.analysis import CapturedStep, open_run
 from verl_profiling.commands.arguments import add_communication, add_limits, add_paths, limits_of
-from verl_profiling.commands.common import StepByStep, progress
+from verl_profiling.commands.common import StepByStep, progress, warn
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
@@ -63,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
             with work.surviving():
                 reports.append((step, step.report(advance)))
                 work.note_limits(reports[-1][1])
+    for path in arguments.paths:
+        if sentence := open_run(path).never_came():
+            warn(sentence)
     written = []
     for step, report in reports:
         if arguments.json:

@@ -151,6 +151,12 @@ class _Callback:
         controller = self._live()
         return controller.abandon(f"{hook}: {_raised(error)}") if controller is not None else iter(())
 
+    def _begin(self, controller: Controller) -> None:
+        try:
+            controller.train_begin()
+        except Exception as error:
+            self._failed("on_train_begin", error)
+
     def _failed(self, hook: str, error: Exception, loop_raised: bool = False) -> None:
         """The one failure boundary of the hooks: training goes on unless the settings are strict.
 
@@ -214,7 +220,7 @@ class ProfilingCallback(_Callback):
         """
         if self._controller is not None:
             self._refuse_event_loop()
-            self._controller.check_selection()
+            self._begin(self._controller)
 
     def on_step_begin(self, step: int, policy_version: int | None = None) -> None:
         """Begin a step; a profiled one starts or arms every worker at once.
@@ -320,7 +326,7 @@ class AsyncProfilingCallback(_Callback):
     async def on_train_begin(self) -> None:
         """Check the settings against the workers that were added."""
         if self._controller is not None:
-            self._controller.check_selection()
+            self._begin(self._controller)
 
     async def on_step_begin(self, step: int, policy_version: int | None = None) -> None:
         """See :meth:`ProfilingCallback.on_step_begin`."""

@@ -31,11 +31,11 @@ from verl_profiling.controller.outside import Outside
 from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.roster import Roster
-from verl_profiling.controller.spmd import Alone, find_peers
+from verl_profiling.controller.spmd import Alone, find_peers, leads
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.errors import ProfilingError
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, Manifest
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, Manifest
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, StepRange
 
@@ -109,6 +109,16 @@ class Controller:
         for text in self._notes:
             if text not in before:
                 logger.warning("%s", text)
+
+    def train_begin(self) -> None:
+        """Check the settings against the workers; a run that goes on has this start on record from now on.
+
+        Raises:
+            OSError: The run's folder cannot be written.
+        """
+        self.check_selection()
+        if leads(self.config, self._roster.targets):
+            self._folders.train_begins()
 
     def step_begin(self, step: int, policy_version: int | None) -> Iterator[Round]:
         """Open a capture, or go on with one that covers several steps."""
@@ -227,7 +237,7 @@ class Controller:
         live = self.live
         if live is None:
             return
-        live.notes += [f"the step was cut short: {why}"] if why else []
+        live.notes += [f"{CUT_SHORT}: {why}"] if why else []
         end_ns = live.step.end_ns or clock.now_ns()
         with live.outside.spans.during(CAPTURE_STOP):
             manifest = yield from self._conclude(live, end_ns, complete)
@@ -299,12 +309,13 @@ class Controller:
             self._folders.note(item)
         yield from peers.end(finished)
         self._folders.flush()
+        if leads(self.config, self._roster.targets):
+            self._put_end_on_record()
         yield Waiting(self._folders.drain, finish_s)
         self._retention.wait(finish_s)
         self._hooks.train_ends()
         yield Waiting(self._hooks.drain, self._hooks.longest_s)
         self._folders.leave()
-        self.order.train_ends(self.config.schedule)
 
     def _open(
         self, step_range: StepRange, step: int, policy_version: int | None, outside: Outside
@@ -452,6 +463,14 @@ class Controller:
         for call in self._roster.take_answered():
             for finished in getattr(call.reply(), "finished", ()):
                 self._folders.note(finished)
+
+    def _put_end_on_record(self) -> None:
+        """Say which steps of the schedule never came, here and in the run's files, if it has any."""
+        record = self._folders.record
+        came_before = record.came if record is not None else lambda step: False
+        never_came = self.order.train_ends(self.config.schedule, came_before)
+        if record is not None and (steps := self.order.steps) is not None:
+            record.train_ends(*steps, never_came)
 
     def _is_last(self, step_range: StepRange) -> bool:
         last_step = self.config.schedule.last_step()

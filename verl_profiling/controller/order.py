@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from verl_profiling.settings.schedule import Schedule
+from verl_profiling.units import step_list
 
 __all__ = ["LoopOrder"]
 
@@ -50,28 +52,31 @@ class LoopOrder:
             )
         self._in_rollout = False
 
-    def train_ends(self, schedule: Schedule) -> None:
-        """Warn of steps that the schedule chose and the loop never began."""
-        if self._first is None:
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """The first and the last step that the loop began."""
+        return (self._first, self._last) if self._first is not None and self._last is not None else None
+
+    def train_ends(self, schedule: Schedule, came_before: Callable[[int], bool]) -> list[int]:
+        """Warn of steps that the schedule chose and the loop never began; return those that it lists.
+
+        Args:
+            schedule: The steps to capture.
+            came_before: Returns whether an earlier start of the run came to a step.
+        """
+        if self.steps is None:
             self._say("training ends and on_step_begin(step) was never called: nothing was captured")
-            return
-        ran = f"the loop ran from step {self._first} to step {self._last}"
-        never = [step for step in schedule.steps or () if step not in self._captured]
-        if self._captured:
-            # Of a resumed run, the earlier steps were those of the start before it.
-            never = [step for step in never if step > self._first]
+            return []
+        ran = "the loop ran from step {} to step {}".format(*self.steps)
+        listed = [step for step in schedule.steps or () if step not in self._captured]
+        never = [step for step in listed if not came_before(step)]
         if never:
-            self._say(f"schedule.steps: {_listed(never)} never came; {ran}")
-        elif not self._captured:
+            self._say(f"schedule.steps: {step_list(never)} never came; {ran}")
+        elif not self._captured and not listed:
             self._say(f"schedule: no step was captured; {ran}, and {schedule.in_words()}")
+        return never
 
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             logger.warning("%s", text)
-
-
-def _listed(steps: list[int], most: int = 10) -> str:
-    listed = ", ".join(map(str, steps[:most]))
-    more = f" and {len(steps) - most} more" if len(steps) > most else ""
-    return f"{'step' if len(steps) == 1 else 'steps'} {listed}{more}"

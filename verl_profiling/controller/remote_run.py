@@ -134,9 +134,7 @@ class RemoteRun:
         def work() -> float | None:
             sent = self._waiting[folder]
             try:
-                for path in self.folder.glob("run*.json"):
-                    RemoteFolder(self.url).put(path, path.name)
-                    remove_uploaded(path)
+                self._put_run_files()
                 remote = RemoteFolder(f"{self.url}/{folder.name}")
                 for path in _files_of(folder, sent):
                     remote.put(path, path.name)
@@ -159,6 +157,29 @@ class RemoteRun:
             return None
 
         self._background.submit(work)
+
+    def publish_run_files(self) -> None:
+        """Upload, in the background, what is on record of the run's starts."""
+        retries = Retries(self._retry_s)
+
+        def work() -> float | None:
+            try:
+                self._put_run_files()
+            except Exception as error:  # each file system raises errors of its own
+                wait_s = retries.next_s()
+                if wait_s is None:
+                    logger.error(
+                        "run files not uploaded to %s: %s: %s", self.url, type(error).__name__, error
+                    )
+                return wait_s
+            return None
+
+        self._background.submit(work)
+
+    def _put_run_files(self) -> None:
+        for path in self.folder.glob("run*.json"):
+            RemoteFolder(self.url).put(path, path.name)
+            remove_uploaded(path)
 
     def is_published(self, folder: Path) -> bool:
         """Return whether no upload of a step folder's manifest is due."""

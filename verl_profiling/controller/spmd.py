@@ -36,7 +36,7 @@ from verl_profiling.manifest import CaptureResult, HostClock, Manifest
 from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["Alone", "find_peers"]
+__all__ = ["Alone", "find_peers", "leads"]
 
 logger = logging.getLogger(__name__)
 
@@ -135,13 +135,12 @@ def find_peers(config: ProfilingConfig, targets: list[Target], folders: StepFold
     Raises:
         ConfigError: ``spmd: true``, and nothing says which rank this is.
     """
-    local = bool(targets) and all(target.is_local for target in targets)
-    place = process_rank()
-    if config.spmd and place is None:
+    if config.spmd and process_rank() is None:
         raise ConfigError(
             "spmd", "no rank: initialise torch.distributed, or set RANK and WORLD_SIZE as torchrun does"
         )
-    if config.spmd is False or place is None or place[1] == 1 or not (local or config.spmd):
+    place = _place(config, targets)
+    if place is None:
         return Alone()
     rank, world_size = place
     store = default_store()
@@ -154,6 +153,21 @@ def find_peers(config: ProfilingConfig, targets: list[Target], folders: StepFold
         join = lambda: lead_files(path) if rank == 0 else find_leader_files(path, since_ns)  # noqa: E731
     logger.info("rank %d of %d: the ranks' callbacks record together", rank, world_size)
     return _Leader(config, world_size, join, folders) if rank == 0 else _Follower(config, rank, join)
+
+
+def leads(config: ProfilingConfig, targets: list[Target]) -> bool:
+    """Return whether this callback writes what a run has one of: it is alone, or rank 0."""
+    place = _place(config, targets)
+    return place is None or place[0] == 0
+
+
+def _place(config: ProfilingConfig, targets: list[Target]) -> tuple[int, int] | None:
+    """Return rank and world size where several callbacks record together, else ``None``."""
+    place = process_rank()
+    local = bool(targets) and all(target.is_local for target in targets)
+    if config.spmd is False or place is None or place[1] == 1 or not (local or config.spmd):
+        return None
+    return place
 
 
 class _Peer(Alone):

@@ -12,7 +12,8 @@ import msgspec
 from verl_profiling.capture.messages import Finished
 from verl_profiling.controller.beside import BesideWriter
 from verl_profiling.controller.node_local import located
-from verl_profiling.controller.run_claim import RunFolder, claim_run_folder
+from verl_profiling.controller.run_claim import RunFolder, claim_run_folder, continues
+from verl_profiling.controller.run_record import RunRecord
 from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import ProcessId, step_folder_name
 from verl_profiling.manifest import (
@@ -21,10 +22,9 @@ from verl_profiling.manifest import (
     ArtifactStatus,
     CaptureResult,
     Manifest,
-    RunInfo,
     worst_fate,
 )
-from verl_profiling.run_files import read_manifest, run_file_name, write_json_atomically
+from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["StepFolders", "WrittenStep"]
@@ -47,11 +47,15 @@ class StepFolders:
 
     Args:
         config: The settings; ``save_path`` is the run's folder unless another run has it.
+
+    Attributes:
+        record: What is on record of the run, once its folder is claimed.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
         self._config = config
         self._run: RunFolder | None = None
+        self.record: RunRecord | None = None
         self._beside = BesideWriter()
         self._last: WrittenStep | None = None
         self._unfinished: list[WrittenStep] = []
@@ -61,9 +65,12 @@ class StepFolders:
     @property
     def run(self) -> RunFolder:
         """The run's folder."""
-        if self._run is None:
-            self._run = claim_run_folder(self._config)
-        return self._run
+        return self._run or self._claim()
+
+    def train_begins(self) -> None:
+        """Put this start of the run on record, if an earlier one is, whatever will be captured."""
+        if self._run is None and continues(self._config):
+            self._claim()
 
     def is_written(self, folder: Path) -> bool:
         """Return whether all of a step is where it belongs, as far as this process sees to it."""
@@ -200,6 +207,12 @@ class StepFolders:
             write_json_atomically(written.folder / MANIFEST_NAME, written.manifest)
             self._publish(written)
 
+    def _claim(self) -> RunFolder:
+        self._run = claim_run_folder(self._config)
+        self.record = RunRecord(self._run)
+        self.record.enter()
+        return self._run
+
     def _change(self, written: WrittenStep, manifest: Manifest) -> None:
         written.manifest = manifest = self._located(written.folder, manifest)
         write_controller_trace(written.folder, manifest)
@@ -235,9 +248,8 @@ class StepFolders:
         }
         if hosts - self._node_local and not remote:
             self._node_local |= hosts
-            path = self.run.path / run_file_name(self.run.start)
-            info = msgspec.json.decode(path.read_bytes(), type=RunInfo)
-            write_json_atomically(path, msgspec.structs.replace(info, node_local=sorted(self._node_local)))
+            if self.record is not None:
+                self.record.files_stay_on(self._node_local)
         return manifest
 
     def _publish(self, written: WrittenStep) -> None:

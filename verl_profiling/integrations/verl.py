@@ -43,6 +43,10 @@ def _sglang(config: Any) -> bool:
     return _engine(config) == "sglang"
 
 
+def _megatron(config: Any) -> bool:
+    return bool(config.get("actor_rollout_ref", {}).get("actor", {}).get("strategy") == "megatron")
+
+
 HOOKS = (
     Hook(
         module="verl.utils.profiler",
@@ -101,9 +105,25 @@ HOOKS = (
         records="mini-batches",
     ),
     Hook(
+        module="verl.workers.engine_workers",
+        put_in="verl_training_workers:hook_checkpoints",
+        records="stages of workers that save or load a checkpoint",
+    ),
+    Hook(
         module="verl.workers.engine.fsdp.transformer_impl",
         put_in="verl_training_workers:hook_fsdp_engine",
         records="micro-batches of FSDP engines",
+    ),
+    Hook(
+        module="verl.workers.engine.fsdp.transformer_impl",
+        put_in="verl_training_workers:hook_fsdp_offloading",
+        records="what FSDP engines move between host and device",
+    ),
+    Hook(
+        module="verl.workers.engine.megatron.transformer_impl",
+        put_in="verl_training_workers:hook_megatron_offloading",
+        records="what Megatron engines move between host and device",
+        used_by=_megatron,
     ),
     Hook(
         module="verl.workers.rollout.vllm_rollout.vllm_async_server",

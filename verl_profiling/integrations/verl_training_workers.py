@@ -17,16 +17,33 @@ from verl_profiling.integrations.wrapping import wrap
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import CaptureMixin, CaptureTimers, FSDPCaptureMixin, MegatronCaptureMixin
 
-__all__ = ["hook_actor_stages", "hook_critic_stages", "hook_fsdp_engine", "hook_mini_batches", "hook_workers"]
+__all__ = [
+    "hook_actor_stages",
+    "hook_checkpoints",
+    "hook_critic_stages",
+    "hook_fsdp_engine",
+    "hook_fsdp_offloading",
+    "hook_megatron_offloading",
+    "hook_mini_batches",
+    "hook_workers",
+]
 
+_OLD, _REFERENCE = "old_log_prob", "ref_log_prob"
+_CHECKPOINTS = ("save_checkpoint", "load_checkpoint")
 _ACTOR_STAGES = {
-    "compute_log_prob": "old_log_prob",
-    "compute_ref_log_prob": "ref_log_prob",
+    "compute_ref_log_prob": _REFERENCE,
     "update_actor": "update_actor",
     "update_weights": "update_weights",
 }
 _CRITIC_STAGES = {"infer_batch": "values", "train_mini_batch": "update_critic"}
 _CRITIC_MODEL = "value_model"
+_WITHOUT_ADAPTER = "no_lora_adapter"
+_OFFLOADING = {
+    "load_{}_model_to_gpu": "load_model",
+    "load_{}_optimizer": "load_optimizer",
+    "offload_{}_model_to_cpu": "offload_model",
+    "offload_{}_optimizer": "offload_optimizer",
+}
 
 
 def hook_workers(module: Any) -> None:
@@ -39,12 +56,20 @@ def hook_actor_stages(module: Any) -> None:
     """Mark the stages of the actor and the reference model."""
     for name, stage_name in _ACTOR_STAGES.items():
         wrap(module.ActorRolloutRefWorker, name, stage(stage_name))
+    wrap(module.ActorRolloutRefWorker, "compute_log_prob", _log_prob_stage)
 
 
 def hook_critic_stages(module: Any) -> None:
     """Mark the stages of ``TrainingWorker`` if it is a critic."""
     for name, stage_name in _CRITIC_STAGES.items():
         wrap(module.TrainingWorker, name, functools.partial(_critic_stage, stage_name))
+
+
+def hook_checkpoints(module: Any) -> None:
+    """Mark the saving and loading of checkpoints; an actor's are those of the worker around it."""
+    for name in _CHECKPOINTS:
+        wrap(module.ActorRolloutRefWorker, name, stage(name))
+        wrap(module.TrainingWorker, name, functools.partial(_critic_stage, name))
 
 
 def hook_mini_batches(module: Any) -> None:
@@ -68,6 +93,21 @@ def _marked_micro_batches(prepare: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_micro_batches
 
 
+def hook_fsdp_offloading(module: Any) -> None:
+    """Mark what moves models and optimizers of FSDP engines to the device and away from it."""
+    _mark_offloading(module, "fsdp")
+
+
+def hook_megatron_offloading(module: Any) -> None:
+    """Mark the same of Megatron engines."""
+    _mark_offloading(module, "megatron")
+
+
+def _mark_offloading(module: Any, framework: str) -> None:
+    for name, stage_name in _OFFLOADING.items():
+        wrap(module, name.format(framework), stage(stage_name))
+
+
 class _MarkedMicroBatches(list[Any]):
     """Micro-batches; in a loop over them each pass of the body is a stage."""
 
@@ -76,6 +116,27 @@ class _MarkedMicroBatches(list[Any]):
         for item in super().__iter__():
             with micro_batch:
                 yield item
+
+
+def _log_prob_stage(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark ``compute_log_prob`` by what it computes: without its LoRA adapter the actor is the reference."""
+    of_actor, of_reference = stage(_OLD)(method), stage(_REFERENCE)(method)
+
+    def compute_log_prob(self: Any, data: Any) -> Any:
+        return (of_reference if _without_adapter(data) else of_actor)(self, data)
+
+    return compute_log_prob
+
+
+def _without_adapter(data: Any) -> bool:
+    """Return whether the trainer wants the model without adapter: V1 says so beside the batch, V0 in it."""
+    if isinstance(facts := getattr(data, "extra_info", None), dict):
+        return bool(facts.get(_WITHOUT_ADAPTER, False))
+    if _WITHOUT_ADAPTER not in getattr(data, "keys", tuple)():
+        return False
+    from verl.utils import tensordict_utils
+
+    return bool(tensordict_utils.get(data, _WITHOUT_ADAPTER))
 
 
 def _critic_stage(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

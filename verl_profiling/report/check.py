@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, Artifact
-from verl_profiling.run_files import read_manifest, read_starts
+from verl_profiling.manifest import CONTROLLER_TRACE_NAME, CUT_SHORT, MANIFEST_NAME, Artifact
+from verl_profiling.run_files import never_came, read_manifest, read_starts, run_file_name
 from verl_profiling.timeline.decompress import Blocks
 from verl_profiling.timeline.inputs import (
     UNWRITTEN,
@@ -28,7 +28,9 @@ from verl_profiling.visible import visible_text_of
 
 __all__ = ["CheckResult", "Checked", "check", "check_artifact"]
 
-Fate = Literal["ok", "begun", "missing", "empty", "truncated", "limited", "unreadable", "failed", "skipped"]
+Fate = Literal[
+    "ok", "begun", "cut", "missing", "empty", "truncated", "limited", "unreadable", "failed", "skipped"
+]
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,9 +96,11 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
 
 def _check_starts(run: Path) -> list[Checked]:
     try:
-        read_starts(run)
+        starts = read_starts(run)
     except TraceFormatError as error:
         return [Checked(path=Path(error.path).name, fate="unreadable", reason=error.problem)]
+    if sentence := never_came(starts):
+        return [Checked(path=run_file_name(len(starts)), fate="missing", reason=sentence)]
     return []
 
 
@@ -113,6 +117,10 @@ def _check_step(root: Path, folder: Path, limits: Limits) -> list[Checked]:
     checked = [check_artifact(folder, controller, where, limits)] if manifest.state != "recovered" else []
     if reason := unfinished(manifest):
         checked.insert(0, Checked(path=name, fate="begun", reason=reason))
+    elif not manifest.complete:
+        said = "; ".join(note for note in manifest.notes if note.startswith(CUT_SHORT))
+        ended = "its process ended" if manifest.state == "recovered" else "it ended early"
+        checked.insert(0, Checked(path=name, fate="cut", reason=said or f"{CUT_SHORT}: {ended}"))
     for worker in manifest.workers:
         checked += [check_artifact(folder, artifact, where, limits) for artifact in worker.artifacts]
         explained = any(artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts)
