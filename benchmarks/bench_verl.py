@@ -4,7 +4,7 @@ Run with real verl (``make env-verl``), in parts if need be::
 
     .venv-verl/bin/python benchmarks/bench_verl.py hooks
     .venv-verl/bin/python benchmarks/bench_verl.py steps 3      # 3 pairs of runs
-    .venv-verl/bin/python benchmarks/bench_verl.py profilers 2  # 2 pairs, for each of two contents
+    .venv-verl/bin/python benchmarks/bench_verl.py profilers 3  # 3 pairs of runs in each mode
 
 Every figure is of whole runs of ``recipes/verl_grpo_cpu``; what is compared alternates.
 """
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,8 +35,19 @@ CODE = (
     "verl_profiling/integrations/verl_training_workers.py",
     "verl_profiling/integrations/verl_servers.py",
 )
-UNPROFILED, PROFILED = 24, 8
-CONTENTS = {"CPU operators": "[cpu]", "with stacks, shapes and memory": "[cpu,stack,shapes,memory]"}
+UNPROFILED, PROFILED = 24, 5
+CONTENTS = "[cpu]"
+ROLES = {  # by what names of files and folders begin with, verl's and this package's
+    **{"agent_loop_rollout": "rollout", "rollout": "rollout"},
+    **{"actor": "actor", "agent_loop": "agent_loop", "reward": "reward"},
+}
+CAPTURES = (
+    "verl_profiling/controller/controller.py",
+    "verl_profiling/tools/torch_profiler.py",
+    "verl_profiling/engines/recorder.py",
+    "verl_profiling/engines/vllm_start.py",
+    "verl_profiling/integrations/verl_engines.py",
+)
 
 
 @dataclass
@@ -56,28 +67,70 @@ class Step:
         return sum(sum(times) for times in self.hooks.values())
 
 
-def run(measured: str, steps: int, *overrides: str, plugin: bool = True) -> list[Step]:
-    """Run verl; return its steps without the first ones."""
-    with tempfile.TemporaryDirectory(prefix="verl-") as folder:
-        lines = Path(folder) / "lines"
+@dataclass
+class Written:
+    """What the captures of a run left.
+
+    Attributes:
+        files: Files by captured step.
+        bytes: Their bytes by captured step.
+        roles: Roles that recorded.
+    """
+
+    files: float
+    bytes: float
+    roles: list[str]
+
+    @classmethod
+    def of(cls, folder: Path, steps: int) -> Written:
+        """Count what is in a folder, the run's own file aside."""
+        files = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.json"]
+        parts = {part for path in files for part in path.relative_to(folder).parts}
+        found = (next(filter(part.startswith, ROLES), None) for part in parts)
+        roles = {ROLES[prefix] for prefix in found if prefix is not None}
+        return cls(len(files) / steps, sum(path.stat().st_size for path in files) / steps, sorted(roles))
+
+
+def run(
+    measured: str,
+    steps: int,
+    *overrides: str,
+    plugin: bool = True,
+    folder: Path | None = None,
+    verl_steps: Sequence[int] = (),
+) -> list[Step]:
+    """Run verl; return its steps without the first ones.
+
+    Args:
+        measured: What its probe measures.
+        steps: Steps after the first ones.
+        overrides: Settings of the run.
+        plugin: Load this package.
+        folder: Where this package and verl's profiler write: to ``ours`` and ``verl``.
+        verl_steps: Steps that verl's profiler records beside those of this package.
+    """
+    with tempfile.TemporaryDirectory(prefix="verl-") as own:
+        lines, recorded = Path(own) / "lines", folder or Path(own)
         lines.mkdir()
         command = [
             str(ROOT / "recipes/verl_grpo_cpu/run.sh"),
             f"trainer.total_training_steps={WARM_UP + steps}",
             "trainer.total_epochs=100",
-            f"profiling.save_path={folder}/profiling",
-            f"hydra.run.dir={folder}",
+            f"profiling.save_path={recorded}/ours",
+            f"global_profiler.save_path={recorded}/verl",
+            f"hydra.run.dir={own}",
             *overrides,
         ]
         loaded = [PLATFORM, *([PLUGIN] if plugin and measured != "hooks" else []), PROBE]
         variables = {
             **os.environ,
             "PYTHON": sys.executable,
-            "RAY_TMPDIR": folder,
+            "RAY_TMPDIR": own,
             "PLUGINS": ",".join(loaded),
             "VERL_USE_EXTERNAL_PLUGINS": "none",
             "VERL_PROBE": str(lines),
             "VERL_PROBE_OF": measured,
+            "VERL_PROBE_STEPS": ",".join(map(str, verl_steps)),
         }
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -155,56 +208,108 @@ def steps(pairs: int) -> None:
     record("verl_steps", rows, method=method, code=CODE, peers={})
 
 
-def profilers(pairs: int) -> None:
-    """Record profiled steps with this package and with verl's own torch profiler, same contents."""
-    profiled = list(range(WARM_UP + 1, WARM_UP + PROFILED + 1))
-    rows = []
-    for name, contents in CONTENTS.items():
-        taken: dict[str, list[Step]] = {"verl": [], "ours": []}
-        flags = [
-            f"+profiling.tools.torch.{option}={option in contents}"
-            for option in ("stack", "shapes", "memory")
-        ]
-        settings = {
-            "verl": [
-                "profiling.enable=false",
-                "global_profiler.tool=torch",
-                f"global_profiler.steps={profiled}",
-                "actor_rollout_ref.actor.profiler.enable=true",
-                f"actor_rollout_ref.actor.profiler.tool_config.torch.contents={contents}",
-            ],
-            "ours": [
-                "profiling=e2e",
-                f"profiling.schedule.steps={profiled}",
-                "+profiling.roles.rollout.enable=false",  # as verl does in this mode
-                *flags,
-            ],
+@dataclass
+class Measured:
+    """The profiled steps of one side, and what they left: one value for each step, or run."""
+
+    steps: list[Step] = field(default_factory=list)
+    written: list[Written] = field(default_factory=list)
+
+    def of(self) -> dict[str, tuple[list[float], str]]:
+        """Return the numbers of the table, with their units."""
+        return {
+            "step and pauses": ([step.took_ns / 1e9 for step in self.steps], "s"),
+            "of it the pauses": ([sum(step.pauses.values()) / 1e9 for step in self.steps], "s"),
+            "files of a step": ([one.files for one in self.written], ""),
+            "bytes of a step": ([one.bytes / 1e6 for one in self.written], "MB"),
         }
-        for _ in range(pairs):
-            for whose, given in settings.items():
-                taken[whose] += run("pauses", PROFILED, *(text.replace(" ", "") for text in given))
-        for what, value in (
-            ("the step", lambda step: step.took_ns / 1e9),
-            ("the pause at the stop", lambda step: step.pauses["stop"] / 1e9),
-        ):
-            theirs, ours = ([value(step) for step in taken[whose]] for whose in ("verl", "ours"))
+
+
+def profilers(pairs: int) -> None:
+    """Record profiled steps with this package and with verl's own torch profiler, same contents.
+
+    In e2e mode both take turns in one run, with a step between that nobody records. In discrete mode both
+    would configure the engine, so runs take turns. The table is written after each pair of these.
+    """
+    e2e = e2e_in_turn()
+    discrete = {"verl": Measured(), "ours": Measured()}
+    for number in range(pairs):
+        for whose in ("verl", "ours") if number % 2 == 0 else ("ours", "verl"):
+            steps, written = discrete_run(whose)
+            discrete[whose].steps += steps
+            discrete[whose].written.append(written)
+        record_profilers({"e2e": e2e, "discrete": discrete}, number + 1)
+
+
+def e2e_in_turn() -> dict[str, Measured]:
+    """Run verl once; return the steps that verl's profiler records, and those that this package does."""
+    first = range(WARM_UP + 1, WARM_UP + 3 * PROFILED + 1, 3)
+    ours = [step + 1 for step in first]
+    given = ["profiling=e2e", _steps("profiling.schedule", ours), *_verls_profiler("False")]
+    with tempfile.TemporaryDirectory(prefix="e2e-") as folder:
+        found = run("turns", 3 * PROFILED, *given, folder=Path(folder), verl_steps=first)
+        written = {whose: [Written.of(Path(folder) / whose, PROFILED)] for whose in ("verl", "ours")}
+    return {"verl": Measured(found[::3], written["verl"]), "ours": Measured(found[1::3], written["ours"])}
+
+
+def discrete_run(whose: str) -> tuple[list[Step], Written]:
+    """Run verl with one of the profilers."""
+    steps = list(range(WARM_UP + 1, WARM_UP + PROFILED + 1))
+    given = {
+        "ours": ["profiling=discrete", _steps("profiling.schedule", steps)],
+        "verl": ["profiling.enable=false", _steps("global_profiler", steps), *_verls_profiler("True")],
+    }
+    with tempfile.TemporaryDirectory(prefix="discrete-") as folder:
+        found = run("pauses", PROFILED, *given[whose], folder=Path(folder))
+        return found, Written.of(Path(folder) / whose, PROFILED)
+
+
+def _steps(block: str, steps: Sequence[int]) -> str:
+    return f"{block}.steps=[{','.join(map(str, steps))}]"
+
+
+def _verls_profiler(discrete: str) -> list[str]:
+    torch = "actor_rollout_ref.actor.profiler.tool_config.torch"
+    return [
+        "global_profiler.tool=torch",
+        "actor_rollout_ref.actor.profiler.enable=true",
+        f"{torch}.contents={CONTENTS}",
+        f"{torch}.discrete={discrete}",
+    ]
+
+
+def record_profilers(found: dict[str, dict[str, Measured]], pairs: int) -> None:
+    """Record what was measured so far."""
+    rows = []
+    for mode, sides in found.items():
+        theirs, ours = (
+            f"{mode}, {who} ({', '.join(sides[whose].written[0].roles)})"
+            for whose, who in (("verl", "verl's profiler"), ("ours", "this package"))
+        )
+        of_verl = sides["verl"].of()
+        for what, (values, unit) in sides["ours"].of().items():
+            known = of_verl[what][0]
             rows += [
-                row(f"{name}, verl's profiler: {what}", theirs, "s"),
-                row(f"{name}, this package: {what}", ours, "s", against="verl's profiler", of=theirs),
+                row(f"{theirs}: {what}", known, unit),
+                row(f"{ours}: {what}", values, unit, against="verl's profiler", of=known),
             ]
-    setup = "`global_profiler.tool=torch`, discrete off, the same contents; without the rollout"
+    setup = (
+        "`global_profiler.tool=torch`, the same contents: operators of the CPU; in e2e mode (`discrete` off) "
+        "verl does not record the rollout, this package does"
+    )
     record(
         "verl_profiled",
         rows,
-        method=f"{PROFILED} profiled steps in each of {pairs} pairs of runs, alternating, by the clock.",
-        code=CODE,
+        method=f"e2e: {PROFILED} profiled steps of each in one run, in turn; discrete: {PROFILED} in each of "
+        f"{pairs} pairs of runs, in turn. By the clock; other work ran on the two cores.",
+        code=(*CODE, *CAPTURES),
         peers={"verl's torch profiler": setup},
     )
 
 
 if __name__ == "__main__":
     part, *given = sys.argv[1:] or ["all"]
-    count = int(given[0]) if given else 2
+    count = int(given[0]) if given else 3
     if part in ("hooks", "all"):
         hooks()
     if part in ("steps", "all"):

@@ -205,6 +205,24 @@ def probe_pauses() -> None:
     paused(callback, "on_step_end", "stop")
 
 
+def have_verl_profile(steps: list[int]) -> None:
+    """Switch verl's profiler on for these steps once the trainer has been made: next to other settings of
+    this package it would be refused, and here the two never record the same step.
+    """
+
+    def hook(module: Any) -> None:
+        fit = module.PPOTrainer.fit
+
+        @functools.wraps(fit)
+        def profiled_fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.config.global_profiler.steps = steps
+            return fit(self, *args, **kwargs)
+
+        module.PPOTrainer.fit = profiled_fit
+
+    when_imported("verl.trainer.ppo.v1.trainer_base", hook)
+
+
 def count_calls() -> None:
     """Note every remote call by which a capture is driven."""
     actor = import_module("ray.actor")
@@ -227,6 +245,8 @@ if measured == "hooks":
     probe_methods(inner=False)
     probe_requests()
     count_calls()
-elif measured == "pauses":
+elif measured in ("pauses", "turns"):
     probe_pauses()
+if measured == "turns":
+    have_verl_profile([int(step) for step in os.environ["VERL_PROBE_STEPS"].split(",")])
 when_imported("verl.utils.profiler", probe_timers(inner=False))
