@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from verl_profiling.controller.trace import write_controller_trace
+from verl_profiling.devices import Device
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (
     MANIFEST_NAME,
@@ -19,12 +20,14 @@ from verl_profiling.manifest import (
     Request,
     Rpc,
     StageSpan,
+    StepSpan,
     ToolSpan,
 )
 from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.step_inputs import StepInputs
 
 Drawn = tuple[str, float, float]
 
@@ -42,6 +45,9 @@ class Worker:
         operators: What its host ran.
         calls: Calls of the CUDA runtime that its host made.
         tool: Starts and stops of its tool, each with the stage that it recorded.
+        logged: Whether its requests were logged, though there may be none.
+        pending: When requests were sent that had not ended.
+        devices: What it computed on.
     """
 
     role: str
@@ -58,6 +64,9 @@ class Worker:
     mode: str = "e2e"
     host: str = ""
     cores: int = 0
+    logged: bool = False
+    pending: list[float] = field(default_factory=list)
+    devices: list[Device] = field(default_factory=list)
 
 
 def ns(seconds: float) -> int:
@@ -72,7 +81,19 @@ def report_of(
     end: float = 10.0,
     calls: Sequence[Drawn] = (),
 ) -> Report:
-    """Write a step that is drawn by hand, and return its report.
+    """Write a step that is drawn by hand, and return its report."""
+    return build_report(drawn_inputs(folder, stages, workers, end, calls))
+
+
+def drawn_inputs(
+    folder: Path,
+    stages: Sequence[Drawn | tuple[str, float, float, int]],
+    workers: Sequence[Worker],
+    end: float = 10.0,
+    calls: Sequence[Drawn] = (),
+    steps: Sequence[StepSpan] = (),
+) -> StepInputs:
+    """Write a capture that is drawn by hand, and return what is found of it.
 
     Args:
         folder: Where it is written.
@@ -80,6 +101,7 @@ def report_of(
         workers: Its workers.
         end: When it ends.
         calls: Calls of the controller that start and stop the capture.
+        steps: Its steps, if there are several.
     """
     results = []
     for worker in workers:
@@ -115,6 +137,9 @@ def report_of(
                 identity=identity,
                 mode=worker.mode,
                 cores=worker.cores,
+                devices=worker.devices,
+                requests_logged=worker.logged,
+                pending_since_ns=[ns(since) for since in worker.pending],
                 tool_spans=[ToolSpan(name, ns(a), ns(b), stage) for name, a, b, stage in worker.tool],
                 artifacts=[
                     Artifact(
@@ -149,7 +174,8 @@ def report_of(
         run_id="drawn",
         capture_id="drawn-1",
         step=1,
-        steps=[1],
+        steps=[span.step for span in steps] or [1],
+        step_spans=list(steps),
         begin_ns=ns(0),
         end_ns=ns(end),
         controller=WorkerIdentity(role="controller"),
@@ -160,7 +186,7 @@ def report_of(
     write_controller_trace(folder, manifest)
     write_json_atomically(folder / MANIFEST_NAME, manifest)
     (inputs,) = find_steps(folder)
-    return build_report(inputs)
+    return inputs
 
 
 FAULTS = ("healthy", "slow rank", "long tail", "host-bound", "slow weight sync")

@@ -27,6 +27,7 @@ from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
 from verl_profiling.timeline.inputs import steps_of, the_run
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.merge import MergeResult, merge
+from verl_profiling.timeline.one_step import one_by_one
 from verl_profiling.timeline.slim import Keep, select_ranks, stage_windows
 from verl_profiling.timeline.split import split_step
 from verl_profiling.timeline.step_inputs import TIMELINE_NAME, StepInputs
@@ -53,6 +54,7 @@ __all__ = [
 FrameName = Literal[
     "stages",
     "workers",
+    "devices",
     "engines",
     "replicas",
     "lost",
@@ -174,7 +176,9 @@ def load_reports(path: str | os.PathLike[str]) -> list[Report]:
         TraceFormatError: It is neither.
     """
     saved = saved_report(path)
-    return [saved] if saved is not None else [step.report() for step in open_run(path).steps()]
+    if saved is not None:
+        return [saved]
+    return [step.report() for capture in open_run(path).steps() for step in capture.by_step()]
 
 
 def saved_report(path: str | os.PathLike[str]) -> Report | None:
@@ -290,6 +294,11 @@ class CapturedStep:
         """What was expected and what became of it; ``None`` for plain traces."""
         return self.inputs.manifest
 
+    def by_step(self) -> list[CapturedStep]:
+        """Return the steps of a continuous capture, each with a report of its own; of any other, itself."""
+        parts = one_by_one(self.inputs)
+        return [self] if len(parts) == 1 else [CapturedStep(part) for part in parts]
+
     def report(self, on_progress: Progress | None = None) -> Report:
         """Return the report; the traces are read once. A notebook shows it as its page.
 
@@ -297,12 +306,16 @@ class CapturedStep:
             on_progress: Called with each trace once it is read.
 
         Raises:
+            ConfigError: It is a continuous capture of several steps, each of which has a report.
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
         from verl_profiling.report.build import build_report
         from verl_profiling.report.notebook import NotebookReport
 
         if self._report is None:
+            if len(steps := self.by_step()) > 1:
+                titles = ", ".join(step.inputs.title for step in steps)
+                raise ConfigError("report", f"{self.directory} holds {titles}: ask by_step() for theirs")
             self._report = NotebookReport.of(build_report(self.inputs, on_progress))
         return self._report
 
@@ -343,11 +356,14 @@ class CapturedStep:
         choices = get_args(FrameName)
         if name not in choices:
             raise ConfigError("to_frame", f"unknown table {name!r}; {choices_hint(str(name), choices)}")
+        steps = self.by_step()
         if name == "requests":
-            rows = requests(self.manifest) if self.manifest else []
-            return data_frame(self.step, RequestRow, rows)
+            tables = [(step.step, requests(step.manifest) if step.manifest else []) for step in steps]
+            return data_frame(RequestRow, tables)
         table = _KERNELS if name == "kernels" else name
-        return data_frame(self.step, REPORT_TABLES[table], rows_of(self.report(), table))
+        return data_frame(
+            REPORT_TABLES[table], [(step.step, rows_of(step.report(), table)) for step in steps]
+        )
 
     def merge(
         self,

@@ -269,5 +269,7 @@ def test_there_are_at_most_five_and_each_has_seconds_and_lanes(tmp_path: Path) -
 def test_nothing_to_divide_by_is_no_problem(tmp_path: Path) -> None:
     """An empty step, one without workers and one of no length."""
     report = open_step(build_step(tmp_path)).report()
-    empty = msgspec.structs.replace(report, workers=[], stages=[], stragglers=[], lost=[], span_us=0.0)
+    empty = msgspec.structs.replace(
+        report, workers=[], devices=[], stages=[], stragglers=[], lost=[], span_us=0.0
+    )
     assert [finding.rule for finding in find(empty).findings] in ([], ["coverage"])

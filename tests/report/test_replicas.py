@@ -102,7 +102,13 @@ def test_what_the_engine_does_not_tell_is_unknown() -> None:
     silent = msgspec.structs.replace(told, **unknown, cached_tokens=None, preemptions=None)
     [row] = replica_rows(requests(manifest([silent, silent])))
     found = {name for name, value in msgspec.structs.asdict(row).items() if value is None}
-    assert found == {*ReplicaRow.__struct_fields__} - {"worker", "replica", "requests", "failed"}
+    assert found == {*ReplicaRow.__struct_fields__} - {
+        "worker",
+        "replica",
+        "requests",
+        "failed",
+        "validation",
+    }
     [row] = replica_rows(requests(manifest([told, silent])))
     assert (row.cache_hit_share, row.preemptions, row.queued_p50_us) == (0.5, 0, 20_000)
     assert replica_rows([]) == []

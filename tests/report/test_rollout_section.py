@@ -456,7 +456,7 @@ def test_every_face_shows_the_rollout(busy: Report, tmp_path: Path) -> None:
     assert sum(float(row["seconds"]) for row in rows if row["validate"] == "False") == pytest.approx(
         rollout_of(busy).seconds
     )
-    frame = data_frame(busy.step, CallRow, rows_of(busy, "trajectory_calls"))
+    frame = data_frame(CallRow, [(busy.step, rows_of(busy, "trajectory_calls"))])
     assert set(frame["name"]) == {"tool:search", "tool:<b>sandbox", "tool:blocking", "tool:http"}
     found = dict(scalars(busy))
     assert found["trajectories/count"] == 40

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from verl_profiling.analysis import open_steps
+from verl_profiling.analysis import CapturedStep, open_steps
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.timeline.limits import Limits
@@ -36,7 +36,7 @@ class StepByStep:
         TraceFormatError: There is nothing to analyse.
 
     Attributes:
-        steps: The steps that can be read.
+        steps: The captures that can be read, of one step each unless they are continuous.
         exit_code: 0 while all is well.
     """
 
@@ -49,8 +49,13 @@ class StepByStep:
             warn(problem)
 
     @property
+    def each(self) -> list[CapturedStep]:
+        """The steps one by one, those of a continuous capture too."""
+        return [step for capture in self.steps for step in capture.by_step()]
+
+    @property
     def traces(self) -> int:
-        """Number of traces and logs in all steps."""
+        """Number of traces and logs in all captures."""
         return sum(len(step.inputs.sources) + len(step.inputs.logs) for step in self.steps)
 
     def output_for_one(self, output: Path | None) -> None:

@@ -85,7 +85,7 @@ def _reports(path: Path, arguments: argparse.Namespace) -> _Side:
         return _Side([saved], EXIT_OK)
     work = StepByStep([path], limits_of(arguments), arguments.communication)
     reports = []
-    for step in work.steps:
+    for step in work.each:
         with work.surviving():
             reports.append(step.report())
             work.note_limits(reports[-1])

@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         for step in work.steps:
             step.refuse_as_output(arguments.html)
     reports: list[tuple[CapturedStep, Report]] = []
-    with progress("reading", work.traces) as advance:
-        for step in work.steps:
+    with progress("reading", sum(len(step.inputs.sources) for step in work.each)) as advance:
+        for step in work.each:
             with work.surviving():
                 reports.append((step, step.report(advance)))
                 work.note_limits(reports[-1][1])

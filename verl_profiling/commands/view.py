@@ -46,16 +46,19 @@ def run(arguments: argparse.Namespace) -> int:
     timeline = step.output(TIMELINE_NAME)
     if not timeline.is_file():
         step.merge()
-    page = step.output("report.html")
-    if not page.is_file():
-        page.write_text(render_html(step.report()), encoding="utf-8")
+    pages = [(part, part.output("report.html")) for part in step.by_step()]
+    for part, page in pages:
+        if not page.is_file():
+            page.write_text(render_html(part.report()), encoding="utf-8")
+    served = {path.name: path for path in (timeline, *(page for _, page in pages))}
     try:
-        server = TimelineServer({timeline.name: timeline, page.name: page}, ui, arguments.port)
+        server = TimelineServer(served, ui, arguments.port)
     except OSError as error:
         raise ConfigError("--port", f"{arguments.port} cannot be used: {error.strerror}") from error
     with server:
         print(f"timeline  {server.timeline_address(timeline.name)}")
-        print(f"report    {server.page_address(page.name, timeline.name)}", flush=True)
+        for _, page in pages:
+            print(f"report    {server.page_address(page.name, timeline.name)}", flush=True)
         if not arguments.no_browser:
             webbrowser.open(server.timeline_address(timeline.name))
         try:

@@ -19,6 +19,7 @@ __all__ = ["write_controller_trace"]
 
 _FIRST_RPC_THREAD = 1000
 _TOOL_TID = 999_999
+_STEPS_TID = 999_998
 _CONTROLLER_PID = 1
 
 
@@ -54,6 +55,7 @@ def _events(manifest: Manifest) -> Iterator[dict[str, Any]]:
     yield from _process(
         _CONTROLLER_PID, "controller", f"{manifest.controller.host} pid {manifest.controller.pid}"
     )
+    yield from _steps(manifest, base_ns)
     yield from _stage_threads([*manifest.stages, *manifest.outside], _CONTROLLER_PID, base_ns)
     threads: dict[str, int] = {}
     for rpc in manifest.rpcs:
@@ -81,6 +83,17 @@ def _events(manifest: Manifest) -> Iterator[dict[str, Any]]:
             begin_ns, end_ns = span.begin_ns - workers_base_ns, span.end_ns - workers_base_ns
             arguments = {"stage": span.stage} if span.stage else {}
             yield _span(f"{span.name} the tool", "capture", pid, _TOOL_TID, begin_ns, end_ns, arguments)
+
+
+def _steps(manifest: Manifest, base_ns: int) -> Iterator[dict[str, Any]]:
+    """Yield a thread with the steps, where there are several."""
+    if len(manifest.step_spans) < 2:
+        return
+    yield _named("thread_name", _CONTROLLER_PID, _STEPS_TID, "steps")
+    for span in manifest.step_spans:
+        version = {} if span.policy_version is None else {"policy_version": span.policy_version}
+        begin_ns, end_ns = span.begin_ns - base_ns, span.end_ns - base_ns
+        yield _span(f"step {span.step}", "step", _CONTROLLER_PID, _STEPS_TID, begin_ns, end_ns, version)
 
 
 def _base_ns(manifest: Manifest) -> int:

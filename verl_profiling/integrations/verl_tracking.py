@@ -11,6 +11,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.build import build_report
 from verl_profiling.report.scalars import scalars
 from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.one_step import one_by_one
 
 __all__ = ["log_reports"]
 
@@ -27,19 +28,19 @@ def log_reports(tracking: Any, folders: Mapping[int, Path], last_step: int) -> N
 
     Args:
         tracking: The run's ``Tracking``.
-        folders: Step folders by step.
+        folders: Step folders by step; one of a continuous capture has several.
         last_step: Number of the last step that was logged.
     """
     onward = [name for name in tracking.logger if name in _ONWARD_ONLY]
     anywhere = [name for name in tracking.logger if name not in _ONWARD_ONLY]
     data: dict[str, float] = {}
-    for step, folder in sorted(folders.items()):
+    for last, folder in sorted(folders.items()):
         try:
-            (inputs,) = find_steps(folder)
-            data = {f"profiling/{name}": value for name, value in scalars(build_report(inputs))}
+            (capture,) = find_steps(folder)
+            for inputs in one_by_one(capture):
+                data = {f"profiling/{name}": value for name, value in scalars(build_report(inputs))}
+                tracking.log(data, inputs.step, backend=anywhere)
         except (TraceFormatError, OSError) as error:
-            logger.warning("step %d cannot be reported on: %s", step, error)
-            continue
-        tracking.log(data, step, backend=anywhere)
+            logger.warning("step %d cannot be reported on: %s", last, error)
     if data and onward:
         tracking.log(data, last_step, backend=onward)

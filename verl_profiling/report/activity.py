@@ -100,6 +100,7 @@ def read_activities(
     windows: Sequence[Window] = (),
     limits: Limits | None = None,
     patterns: tuple[str, ...] = (),
+    between: tuple[int, int] | None = None,
 ) -> list[Activity]:
     """Read the traces of one lane; return what each of its devices did, or what its host did if it has none.
 
@@ -109,12 +110,13 @@ def read_activities(
         windows: The stages to tell apart in ``ops``.
         limits: How much of each trace is read.
         patterns: Regular expressions of kernels that communicate, besides those that are known.
+        between: Begin and end (unix ns, on the controller's clock) of what is taken; ``None`` for all.
 
     Raises:
         TraceFormatError: None of them can be read, or nothing in them is known to be work.
         ConfigError: A pattern is no regular expression.
     """
-    lane = _Lane(marks, limits or Limits(), patterns)
+    lane = _Lane(marks, limits or Limits(), patterns, between)
     failure: TraceFormatError | None = None
     for path, offset_ns in traces:
         try:
@@ -134,10 +136,16 @@ class _Lane:
         about: Number of traces and events, problems and notes.
     """
 
-    def __init__(self, marks: Collection[str], limits: Limits, patterns: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        marks: Collection[str],
+        limits: Limits,
+        patterns: tuple[str, ...],
+        between: tuple[int, int] | None,
+    ) -> None:
         self.about = Activity()
         self._limits = limits
-        self._reduction = Reduction(marks, limits.names, communicates(patterns))
+        self._reduction = Reduction(marks, limits.names, communicates(patterns), between)
         self._names: dict[object, str] = {}  # of devices, by their process
         self._labels: dict[object, str] = {}  # of processes with events of unknown categories
         self._paths: list[Path] = []
@@ -240,7 +248,7 @@ class _Lane:
 
     def _of_host(self, windows: Sequence[Window]) -> Activity:
         activity = _reduced([self._reduction.host], _ON_HOST, windows)
-        if not len(activity.busy):
+        if not self._reduction.host_works:
             raise TraceFormatError(self._paths[0], _what_there_is(self._paths, self._limits))
         if self._reduction.launches:
             self._note("kernels were launched, and none was recorded")

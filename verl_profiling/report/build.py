@@ -15,11 +15,18 @@ from verl_profiling.report.activity import Activity, read_activities
 from verl_profiling.report.anatomy import anatomy, capture_time
 from verl_profiling.report.capture_rows import anchors, clock_notes, core_notes, costs, measures, requests
 from verl_profiling.report.collectives import collective_rows, matched_calls, waiting_by_lane
+from verl_profiling.report.device_rows import device_row, lost_of_device, shared_devices, unknown_devices
 from verl_profiling.report.findings import find
 from verl_profiling.report.gantt import gantt
 from verl_profiling.report.intervals import EMPTY, intersection, length
-from verl_profiling.report.lanes import Lane, Step
-from verl_profiling.report.lost import BEHIND_TRAJECTORIES, WEIGHT_SYNC, lost_by_cause, lost_total
+from verl_profiling.report.lanes import Step
+from verl_profiling.report.lost import (
+    BEHIND_TRAJECTORIES,
+    WEIGHT_SYNC,
+    lost_by_cause,
+    lost_total,
+    unlogged_requests,
+)
 from verl_profiling.report.model import Clock, Coverage, Report
 from verl_profiling.report.numbers import (
     engine_row,
@@ -83,12 +90,17 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
     )
     read: list[tuple[Source, Activity]] = []
     stages = Step(inputs.manifest, [])
+    between = (
+        (inputs.manifest.begin_ns, inputs.manifest.end_ns) if inputs.manifest and inputs.capture else None
+    )
     for _, group in groupby(inputs.sources, key=lambda source: source.lane):
         sources = list(group)
         try:
             traces_of_lane = ((source.path, source.offset_ns) for source in sources)
             marks, windows = _marks(inputs.manifest, sources[0]), stages.windows_of(sources[0])
-            found = read_activities(traces_of_lane, marks, windows, inputs.limits, inputs.communication)
+            found = read_activities(
+                traces_of_lane, marks, windows, inputs.limits, inputs.communication, between
+            )
         except TraceFormatError as error:
             missing.append(str(error))
             incomplete.append(sources[0].lane)
@@ -104,7 +116,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
     if inputs.manifest is None and not read:
         raise TraceFormatError(inputs.directory, "; ".join(missing) or "holds no trace to report on")
     return StepRead(
-        step=Step(inputs.manifest, read),
+        step=Step(inputs.manifest, read, inputs.capture),
         traces=sum(activity.traces for _, activity in read),
         limited=sum(activity.limited for _, activity in read),
         events=sum(activity.events for _, activity in read),
@@ -135,15 +147,24 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         worker_row(lane, step, causes, waiting.get(lane.name, EMPTY), inputs.directory)
         for lane, causes in zip(step.lanes, lost, strict=True)
     ]
+    groups = shared_devices(step)
+    lost_of = {lane.name: causes for lane, causes in zip(step.lanes, lost, strict=True)}
+    lost_together = [lost_of_device(lanes, [lost_of[lane.name] for lane in lanes]) for lanes in groups]
+    devices = [
+        device_row(lanes, causes, waiting) for lanes, causes in zip(groups, lost_together, strict=True)
+    ]
     logs = _Logs(inputs)
     rollout, explanation = rollout_of(step, logs.read()) or (None, None)
     parts = {}
     if explanation is not None:
         for cause in BEHIND_TRAJECTORIES:
-            parts[cause] = few_causes(explanation.of(np.concatenate((EMPTY, *(of[cause] for of in lost)))))
+            parts[cause] = few_causes(
+                explanation.of(np.concatenate((EMPTY, *(of[cause] for of in lost_together))))
+            )
     idle = [causes["other_stages"] for causes in lost]
     engines = [engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     served = requests(manifest) if manifest else []
+    running = requests(_from(step.begin_ns, step.capture)) if step.capture else []
     promised = [artifact for worker in manifest.workers for artifact in worker.artifacts] if manifest else []
     expected = sum(artifact.status != "skipped" for artifact in promised) if manifest else found.traces
     report = Report(
@@ -160,9 +181,9 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         stragglers=stragglers(step, waiting),
         collectives=collective_rows(calls),
         ops=kernels(step),
-        lost=lost_total(workers, parts),
+        lost=lost_total(devices, parts),
         weight_sync_share=step.share(step.during(WEIGHT_SYNC)),
-        throughput=throughput(step, engines),
+        throughput=throughput(step, engines, len(devices)),
         gantt=list(gantt(step)),
         findings=[],
         clocks=list(_clocks(manifest)) if manifest else [],
@@ -175,17 +196,18 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
             lanes=[*found.incomplete, *logs.incomplete],
         ),
         metrics=manifest.metrics if manifest else {},
-        notes=[*(_notes(manifest, step.lanes) if manifest else []), *found.notes],
+        notes=[*(_notes(manifest, step) if manifest else []), *found.notes],
         measures=measures(manifest) if manifest else [],
         costs=costs(manifest, inputs.directory) if manifest else [],
         capture_us=length(capture_time(step)) / 1000,
         anchors=anchors(manifest) if manifest else [],
         captured=manifest is not None,
-        running=requests_running(served, step.span_ns / 1000),
+        running=requests_running(running, step.span_ns / 1000),
         replicas=replica_rows(served),
         rollout=rollout,
         outside=outside_rows(manifest) if manifest else [],
-        timeline_begin_ns=manifest.begin_ns - zero_ns(manifest.begin_ns) if manifest else None,
+        devices=devices,
+        timeline_begin_ns=step.begin_ns - zero_ns(step.capture.begin_ns) if step.capture else None,
     )
     return visible_text_of(find(report))
 
@@ -209,6 +231,11 @@ class _Logs:
                 yield found.source, found.log
 
 
+def _from(begin_ns: int, capture: Manifest) -> Manifest:
+    """Return the manifest of a capture for times relative to the begin of one of its steps."""
+    return msgspec.structs.replace(capture, begin_ns=begin_ns)
+
+
 def _without_trace(manifest: Manifest, sources: Iterable[Source]) -> list[str]:
     """Return the lanes that should have a trace and have none."""
     known = {source.lane for source in sources}
@@ -223,11 +250,12 @@ def _marks(manifest: Manifest | None, source: Source) -> set[str]:
     return {span.name for worker in workers if worker.name == source.worker for span in worker.stages}
 
 
-def _notes(manifest: Manifest, lanes: list[Lane]) -> list[str]:
-    """Return what the capture noted, and what stands out in its clocks and on its hosts."""
-    on_cpus = [lane.source.worker for lane in lanes if not lane.activity.on_device]
+def _notes(manifest: Manifest, step: Step) -> list[str]:
+    """Return what the capture noted, what its clocks and hosts show, and what is not known."""
+    on_cpus = [lane.source.worker for lane in step.lanes if not lane.activity.on_device]
     of_workers = (note for worker in manifest.workers for note in worker.notes)
-    return [*manifest.notes, *of_workers, *clock_notes(manifest), *core_notes(manifest, on_cpus)]
+    told = [*manifest.notes, *of_workers, *clock_notes(manifest), *core_notes(manifest, on_cpus)]
+    return [*told, *unlogged_requests(step), *unknown_devices(step)]
 
 
 def _clocks(manifest: Manifest) -> Iterator[Clock]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
+from verl_profiling.report.intervals import holds, spans_of
+from verl_profiling.report.lanes import VALIDATE
 from verl_profiling.report.rows import AnchorRow, CostRow, MeasureRow, RequestRow
 from verl_profiling.timeline.inputs import resolve_artifact
 from verl_profiling.units import duration
@@ -53,6 +55,7 @@ def _size(directory: Path, artifact: Artifact) -> int:
 
 def requests(manifest: Manifest) -> list[RequestRow]:
     """Return the requests of every replica, on the controller's clock."""
+    validating = spans_of((s.begin_ns, s.end_ns) for s in manifest.stages if s.name == VALIDATE)
     rows = []
     for worker in manifest.workers:
         zero_ns = manifest.begin_ns + manifest.offset_ns(worker.identity)
@@ -77,6 +80,7 @@ def requests(manifest: Manifest) -> list[RequestRow]:
                     preemptions=request.preemptions,
                     policy_version=request.policy_version,
                     failed=request.failed,
+                    validate=holds(validating, request.begin_ns - zero_ns + manifest.begin_ns),
                 )
             )
     return rows

@@ -38,7 +38,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: ``step``, ``stage``, ``outside`` (pauses of the capture, and stages around the step),
-            ``worker`` (busy time), ``lost`` (lane-seconds), ``trajectory`` (trajectory-seconds by cause) or
+            ``worker`` (busy time), ``lost`` (device-seconds), ``trajectory`` (trajectory-seconds by cause) or
             ``op`` (self time).
         name: Name of the stage, lane, cause or kernel.
         before_s: Median over the steps of A; ``None`` if A does not have it.
@@ -110,6 +110,12 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
+_OTHER_COUNT = (
+    "reports of different versions: the older ones count a device once for each lane that uses it, so idle "
+    "time by cause cannot be compared where lanes share devices"
+)
+
+
 def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:
     """Compare the steps of two sides."""
     left, right = ([dict(_numbers_of(report)) for report in side] for side in (before, after))
@@ -117,7 +123,10 @@ def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:
     changes = [_change(key, left, right) for key in keys]
     order = list(_KINDS)
     changes.sort(key=lambda change: (order.index(change.kind), -abs(change.change_s)))
-    return Diff(before=len(before), after=len(after), changes=changes, notes=list(_notes(changes)))
+    notes = list(_notes(changes))
+    if len({report.schema_version for report in (*before, *after)}) > 1:
+        notes.append(_OTHER_COUNT)
+    return Diff(before=len(before), after=len(after), changes=changes, notes=notes)
 
 
 _Key = tuple[str, str]
@@ -179,7 +188,7 @@ def _notes(changes: list[Change]) -> Iterator[str]:
             named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             yield (
                 f"{len(missing)} of the lanes {'is' if len(missing) == 1 else 'are'} only {side} ({named}): "
-                "idle time and kernels are sums over lanes"
+                "idle time is a sum over devices, kernels are one over lanes"
             )
 
 

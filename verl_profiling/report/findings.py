@@ -9,7 +9,7 @@ lanes that take no part in a stage are in the table of causes only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median_low
 
 import msgspec
@@ -18,7 +18,7 @@ from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.rollout.findings import called, rollout_findings
-from verl_profiling.report.rows import StragglerRow, WorkerRow
+from verl_profiling.report.rows import DeviceRow, StragglerRow, WorkerRow
 from verl_profiling.report.thresholds import FINDINGS
 from verl_profiling.units import duration
 
@@ -67,7 +67,7 @@ def _capture(report: Report) -> Iterator[Finding]:
                 text=f"Starting and stopping the capture took {_time(stage.duration_us)} of the step "
                 f"({stage.share:.0%}), which a step that is not profiled does not spend.",
                 advice=_RECORD_LESS,
-                seconds=stage.duration_us / 1e6 * max(len(report.workers), 1),
+                seconds=stage.duration_us / 1e6 * max(len(report.counted), 1),
                 lanes=lanes,
             )
             return
@@ -90,7 +90,7 @@ def _pause(report: Report) -> Iterator[Finding]:
             advice=f"{_RECORD_LESS}; of engines, fewer iterations (rollout.count)"
             if longest == ROLLOUT
             else _RECORD_LESS,
-            seconds=report.pause_us / 1e6 * max(len(report.workers), 1),
+            seconds=report.pause_us / 1e6 * max(len(report.counted), 1),
             lanes=sorted(costs, key=lambda name: -costs[name]),
         )
 
@@ -135,7 +135,7 @@ def _idle_stages(report: Report) -> Iterator[Finding]:
                 advice="pass less to its workers and back, or by a faster way"
                 if dispatched
                 else "run it beside the rollout or the training, or spread it over more processes",
-                seconds=stage.idle_us / 1e6 * len(report.workers),
+                seconds=stage.idle_us / 1e6 * len(report.counted),
                 lanes=[row.name for row in report.workers],
             )
 
@@ -166,8 +166,9 @@ def _causes(report: Report) -> Iterator[Finding]:
     yield from _cause(
         report,
         "no_requests",
-        "of engines had no request in the rollout" + _mostly(report, "no_requests"),
-        "more trajectories at once, so that some generate while others wait; or shorten what they wait for",
+        "of engines waited for requests: none was on its way" + _mostly(report, "no_requests"),
+        "more trajectories at once, so that some generate while others wait for tools; or shorten what they "
+        "wait for",
     )
     yield from _cause(
         report,
@@ -197,10 +198,10 @@ def _mostly(report: Report, cause: str) -> str:
 
 def _host_bound(report: Report) -> Iterator[Finding]:
     """Yield what all lanes of a role have in common; what one has more of is the straggler's."""
-    rows = [row for row in report.workers if row.device == _on_devices(report)]
+    rows = [row for row in report.counted if row.device == _on_devices(report)]
     usual = {
-        role: median_low([row.host_bound_us for row in rows if row.role == role])
-        for role in {row.role for row in rows}
+        roles: median_low([row.host_bound_us for row in rows if _roles(row) == roles])
+        for roles in {_roles(row) for row in rows}
     }
     if any(span.lane != "controller" and span.kind == "stage" for span in report.gantt):
         where = "inside their own stages"
@@ -216,7 +217,7 @@ def _host_bound(report: Report) -> Iterator[Finding]:
         text = f"had nothing to run {where}: the host did not launch work in time"
         advice = "larger micro-batches, graphs of kernels (CUDA graphs), torch.compile"
     yield from _above(
-        report, "host_bound", lambda row: min(row.host_bound_us, usual.get(row.role, 0.0)), text, advice, rows
+        report, "host_bound", lambda row: min(row.host_bound_us, usual[_roles(row)]), text, advice, rows
     )
 
 
@@ -240,12 +241,12 @@ def _unexplained(report: Report) -> Iterator[Finding]:
 
 def _communication(report: Report) -> Iterator[Finding]:
     """Yield the communication with nothing beside it, without what a straggler adds to it."""
-    busy = sum(row.busy_us for row in report.workers)
-    exposed = sum(row.exposed_communication_us for row in report.workers)
+    busy = sum(row.busy_us for row in report.counted)
+    exposed = sum(row.exposed_communication_us for row in report.counted)
     slow = sum(row.behind_us for row in _outermost(report))
     exposed = max(exposed - slow, 0.0)
     if busy and exposed / busy >= FINDINGS["exposed_communication"]:
-        waiting = sum(row.waiting_us for row in report.workers)
+        waiting = sum(row.waiting_us for row in report.counted)
         said = f" (of all communication, {_time(waiting)} is waiting for other ranks)" if waiting else ""
         yield Finding(
             rule="exposed_communication",
@@ -255,7 +256,7 @@ def _communication(report: Report) -> Iterator[Finding]:
             if _on_devices(report)
             else "fewer and larger collectives, or fewer ranks: on CPUs they take the cores that compute",
             seconds=exposed / 1e6,
-            lanes=_most(report.workers, lambda row: row.exposed_communication_us),
+            lanes=_most(report.counted, lambda row: row.exposed_communication_us),
         )
 
 
@@ -267,32 +268,40 @@ def _outermost(report: Report) -> list[StragglerRow]:
 
 def _cause(report: Report, cause: str, text: str, advice: str) -> Iterator[Finding]:
     """Yield the finding of a cause of idle time, if it is large enough."""
-    return _above(report, cause, lambda row: row.lost_us.get(cause, 0.0), text, advice, report.workers)
+    return _above(report, cause, lambda row: row.lost_us.get(cause, 0.0), text, advice, report.counted)
 
 
 def _above(
     report: Report,
     rule: str,
-    lost_us: Callable[[WorkerRow], float],
+    lost_us: Callable[[DeviceRow | WorkerRow], float],
     text: str,
     advice: str,
-    rows: list[WorkerRow],
+    rows: Sequence[DeviceRow | WorkerRow],
 ) -> Iterator[Finding]:
-    """Yield a finding if lanes lost more than the rule's share of the observed time of all lanes."""
-    total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.workers) or 1.0
+    """Yield a finding if devices lost more than the rule's share of the observed time of all devices."""
+    total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.counted) or 1.0
     if total / observed >= FINDINGS[rule]:
+        who, whose = ("Devices", "device") if report.shares_devices else ("Lanes", "lane")
         yield Finding(
             rule=rule,
-            text=f"Lanes {text}: {_time(total)} of lane time ({total / observed:.0%}).",
+            text=f"{who} {text}: {_time(total)} of {whose} time ({total / observed:.0%}).",
             advice=advice,
             seconds=total / 1e6,
             lanes=_most(rows, lost_us),
         )
 
 
-def _most(rows: list[WorkerRow], lost_us: Callable[[WorkerRow], float]) -> list[str]:
-    """Return the names of the lanes that lost time, the one that lost most first."""
-    return [row.name for row in sorted(rows, key=lambda row: -lost_us(row)) if lost_us(row) > 0]
+def _most(
+    rows: Sequence[DeviceRow | WorkerRow], lost_us: Callable[[DeviceRow | WorkerRow], float]
+) -> list[str]:
+    """Return the names of the lanes that lost time, those of the device that lost most first."""
+    found = [row for row in sorted(rows, key=lambda row: -lost_us(row)) if lost_us(row) > 0]
+    return [name for row in found for name in (row.lanes if isinstance(row, DeviceRow) else [row.name])]
+
+
+def _roles(row: DeviceRow | WorkerRow) -> tuple[str, ...]:
+    return tuple(row.roles) if isinstance(row, DeviceRow) else (row.role,)
 
 
 def _on_devices(report: Report) -> bool:

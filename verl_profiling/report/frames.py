@@ -24,13 +24,14 @@ _DTYPES: dict[Any, str] = {
 }
 
 
-def data_frame(step: int | None, kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> DataFrame:
+def data_frame(
+    kind: type[msgspec.Struct], tables: Iterable[tuple[int | None, Iterable[msgspec.Struct]]]
+) -> DataFrame:
     """Return rows as a data frame, with the same columns and types when there are none.
 
     Args:
-        step: The step; the first column.
         kind: What a row is.
-        rows: The rows.
+        tables: The rows of each step, with its number, which is the first column.
 
     Raises:
         ToolUnavailableError: pandas is not installed.
@@ -42,5 +43,6 @@ def data_frame(step: int | None, kind: type[msgspec.Struct], rows: Iterable[msgs
             f"to_frame needs {error.name}: pip install 'verl-profiling[analysis]', or use report()"
         ) from error
     types = columns(kind)
-    frame = pandas.DataFrame.from_records(list(flat_rows(step, rows)), columns=list(types))
+    records = [record for step, rows in tables for record in flat_rows(step, rows)]
+    frame = pandas.DataFrame.from_records(records, columns=list(types))
     return frame.astype({name: _DTYPES[kind] for name, kind in types.items() if kind in _DTYPES})

@@ -59,6 +59,7 @@ def _sections(report: Report) -> Iterable[str]:
         yield from rollout_sections(report.rollout)
     yield _workers("Workers", [row for row in report.workers if row.replica is None])
     yield _workers("Rollout engines", [row for row in report.workers if row.replica is not None])
+    yield _devices(report)
     yield _engines(report)
     yield _replicas(report)
     yield _tail(report)
@@ -128,7 +129,8 @@ def _lost(report: Report) -> str:
         if row.seconds
     )
     bar = f'<div class="stacked" aria-hidden="true">{parts}</div>' if parts else ""
-    found = table("Idle time by cause", ("cause", "lanes' time", "of observed"), rows, keys)
+    whose = "devices'" if report.shares_devices else "lanes'"
+    found = table("Idle time by cause", ("cause", f"{whose} time", "of observed"), rows, keys)
     return section("Idle time by cause", bar + found, "Every instant of idle time has one cause.")
 
 
@@ -160,6 +162,36 @@ def _workers(title: str, rows: Sequence[WorkerRow]) -> str:
     )
     cells = list(zip(*columns.values(), strict=True))
     return section(title, table(title, list(columns), cells), note)
+
+
+def _devices(report: Report) -> str:
+    """Return what devices did, if any has several lanes."""
+    if not report.shares_devices:
+        return ""
+    headings = (
+        "lanes",
+        "device",
+        "observed",
+        "busy",
+        "busy share",
+        "idle",
+        "host-bound",
+        "exposed",
+        "waiting",
+    )
+    rows: list[tuple[Cell, ...]] = [
+        (
+            row.name,
+            row.place or row.uuid,
+            time(row.span_us / 1e6),
+            time(row.busy_us / 1e6),
+            percent(row.busy_us / row.span_us if row.span_us else 0.0),
+            *(time(us / 1e6) for us in (row.idle_us, row.host_bound_us)),
+            *(time(us / 1e6) for us in (row.exposed_communication_us, row.waiting_us)),
+        )
+        for row in report.devices
+    ]
+    return section("Devices", table("Devices", headings, rows), "Lanes that share a device count once.")
 
 
 def _engines(report: Report) -> str:

@@ -15,6 +15,7 @@ __all__ = [
     "covered_before",
     "crowded",
     "divided",
+    "holds",
     "intersection",
     "length",
     "spans_of",
@@ -91,6 +92,12 @@ def subtract(spans: Spans, holes: Spans) -> Spans:
 def intersection(spans: Spans, other: Spans) -> Spans:
     """Return the time in both."""
     return subtract(spans, subtract(spans, other))
+
+
+def holds(spans: Spans, instant_ns: int) -> bool:
+    """Return whether an instant is in a set of time."""
+    begun = int(np.searchsorted(spans[:, 0], instant_ns, side="right"))
+    return begun > 0 and instant_ns < int(spans[begun - 1, 1])
 
 
 def within(spans: Spans, begin_ns: int, end_ns: int) -> Spans:

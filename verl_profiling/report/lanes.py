@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import cached_property
 
+from verl_profiling.devices import Device
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, Manifest, StageSpan, ToolSpan
 from verl_profiling.report.activity import Activity
-from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of
+from verl_profiling.report.intervals import EMPTY, Spans, holds, intersection, length, spans_of, union
 from verl_profiling.report.optimes import Window
 from verl_profiling.timeline.lanes import Source
 from verl_profiling.units import duration
 
-__all__ = ["Lane", "Step"]
+__all__ = ["VALIDATE", "Lane", "Step"]
+
+VALIDATE = "validate"
+"""The stage in which the loop rolls out to validate, not to train."""
 
 
 class Lane:
@@ -24,6 +29,7 @@ class Lane:
         stages: Runs of its worker's own stages.
         observed: Spans in which it was observed: the set ``S`` of :mod:`~verl_profiling.report.numbers`.
         recorded: Spans in which its tool recorded.
+        device: What it computed on, where that is known.
     """
 
     def __init__(self, source: Source, activity: Activity, step: Step) -> None:
@@ -38,6 +44,7 @@ class Lane:
             if a.lane == source.lane and a.end_ns
         ]
         self.recorded = spans_of(windows)
+        self.device = _device_of(self, worker) if worker else None
         self.observed = self._observed(step, worker)
 
     def _observed(self, step: Step, worker: CaptureResult | None) -> Spans:
@@ -46,7 +53,8 @@ class Lane:
             return spans_of([(int(busy[0, 0]), int(busy[-1, 1]))]) if len(busy) else EMPTY
         if self.activity.is_cut_off:
             return EMPTY
-        return self.recorded if worker.mode == "discrete" else spans_of([(step.begin_ns, step.end_ns)])
+        whole = spans_of([(step.begin_ns, step.end_ns)])
+        return intersection(self.recorded, whole) if worker.mode == "discrete" else whole
 
     def __repr__(self) -> str:
         busy_s, observed_s = (length(spans) / 1e9 for spans in (self.activity.busy, self.observed))
@@ -64,20 +72,38 @@ class Lane:
         return self.source.replica is not None
 
 
+def _device_of(lane: Lane, worker: CaptureResult) -> Device | None:
+    """Return the device of a lane: by its number in the trace, or by the rank in a replica."""
+    devices, several = worker.devices, lane.activity.is_one_of_several
+    if len(devices) == 1 and not several:
+        return devices[0]
+    if worker.identity.is_engine and not several:
+        return devices[lane.source.rank] if lane.source.rank < len(devices) else None
+    number = re.search(r"\d+$", lane.activity.device)
+    return next((device for device in devices if number and device.index == int(number[0])), None)
+
+
 class Step:
     """The step as the report sees it.
 
     Attributes:
         manifest: The manifest, if there is one.
+        capture: That of the whole capture, of which the step may be a part.
         begin_ns: Begin of the step.
         end_ns: Its end.
         workers: The results of all workers.
         lanes: The lanes that could be read.
     """
 
-    def __init__(self, manifest: Manifest | None, activities: Iterable[tuple[Source, Activity]]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest | None,
+        activities: Iterable[tuple[Source, Activity]],
+        capture: Manifest | None = None,
+    ) -> None:
         read = list(activities)
         self.manifest = manifest
+        self.capture = capture or manifest
         self.workers = list(manifest.workers) if manifest else []
         if manifest:
             self.begin_ns, self.end_ns = manifest.begin_ns, manifest.end_ns
@@ -143,13 +169,27 @@ class Step:
 
     @cached_property
     def served(self) -> dict[int, Spans]:
-        """When requests of each replica were on their way."""
+        """When requests of each replica were on their way, where they were logged.
+
+        A request from before the log began is not in it. Iterations of an engine outside of all requests are
+        its work on such a one, which was on its way until the last of them.
+        """
         runs: dict[int, list[tuple[int, int]]] = {}
-        for worker in self.workers:
-            shift = self.manifest.offset_ns(worker.identity) if self.manifest else 0
+        for worker in self.capture.workers if self.capture else []:
+            shift = self.capture.offset_ns(worker.identity) if self.capture else 0
+            if worker.requests_logged and worker.identity.replica is not None:
+                runs.setdefault(worker.identity.replica, [])
             for one in worker.requests:
                 runs.setdefault(one.replica, []).append((one.begin_ns - shift, one.end_ns - shift))
-        return {replica: spans_of(found) for replica, found in runs.items()}
+            if worker.pending_since_ns and worker.identity.replica is not None:
+                runs[worker.identity.replica].append((worker.pending_since_ns[0] - shift, self.end_ns))
+        served = {replica: spans_of(found) for replica, found in runs.items()}
+        for lane in self.lanes:
+            if (replica := lane.source.replica) in served:
+                ends = [i.end_ns for i in lane.activity.iterations if not holds(served[replica], i.begin_ns)]
+                before = spans_of([(self.begin_ns, max(ends, default=self.begin_ns))])
+                served[replica] = union(served[replica], before)
+        return served
 
     def share(self, spans: Spans) -> float:
         """Return the length of a set of spans as a share of the step."""

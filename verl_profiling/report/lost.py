@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from verl_profiling.manifest import StageSpan
-from verl_profiling.report.intervals import EMPTY, Spans, intersection, spans_of, subtract, union
-from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.report.intervals import EMPTY, Spans, intersection, spans_of, subtract, union, within
+from verl_profiling.report.lanes import VALIDATE, Lane, Step
 from verl_profiling.report.model import Tail
-from verl_profiling.report.rows import LostRow, WorkerRow
+from verl_profiling.report.rows import DeviceRow, LostRow
 
 __all__ = [
     "BEHIND_TRAJECTORIES",
@@ -17,6 +17,7 @@ __all__ = [
     "WEIGHT_SYNC",
     "lost_by_cause",
     "lost_total",
+    "unlogged_requests",
     "until_last",
     "working_span",
 ]
@@ -53,11 +54,12 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     * ``after_generation``: during the rollout, after the last replica was done;
     * ``waiting_for_rollout``: the rest of the rollout, for a training rank; for an engine, the
       time before its first iteration;
-    * ``no_requests``: during the rollout, while the engine's replica has no request, where those are known;
+    * ``no_requests``: during the rollout, a validation, or anything else that the engine generates for, while
+      its replica has no request on its way, where those are known: it waits for requests;
     * ``straggler_wait``: after the end of an own stage, until its role's last worker ends it;
     * ``host_blocked``: while its host is inside a call that copies, allocates or waits for the device;
-    * ``host_bound``: inside an own stage (between iterations, for an engine), or while
-      operators run on the host: the device waits for the host to launch work;
+    * ``host_bound``: inside an own stage (for an engine, between iterations, while a request is on its way),
+      or while operators run on the host: the device waits for the host to launch work;
     * ``other_stages``: the controller is in a stage in which the lane does not take part;
     * ``between_stages``: the controller is in no stage;
     * ``unexplained``: the rest.
@@ -78,9 +80,10 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
             claims["long_tail"] = intersection(rollout, spans_of([(last, all_done)]))
             claims["after_generation"] = intersection(rollout, spans_of([(last, step.end_ns)]))
             claims["waiting_for_rollout"] = intersection(rollout, spans_of([(step.begin_ns, first)]))
-        if lane.source.replica in step.served:
-            claims["no_requests"] = subtract(rollout, step.served[lane.source.replica])
-        claims["host_bound"] = union(work, own_time)
+        generating = _generating(lane, step)
+        if (replica := lane.source.replica) in step.served:
+            claims["no_requests"] = subtract(union(rollout, generating), step.served[replica])
+        claims["host_bound"] = union(generating, own_time)
     else:
         rollout = subtract(rollout, own_time)  # in an asynchronous loop, ranks work beside it
         claims["long_tail"] = intersection(rollout, spans_of([(half_done, all_done)]))
@@ -121,12 +124,29 @@ def working_span(lane: Lane, step: Step) -> Spans:
     If the step has a rollout stage, only that stage is looked at, because the engine may also load
     weights outside of it.
     """
-    work = spans_of((i.begin_ns, i.end_ns) for i in lane.activity.iterations)
-    if not len(work):
-        work = lane.activity.busy
+    work = _work(lane)
     if len(rollout := step.during(ROLLOUT)):
         work = intersection(work, rollout)
-    return spans_of([(int(work[0, 0]), int(work[-1, 1]))]) if len(work) else EMPTY
+    return _from_first_to_last(work)
+
+
+def _generating(lane: Lane, step: Step) -> Spans:
+    """Return the spans from an engine's first iteration to its last, of each rollout and each validation."""
+    work = _work(lane)
+    stages = step.during(ROLLOUT, VALIDATE)
+    if not len(stages):
+        return _from_first_to_last(work)
+    return union(*(_from_first_to_last(within(work, begin, end)) for begin, end in stages.tolist()))
+
+
+def _work(lane: Lane) -> Spans:
+    """Return an engine's iterations (or operators, if it has none)."""
+    work = spans_of((i.begin_ns, i.end_ns) for i in lane.activity.iterations)
+    return work if len(work) else lane.activity.busy
+
+
+def _from_first_to_last(spans: Spans) -> Spans:
+    return spans_of([(int(spans[0, 0]), int(spans[-1, 1]))]) if len(spans) else EMPTY
 
 
 def _after_stage(lane: Lane, stage: str, step: Step) -> Spans:
@@ -148,11 +168,11 @@ def _runs(stages: Iterable[StageSpan], name: str) -> list[StageSpan]:
     return [span for span in stages if span.name == name]
 
 
-def lost_total(rows: Iterable[WorkerRow], parts: Mapping[str, dict[str, float]]) -> list[LostRow]:
-    """Add up the idle time of all lanes by cause, in seconds; the share is of their observed time.
+def lost_total(rows: Iterable[DeviceRow], parts: Mapping[str, dict[str, float]]) -> list[LostRow]:
+    """Add up the idle time of all devices by cause, in seconds; the share is of their observed time.
 
     Args:
-        rows: The lanes.
+        rows: The devices.
         parts: What causes consist of (s).
     """
     rows = list(rows)
@@ -169,3 +189,14 @@ def lost_total(rows: Iterable[WorkerRow], parts: Mapping[str, dict[str, float]])
         for cause in order
         if totals[cause] or cause == "unexplained"
     ]
+
+
+def unlogged_requests(step: Step) -> Iterator[str]:
+    """Yield a note on engines of which it is not known when they had no request."""
+    engines = [lane.source for lane in step.lanes if lane.is_engine]
+    silent = dict.fromkeys(source.worker for source in engines if source.replica not in step.served)
+    if silent and step.manifest:
+        yield (
+            f"requests of {', '.join(silent)} were not logged: idle time without any is not told from "
+            "time in which the host did not launch work"
+        )

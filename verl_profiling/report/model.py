@@ -6,6 +6,7 @@ its tables are in :mod:`~verl_profiling.report.rows`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -15,6 +16,7 @@ from verl_profiling.report.rows import (
     AnchorRow,
     CollectiveRow,
     CostRow,
+    DeviceRow,
     EngineRow,
     LostRow,
     MeasureRow,
@@ -43,7 +45,8 @@ __all__ = [
 OTHER_RANKS = "waiting_for_other_ranks"
 """Time that is lost while the device is busy: it waits in a collective. No cause of idle time."""
 
-REPORT_SCHEMA_VERSION = 1
+REPORT_SCHEMA_VERSION = 2
+"""1 counted lanes that share a device as devices of their own in ``lost``, findings and shares."""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,12 +101,14 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
         source: Where their number comes from.
         tokens_per_s: Tokens per second of the step.
         tokens_per_s_per_lane: The same, divided by the number of lanes.
+        tokens_per_s_per_device: The same, divided by the number of devices; ``None`` in older reports.
     """
 
     tokens: float
     source: str
     tokens_per_s: float
     tokens_per_s_per_lane: float
+    tokens_per_s_per_device: float | None = None
 
 
 class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +146,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         rule: Name of the rule; ``docs/report.md`` gives its threshold.
         text: A sentence with its number.
         advice: What to try.
-        seconds: Lane-seconds at stake. Those with most come first; what is missing from the capture comes
+        seconds: Device-seconds at stake. Those with most come first; what is missing from the capture comes
             before them, and what the capture cost after them.
         lanes: The lanes that it is about: the one at fault where that is known, else those that lost the
             time, the one that lost most first.
@@ -230,6 +235,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         replicas: What the requests of each replica came to, one row per replica.
         rollout: What trajectories waited for, where they were recorded.
         outside: What the loop did around the step: pauses of the capture, and stages such as ``validate``.
+        devices: One row per device; lanes that share it are one. Empty in older reports.
         timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
     """
 
@@ -264,6 +270,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[ReplicaRow] = []
     rollout: Rollout | None = None
     outside: list[OutsideRow] = []
+    devices: list[DeviceRow] = []
     timeline_begin_ns: int | None = None
     name: str = ""
 
@@ -279,15 +286,25 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return sum(row.duration_us for row in self.outside if row.is_pause)
 
     @property
+    def counted(self) -> Sequence[DeviceRow | WorkerRow]:
+        """The rows that totals are of: the devices, or in a report that has none the lanes."""
+        return self.devices or self.workers
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether any lanes share a device."""
+        return any(len(row.lanes) > 1 for row in self.devices)
+
+    @property
     def working_share(self) -> float | None:
-        """Share of the observed time in which lanes were busy and did not only wait for other ranks."""
-        observed = sum(row.span_us for row in self.workers)
-        working = sum(row.busy_us - row.waiting_us for row in self.workers)
+        """Share of the observed time in which devices were busy and did not only wait for other ranks."""
+        observed = sum(row.span_us for row in self.counted)
+        working = sum(row.busy_us - row.waiting_us for row in self.counted)
         return working / observed if observed else None
 
     @property
     def lost_s(self) -> dict[str, float]:
-        """Lane-seconds that did no work, by cause: idle time, and waiting for other ranks in collectives."""
+        """Device-seconds without work, by cause: idle time, and waiting for other ranks in collectives."""
         causes = {row.cause: row.seconds for row in self.lost}
-        waiting_us = sum(row.waiting_us for row in self.workers)
+        waiting_us = sum(row.waiting_us for row in self.counted)
         return causes | ({OTHER_RANKS: waiting_us / 1e6} if waiting_us else {})

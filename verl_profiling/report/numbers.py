@@ -28,15 +28,15 @@ straggler              ``|stage - collective wait|`` ``stragglers``
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from verl_profiling.manifest import Request
-from verl_profiling.report.intervals import Spans, intersection, length, subtract, union
-from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.report.intervals import Spans, holds, intersection, length, subtract, union
+from verl_profiling.report.lanes import VALIDATE, Lane, Step
 from verl_profiling.report.lost import ROLLOUT, working_span
 from verl_profiling.report.model import Percentiles, Tail, Throughput
 from verl_profiling.report.over_time import percent
@@ -103,8 +103,12 @@ def worker_row(
 
 
 def engine_row(lane: Lane, step: Step) -> EngineRow:
-    """Return how one rank of an engine spent its time; an iteration with prompt tokens is prefill."""
-    iterations = lane.activity.iterations
+    """Return how one rank of an engine spent its time in the rollout, or wherever it does not validate.
+
+    An iteration with prompt tokens is prefill.
+    """
+    validating = step.during(VALIDATE)
+    iterations = [i for i in lane.activity.iterations if not holds(validating, i.begin_ns)]
     prefill = [i for i in iterations if i.prefill_tokens]
     rollout, work = step.during(ROLLOUT), working_span(lane, step)
     known = len(rollout) > 0 and len(work) > 0
@@ -129,12 +133,7 @@ def rollout_tail(step: Step) -> Tail | None:
     of its slowest rank.
     """
     rollout = step.during(ROLLOUT)
-    requests = [
-        (request, step.manifest.offset_ns(worker.identity))
-        for worker in step.workers
-        for request in worker.requests
-        if step.manifest and not request.failed
-    ]
+    requests = [(request, offset_ns) for request, offset_ns in _rolled_out(step) if not request.failed]
     if not len(rollout):
         return None
     begin = int(rollout[0, 0])
@@ -165,6 +164,16 @@ def rollout_tail(step: Step) -> Tail | None:
     )
 
 
+def _rolled_out(step: Step) -> Iterator[tuple[Request, int]]:
+    """Yield the requests that were not sent to validate, each with the offset of its clock."""
+    validating = step.during(VALIDATE)
+    for worker in step.workers:
+        offset_ns = step.manifest.offset_ns(worker.identity) if step.manifest else 0
+        for request in worker.requests:
+            if not holds(validating, request.begin_ns - offset_ns):
+                yield request, offset_ns
+
+
 def _percentiles(sample: list[float]) -> Percentiles | None:
     if not sample:
         return None
@@ -193,10 +202,16 @@ def kernels(step: Step) -> list[OpRow]:
     ]
 
 
-def throughput(step: Step, engines: list[EngineRow]) -> Throughput | None:
-    """Return tokens per time, from the loop's metrics, else the requests, else the engines' iterations."""
+def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput | None:
+    """Return tokens per time, from the loop's metrics, else the requests, else the engines' iterations.
+
+    Args:
+        step: The step.
+        engines: The rows of its engines.
+        devices: Number of its devices.
+    """
     metrics = step.manifest.metrics if step.manifest else {}
-    requests: list[Request] = [r for worker in step.workers for r in worker.requests]
+    requests = [request for request, _ in _rolled_out(step)]
     first_ranks = {row.replica: row for row in reversed(engines)}.values()
     counted = (
         *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),
@@ -209,5 +224,9 @@ def throughput(step: Step, engines: list[EngineRow]) -> Throughput | None:
         return None
     rate = tokens / seconds
     return Throughput(
-        tokens=tokens, source=source, tokens_per_s=rate, tokens_per_s_per_lane=rate / max(len(step.lanes), 1)
+        tokens=tokens,
+        source=source,
+        tokens_per_s=rate,
+        tokens_per_s_per_lane=rate / max(len(step.lanes), 1),
+        tokens_per_s_per_device=rate / max(devices, 1),
     )

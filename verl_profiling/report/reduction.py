@@ -88,9 +88,22 @@ class Reduction:
         unknown_categories: Their categories.
         full: Whether there are more names or threads than are told apart.
         crowded: Whether there are more devices than are told apart.
+        host_works: Whether the host did anything that counts, at any time.
+
+    Args:
+        marks: Names that are no work.
+        most_names: How many names and threads are told apart.
+        communicates: Whether a kernel of that name communicates.
+        between: Begin and end (unix ns) of what is taken of the events; ``None`` for all.
     """
 
-    def __init__(self, marks: Collection[str], most_names: int, communicates: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        marks: Collection[str],
+        most_names: int,
+        communicates: Callable[[str], bool],
+        between: tuple[int, int] | None = None,
+    ) -> None:
         self._names: list[str] = []  # by number
         self.host = Part(self._names)
         self.devices: dict[object, Part] = {}
@@ -103,6 +116,8 @@ class Reduction:
         self.unknown_categories: dict[str, None] = {}
         self.full = False
         self.crowded = False
+        self.host_works = False
+        self._between = between
         self._marks = frozenset(marks)
         self._most = most_names
         self._communicates = communicates
@@ -192,6 +207,11 @@ class Reduction:
     ) -> None:
         """Add events to what their device or the host did."""
         kinds = np.array(self._kind_of)[numbers]
+        inside = np.ones(len(spans), dtype=bool)
+        if self._between is not None:
+            begin_ns, end_ns = self._between
+            inside = (spans[:, 0] < end_ns) & (spans[:, 1] > begin_ns)
+            spans = np.clip(spans, begin_ns, end_ns)
 
         def add_by_device(parts: dict[object, Part], at: NDArray[np.int64]) -> None:
             threads = np.array(self._thread_numbers(threads_of(at.tolist()), device))
@@ -199,16 +219,18 @@ class Reduction:
             present = np.flatnonzero(np.bincount(owners)).tolist()
             for owner in present:
                 part = parts.setdefault(self._devices[owner], Part(self._names))
-                mine = np.flatnonzero(owners == owner) if len(present) > 1 else slice(None)
-                part.add(spans[at[mine]], kinds[at[mine]], numbers[at[mine]])
-                part.ops.add(spans[at[mine]], numbers[at[mine]], threads[mine])
+                mine = np.flatnonzero((owners == owner) & inside[at])
+                if len(mine):
+                    part.add(spans[at[mine]], kinds[at[mine]], numbers[at[mine]])
+                    part.ops.add(spans[at[mine]], numbers[at[mine]], threads[mine])
 
         if len(known := np.flatnonzero(kinds < UNKNOWN)):
             self.host.ops.clear()  # operators are shown where there are no kernels
             add_by_device(self.devices, known)
         if len(unknown := np.flatnonzero(kinds == UNKNOWN)):
             add_by_device(self.unknown, unknown)
-        if len(rest := np.flatnonzero(kinds > UNKNOWN)):
+        self.host_works = self.host_works or bool((kinds > UNKNOWN).any())
+        if len(rest := np.flatnonzero((kinds > UNKNOWN) & inside)):
             self.host.add(spans[rest], kinds[rest], numbers[rest])
             took = spans[rest, 1] - spans[rest, 0]
             self.blocked.add(spans[rest][took >= np.array(self._blocks_from)[numbers[rest]]])
@@ -250,7 +272,8 @@ class Reduction:
     def _add_iteration(self, event: Event, base_ns: int) -> None:
         begin, end = _to_spans([event], base_ns)[0].tolist()
         iteration = parse_iteration(event.name, begin, end)
-        if iteration:
+        first_ns, last_ns = self._between or (begin, begin + 1)
+        if iteration and first_ns <= begin < last_ns:
             self.iterations.append(iteration)
 
 

@@ -20,6 +20,8 @@ def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
 
 
 def _row(requests: list[RequestRow]) -> ReplicaRow:
+    first, every = requests[0], len(requests)
+    requests = [request for request in requests if not request.validate]
     whole = [request for request in requests if not request.failed]
     queued = [
         request.scheduled_us - request.arrival_us
@@ -31,8 +33,8 @@ def _row(requests: list[RequestRow]) -> ReplicaRow:
     token_p50, token_p90, token_p99 = _percentiles(request.per_token_us for request in whole)
     preemptions = [request.preemptions for request in requests if request.preemptions is not None]
     return ReplicaRow(
-        worker=requests[0].worker,
-        replica=requests[0].replica,
+        worker=first.worker,
+        replica=first.replica,
         requests=len(requests),
         failed=len(requests) - len(whole),
         queued_p50_us=queued_p50,
@@ -46,6 +48,7 @@ def _row(requests: list[RequestRow]) -> ReplicaRow:
         per_token_p99_us=token_p99,
         cache_hit_share=_cache_hit_share(requests),
         preemptions=sum(preemptions) if preemptions else None,
+        validation=every - len(requests),
     )
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "AnchorRow",
     "CollectiveRow",
     "CostRow",
+    "DeviceRow",
     "EngineRow",
     "LostRow",
     "MeasureRow",
@@ -135,6 +136,44 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     traces: list[str] = []
 
 
+class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How one device spent its time, all lanes that share it together; most often it is one.
+
+    Attributes:
+        name: Name of its lane, or its lanes' names with ``+`` in between.
+        lanes: Names of its lanes.
+        roles: Their roles.
+        kind: ``cuda``, ``npu``, ``cpu`` and so on; empty where it is not known.
+        uuid: Its UUID, where that is known.
+        place: Its host and its number there, likewise.
+        device: ``False`` if all that is known of it are CPU traces.
+        span_us: Time in which any of its lanes was observed.
+        busy_us: Time in which any of them was busy.
+        idle_us: ``span_us - busy_us``.
+        exposed_communication_us: Communication of any lane with no computation of any at the same time.
+        waiting_us: Time in which all that it did was wait in collectives.
+        host_bound_us: Idle time with the cause ``host_bound`` (also in ``lost_us``).
+        lost_us: Idle time by cause; adds up to ``idle_us``.
+        graphs: Whether a host launched graphs on it in place of single kernels.
+    """
+
+    name: str
+    lanes: list[str]
+    roles: list[str]
+    kind: str
+    uuid: str
+    place: str
+    device: bool
+    span_us: float
+    busy_us: float
+    idle_us: float
+    exposed_communication_us: float
+    waiting_us: float
+    host_bound_us: float
+    lost_us: dict[str, float]
+    graphs: bool = False
+
+
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     """How one rank of a rollout engine spent its time, from the names of its iterations.
 
@@ -232,13 +271,13 @@ class OpRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LostRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle time of all lanes due to one cause.
+    """Idle time of all devices due to one cause.
 
     Attributes:
         cause: Name of the cause; ``docs/report.md`` defines each.
-        seconds: Lane-seconds; these are accelerator-seconds if each lane has its own accelerator.
-        share: Share of the observed time of all lanes.
-        parts: What trajectories, their processes and the loop did meanwhile, in lane-seconds that add up to
+        seconds: Device-seconds: lanes that share a device count once.
+        share: Share of the observed time of all devices.
+        parts: What trajectories, their processes and the loop did meanwhile, in device-seconds that add up to
             ``seconds``; only where trajectories were recorded, of causes that they are behind.
     """
 
@@ -273,6 +312,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
         preemptions: How often the engine took it off and began it again, if known.
         policy_version: Version of the weights that it began with, where it is known.
         failed: It raised, or was given up.
+        validate: It was sent while the loop validated.
     """
 
     worker: str
@@ -293,6 +333,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int | None = None
     policy_version: int | None
     failed: bool
+    validate: bool = False
 
 
 class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,7 +355,7 @@ class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     """What the requests of one replica came to; what its engine does not tell is ``None``.
 
-    Percentiles are of the requests that did not fail.
+    Percentiles are of the requests that did not fail. All numbers but ``validation`` are of the rollout.
 
     Attributes:
         worker: Name of the replica, e.g. ``rollout0``.
@@ -332,6 +373,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
         per_token_p99_us: The same, 99th percentile.
         cache_hit_share: Share of the prompts' tokens that came from the prefix cache.
         preemptions: How often requests were taken off and begun again.
+        validation: Requests that were sent while the loop validated, which nothing else here counts.
     """
 
     worker: str
@@ -349,6 +391,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     per_token_p99_us: float | None
     cache_hit_share: float | None
     preemptions: int | None
+    validation: int = 0
 
 
 class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,7 +58,7 @@ def _sections(reports: Sequence[Report], links: Sequence[str]) -> Iterator[str]:
     yield f'<section id="findings" aria-label="What changed">{_story(reports, links)}</section>'
     yield section("Stages of each step", '<div id="stages" class="trend"></div>')
     if any(report.lost for report in reports):
-        note = "Of all lanes, by cause."
+        note = "Of all devices, by cause."
         yield section("Lost time of each step", '<div id="lost" class="trend"></div>', note)
     yield section("Steps", table("Steps", *_steps(reports, links)))
     for title, seconds in (
@@ -81,7 +81,7 @@ def _figures(reports: Sequence[Report]) -> Iterator[str]:
         causes = [report.lost_s for report in reports]
         total = {name: sum(row.get(name, 0.0) for row in causes) for row in causes for name in row}
         most = max(total, key=lambda name: total[name])
-        line = f"of all lanes; {total[most] / sum(lost):.0%} {escape(most.replace('_', ' '))}"
+        line = f"of all devices; {total[most] / sum(lost):.0%} {escape(most.replace('_', ' '))}"
         yield figure("Lost, median", duration(median(lost)), line, f"k-{most}")
     index = slowest(reports)
     over = took[index] - median(took)

@@ -21,6 +21,7 @@ _BAR_CELLS = 24
 _ROWS = 8
 _METRICS = 6
 _PARTS = 4
+_DEVICE_HEADINGS = ("observed", "busy", "share", "host-bound", "exposed\ncomm", "device")
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -43,6 +44,7 @@ def print_report(report: Report, console: Console) -> None:
         _stages(report.stages),
         _workers("Workers", others),
         _workers("Rollout engines", engines),
+        _devices(report),
         _engines(report),
         _replicas(report),
         _lost(report),
@@ -83,9 +85,12 @@ def _closing_lines(report: Report) -> Iterator[str]:
     if report.weight_sync_share:
         yield f"weight sync: {report.weight_sync_share:.1%} of the step"
     if rate := report.throughput:
+        each, whose = rate.tokens_per_s_per_lane, "lane"
+        if report.shares_devices and rate.tokens_per_s_per_device is not None:
+            each, whose = rate.tokens_per_s_per_device, "device"
         yield (
             f"{rate.tokens:,.0f} tokens ({rate.source}): {rate.tokens_per_s:,.0f} per second, "
-            f"{rate.tokens_per_s_per_lane:,.0f} per second and lane"
+            f"{each:,.0f} per second and {whose}"
         )
     if report.costs:
         yield escape(_cost_sentence(report))
@@ -147,6 +152,23 @@ def _workers(title: str, rows: list[WorkerRow]) -> Table:
     return table
 
 
+def _devices(report: Report) -> Table:
+    """Return what devices did, if any has several lanes."""
+    table = table_of("Devices, lanes that share one together", "lanes", *_DEVICE_HEADINGS)
+    for row in report.devices if report.shares_devices else []:
+        share = row.busy_us / row.span_us if row.span_us else 0.0
+        times = map(_time, (row.host_bound_us, row.exposed_communication_us))
+        table.add_row(
+            escape(row.name),
+            _time(row.span_us),
+            _time(row.busy_us),
+            f"{share:.1%}",
+            *times,
+            escape(row.place),
+        )
+    return table
+
+
 def _engines(report: Report) -> Table:
     headings = (
         "iterations",
@@ -198,11 +220,16 @@ def _replicas(report: Report) -> Table:
             "" if row.cache_hit_share is None else f"{row.cache_hit_share:.0%}",
             "" if row.preemptions is None else f"{row.preemptions:,}",
         )
-    return _with_rest(table, len(report.replicas))
+    table = _with_rest(table, len(report.replicas))
+    if validation := sum(row.validation for row in report.replicas):
+        more = f"{table.caption}; " if table.caption else ""
+        table.caption = f"{more}besides {validation:,} of validation, which no number here counts"
+    return table
 
 
 def _lost(report: Report) -> Table:
-    table = table_of("Idle time by cause (all lanes)", "cause", "lane-time", "share")
+    whose = "device" if report.shares_devices else "lane"
+    table = table_of(f"Idle time by cause (all {whose}s)", "cause", f"{whose}-time", "share")
     for row in report.lost:
         table.add_row(row.cause.replace("_", " "), duration(row.seconds), f"{row.share:.1%}")
         for name, seconds in list(row.parts.items())[:_PARTS]:

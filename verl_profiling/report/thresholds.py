@@ -3,11 +3,11 @@
 __all__ = ["FINDINGS", "Outlier", "Shift"]
 
 FINDINGS = {
-    "capture": 0.05,  # of the step, or of the observed time of all lanes
+    "capture": 0.05,  # of the step, or of the observed time of all devices
     "pause": 0.25,  # of the step
     "straggler": 0.05,  # of the role's time in the step
     "idle_stage": 0.10,  # of the step
-    "long_tail": 0.05,  # of the observed time of all lanes, and so on
+    "long_tail": 0.05,  # of the observed time of all devices, and so on
     "after_generation": 0.05,
     "no_requests": 0.10,
     "weight_sync": 0.15,
@@ -15,7 +15,7 @@ FINDINGS = {
     "host_bound": 0.15,
     "between_stages": 0.20,
     "unexplained": 0.20,
-    "exposed_communication": 0.15,  # of the busy time of all lanes
+    "exposed_communication": 0.15,  # of the busy time of all devices
     "loop_blocked": 0.02,  # of the trajectories' time
     "last_trajectories": 0.15,  # of the rollout, more than their share of the trajectories
     "trajectory_cause": 0.25,  # of the trajectories' time
@@ -50,7 +50,7 @@ class Shift:
     Attributes:
         FEWEST: Steps before, of which a range is known.
         OF_ITSELF: Share of its median before by which it changed.
-        OF_THE_STEP: The same, as a share of the step (for a cause, of all lanes' time).
+        OF_THE_STEP: The same, as a share of the step (for a cause, of all devices' time).
     """
 
     FEWEST = 2

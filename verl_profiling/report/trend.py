@@ -56,12 +56,12 @@ def first_change(reports: Sequence[Report]) -> Change | None:
     """Return the largest change of the first step in which a stage or a cause left its range.
 
     The range is that of at least two steps, and half as much on either side. A change is larger than a
-    tenth of the median before and than 2 % of the step (for a cause, of all lanes' time). Stages count
+    tenth of the median before and than 2 % of the step (for a cause, of all devices' time). Stages count
     before causes: lost time is what follows from them.
     """
     for index in range(Shift.FEWEST, len(reports)):
         span_s = reports[index].span_us / 1e6
-        lanes_s = sum(row.span_us for row in reports[index].workers) / 1e6
+        lanes_s = sum(row.span_us for row in reports[index].counted) / 1e6
         stages = _left_its_range([stage_seconds(report) for report in reports[: index + 1]], span_s)
         causes = _left_its_range([report.lost_s for report in reports[: index + 1]], lanes_s)
         kind: Literal["stage", "cause"] = "stage" if stages else "cause"

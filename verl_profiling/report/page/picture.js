@@ -39,6 +39,7 @@ function makePicture(container) {
     if (row.kind === "lane") {
       const made = element("div", { className: `label${row.lane.stands_out ? " standing" : ""}`, title: row.lane.name }, element("bdi", { textContent: row.lane.name }));
       if (row.lane.stands_out) made.append(element("small", { textContent: row.lane.stands_out }));
+      if (row.lane.shares) made.append(element("small", { textContent: row.lane.shares }));
       return made;
     }
     const open = unfolded.has(row.group.role);
@@ -59,7 +60,7 @@ function makePicture(container) {
     shown = data.groups.flatMap((group) => rowsOf(group, unfolded.has(group.role))).map((row) => {
       const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
       const plot = element("div", { className: "plot" }, svg);
-      const node = element("div", { className: `row ${row.kind}` }, label(row), plot);
+      const node = element("div", { className: `row ${row.kind}${row.lane?.shares ? " shared" : ""}` }, label(row), plot);
       node.setAttribute("role", "group");
       node.setAttribute("aria-label", row.lane?.name ?? row.group.role);
       return { row, svg, node, plot };

@@ -17,6 +17,7 @@ __all__ = ["picture"]
 CONTROLLER = "controller"
 _ROLE = re.compile(r"(.*?)(?:_rank)?\d*")
 _FINISHES = 400
+_MOST_DEVICES = 8  # whose lanes are drawn together; of more, roles are, so that they can be folded
 _CURVES = ("load", "communication", "waiting")  # one without anything in it is empty
 
 
@@ -25,9 +26,15 @@ def picture(report: Report) -> dict[str, Any]:
     stages = {_shown(span): span for span in report.gantt}
     reasons = outliers(report)
     lanes = [_lane(owner, row, spans, list(stages), reasons) for owner, row, spans in _rows(report)]
+    shared = {name: row for row in report.devices if len(row.lanes) > 1 for name in row.lanes}
+    devices = list({row.name: row for row in shared.values()})
+    by_device = len(devices) <= _MOST_DEVICES
     groups: dict[str, list[dict[str, Any]]] = {}
     for lane in lanes:
-        groups.setdefault(lane["role"], []).append(lane)
+        row = shared.get(lane["name"])
+        others = [name for name in row.lanes if name != lane["name"]] if row else []
+        lane["shares"] = f"one device with {', '.join(others)}" if others else ""
+        groups.setdefault(row.name if row and by_device else lane["role"], []).append(lane)
     return {
         "span_us": max(report.span_us, 1.0),
         "stages": [{"name": name, "colour": _colour(span)} for name, span in stages.items()],

@@ -26,6 +26,7 @@ function linesAt(row, span, us) {
   const [running, queued] = [data.running, data.queued].map((curves) => (row.kind === "lane" ? curves[row.lane.worker] ?? [] : row.group.engine ? requestsOf(row.group, curves) : []));
   const at = (curve) => Math.round(10 * partAt(curve, us)) / 10;
   if (running.length) lines.push(`at ${duration(us / 1e6)}: ${at(running)} requests running${queued.length ? `, ${at(queued)} of them queued` : ""}`);
+  if (row.lane?.shares) lines.push(row.lane.shares);
   if (row.lane?.stands_out) lines.push(row.lane.stands_out);
   return lines;
 }

@@ -52,11 +52,15 @@ def _figures(report: Report) -> Iterator[str]:
     )
     working = report.working_share
     if working is not None:
-        observed_s = sum(row.span_us for row in report.workers) / 1e6
+        observed_s = sum(row.span_us for row in report.counted) / 1e6
         waiting = report.lost_s.get(OTHER_RANKS, 0.0) / observed_s
         device = any(row.device for row in report.workers)
         title = "Accelerators busy" if device else "Lanes busy (CPU)"
-        lanes = f"{len(report.workers)} lane{'s' if len(report.workers) > 1 else ''}"
+        if report.shares_devices and not device:
+            title = "Devices busy (CPU)"
+        lanes = plural(len(report.workers), "lane")
+        if report.shares_devices:
+            lanes = f"{plural(len(report.devices), 'device')} ({lanes})"
         yield figure(title, f"{working:.0%}", f"of {lanes}, besides {waiting:.0%} waiting for other ranks")
         yield from _lost(report, observed_s)
     stages = [row for row in report.stages if row.depth == 0 and not row.name.startswith("(")]
@@ -78,7 +82,9 @@ def _lost(report: Report, observed_s: float) -> Iterator[str]:
         rules = [OTHER_RANKS if finding.rule == "straggler" else finding.rule for finding in report.findings]
         cause = next((rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name]))
         part = f"{causes[cause] / lost:.0%} of it {escape(cause.replace('_', ' '))}"
-        yield figure("Lost", duration(lost), f"{lost / observed_s:.0%} of lane time; {part}", f"k-{cause}")
+        whose = "device" if report.shares_devices else "lane"
+        line = f"{lost / observed_s:.0%} of {whose} time; {part}"
+        yield figure("Lost", duration(lost), line, f"k-{cause}")
 
 
 def _findings(report: Report) -> str:
@@ -97,3 +103,8 @@ def _sentence(finding: Finding, lanes: int) -> str:
     listed = ", ".join(named[:_LANES]) + (f" and {len(named) - _LANES} more" if len(named) > _LANES else "")
     where = f" <span>Where: {escape(listed)}.</span>" if listed else ""
     return f"{escape(finding.text)}{where} <span>Try: {escape(finding.advice)}.</span>"
+
+
+def plural(count: int, what: str) -> str:
+    """Return ``1 lane`` or ``2 lanes``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"

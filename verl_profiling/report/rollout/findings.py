@@ -44,7 +44,7 @@ def rollout_findings(report: Report) -> Iterator[Finding]:
     rollout = report.rollout
     if rollout is None or not rollout.seconds:
         return
-    lanes = max(len(report.workers), 1)
+    lanes = max(len(report.counted), 1)
     blocked = False
     for finding in _blocked(rollout, lanes):
         blocked = True

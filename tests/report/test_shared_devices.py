@@ -1,0 +1,157 @@
+"""Lanes that share a device are one device in totals, shares and findings; the sums stay exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drawn_steps import STAGES, Worker, report_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_profiling.devices import Device
+from verl_profiling.report.device_rows import lost_of_device
+from verl_profiling.report.intervals import Spans, intersection, length, spans_of, subtract, union
+from verl_profiling.report.lost import CAUSES
+from verl_profiling.report.model import Report
+from verl_profiling.report.page.picture import picture
+
+GPU = Device(kind="cuda", index=0, uuid="8932f937-d72c-4106-c12f-20bd9faed9f6", place="node7/0")
+OTHER = Device(kind="cuda", index=0, uuid="0032f937-d72c-4106-c12f-20bd9faed9f6", place="node8/0")
+ITERATIONS = [("execute_context_0(0)_generation_4(4)", 0, 1), ("execute_context_0(0)_generation_4(4)", 2, 3)]
+
+
+def colocated(folder: Path, actor: Sequence[Device], engine: Sequence[Device]) -> Report:
+    """A step of 10 s: the engine computes 2 of the first 3 s, the actor 2 of the 3 of its update."""
+    return report_of(
+        folder,
+        STAGES,
+        [
+            Worker("actor", stages=[("update_actor", 5, 8)], kernels=[("gemm", 5, 7)], devices=list(actor)),
+            Worker(
+                "rollout",
+                replica=0,
+                kernels=[("attention", 0, 1), ("attention", 2, 3)],
+                iterations=ITERATIONS,
+                requests=[(0, 3, 8)],
+                logged=True,
+                devices=list(engine),
+            ),
+        ],
+    )
+
+
+def seconds(lost_us: dict[str, float]) -> dict[str, float]:
+    return {cause: us / 1e6 for cause, us in lost_us.items() if us}
+
+
+def test_a_shared_device_is_busy_while_any_of_its_lanes_is(tmp_path: Path) -> None:
+    """10 s of one device, not 20 s of two lanes; the cause is that of the lane whose turn it is."""
+    report = colocated(tmp_path, [GPU], [GPU])
+    [row] = report.devices
+    assert (row.lanes, row.roles) == (["actor_rank0", "rollout0_rank0"], ["actor", "rollout"])
+    assert (row.span_us, row.busy_us, row.idle_us) == (10e6, 4e6, 6e6)
+    assert seconds(row.lost_us) == {
+        "host_bound": 2.0,  # between iterations, where the actor waits; in the update, where the engine does
+        "after_generation": 1.0,
+        "other_stages": 1.0,
+        "weight_sync": 1.0,
+        "between_stages": 1.0,
+    }
+    assert sum(lost.seconds for lost in report.lost) == pytest.approx(6.0)
+    assert report.working_share == pytest.approx(0.4)
+    assert report.throughput.tokens_per_s_per_device == pytest.approx(report.throughput.tokens_per_s)
+
+
+def test_lanes_keep_their_own_numbers(tmp_path: Path) -> None:
+    """What each role did on the device is still there, and the picture has both, beside each other."""
+    report = colocated(tmp_path, [GPU], [GPU])
+    assert [(row.name, row.busy_us) for row in report.workers] == [
+        ("actor_rank0", 2e6),
+        ("rollout0_rank0", 2e6),
+    ]
+    [group] = [group for group in picture(report)["groups"] if group["role"] != "controller"]
+    assert [lane["shares"] for lane in group["lanes"]] == [
+        "one device with rollout0_rank0",
+        "one device with actor_rank0",
+    ]
+
+
+def test_findings_are_of_devices(tmp_path: Path) -> None:
+    """A wait for the other role of the same device is no lost time, and none is advised against."""
+    report = colocated(tmp_path, [GPU], [GPU])
+    assert {finding.rule for finding in report.findings} <= {"host_bound", "after_generation", "idle_stage"}
+    finding = next(finding for finding in report.findings if finding.rule == "host_bound")
+    assert finding.text.endswith("2.00 s of device time (20%).")
+    assert finding.lanes == ["actor_rank0", "rollout0_rank0"]
+
+
+@pytest.mark.parametrize(
+    ("actor", "engine", "count"),
+    [
+        ([GPU], [GPU], 1),
+        ([GPU], [OTHER], 2),
+        ([GPU], [Device(kind="cuda", place="node7/0")], 1),  # an engine knows no UUID
+        ([Device(kind="cuda", uuid=GPU.uuid)], [Device(kind="cuda", place="node7/0")], 2),
+        ([GPU], [Device(kind="cuda", uuid=OTHER.uuid, place="node7/0")], 2),  # two containers, both of GPU 0
+        ([GPU], [Device(kind="cuda")], 2),
+        ([GPU], [], 2),
+        ([], [], 2),
+        ([Device(kind="cuda")], [Device(kind="cuda")], 2),
+    ],
+)
+def test_what_says_that_two_lanes_are_one_device(
+    tmp_path: Path, actor: list[Device], engine: list[Device], count: int
+) -> None:
+    """The UUID, else the place; what is not known is not made up, and said."""
+    report = colocated(tmp_path, actor, engine)
+    assert len(report.devices) == count
+    unknown = not all(devices and (devices[0].uuid or devices[0].place) for devices in (actor, engine))
+    assert any("which devices" in note for note in report.notes) == unknown
+
+
+def test_ranks_of_a_replica_have_the_devices_in_their_order(tmp_path: Path) -> None:
+    """The rank inside the replica is the place in the list."""
+    report = report_of(
+        tmp_path,
+        STAGES,
+        [
+            Worker("actor", 0, kernels=[("gemm", 5, 7)], devices=[OTHER]),
+            Worker("rollout", replica=0, kernels=[("k", 0, 1)], devices=[OTHER, GPU]),
+        ],
+    )
+    assert [row.lanes for row in report.devices] == [["actor_rank0", "rollout0_rank0"]]
+
+
+class DrawnLane:
+    """What :func:`lost_of_device` looks at: when a lane was observed, and when it was busy."""
+
+    def __init__(self, observed: Spans, busy: Spans) -> None:
+        self.observed, self.activity, self.busy = observed, self, busy
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=6).map(
+    lambda pairs: spans_of((min(pair), max(pair)) for pair in pairs)
+)
+
+
+@given(st.lists(st.tuples(SPANS, SPANS, st.lists(SPANS, min_size=3, max_size=3)), min_size=1, max_size=4))
+def test_idle_time_of_a_device_is_divided_once(drawn: list[tuple[Spans, Spans, list[Spans]]]) -> None:
+    """Whatever lanes say: each instant without a busy lane has one cause, and no other instant has any."""
+    lanes, lost = [], []
+    for observed, busy, claims in drawn:
+        idle = subtract(observed, busy)
+        named = dict.fromkeys(CAUSES, spans_of([]))
+        for cause, claim in zip(("host_bound", "no_requests", "long_tail"), claims, strict=True):
+            named[cause] = intersection(idle, claim)
+            idle = subtract(idle, claim)
+        lanes.append(DrawnLane(observed, busy))
+        lost.append({**named, "unexplained": idle})
+    found = lost_of_device(lanes, lost)  # type: ignore[arg-type]
+    observed = union(*(lane.observed for lane in lanes))
+    busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
+    assert list(found) == list(CAUSES)
+    assert np.array_equal(union(*found.values()), subtract(observed, busy))
+    assert sum(map(length, found.values())) == length(observed) - length(busy)

@@ -1,0 +1,213 @@
+"""The steps of a continuous capture are told apart in every number."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from drawn_steps import Worker, drawn_inputs, ns
+
+from verl_profiling.analysis import load_reports, open_run, open_step
+from verl_profiling.cli import main
+from verl_profiling.errors import ConfigError
+from verl_profiling.integrations.verl_tracking import log_reports
+from verl_profiling.manifest import MANIFEST_NAME, StepSpan
+from verl_profiling.report.build import build_report
+from verl_profiling.report.model import Report
+from verl_profiling.timeline.one_step import one_by_one
+
+DECODE = "execute_context_0(0)_generation_4(4)"
+STEPS = [
+    StepSpan(step=2, begin_ns=ns(0), end_ns=ns(5), policy_version=1, metrics={"tokens": 500.0}),
+    StepSpan(step=3, begin_ns=ns(8), end_ns=ns(10), policy_version=2, metrics={"tokens": 640.0}),
+]
+STAGES = [
+    *[("rollout", 0, 3), ("update_actor", 3, 5)],
+    ("validate", 5, 8),
+    *[("rollout", 8, 9), ("update_actor", 9, 10)],
+]
+
+
+def capture(folder: Path, steps: list[StepSpan] = STEPS) -> Path:
+    """Two steps of 5 s and 2 s in one folder, and 3 s of validation between them."""
+    folder = folder / "step_000002"
+    folder.mkdir(parents=True)
+    actor = Worker(
+        "actor",
+        stages=[("update_actor", 3, 5), ("update_actor", 9, 10)],
+        kernels=[("gemm", 3, 4), ("gemm", 9, 10)],
+        tool=[("start", -1, -0.5, None), ("stop", 10, 13, None)],
+    )
+    engine = Worker(
+        "rollout",
+        replica=0,
+        kernels=[("attention", 0, 3), ("attention", 5, 8), ("attention", 8, 8.5)],
+        iterations=[(DECODE, 0, 3), (DECODE, 5, 8), (DECODE, 8, 8.5)],
+        requests=[(0, 3, 40), *[(5, 8, 9)] * 4, (8, 8.5, 20), (8, 8.25, 20)],
+    )
+    drawn_inputs(folder, STAGES, [actor, engine], steps=steps)
+    return folder
+
+
+def reports(folder: Path) -> list[Report]:
+    return load_reports(folder)
+
+
+def test_each_step_has_its_own_length_stages_and_version(tmp_path: Path) -> None:
+    """What lies between them is in neither, but stands around the one that it follows."""
+    first, second = reports(capture(tmp_path))
+    assert [(r.step, r.policy_version, r.span_us) for r in (first, second)] == [(2, 1, 5e6), (3, 2, 2e6)]
+    assert [(row.name, row.begin_us, row.duration_us) for row in second.stages if row.duration_us] == [
+        ("rollout", 0.0, 1e6),
+        ("update_actor", 1e6, 1e6),
+    ]
+    assert [[(row.name, row.duration_us) for row in r.outside] for r in (first, second)] == [
+        [("validate", 3e6)],
+        [],
+    ]
+    for report in (first, second):
+        assert sum(row.share for row in report.stages if row.depth == 0) == pytest.approx(1.0)
+        assert "validate" not in {row.name for row in report.stages}
+
+
+def test_each_step_has_its_own_requests_and_tokens(tmp_path: Path) -> None:
+    """Those of the validation count for no rollout."""
+    first, second = reports(capture(tmp_path))
+    assert [r.tail.requests for r in (first, second)] == [1, 2]
+    assert [r.tail.last_finish_us for r in (first, second)] == [3e6, 0.5e6]
+    assert [[row.requests for row in r.replicas] for r in (first, second)] == [[1], [2]]
+    assert [(r.throughput.tokens, r.throughput.tokens_per_s) for r in (first, second)] == [
+        (500.0, 100.0),
+        (640.0, 320.0),
+    ]
+    assert [r.metrics for r in (first, second)] == [{"tokens": 500.0}, {"tokens": 640.0}]
+
+
+def test_each_step_has_its_own_device_time(tmp_path: Path) -> None:
+    """Busy time, kernels and iterations are cut at the step; causes still add up to the idle time."""
+    first, second = reports(capture(tmp_path))
+    assert [[row.busy_us for row in r.workers] for r in (first, second)] == [[1e6, 3e6], [1e6, 0.5e6]]
+    assert [[row.iterations for row in r.engines] for r in (first, second)] == [[1], [1]]
+    for report in (first, second):
+        for row in report.workers:
+            assert row.span_us == report.span_us
+            assert sum(row.lost_us.values()) == pytest.approx(row.idle_us)
+    assert {op.name: op.self_us for op in second.ops} == {"gemm": 1e6, "attention": 0.5e6}
+
+
+def test_what_the_capture_cost_is_in_the_step_in_which_it_was_spent(tmp_path: Path) -> None:
+    """The tool starts before the first step and stops after the last."""
+    first, second = reports(capture(tmp_path))
+    costs = [next(row for row in r.costs if row.worker == "actor_rank0") for r in (first, second)]
+    assert [(row.start_s, row.stop_s) for row in costs] == [(0.5, 0.0), (0.0, 3.0)]
+
+
+def test_a_capture_without_spans_of_steps_is_read_as_before(tmp_path: Path) -> None:
+    """Older manifests have none."""
+    [report] = reports(capture(tmp_path, []))
+    assert report.span_us == 10e6
+
+
+def test_validation_inside_of_a_step_is_no_rollout(tmp_path: Path) -> None:
+    """Its requests are counted apart, its iterations are none of the rollout's, and it is a stage."""
+    whole = StepSpan(step=2, begin_ns=ns(0), end_ns=ns(10))
+    [report] = reports(capture(tmp_path, [whole]))
+    assert [(row.requests, row.validation) for row in report.replicas] == [(3, 4)]
+    assert report.tail.requests == 3
+    assert report.throughput.tokens == 3 * 10 + 80
+    assert [row.iterations for row in report.engines] == [2]
+    assert "validate" in {row.name for row in report.stages}
+
+
+def test_the_api_asks_which_step_is_meant(tmp_path: Path) -> None:
+    """A table has all of them, a report is of one."""
+    [step] = open_run(capture(tmp_path)).steps()
+    with pytest.raises(ConfigError, match=r"step 2, step 3.*by_step"):
+        step.report()
+    assert [part.report().step for part in step.by_step()] == [2, 3]
+    frame = step.to_frame("workers")
+    assert frame.groupby("step").size().to_dict() == {2: 2, 3: 2}
+    assert step.to_frame("requests")["step"].tolist() == [2, 3, 3]
+
+
+def test_every_face_has_both_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Terminal, JSON, pages with links from the run's, CSV."""
+    folder = capture(tmp_path)
+    assert main(["report", str(folder)]) == 0
+    assert "step 2, policy version 1: 5.00 s" in (shown := capsys.readouterr().out)
+    assert "step 3, policy version 2: 2.00 s" in shown
+    assert main(["report", str(tmp_path), "--save", "--json", "--csv", str(tmp_path / "csv")]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(r["step"], r["span_us"]) for r in found] == [(2, 5e6), (3, 2e6)]
+    assert {path.name for path in folder.glob("report*.html")} == {
+        "report.step_000002.html",
+        "report.step_000003.html",
+    }
+    index = (tmp_path / "index.html").read_text()
+    assert "step_000002/report.step_000003.html" in index
+    with (tmp_path / "csv" / "stages.csv").open() as file:
+        assert {row["step"] for row in csv.DictReader(file)} == {"2", "3"}
+
+
+def test_trackers_get_each_step_under_its_number(tmp_path: Path) -> None:
+    """91 tokens per second of a capture is a number of no step."""
+
+    class Tracking:
+        logger = {"file": None}
+
+        def __init__(self) -> None:
+            self.logged: dict[int, dict[str, float]] = {}
+
+        def log(self, data: dict[str, float], step: int, backend: list[str]) -> None:
+            self.logged[step] = data
+
+    tracking = Tracking()
+    log_reports(tracking, {3: capture(tmp_path)}, 3)
+    assert {step: data["profiling/step_s"] for step, data in tracking.logged.items()} == {2: 5.0, 3: 2.0}
+    assert [data["profiling/tokens_per_s"] for data in tracking.logged.values()] == [100.0, 320.0]
+
+
+def test_a_continuous_capture_is_compared_step_by_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each side has two steps, so the noise is known."""
+    a, b = (capture(tmp_path / side) for side in ("a", "b"))
+    assert main(["diff", str(a), str(b), "--json"]) == 0
+    diff = json.loads(capsys.readouterr().out)
+    assert (diff["before"], diff["after"]) == (2, 2)
+    step = next(change for change in diff["changes"] if change["kind"] == "step")
+    assert (step["before_s"], step["noise_s"]) == (3.5, 1.5)
+
+
+def test_the_timeline_marks_the_steps(tmp_path: Path) -> None:
+    """One timeline of the capture, with a row of its steps."""
+    step = open_step(capture(tmp_path))
+    import gzip
+
+    timeline = json.loads(gzip.decompress(step.merge().path.read_bytes()))
+    spans = {e["name"]: e["dur"] for e in timeline["traceEvents"] if e.get("cat") == "step"}
+    assert spans == {"step 2": 5e6, "step 3": 2e6}
+
+
+def test_discrete_artifacts_of_other_steps_are_not_read(tmp_path: Path) -> None:
+    """An artifact belongs to the steps in which it was recorded."""
+    folder = capture(tmp_path)
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    for worker in manifest["workers"]:
+        worker["mode"] = "discrete"
+        for artifact in worker["artifacts"]:
+            artifact["begin_ns"], artifact["end_ns"] = ns(8), ns(9)
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    first, second = open_step(folder).by_step()
+    assert (first.inputs.sources, len(second.inputs.sources)) == ([], 2)
+    assert [row.span_us for row in second.report().workers] == [1e6, 1e6]
+    assert first.report().coverage.missing == []
+
+
+def test_one_step_is_returned_as_it_is(tmp_path: Path) -> None:
+    """Whatever it is: a capture of one step, or a part of several."""
+    first, _ = one_by_one(open_step(capture(tmp_path)).inputs)
+    assert one_by_one(first) == [first]
+    assert build_report(first).step == 2
