@@ -1,4 +1,4 @@
-"""Turns the files that an engine wrote into verified artifacts of a step folder."""
+"""Turns the files or folders that an engine wrote into verified artifacts of a step folder."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import msgspec
 from isal import igzip
 
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.engines.base import EngineAdapter, EngineTrace
-from verl_profiling.engines.spool import move_file
+from verl_profiling.engines.base import EngineAdapter, EngineTrace, FolderTool, TraceTool
+from verl_profiling.engines.spool import move
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, expected_artifact
 from verl_profiling.tools.base import Output
-from verl_profiling.tools.torch_profiler import TorchTool
+from verl_profiling.tools.npu import output_of_recording
 from verl_profiling.tools.trace_file import EventCount, output_of_raw_trace
 
 __all__ = ["expected_artifacts", "output_of"]
 
 
 def expected_artifacts(
-    request: CaptureRequest, identity: WorkerIdentity, engine: EngineAdapter, ranks: Iterable[int]
+    request: CaptureRequest,
+    identity: WorkerIdentity,
+    engine: EngineAdapter,
+    tool: TraceTool | FolderTool,
+    ranks: Iterable[int],
 ) -> dict[EngineTrace, Artifact]:
     """Return the artifacts that a capture will have when all goes well.
 
@@ -29,6 +33,7 @@ def expected_artifacts(
         request: The capture.
         identity: The replica.
         engine: Its engine.
+        tool: What records it.
         ranks: The ranks inside the replica that are selected.
     """
     expected = {}
@@ -37,28 +42,33 @@ def expected_artifacts(
             stage = "-".join(name for name in (request.stage, part) if name is not None) or None
             lane = identity.lane(rank)
             expected[EngineTrace(rank, part)] = expected_artifact(
-                lane, TorchTool.name, TorchTool.suffix, stage, request.occurrence
+                lane, tool.name, tool.suffix, stage, request.occurrence
             )
     return expected
 
 
-def output_of(raw: Path, folder: Path, expected: Artifact, level: int) -> Output:
-    """Move an engine's file into the step folder and return its artifact.
+def output_of(raw: Path, folder: Path, expected: Artifact, tool: TraceTool | FolderTool) -> Output:
+    """Move what an engine wrote into the step folder and return its artifact.
 
     Args:
-        raw: The file: JSON, or gzip-compressed JSON.
+        raw: A file of JSON, or of gzip-compressed JSON; or the folder of a recording of torch_npu.
         folder: The step folder.
         expected: The artifact as expected.
-        level: isal compression level for JSON.
+        tool: What recorded it.
     """
     final = folder / expected.path
+    if isinstance(tool, FolderTool):
+        final.mkdir()
+        recorded = final / raw.name
+        move(raw, recorded)
+        return output_of_recording(recorded, expected, tool.options)
     if raw.suffix == ".gz":
-        move_file(raw, final)
+        move(raw, final)
         pending = msgspec.structs.replace(expected, status="pending")
         return Output(pending, lambda: _verify(final, pending))
     part = final.with_name(f".{final.stem}.part")
-    move_file(raw, part)
-    return output_of_raw_trace(part, final, expected, level)
+    move(raw, part)
+    return output_of_raw_trace(part, final, expected, tool.options.compression_level)
 
 
 def _verify(path: Path, pending: Artifact) -> Artifact:

@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import ClassVar, NoReturn
 from uuid import uuid4
 
+from verl_profiling.engines.ascend import RECORDED_OPTIONS
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.config import RoleConfig
 from verl_profiling.settings.rollout import EngineStage, RolloutOptions
 from verl_profiling.tools.launch import Launch
+from verl_profiling.tools.npu import NpuOptions, NpuTool
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 __all__ = [
     "EngineAdapter",
     "EngineTool",
     "EngineTrace",
+    "FolderTool",
     "RangeTool",
     "TraceTool",
+    "check_device",
     "engine_tool",
     "is_spool",
     "new_spool",
@@ -34,7 +38,18 @@ SPOOL_PARENT = ".engines"
 class TraceTool:
     """The engine's own torch profiler, and its options."""
 
+    name: ClassVar[str] = TorchTool.name
+    suffix: ClassVar[str] = TorchTool.suffix
     options: TorchOptions
+
+
+@dataclass(frozen=True)
+class FolderTool:
+    """The profiler of torch_npu in the engine's processes, which writes folders, and its options."""
+
+    name: ClassVar[str] = NpuTool.name
+    suffix: ClassVar[str] = NpuTool.suffix
+    options: NpuOptions
 
 
 @dataclass(frozen=True)
@@ -52,12 +67,12 @@ class RangeTool:
     launch: Launch
 
 
-EngineTool = TraceTool | RangeTool
+EngineTool = TraceTool | FolderTool | RangeTool
 
 
 @dataclass(frozen=True)
 class EngineTrace:
-    """The rank and stage of a trace file that an engine wrote.
+    """The rank and stage of a trace, a file or a folder, that an engine wrote.
 
     Attributes:
         rank: Rank inside the replica.
@@ -110,7 +125,7 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     def identify(self, path: Path, label: str) -> EngineTrace | None:
-        """Return the rank and stage of a new file in the spool, or ``None`` if it is not a trace."""
+        """Return the rank and stage of a new file or folder in the spool, or ``None`` if it is no trace."""
 
     def died(self) -> str:
         """Return how the engine's processes ended, as far as this process can see; empty while they live."""
@@ -153,21 +168,55 @@ def engine_tool(role: RoleConfig, engine: str, range_apis: Container[str] = ()) 
             found = RangeTool(tool.name, tool.suffix, tool.launch)
         elif isinstance(tool, TorchTool):
             found = TraceTool(tool.options)
+        elif isinstance(tool, NpuTool):
+            found = FolderTool(tool.options)
         else:
             raise ConfigError(
-                key, f"{engine} engines do not record with {tool.name!r}; set it to torch or spans"
+                key,
+                f"{engine} engines do not record with {tool.name!r}; set it to torch, to npu on an NPU, "
+                "or to spans",
             )
-    if isinstance(found, TraceTool) and found.options.mini_batches is not None:
-        refuse_option(
-            role.role, "mini_batches", "null", f"{engine} engines have no mini-batches (see rollout.count)"
-        )
+    if isinstance(found, TraceTool | FolderTool) and found.options.mini_batches is not None:
+        why = f"{engine} engines have no mini-batches (see rollout.count)"
+        refuse_option(role.role, "mini_batches", "null", why, tool=found.name)
+    if isinstance(found, FolderTool):
+        _check_npu_options(found.options, role.role, engine)
     return found
 
 
-def refuse_option(role: str, option: str, neutral: object, why: str) -> NoReturn:
-    """Refuse an option of the ``torch`` tool that an engine does not have.
+def check_device(tool: EngineTool, engine: EngineAdapter, role: str) -> None:
+    """Check that a tool can record an engine where that runs: on an NPU, ``npu`` and no other.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if (engine.device == "npu") != isinstance(tool, FolderTool):
+        raise ConfigError(
+            f"roles.{role}.tool",
+            f"{tool.name} records nothing of {engine.name} on {engine.device}; "
+            f"set it to {NpuTool.name if engine.device == 'npu' else TorchTool.name}",
+        )
+
+
+def _check_npu_options(options: NpuOptions, role: str, engine: str) -> None:
+    """Refuse the options of the ``npu`` tool that an engine does not have."""
+    for name, possible in RECORDED_OPTIONS[engine].items():
+        value = getattr(options, name)
+        if (sorted(value) if isinstance(value, tuple) else value) in possible:
+            continue
+        if value is True:
+            refuse_option(role, name, "false", f"{engine} does not record {name} on an NPU", tool="npu")
+        always = possible[-1]
+        neutral = f"[{','.join(always)}]" if isinstance(always, list) else always or "null"
+        refuse_option(role, name, neutral, f"{engine} chooses it on an NPU", tool="npu")
+
+
+def refuse_option(
+    role: str, option: str, neutral: object, why: str, *, tool: str = TorchTool.name
+) -> NoReturn:
+    """Refuse an option of a tool that an engine does not have.
 
     Raises:
         ConfigError: Always. It names the key, and the role's key that switches the option off.
     """
-    raise ConfigError(f"tools.torch.{option}", f"{why}; set roles.{role}.tools.torch.{option}={neutral}")
+    raise ConfigError(f"tools.{tool}.{option}", f"{why}; set roles.{role}.tools.{tool}.{option}={neutral}")

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from verl_profiling.devices import engine_devices
-from verl_profiling.engines.base import EngineAdapter, EngineTool, RangeTool, TraceTool, engine_tool
+from verl_profiling.engines.base import EngineAdapter, EngineTool, RangeTool, check_device, engine_tool
 from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
 from verl_profiling.engines.recorder import EngineRecorder, Recorder
 from verl_profiling.engines.recording import RangeRecording, RecordingMaker, TraceRecording
@@ -72,7 +72,8 @@ def make_recorder(
         if (tool := engine_tool(settings, VLLMAdapter.name, RANGE_APIS)) is not None:
             adapter = VLLMAdapter(engine, config, identity, tool)
     elif package == "sglang":
-        if isinstance(tool := engine_tool(settings, SGLangAdapter.name), TraceTool):
+        tool = engine_tool(settings, SGLangAdapter.name)
+        if tool is not None and not isinstance(tool, RangeTool):
             adapter = SGLangAdapter(engine, config, identity, tool)
     else:
         _refuse_window(config, settings, identity)
@@ -80,6 +81,7 @@ def make_recorder(
         _watch(engine, package, log, identity)
     if adapter is None or tool is None:
         return SessionRecorder(config, identity, log), identity
+    check_device(tool, adapter, role)
     identity = WorkerIdentity(
         role=role,
         rank=replica * adapter.ranks if rank is None else rank,
@@ -91,7 +93,7 @@ def make_recorder(
         tool.launch.ranges().require()
         recording = partial(RangeRecording, identity, tool)
     else:
-        recording = partial(TraceRecording, adapter, identity, tool.options.compression_level)
+        recording = partial(TraceRecording, adapter, identity, tool)
     known = engine_devices(adapter.device, adapter.ranks, devices, adapter.local)
     return EngineRecorder(adapter, identity, settings, config, recording, log, known), identity
 

@@ -11,12 +11,11 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.artifacts import expected_artifacts, output_of
-from verl_profiling.engines.base import EngineAdapter, RangeTool
+from verl_profiling.engines.base import EngineAdapter, FolderTool, RangeTool, TraceTool
 from verl_profiling.engines.spool import Spool
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, expected_artifact
 from verl_profiling.tools.base import Output
-from verl_profiling.tools.torch_profiler import TorchTool
 
 __all__ = ["EngineRecording", "RangeRecording", "RecordingMaker", "TraceRecording"]
 
@@ -72,19 +71,17 @@ class TraceRecording(EngineRecording):
     Args:
         engine: The engine.
         identity: The replica.
-        level: Compression level.
+        tool: What records it.
         request: The capture.
         label: Its label.
         ranks: The ranks inside the replica that are selected.
     """
 
-    tool = TorchTool.name
-
     def __init__(
         self,
         engine: EngineAdapter,
         identity: WorkerIdentity,
-        level: int,
+        tool: TraceTool | FolderTool,
         request: CaptureRequest,
         label: str,
         ranks: Sequence[int],
@@ -92,9 +89,10 @@ class TraceRecording(EngineRecording):
         super().__init__()
         self._engine = engine
         self._name = identity.name
-        self._level = level
+        self.tool = tool.name
+        self._recorder = tool
         self._request = request
-        by_trace = expected_artifacts(request, identity, engine, ranks)
+        by_trace = expected_artifacts(request, identity, engine, tool, ranks)
         self._traces = list(by_trace)
         self.expected = list(by_trace.values())
         self._spool = Spool(engine, label)
@@ -112,7 +110,7 @@ class TraceRecording(EngineRecording):
             if raw is None:
                 outputs.append(Output(self._without_file(artifact, problem)))
             else:
-                outputs.append(output_of(raw, folder, artifact, self._level))
+                outputs.append(output_of(raw, folder, artifact, self._recorder))
         if self._request.keep:
             self.notes.extend(self._spool.keep_extras(folder, self._name))
         self._spool.clear()

@@ -10,18 +10,25 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_profiling.engines.base import EngineAdapter, EngineTrace, TraceTool, new_spool, refuse_option
+from verl_profiling.engines.ascend import is_recording, rank_of_recording
+from verl_profiling.engines.base import (
+    EngineAdapter,
+    EngineTrace,
+    FolderTool,
+    TraceTool,
+    new_spool,
+    refuse_option,
+)
 from verl_profiling.engines.death import how_processes_ended
 from verl_profiling.engines.sglang_transport import HTTPCalls, ManagerCalls, SGLangCalls
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import EngineStage
-from verl_profiling.tools.torch_profiler import TorchOptions
 
 __all__ = ["SGLangAdapter", "manager_of"]
 
-_ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU"}
+_ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU", "npu": "GPU"}
 _STAGES: dict[str, EngineStage] = {"EXTEND": "prefill", "DECODE": "decode"}
 _TRACE = re.compile(
     r"-TP-(?P<tp>\d+)(?:-DP-(?P<dp>\d+))?(?:-PP-(?P<pp>\d+))?(?:-EP-\d+)?"
@@ -47,7 +54,11 @@ class SGLangAdapter(EngineAdapter):
     name: ClassVar[str] = "SGLang"
 
     def __init__(
-        self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity, tool: TraceTool
+        self,
+        engine: Any,
+        config: ProfilingConfig,
+        identity: WorkerIdentity,
+        tool: TraceTool | FolderTool,
     ) -> None:
         self.window = config.rollout.with_stacks() if tool.options.stack else config.rollout
         self._identity = identity
@@ -62,7 +73,8 @@ class SGLangAdapter(EngineAdapter):
         dp = int(server.get("dp_size") or 1)
         self._dp = 1 if server.get("enable_dp_attention") else dp
         self.ranks = self._tp * self._pp * self._dp
-        self._options = self._start_options(tool.options, identity.role)
+        self._on_npu = isinstance(tool, FolderTool)
+        self._options = self._start_options(tool, identity.role)
 
     async def start(self, label: str) -> None:
         options = {**self._options, "output_dir": str(self.spool)}
@@ -87,6 +99,8 @@ class SGLangAdapter(EngineAdapter):
         return how_processes_ended(self._calls.ended())
 
     def identify(self, path: Path, label: str) -> EngineTrace | None:
+        if self._on_npu:
+            return EngineTrace(rank_of_recording(path)) if is_recording(path) else None
         found = _TRACE.search(path.name)
         if found is None or (self._takes_label and not path.name.startswith(label)):
             return None
@@ -101,7 +115,9 @@ class SGLangAdapter(EngineAdapter):
     @property
     def _takes_label(self) -> bool:
         # With a prefix, SGLang's merge finds none of the files to merge.
-        return "profile_prefix" in self._calls.offers and not self.window.sglang.merge
+        # On an NPU it names nothing by it.
+        offered = "profile_prefix" in self._calls.offers
+        return offered and not self.window.sglang.merge and not self._on_npu
 
     async def _disarm(self) -> None:
         """Cancel a window that was not reached; it would open later, in another capture or outside any.
@@ -127,12 +143,14 @@ class SGLangAdapter(EngineAdapter):
         prefill = path.with_name(path.name.replace(".trace.json.gz", "-EXTEND.trace.json.gz"))
         return "decode" if prefill.exists() else "prefill"
 
-    def _start_options(self, options: TorchOptions, role: str) -> dict[str, Any]:
+    def _start_options(self, tool: TraceTool | FolderTool, role: str) -> dict[str, Any]:
         """Return the options that ``start_profile`` gets in every capture."""
+        rollout, options = self.window, tool.options
+        if isinstance(tool, FolderTool):
+            self._check_npu_window(role)
         for name in ("memory", "flops"):
-            if getattr(options, name):
+            if getattr(options, name, False):
                 refuse_option(role, name, "false", f"SGLang does not record {name}")
-        rollout = self.window
         if rollout.start:
             raise ConfigError(
                 "rollout.start",
@@ -140,7 +158,7 @@ class SGLangAdapter(EngineAdapter):
                 "leave it out, or set rollout.sglang.start_step to an absolute number",
             )
         arguments: dict[str, Any] = {
-            "activities": self._activities(options, role),
+            "activities": self._activities(tool, role),
             "with_stack": options.stack,
             "record_shapes": options.shapes,
         }
@@ -162,9 +180,26 @@ class SGLangAdapter(EngineAdapter):
                 raise ConfigError(key, f"this SGLang has no {name}; install a newer one, or leave it out")
         return arguments
 
-    def _activities(self, options: TorchOptions, role: str) -> list[str]:
+    def _check_npu_window(self, role: str) -> None:
+        """Refuse what cannot be told apart in torch_npu's folders, which name the rank only."""
+        why = "the recordings of torch_npu do not say which is which"
+        if self.window.by_stage:
+            raise ConfigError("rollout.by_stage", f"{why}; set it to false on an NPU")
+        if self.window.sglang.merge:
+            raise ConfigError(
+                "rollout.sglang.merge", "SGLang merges no recordings of torch_npu; set it to false"
+            )
+        if self._dp > 1:
+            raise ConfigError(
+                f"roles.{role}.tool",
+                f"SGLang has data-parallel ranks, and {why}; set it to spans, or use enable_dp_attention",
+            )
+
+    def _activities(self, tool: TraceTool | FolderTool, role: str) -> list[str]:
+        if isinstance(tool, FolderTool):
+            return [_ACTIVITIES[name] for name in tool.options.activities]
         have = {"cpu": ("cpu",), "xpu": ("cpu", "xpu")}.get(self.device, ("cpu", "cuda"))
-        wanted = have if options.activities is None else options.activities
+        wanted = have if tool.options.activities is None else tool.options.activities
         for name in wanted:
             if name not in have:
                 refuse_option(role, "activities", "null", f"{name} ends an SGLang that runs on {self.device}")

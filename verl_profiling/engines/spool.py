@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verl_profiling.engines.base import SPOOL_PARENT, EngineAdapter, EngineTrace
 
-__all__ = ["Spool", "move_file"]
+__all__ = ["Spool", "move"]
 
 
 class Spool:
@@ -29,7 +29,7 @@ class Spool:
 
     def take(self) -> dict[EngineTrace, Path]:
         """Return what the engine wrote since then; of several files of a kind, the newest."""
-        new = [path for path in _files_in(self._engine.spool) if path not in self._before]
+        new = [path for path in _content_of(self._engine.spool) if path not in self._before]
         found: dict[EngineTrace, Path] = {}
         for path in sorted(new, key=lambda path: path.stat().st_mtime_ns):
             trace = self._engine.identify(path, self._label)
@@ -40,10 +40,10 @@ class Spool:
     def keep_extras(self, folder: Path, name: str) -> list[str]:
         """Move requested files other than ranks' traces to the step folder; return notes on them."""
         notes = []
-        for path in _files_in(self._engine.spool):
+        for path in _content_of(self._engine.spool):
             if suffix := self._engine.extra_suffix(path):
                 kept = folder / f"{name}{suffix}"
-                move_file(path, kept)
+                move(path, kept)
                 notes.append(f"{name}: {kept.name} was written by {self._engine.name} on request")
         return notes
 
@@ -57,12 +57,12 @@ class Spool:
                 pass  # it contains the spool of another engine
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+def _content_of(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def move_file(source: Path, target: Path) -> None:
-    """Move a file, to another file system too."""
+def move(source: Path, target: Path) -> None:
+    """Move a file or a folder, to another file system too."""
     try:
         source.replace(target)
     except OSError:  # on another file system

@@ -13,12 +13,21 @@ from typing import Any, ClassVar
 
 from isal import igzip
 
-from verl_profiling.engines.base import EngineAdapter, EngineTool, EngineTrace, RangeTool, new_spool
+from verl_profiling.engines.ascend import is_recording
+from verl_profiling.engines.base import (
+    EngineAdapter,
+    EngineTool,
+    EngineTrace,
+    FolderTool,
+    RangeTool,
+    new_spool,
+)
 from verl_profiling.engines.death import how_processes_ended
 from verl_profiling.engines.vllm_start import (
     CUDA_VARIABLE,
     DIR_VARIABLE,
     first_iteration,
+    recorded_options,
     recording_window,
     version,
 )
@@ -68,9 +77,11 @@ class VLLMAdapter(EngineAdapter):
                 "install vllm>=0.8.5, and pass an AsyncLLM or an LLM"
             )
         parameters = inspect.signature(engine.start_profile).parameters
-        self._takes_prefix = "profile_prefix" in parameters
-        self._takes_window = "max_iterations" in parameters
         vllm_config = getattr(engine, "llm_engine", engine).vllm_config
+        self._on_npu = isinstance(tool, FolderTool)
+        # On an NPU the name of the first capture would stick, and workers take no window per capture.
+        self._takes_prefix = "profile_prefix" in parameters and not self._on_npu
+        self._takes_window = "max_iterations" in parameters and not self._on_npu
         configured = getattr(vllm_config, "profiler_config", None)
         self.window = recording_window(config.rollout, tool)
         if isinstance(tool, RangeTool):
@@ -78,7 +89,7 @@ class VLLMAdapter(EngineAdapter):
             self._check_configured(configured, tool.launch.range_api, CUDA_VARIABLE)
             self.spool = new_spool(config.local_folder)
         else:
-            self._delay = first_iteration(self.window, tool.options.stack)
+            self._delay = first_iteration(self.window, recorded_options(tool).stack)
             self._check_configured(configured, "torch", DIR_VARIABLE)
             folder = os.environ[DIR_VARIABLE] if configured is None else configured.torch_profiler_dir
             self.spool = Path(folder).expanduser().absolute()
@@ -116,7 +127,8 @@ class VLLMAdapter(EngineAdapter):
         return "its core says that it is dead" if getattr(resources, "engine_dead", False) else ""
 
     def identify(self, path: Path, label: str) -> EngineTrace | None:
-        if ".pt.trace.json" not in path.name or "async_llm" in path.name:
+        is_trace = is_recording(path) if self._on_npu else ".pt.trace.json" in path.name
+        if not is_trace or "async_llm" in path.name:
             return None
         if self._takes_window and not path.name.startswith(label):
             return None

@@ -13,7 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.engines.base import EngineTool, RangeTool, engine_tool, new_spool, refuse_option
+from verl_profiling.engines.ascend import check_vllm_ascend, why_not_counted
+from verl_profiling.engines.base import (
+    EngineTool,
+    FolderTool,
+    RangeTool,
+    TraceTool,
+    engine_tool,
+    new_spool,
+    refuse_option,
+)
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
@@ -28,6 +37,7 @@ __all__ = [
     "first_iteration",
     "profiler_settings",
     "profiler_variables",
+    "recorded_options",
     "recording_window",
     "version",
     "vllm_engine_args",
@@ -60,7 +70,9 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
     window = recording_window(config.rollout, tool)
     if isinstance(tool, RangeTool):
         return _cuda_engine_args(window, role)
-    options = tool.options
+    if isinstance(tool, FolderTool):
+        check_vllm_ascend()
+    options = recorded_options(tool)
     spool = new_spool(config.local_folder)
     if find_spec("vllm.config.profiler") is None:
         if options.activities is not None:
@@ -74,6 +86,16 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
     if options.activities is not None and "torch_profiler_activities" not in _fields(ProfilerConfig):
         refuse_option(role, "activities", "null", f"vLLM {version()} records all that there is")
     return {"profiler_config": ProfilerConfig(**profiler_settings(options, window, spool))}
+
+
+def recorded_options(tool: TraceTool | FolderTool) -> TorchOptions:
+    """Return the options of vLLM's own profiler with which it records as a tool's options say.
+
+    vllm-ascend takes vLLM's option for stacks as the one for modules of torch_npu.
+    """
+    if isinstance(tool, TraceTool):
+        return tool.options
+    return TorchOptions(stack=tool.options.modules, memory=tool.options.memory)
 
 
 def _cuda_engine_args(window: RolloutOptions, role: str) -> dict[str, Any]:
@@ -156,7 +178,7 @@ def recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOption
     Raises:
         ConfigError: The installed vLLM cannot record that window, or might open no range.
     """
-    stack = not isinstance(tool, RangeTool) and tool.options.stack
+    stack = not isinstance(tool, RangeTool) and recorded_options(tool).stack
     if isinstance(tool, RangeTool) and rollout.start:
         raise ConfigError(
             "rollout.start",
@@ -167,20 +189,28 @@ def recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOption
         raise ConfigError(
             "rollout.by_stage", "vLLM cannot record prefill and decode separately; set it to false"
         )
-    if find_spec("vllm.config.profiler") is not None or "VLLM_PROFILER_MAX_ITERS" in _variables():
+    engine, newer, counts = f"vLLM {version()}", "vllm>=0.12", _counts_iterations()
+    if isinstance(tool, FolderTool) and (why := why_not_counted()):
+        engine, newer, counts = *why, False
+    if counts:
         return rollout.with_stacks() if stack else rollout
     if rollout.start or rollout.count is not None:
         key = "rollout.start" if rollout.start else "rollout.count"
         raise ConfigError(
-            key, f"vLLM {version()} cannot count iterations; install vllm>=0.12, or use rollout.max_window_s"
+            key, f"{engine} cannot count iterations; install {newer}, or use rollout.max_window_s"
         )
     if stack:
         logger.warning(
-            "vLLM %s cannot count iterations, and its idle workers poll: a second of stacks can take a "
-            "minute to write; set rollout.max_window_s, or install vllm>=0.12",
-            version(),
+            "%s cannot count iterations, and its idle workers poll: a second of stacks can take a "
+            "minute to write; set rollout.max_window_s, or install %s",
+            engine,
+            newer,
         )
     return rollout
+
+
+def _counts_iterations() -> bool:
+    return find_spec("vllm.config.profiler") is not None or "VLLM_PROFILER_MAX_ITERS" in _variables()
 
 
 def _variables() -> set[str]:

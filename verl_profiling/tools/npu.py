@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
 from verl_profiling.tools.folder import folder_bytes, remove_folder
-from verl_profiling.tools.npu_analysis import analysed
+from verl_profiling.tools.npu_analysis import analysed, has_data
 from verl_profiling.tools.torch_profiler import MiniBatchWindow
 
-__all__ = ["DOMAIN", "NpuOptions", "NpuTool", "import_torch_npu"]
+__all__ = ["DOMAIN", "NpuOptions", "NpuTool", "import_torch_npu", "output_of_recording"]
 
 DOMAIN = "verl_profiling"
 """Domain of the mstx ranges of stages."""
@@ -220,37 +221,42 @@ class _NpuRecording(Recording):
         stop_s = time.perf_counter() - begin
         artifact = self._destination.artifact(NpuTool)
         recorded = sorted(self._folder.glob("*_ascend_pt"))
-        raw = [
-            file
-            for part in ("FRAMEWORK", "PROF_*")
-            for found in self._folder.glob(f"*_ascend_pt/{part}")
-            for file in found.rglob("*")
-            if file.is_file() and file.stat().st_size
-        ]
-        if not raw:
-            reason = (
-                f"no operator ran on this thread, or torch_npu printed an [ERROR]: {self._folder} is empty"
-            )
-            if self._options.mini_batches is not None and not recorded:
-                reason = "the mini-batch window did not open; it counts calls of capture.step()"
-            return [Output(msgspec.structs.replace(artifact, status="empty", reason=reason), None, stop_s)]
-        if not self._options.analysis:
-            reason = f"recorded, not analysed (tools.npu.analysis is false); run analyse() on {self._folder}"
-            done = msgspec.structs.replace(
-                artifact, status="ok", reason=reason, bytes=folder_bytes(self._folder)
-            )
-            return [Output(done, None, stop_s)]
-        pending = msgspec.structs.replace(artifact, status="pending")
-        analyse = partial(
-            analysed,
-            recorded[-1],
-            pending,
-            export=self._options.export,
-            deadline_s=self._options.analysis_s,
-            device="npu" in self._options.activities,
-        )
-        return [Output(pending, analyse, stop_s)]
+        if recorded:
+            output = output_of_recording(recorded[-1], artifact, self._options)
+            return [replace(output, export_s=stop_s)]
+        reason = f"torch_npu printed an [ERROR]: {self._folder} is empty"
+        if self._options.mini_batches is not None:
+            reason = "the mini-batch window did not open; it counts calls of capture.step()"
+        return [Output(msgspec.structs.replace(artifact, status="empty", reason=reason), None, stop_s)]
 
     def discard(self) -> None:
         self._profiler.stop()
         remove_folder(self._folder)
+
+
+def output_of_recording(recorded: Path, artifact: Artifact, options: NpuOptions) -> Output:
+    """Return what becomes of a recording, which is analysed in the background unless that was done.
+
+    Args:
+        recorded: The folder that torch_npu made, ``*_ascend_pt``, in the artifact's folder.
+        artifact: The artifact as expected.
+        options: Options of the tool.
+    """
+    folder = recorded.parent
+    if not has_data(recorded):
+        reason = f"no operator ran on the thread that recorded, or torch_npu printed an [ERROR]: see {folder}"
+        return Output(msgspec.structs.replace(artifact, status="empty", reason=reason))
+    if not options.analysis:
+        reason = f"recorded, not analysed (tools.npu.analysis is false); run analyse() on {folder}"
+        size = folder_bytes(folder)
+        return Output(msgspec.structs.replace(artifact, status="ok", reason=reason, bytes=size))
+    pending = msgspec.structs.replace(artifact, status="pending")
+    analyse = partial(
+        analysed,
+        recorded,
+        pending,
+        export=options.export,
+        deadline_s=options.analysis_s,
+        device="npu" in options.activities,
+    )
+    return Output(pending, analyse)

@@ -19,7 +19,7 @@ import msgspec
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.folder import folder_bytes
 
-__all__ = ["analysed"]
+__all__ = ["analysed", "has_data"]
 
 _ANALYSE = """\
 import sys
@@ -27,12 +27,26 @@ from torch_npu.profiler.profiler import analyse
 analyse(sys.argv[1], export_type=sys.argv[2].split(","))
 """
 _RESULTS = "ASCEND_PROFILER_OUTPUT"
+_DONE = "analyse.done"
+
+
+def has_data(recorded: Path) -> bool:
+    """Return whether torch_npu recorded anything into its folder, of the host or of the device."""
+    return any(
+        file.is_file() and file.stat().st_size
+        for part in ("FRAMEWORK", "PROF_*")
+        for found in recorded.glob(part)
+        for file in found.rglob("*")
+    )
 
 
 def analysed(
     recorded: Path, artifact: Artifact, *, export: Sequence[str], deadline_s: float, device: bool
 ) -> Artifact:
-    """Run torch_npu's analysis on a recording, and return the artifact with its result.
+    """Run torch_npu's analysis on a recording, unless that was done, and return the artifact with its result.
+
+    A rollout engine may have analysed its recording itself. Where only the host was recorded that is done
+    again, because torch_npu converts these times with the wrong clock.
 
     Args:
         recorded: The folder that torch_npu made, ``*_ascend_pt``.
@@ -41,9 +55,11 @@ def analysed(
         deadline_s: Deadline, in seconds.
         device: Whether the device was to be recorded, so that its data must exist.
     """
-    _correct_clock(recorded)
-    printed, problem = _run_analysis(recorded, export, deadline_s)
     results = recorded / _RESULTS
+    printed, problem = "", ""
+    if not (device and (results / _DONE).exists()):
+        _correct_clock(recorded)
+        printed, problem = _run_analysis(recorded, export, deadline_s)
     trace = results / "trace_view.json"
     size = folder_bytes(recorded.parent)
     if problem or not trace.is_file():
@@ -91,7 +107,7 @@ def _run_analysis(recorded: Path, export: Sequence[str], deadline_s: float) -> t
             os.killpg(process.pid, signal.SIGKILL)
             printed, _ = process.communicate()
             return printed, f"took longer than tools.npu.analysis_s={deadline_s:g}"
-    if not (recorded / _RESULTS / "analyse.done").exists():
+    if not (recorded / _RESULTS / _DONE).exists():
         return printed, f"did not finish (exit code {process.returncode})"
     return printed, ""
 
