@@ -121,7 +121,7 @@ verl_TESTS := tests/integrations
 gpu_TESTS := tests/gpu
 npu-device_TESTS := tests/npu/test_device.py
 trl_TESTS := tests/integrations/test_trl.py
-npu_TESTS := tests/tools/test_npu.py tests/tools/test_precision.py
+npu_TESTS := tests/tools/test_npu.py tests/tools/test_precision.py tests/engines/test_ascend.py
 
 test-gpu: .venv-gpu/.ready ## Run the tests that need a CUDA device, and print what to send back
 test-npu-device: .venv-npu-device/.ready ## Run the tests that need an Ascend NPU, and print what to send back

@@ -27,6 +27,7 @@ _GRPO = "tests.recipes.test_grpo_tiny::test_every_artifact_is_there"
 _MEGATRON = "tests.workers.test_megatron::"
 _SGLANG = "tests.engines.test_sglang.TestEngine::"
 _NPU = "tests.tools.test_npu.TestRealTorchNpu::"
+_ASCEND = "tests.engines.test_ascend.TestOwnProfilers::"
 _MSPROBE = "tests.tools.test_precision.TestRealMsprobe::"
 _VLLM_NSYS = "tests.engines.test_vllm_nsys::test_the_engine_opens_the_ranges_that_nsys_expects"
 _NSYS = "tests.tools.test_nsys.TestUnderRay::"
@@ -98,6 +99,10 @@ CELLS = (
         (f"{_NPU}test_a_whole_step", f"{_NPU}test_the_timeline_reads_what_the_parser_wrote"),
     ),
     Cell("npu", _MIXIN, "discrete", CONTRACT, (f"{_NPU}test_each_stage_apart",)),
+    Cell("npu", "vLLM", "e2e", CONTRACT, (f"{_ASCEND}test_a_window_of_vllm",)),
+    Cell("npu", "vLLM", "discrete", CONTRACT, (f"{_ASCEND}test_vllm_by_stage_of_the_loop",)),
+    Cell("npu", "SGLang", "e2e", CONTRACT, (f"{_ASCEND}test_a_window_of_sglang",)),
+    Cell("npu", "SGLang", "discrete", CONTRACT, (f"{_ASCEND}test_sglang_by_stage_of_the_loop",)),
     Cell(
         "precision",
         _MIXIN,

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from verl_profiling.engines.artifacts import output_of
+from verl_profiling.engines.base import TraceTool
 from verl_profiling.manifest import Artifact
+from verl_profiling.tools.torch_profiler import TorchOptions
 
 REAL = Path(__file__).parents[1] / "data" / "sglang-TP-0-DECODE.trace.json.gz"
 
@@ -20,7 +22,7 @@ def finished(raw: Path, folder: Path) -> Artifact:
     expected = Artifact(
         path="rollout0_rank0.torch.json.gz", lane="rollout0_rank0", tool="torch", status="missing"
     )
-    output = output_of(raw, folder, expected, level=1)
+    output = output_of(raw, folder, expected, TraceTool(TorchOptions()))
     assert not raw.exists()
     assert output.finish is not None
     assert output.artifact.status == "pending"

@@ -42,6 +42,7 @@ def verl_config(
     critic: dict[str, Any] | None = None,
     engine: str = "vllm",
     profiling: Any = None,
+    device: str = "cuda",
     **global_profiler: Any,
 ) -> DictConfig:
     """Return the parts of a verl configuration that profiling reads."""
@@ -59,6 +60,7 @@ def verl_config(
             "rollout": {"profiler": rollout or role(), "name": engine, "engine_kwargs": {}},
         },
         "critic": {"profiler": critic or role()},
+        "trainer": {"device": device},
     }
     if profiling is not None:
         config["profiling"] = profiling
@@ -239,3 +241,35 @@ def test_other_tools_are_refused() -> None:
     """A tool of verl's that this package does not have is an error that names the key."""
     with pytest.raises(ConfigError, match=r"global_profiler\.tool.*precision_debugger"):
         settings_from_verl(verl_config(steps=[1], tool="precision_debugger"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [("vllm", {"modules": True, "memory": True}), ("sglang", {"stack": True, "shapes": True})],
+)
+def test_engines_on_an_npu_record_with_its_tool(engine: str, options: dict[str, bool]) -> None:
+    """What verl passes to engines there becomes the options that the engine has; its level is its own."""
+    contents = ["npu", "cpu", "module", "shapes", "memory"]
+    given = {"npu": {"contents": contents, "level": "level0", "analysis": True, "discrete": False}}
+    rollout = role(enable=True, all_ranks=True, tool="npu", tool_config=given)
+    config = verl_config(rollout=rollout, engine=engine, device="npu", tool="npu", steps=[2])
+    settings = settings_from_verl(config)
+    [tool] = settings.for_role("rollout").tools
+    expected = {"level": "level1", "analysis": True, **dict.fromkeys(("stack", "shapes"), False), **options}
+    assert tool.name == "npu"
+    assert {name: getattr(tool.options, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("device", "tool", "right"), [("npu", "torch", "npu"), ("cuda", "npu", "torch")])
+def test_the_tool_of_the_rollout_has_to_fit_the_device(device: str, tool: str, right: str) -> None:
+    """A tool that would see nothing of the engines is refused before anything starts."""
+    profiling = {"enable": True, "tool": "spans", "roles": {"rollout": {"tool": tool}}}
+    with pytest.raises(ConfigError, match=f"set profiling.roles.rollout.tool={right}"):
+        settings_of(verl_config(device=device, profiling=profiling))
+
+
+def test_an_option_that_the_engine_on_an_npu_has_not_is_refused() -> None:
+    """As the servers would when they start."""
+    profiling = {"enable": True, "tool": "npu", "tools": {"npu": {"shapes": True}}}
+    with pytest.raises(ConfigError, match="does not record shapes on an NPU"):
+        settings_of(verl_config(device="npu", profiling=profiling))

@@ -52,8 +52,8 @@ def verl_settings(*overrides: str) -> ProfilingConfig:
             "verl_grpo_gpu/run_nsys.sh",
             "started under Nsight Systems: actor (2 ranges), ref (2 ranges), rollout (2 ranges)",
         ),
-        ("verl_grpo_npu/run_e2e.sh", "e2e profile of actor, ref, agent_loop, reward in"),
-        ("verl_grpo_npu/run_discrete.sh", "discrete profile of actor, ref, agent_loop, reward in"),
+        ("verl_grpo_npu/run_e2e.sh", "e2e profile of actor, ref, rollout, agent_loop, reward in"),
+        ("verl_grpo_npu/run_discrete.sh", "discrete profile of actor, ref, rollout, agent_loop, reward in"),
     ],
 )
 def test_dry_runs_check_the_configuration(script: str, says: str, tmp_path: Path) -> None:
@@ -64,9 +64,11 @@ def test_dry_runs_check_the_configuration(script: str, says: str, tmp_path: Path
     assert says in run.stdout
 
 
-@pytest.mark.parametrize("script", ["verl_grpo_cpu/run.sh", "verl_grpo_gpu/run_e2e.sh"])
+@pytest.mark.parametrize(
+    "script", ["verl_grpo_cpu/run.sh", "verl_grpo_gpu/run_e2e.sh", "verl_grpo_npu/run_e2e.sh"]
+)
 def test_the_other_engine_is_checked_too(script: str, tmp_path: Path) -> None:
-    """The CPU and GPU recipes take SGLang for their engine."""
+    """The recipes take SGLang for their engine."""
     path = ROOT / "recipes" / script
     run = run_script(str(path), f"hydra.run.dir={tmp_path}", DRY_RUN="1", ROLLOUT="sglang")
     assert run.returncode == 0, run.stderr
@@ -168,7 +170,10 @@ def test_the_npu_examples_are_bridged(discrete: bool) -> None:
         ]
     settings = verl_settings(*overrides)
     assert settings.schedule.steps == (2, 4)
-    assert [role for role in ROLES if settings.for_role(role).enable] == ["actor", "ref"]
+    # In verl, the rollout is profiled where the actor is.
+    assert [role for role in ROLES if settings.for_role(role).enable] == ["actor", "ref", "rollout"]
+    [of_engines] = settings.for_role("rollout").tools
+    assert of_engines.name == "npu"
     for name in ("actor", "ref"):
         role_settings = settings.for_role(name)
         (tool,) = role_settings.tools

@@ -178,7 +178,7 @@ async def run(root: Path, config: dict[str, Any], server: Any, engine: Any) -> A
     await callback.on_train_end()
     steps = [root / f"step_{step:06d}" for step in config["schedule"]["steps"]]
     return {
-        "folders": steps,
+        "folders": [str(step) for step in steps],
         "manifests": [read_manifest(step) for step in steps],
         "left": sorted(path.name for path in root.iterdir()),
     }

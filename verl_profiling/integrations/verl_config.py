@@ -13,10 +13,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verl_profiling.engines.base import engine_tool
+from verl_profiling.engines.vllm_start import RANGE_APIS
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.integrations.verl_nsys import expected_ranges
 from verl_profiling.settings.after import EVERY_RANK
-from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 
 __all__ = ["settings_from_verl", "settings_of"]
 
@@ -29,7 +31,7 @@ _ROLES = {
     "critic": "critic.profiler",
 }
 _TOOLS = ("torch", "torch_memory", "npu", "nsys")
-_ENGINES = ("vllm", "sglang")
+_ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 _ALWAYS = "always so: every artifact is in the folder of its step"
 _FINISH_HOOK = ("finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks")
 _HOOKED_ROLES = ("actor", "ref", "critic")
@@ -110,6 +112,7 @@ class _Bridge:
         self.notes: list[str] = []
         rollout = config.actor_rollout_ref.rollout
         self._engine = rollout.name
+        self._rollout_tool = "npu" if _device_of(config) == "npu" else "torch"
         sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
         self._replica_ranks = math.prod(rollout.get(size) or 1 for size in sizes)
         self._global = OmegaConf.to_container(config.global_profiler, resolve=True)
@@ -145,8 +148,10 @@ class _Bridge:
         if (path := block.get("save_path")) not in (None, self._global["save_path"]):
             self.notes.append(f"{where}.save_path={path}: all roles write to global_profiler.save_path")
         tool = self._tool(f"{where}.tool", block.get("tool"))
-        if role == "rollout" and tool != "torch":
-            self.notes.append(f"{where}.tool={tool}: rollout engines record with torch only; left out")
+        if role == "rollout" and tool != self._rollout_tool:
+            self.notes.append(
+                f"{where}.tool={tool}: rollout engines record with {self._rollout_tool}; left out"
+            )
             return {"enable": False}
         options = (block.get("tool_config") or {}).get(tool) or {}
         found: dict[str, Any] = {"tool": tool, "mode": "discrete" if options.get("discrete") else "e2e"}
@@ -191,6 +196,14 @@ class _Bridge:
                         "active": schedule["active"],
                     },
                 )
+        elif tool == "npu" and role == "rollout":
+            # As verl passes them on to engines: these choose the rest, the level too.
+            stack, memory = bool(contents & {"stack", "module"}), "memory" in contents
+            if self._engine == "vllm":
+                yield from {"modules": stack, "memory": memory}.items()
+            else:
+                yield from {"stack": stack, "shapes": "shapes" in contents}.items()
+            yield "analysis", bool(options.get("analysis"))
         elif tool == "npu":
             for name, content in (
                 ("stack", "stack"),
@@ -273,7 +286,8 @@ def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
     Raises:
         ConfigError: There is no adapter for the engine.
     """
-    if not settings.for_role("rollout").enable:
+    chosen = settings.for_role("rollout")
+    if not chosen.enable:
         return
     rollout = config.actor_rollout_ref.rollout
     if rollout.name not in _ENGINES:
@@ -281,5 +295,23 @@ def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
     elif (rollout.get("disaggregation") or {}).get("enabled"):
         why = "replicas that are split into prefill and decode servers cannot be captured"
     else:
+        _check_rollout_tool(chosen, _ENGINES[rollout.name], _device_of(config))
         return
     raise ConfigError("actor_rollout_ref.rollout", f"{why}; set profiling.roles.rollout.enable=false")
+
+
+def _device_of(config: Any) -> str:
+    """Return the kind of device that verl computes on."""
+    return str((config.get("trainer") or {}).get("device") or "cuda")
+
+
+def _check_rollout_tool(chosen: RoleConfig, engine: str, device: str) -> None:
+    """Refuse a tool, or an option of it, with which the servers would refuse to start."""
+    tool = engine_tool(chosen, engine, RANGE_APIS)
+    if tool is not None and (device == "npu") != (tool.name == "npu"):
+        right = "npu" if device == "npu" else "torch"
+        raise ConfigError(
+            "roles.rollout.tool",
+            f"{tool.name} records nothing of {engine} where trainer.device is {device!r}; set "
+            f"profiling.roles.rollout.tool={right}, or profiling.roles.rollout.enable=false",
+        )

@@ -1,0 +1,381 @@
+"""Engines on an Ascend NPU: what they can record, and captures by their own profilers on stand-in CANN.
+
+``tests/npu/engine_scenarios.py`` runs all captures in one process with the real torch_npu. vLLM's
+``WorkerProfiler``, vllm-ascend's wrapper and SGLang's scheduler mixin come out of their wheels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.wheels import sources
+from tests.npu import engine_sources
+from verl_profiling import ConfigError, ProfilingConfig
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.engines.artifacts import expected_artifacts, output_of
+from verl_profiling.engines.ascend import is_recording, rank_of_recording
+from verl_profiling.engines.base import EngineAdapter, EngineTrace, FolderTool, check_device, engine_tool
+from verl_profiling.engines.spool import Spool
+from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.report.build import build_report
+from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.reader import Trace
+from verl_profiling.tools.npu import NpuOptions
+from verl_profiling.workers import RequestLog, SGLangCaptureMixin
+
+ROOT = Path(__file__).resolve().parents[2]
+IDENTITY = WorkerIdentity(role="rollout", rank=0, replica=0, world_size=2)
+Outcome = dict[str, Any]
+
+
+class Manager:
+    """What the adapter reads of an SGLang ``Engine`` before it starts anything."""
+
+    def __init__(self, device: str, **sizes: int) -> None:
+        sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1, **sizes}
+        self.server_args = type("ServerArgs", (), {"device": device, **sizes})()
+        self.tokenizer_manager = self
+
+    async def start_profile(self, output_dir: str | None = None, start_step: int | None = None) -> None:
+        """Start nothing."""
+
+    async def stop_profile(self) -> None:
+        """Stop nothing."""
+
+
+class Folders(EngineAdapter):
+    """An engine whose recordings are in its folder already."""
+
+    name = "SGLang"
+    device = "npu"
+    window = RolloutOptions()
+    ranks = 2
+
+    def __init__(self, spool: Path) -> None:
+        self.spool = spool
+
+    async def start(self, label: str) -> None:
+        """Start nothing."""
+
+    async def stop(self) -> None:
+        """Stop nothing."""
+
+    def identify(self, path: Path, label: str) -> EngineTrace | None:
+        return EngineTrace(rank_of_recording(path)) if is_recording(path) else None
+
+
+def settings(**fields: Any) -> ProfilingConfig:
+    """Return settings that record with the npu tool."""
+    return ProfilingConfig.from_any({"enable": True, "tool": "npu", **fields})
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "key", "remedy"),
+    [
+        ("vLLM", {"stack": True}, "stack", "stack=false"),
+        ("vLLM", {"shapes": True}, "shapes", "shapes=false"),
+        ("vLLM", {"level": "level0"}, "level", "level=level1"),
+        ("vLLM", {"aic_metrics": "Memory"}, "aic_metrics", "aic_metrics=null"),
+        ("vLLM", {"activities": ["npu"]}, "activities", "activities=[cpu,npu]"),
+        ("SGLang", {"memory": True}, "memory", "memory=false"),
+        ("SGLang", {"modules": True}, "modules", "modules=false"),
+        ("SGLang", {"level": "level2"}, "level", "level=level1"),
+        ("SGLang", {"mini_batches": {"active": 1}}, "mini_batches", "mini_batches=null"),
+    ],
+)
+def test_an_option_that_an_engine_does_not_have_is_refused(
+    engine: str, options: Outcome, key: str, remedy: str
+) -> None:
+    """The key is named, and what to set for the engine alone."""
+    with pytest.raises(ConfigError) as caught:
+        engine_tool(settings(tools={"npu": options}).for_role("rollout"), engine)
+    assert caught.value.key == f"tools.npu.{key}"
+    assert f"set roles.rollout.tools.npu.{remedy}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("vLLM", {"modules": True, "memory": True, "aic_metrics": "PipeUtilization"}),
+        ("vLLM", {"activities": ["npu", "cpu"]}),
+        ("SGLang", {"stack": True, "shapes": True, "activities": ["cpu"]}),
+    ],
+)
+def test_an_option_that_an_engine_has_is_taken(engine: str, options: Outcome) -> None:
+    """What its profiler lets be chosen may be set."""
+    tool = engine_tool(settings(tools={"npu": options}).for_role("rollout"), engine)
+    assert isinstance(tool, FolderTool)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "key"),
+    [
+        ({"by_stage": True, "count": 2}, "rollout.by_stage"),
+        ({"sglang": {"merge": True}}, "rollout.sglang.merge"),
+    ],
+)
+def test_windows_that_cannot_be_told_apart_are_refused(rollout: Outcome, key: str) -> None:
+    """A folder of torch_npu names its rank, and no stage; SGLang's own merge finds none of them."""
+    with pytest.raises(ConfigError) as caught:
+        SGLangCaptureMixin().init_capture(
+            settings(rollout=rollout), engine=Manager("npu"), requests=RequestLog()
+        )
+    assert caught.value.key == key
+
+
+def test_data_parallel_ranks_are_refused() -> None:
+    """Each has a rank 0 of its own, so their folders cannot be told apart."""
+    with pytest.raises(ConfigError, match="data-parallel ranks"):
+        SGLangCaptureMixin().init_capture(settings(), engine=Manager("npu", dp_size=2), requests=RequestLog())
+
+
+@pytest.mark.parametrize(("device", "tool", "right"), [("npu", "torch", "npu"), ("cuda", "npu", "torch")])
+def test_the_tool_has_to_fit_the_device(device: str, tool: str, right: str) -> None:
+    """With torch an engine on an NPU would write what nobody looks for, and the reverse."""
+    config = ProfilingConfig.from_any({"enable": True, "tool": tool})
+    with pytest.raises(ConfigError, match=f"{tool} records nothing of SGLang on {device}; set it to {right}"):
+        SGLangCaptureMixin().init_capture(config, engine=Manager(device), requests=RequestLog())
+
+
+def test_the_other_device_of_a_tool_is_named(tmp_path: Path) -> None:
+    """The check is the same for every adapter."""
+    check_device(FolderTool(NpuOptions()), Folders(tmp_path), "rollout")
+    on_gpu = Folders(tmp_path)
+    on_gpu.device = "cuda"
+    with pytest.raises(ConfigError, match="set it to torch"):
+        check_device(FolderTool(NpuOptions()), on_gpu, "rollout")
+
+
+def recording(folder: Path, rank: int | None = None, data: bytes = b"range") -> Path:
+    """Write what torch_npu writes, without an analysis; return its folder."""
+    path = folder / f"host_{rank}_20261122_ascend_pt"
+    (path / "FRAMEWORK").mkdir(parents=True)
+    (path / "FRAMEWORK" / "torch.op_range").write_bytes(data)
+    (path / ("profiler_info.json" if rank is None else f"profiler_info_{rank}.json")).write_text("{}")
+    return path
+
+
+def test_each_rank_gets_its_folder(tmp_path: Path) -> None:
+    """Only what appeared since the start counts; each is moved into its rank's folder of the step."""
+    step = tmp_path / "step_000001"
+    step.mkdir()
+    engine = Folders(tmp_path / ".engines" / "1")
+    engine.spool.mkdir(parents=True)
+    recording(engine.spool, 9)
+    spool = Spool(engine, "label")
+    for rank in (1, 0):
+        recording(engine.spool, rank)
+    (engine.spool / "discarded").mkdir()
+    raws = spool.take()
+    request = CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(step))
+    tool = FolderTool(NpuOptions(analysis=False))
+    expected = expected_artifacts(request, IDENTITY, engine, tool, range(2))
+    assert set(raws) == set(expected)
+    for trace, artifact in expected.items():
+        output = output_of(raws[trace], step, artifact, tool)
+        assert (output.artifact.path, output.artifact.status) == (f"rollout0_rank{trace.rank}.npu", "ok")
+        [moved] = (step / artifact.path).iterdir()
+        assert rank_of_recording(moved) == trace.rank
+    spool.clear()
+    assert not engine.spool.exists()
+
+
+def test_a_recording_without_data_is_empty(tmp_path: Path) -> None:
+    """torch_npu made its folder and recorded nothing."""
+    request = CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path))
+    tool = FolderTool(NpuOptions())
+    [artifact] = expected_artifacts(request, IDENTITY, Folders(tmp_path), tool, [0]).values()
+    output = output_of(recording(tmp_path / "spool", data=b""), tmp_path, artifact, tool)
+    assert (output.artifact.status, output.finish) == ("empty", None)
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        (None, "is not installed"),
+        ("0.13.0", "does not name the ranks"),
+        ("0.15.0rc1", "does not name the ranks"),
+    ],
+)
+def test_a_vllm_ascend_that_cannot_be_captured_is_named(
+    version: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says what to install."""
+    from verl_profiling.engines import ascend
+
+    monkeypatch.setattr(ascend.metadata, "version", installed(version))
+    with pytest.raises(ToolUnavailableError, match=f"{says}.*vllm-ascend>=0.16"):
+        ascend.check_vllm_ascend()
+
+
+def test_a_vllm_ascend_that_counts_no_iterations_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers call nothing between iterations before 0.20."""
+    from verl_profiling.engines import ascend
+
+    monkeypatch.setattr(ascend.metadata, "version", installed("0.18.0"))
+    ascend.check_vllm_ascend()
+    assert ascend.why_not_counted() == ("vllm-ascend 0.18.0", "vllm-ascend>=0.20")
+    monkeypatch.setattr(ascend.metadata, "version", installed("0.20.2rc1"))
+    assert ascend.why_not_counted() is None
+
+
+def test_the_daemon_of_msmonitor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-ascend would raise when the first capture starts."""
+    from verl_profiling.engines import ascend
+
+    monkeypatch.setattr(ascend.metadata, "version", installed("0.26.0rc1"))
+    monkeypatch.setenv("MSMONITOR_USE_DAEMON", "1")
+    with pytest.raises(ToolUnavailableError, match="MSMONITOR_USE_DAEMON is set"):
+        ascend.check_vllm_ascend()
+
+
+def installed(version: str | None) -> Any:
+    """Return a look-up of one package's version."""
+    from importlib.metadata import PackageNotFoundError
+
+    def look_up(package: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(package)
+        return version
+
+    return look_up
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Outcome:
+    """Build the stand-in CANN, run every scenario, and return what came out."""
+    if importlib.util.find_spec("torch_npu") is None:
+        pytest.skip("torch_npu is not installed; `make test-npu` builds an environment with it")
+    if missing := [name for name in ("cc", "nm", "readelf") if shutil.which(name) is None]:
+        pytest.skip(f"the stand-in CANN cannot be built without {', '.join(missing)}")
+    from tests.npu.cann_stub import build
+
+    cann, packages = tmp_path_factory.mktemp("cann"), tmp_path_factory.mktemp("packages")
+    build(cann)
+    wanted = (engine_sources.VLLM, engine_sources.VLLM_ASCEND, engine_sources.SGLANG)
+    engine_sources.build(packages, {name: sources(name, request.config.cache) for name in wanted})
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(cann),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)]),
+    }
+    target = tmp_path_factory.mktemp("captures")
+    command = [sys.executable, "-m", "tests.npu.engine_scenarios", str(target)]
+    done = subprocess.run(
+        command, cwd=target, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: Outcome = json.loads((target / "outcomes.json").read_text())
+    return found
+
+
+def artifacts(outcome: Outcome) -> list[list[tuple[str, str]]]:
+    """Return the path and the status of each artifact, by step."""
+    return [
+        [(artifact["path"], artifact["status"]) for artifact in worker["artifacts"]]
+        for manifest in outcome["manifests"]
+        for worker in manifest["workers"]
+    ]
+
+
+def recorded(folder: str, path: str) -> tuple[Path, Outcome]:
+    """Return the one recording of an artifact, and what torch_npu noted of how it recorded."""
+    [found] = Path(folder, path).iterdir()
+    [info] = found.glob("profiler_info*.json")
+    about: Outcome = json.loads(info.read_text())
+    return found, about["config"]
+
+
+def products(folder: str, path: str) -> int:
+    """Return the number of products of matrices in an artifact's trace."""
+    [trace] = Path(folder, path).rglob("trace_view.json")
+    events = [event for chunk in Trace(trace).chunks() for event in chunk]
+    return sum(event.ph == "X" and event.name == "aten::matmul" for event in events)
+
+
+@pytest.mark.npu
+@pytest.mark.timeout(1200)
+class TestOwnProfilers:
+    """What the engines' own profilers and the real torch_npu do in our hands."""
+
+    def test_a_window_of_vllm(self, outcomes: Outcome) -> None:
+        """Its iterations count, in daemons that torch_npu refuses to analyse in: we do it afterwards."""
+        outcome = outcomes["vllm_e2e"]
+        # No device, so no data of it; all else is as it is to be.
+        assert artifacts(outcome) == [[("rollout0_rank0.npu", "empty"), ("rollout0_rank1.npu", "empty")]]
+        [folder] = outcome["folders"]
+        for rank in range(2):
+            path = f"rollout0_rank{rank}.npu"
+            found, config = recorded(folder, path)
+            assert f"_tp{rank}_" in found.name
+            assert (found / "ASCEND_PROFILER_OUTPUT" / "analyse.done").exists()
+            assert config["common_config"]["profile_memory"]
+            assert not config["common_config"]["with_modules"]
+            assert products(folder, path) == 3, "rollout.start=2 and rollout.count=3 of six iterations"
+
+    def test_vllm_by_stage_of_the_loop(self, outcomes: Outcome) -> None:
+        """Each rollout has folders of its own, although the second restarts a profiler that was stopped."""
+        outcome = outcomes["vllm_discrete"]
+        both = [("rollout0_rank0.rollout.npu", "ok"), ("rollout0_rank1.rollout.npu", "ok")]
+        assert artifacts(outcome) == [both, both]
+        names = set()
+        for folder in outcome["folders"]:
+            found, config = recorded(folder, "rollout0_rank0.rollout.npu")
+            names.add(found.name)
+            assert config["common_config"]["with_modules"]
+            assert not config["common_config"]["with_stack"]
+            assert not (found / "ASCEND_PROFILER_OUTPUT").exists(), "tools.npu.analysis is false"
+        assert len(names) == 2
+
+    def test_a_window_of_sglang(self, outcomes: Outcome) -> None:
+        """Its forward passes count, and each rank's folder is found by the rank inside."""
+        outcome = outcomes["sglang_e2e"]
+        assert artifacts(outcome) == [[("rollout0_rank0.npu", "ok"), ("rollout0_rank1.npu", "ok")]]
+        [folder] = outcome["folders"]
+        for rank in range(2):
+            found, config = recorded(folder, f"rollout0_rank{rank}.npu")
+            assert rank_of_recording(found) == rank
+            assert not config["common_config"]["with_stack"]
+            assert products(folder, f"rollout0_rank{rank}.npu") == 3
+
+    def test_sglang_by_stage_of_the_loop(self, outcomes: Outcome) -> None:
+        """Its schedulers analyse their recordings themselves, and that is not done twice."""
+        outcome = outcomes["sglang_discrete"]
+        both = [("rollout0_rank0.rollout.npu", "empty"), ("rollout0_rank1.rollout.npu", "empty")]
+        assert artifacts(outcome) == [both, both]
+        for folder in outcome["folders"]:
+            found, config = recorded(folder, "rollout0_rank0.rollout.npu")
+            assert config["common_config"]["record_shapes"]
+            output = found / "ASCEND_PROFILER_OUTPUT"
+            assert (output / "analyse.done").exists()
+            assert not list(output.glob("*.db")), "the engine's own analysis writes text"
+            assert products(folder, "rollout0_rank0.rollout.npu") == 6
+
+    def test_nothing_is_left_beside_the_steps(self, outcomes: Outcome) -> None:
+        """What the engines wrote was moved."""
+        for outcome in outcomes.values():
+            assert not [name for name in outcome["left"] if name.startswith(".engines")]
+
+    @pytest.mark.parametrize("name", ["vllm_e2e", "sglang_e2e"])
+    def test_merge_and_report_read_them(self, outcomes: Outcome, name: str) -> None:
+        """The lanes are the replica's ranks, with the operators in the rollout's window."""
+        [folder] = outcomes[name]["folders"]
+        [step] = find_steps(Path(folder))
+        assert [source.lane for source in step.sources] == ["rollout0_rank0", "rollout0_rank1"]
+        assert not merge(step, Path(folder) / "merged.json.gz").problems
+        report = build_report(step)
+        assert [row.name for row in report.workers] == ["rollout0_rank0", "rollout0_rank1"]
+        assert all(row.busy_us > 0 for row in report.workers)
