@@ -11,7 +11,7 @@ from example_loops import read_trace
 
 from integrations.verl_runs import REFERENCE, Run, run_verl
 from verl_profiling.cli import main
-from verl_profiling.manifest import StageSpan
+from verl_profiling.manifest import POLLING, StageSpan
 
 PROMPTS, SAMPLES = 8, 2
 WORKER_STAGES = {"old_log_prob", "ref_log_prob", "update_actor", "update_weights"}
@@ -142,7 +142,7 @@ class RunContract:
             inside_it = [
                 s for s in spans if s.depth == 1 and rollout.begin_ns <= s.begin_ns <= rollout.end_ns
             ]
-            assert {s.name for s in inside_it} >= {"load_prompts", "dispatch_prompts", "wait:next_poll"}
+            assert {s.name for s in inside_it} >= {"load_prompts", "dispatch_prompts", POLLING}
             named = sum(s.end_ns - s.begin_ns for s in inside_it)
             assert named == pytest.approx(rollout.end_ns - rollout.begin_ns, rel=0.01)
 

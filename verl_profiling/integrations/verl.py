@@ -224,7 +224,7 @@ HOOKS = (
     Hook(
         module="verl.trainer.ppo.v1.replay_buffer",
         put_in="verl_replay_buffer:hook_replay_buffer",
-        records="the wait for the next poll, and the fate of trajectories",
+        records="polling the replay buffer, and the fate of trajectories",
         used_by=_v1,
     ),
     Hook(
