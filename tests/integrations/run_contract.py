@@ -70,6 +70,7 @@ class RunContract:
         return run_verl(
             folder,
             "profiling=e2e",
+            "trainer.test_freq=3",
             trackers,
             *REFERENCE,
             ROLLOUT=cls.engine,
@@ -196,6 +197,17 @@ class RunContract:
         manifest = e2e.manifest(3)
         assert steps[3] == pytest.approx((manifest.end_ns - manifest.begin_ns) / 1e9, rel=0.01)
         assert {point.step for point in events.Scalars("timing_s/step")} == {1, 2, 3}
+
+    def test_what_lies_around_a_step_is_known(self, e2e: Run) -> None:
+        """The pauses of the capture, and the validation that follows: it takes as long as verl says."""
+        assert [span.name for span in e2e.manifest(2).outside if span.name == "validate"] == []
+        manifest = e2e.manifest(3)
+        spans = {span.name: span for span in manifest.outside if not span.depth}
+        assert spans["capture_start"].end_ns <= manifest.begin_ns
+        assert manifest.end_ns <= spans["capture_stop"].begin_ns
+        assert spans["capture_stop"].end_ns <= spans["validate"].begin_ns
+        validated_s = (spans["validate"].end_ns - spans["validate"].begin_ns) / 1e9
+        assert validated_s == pytest.approx(manifest.metrics["timing_s/testing"], abs=1e-3)
 
     def test_one_timeline_shows_all(self, run: Run) -> None:
         """One file, one clock: what worker and engine did lies inside of the controller's stages for it."""
