@@ -6,7 +6,7 @@ PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
 # Markers of tests that have an environment or a command of their own.
-APART := vllm or sglang or npu or megatron or gpu or verl or trl or package or npu_device or releases or soak or fuzz or recipes
+APART := vllm or sglang or npu or megatron or gpu or verl or truth or trl or package or npu_device or releases or soak or fuzz or recipes
 BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
 DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-agent lint repository docs tables bench bench-instructions bench-verl clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-agent lint repository docs tables bench bench-instructions bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -184,27 +184,21 @@ env-verl: $(VERL_ENV)/.ready ## Build an environment with real verl and vLLM or 
 test-verl: .venv-verl/.ready ## Run the tests that need real verl (whole runs: half an hour) [VERL_SOURCE=DIR of other sources]
 	$(if $(VERL_SOURCE),PYTHONPATH=$(abspath $(VERL_SOURCE))) .venv-verl/bin/python -m pytest -m "verl and not releases" $(verl_TESTS) $(PYTEST_ARGS)
 
+test-verl-truth: .venv-verl/.ready ## Hold stage times against verl's in the runs that people make (half an hour) [VERL_SOURCE=DIR]
+	$(if $(VERL_SOURCE),PYTHONPATH=$(abspath $(VERL_SOURCE))) .venv-verl/bin/python -m pytest -s -m truth tests/integrations/test_verl_truth.py $(PYTEST_ARGS)
+
 test-verl-sglang: .venv-verl-sglang/.ready ## Run whole runs of real verl with SGLang (five minutes)
 	.venv-verl-sglang/bin/python -m pytest -m sglang tests/integrations/test_verl_sglang.py $(PYTEST_ARGS)
 
-demo-verl: demo-verl-e2e demo-verl-discrete demo-verl-one-step-off ## Profile real verl on CPU: sync in both modes, and one-step-off; merge, report, check [ENGINE=sglang]
+demo-verl: demo-verl-e2e demo-verl-discrete ## Profile a real verl run on CPU in both modes, merge, report, check [ENGINE=sglang]
 	@ls $(DEMO)/verl-*/step_*/timeline.json.gz $(DEMO)/verl-*/step_*/report.html
 
 demo-verl-e2e demo-verl-discrete: demo-verl-%: $(VERL_ENV)/.ready
 	rm -rf $(DEMO)/verl-$*
 	ROLLOUT=$(VERL_ENGINE) recipes/verl_grpo_cpu/run.sh profiling=$* profiling.save_path=$(DEMO)/verl-$*
-	$(call analysed,verl-$*)
-
-demo-verl-one-step-off: $(VERL_ENV)/.ready
-	rm -rf $(DEMO)/verl-one-step-off
-	ROLLOUT=$(VERL_ENGINE) recipes/verl_async_cpu/run.sh profiling.save_path=$(DEMO)/verl-one-step-off
-	$(call analysed,verl-one-step-off)
-
-define analysed
-	$(VERL_ENV)/bin/verl-profiling merge $(DEMO)/$(1)
-	$(VERL_ENV)/bin/verl-profiling report $(DEMO)/$(1) --save
-	$(VERL_ENV)/bin/verl-profiling check $(DEMO)/$(1)
-endef
+	$(VERL_ENV)/bin/verl-profiling merge $(DEMO)/verl-$*
+	$(VERL_ENV)/bin/verl-profiling report $(DEMO)/verl-$* --save
+	$(VERL_ENV)/bin/verl-profiling check $(DEMO)/verl-$*
 
 lint: .venv/.ready ## Check style and types
 	.venv/bin/ruff check .

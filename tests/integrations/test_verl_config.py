@@ -273,3 +273,57 @@ def test_an_option_that_the_engine_on_an_npu_has_not_is_refused() -> None:
     profiling = {"enable": True, "tool": "npu", "tools": {"npu": {"shapes": True}}}
     with pytest.raises(ConfigError, match="does not record shapes on an NPU"):
         settings_of(verl_config(device="npu", profiling=profiling))
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "key"),
+    [
+        ("sglang", {"rollout": {"start": 3}}, "rollout.start: SGLang counts iterations"),
+        (
+            "sglang",
+            {"tools": {"torch": {"memory": True}}},
+            "tools.torch.memory: SGLang does not record memory",
+        ),
+        ("sglang", {"tools": {"torch": {"flops": True}}}, "tools.torch.flops"),
+        ("vllm", {"rollout": {"by_stage": True, "count": 4}}, "rollout.by_stage: vLLM cannot"),
+        ("vllm", {"tools": {"torch": {"mini_batches": {"active": 1}}}}, "mini_batches"),
+    ],
+)
+def test_what_servers_would_refuse_is_refused_before_they_start(
+    engine: str, settings: dict[str, Any], key: str
+) -> None:
+    """The key is named while the command is checked, not when all GPUs have been waited for."""
+    config = verl_config(engine=engine, profiling={"enable": True, **settings})
+    with pytest.raises(ConfigError, match=key):
+        settings_of(config)
+    config.profiling.roles = {"rollout": {"enable": False}}
+    assert settings_of(config) is not None
+
+
+def test_a_token_window_of_sglang_is_refused_by_the_bridge() -> None:
+    """The engine counts from its own start, so ``profile_token_start`` has no meaning there."""
+    rollout = role(enable=True, torch={"profile_token_start": 30, "profile_token_end": 60})
+    with pytest.raises(ConfigError, match=r"rollout\.start: SGLang"):
+        settings_of(verl_config(rollout=rollout, engine="sglang", profiling="verl", steps=[2]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "xpu"])
+def test_activities_that_would_end_an_sglang_server_are_refused(device: str) -> None:
+    """The device is the engine's own, if it has one that differs from the trainer's."""
+    settings = {"enable": True, "tools": {"torch": {"activities": ["cpu", "cuda"]}}}
+    config = verl_config(engine="sglang", profiling=settings)
+    assert settings_of(config) is not None
+    config.actor_rollout_ref.rollout.engine_kwargs = {"sglang": {"device": device}}
+    with pytest.raises(ConfigError, match=f"cuda ends an SGLang that runs on {device}"):
+        settings_of(config)
+
+
+def test_memory_histories_are_bridged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a history, and snapshots of allocations that fail in any step, under verl's folder."""
+    monkeypatch.chdir(tmp_path)
+    given = {"trace_alloc_max_entries": 500, "stack_depth": 32, "memory_snapshot_num_steps": 3}
+    actor = role(enable=True, tool="torch_memory", tool_config={"torch_memory": given})
+    settings = settings_from_verl(verl_config(actor=actor, steps=[1, 2, 3], tool="torch_memory"))
+    [tool] = settings.for_role("actor").tools
+    assert (tool.options.max_entries, tool.options.steps) == (500, 3)
+    assert tool.options.oom_folder == str(tmp_path / "out/oom")

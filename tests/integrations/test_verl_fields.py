@@ -63,6 +63,7 @@ def composed() -> DictConfig:
     """Return verl's real configuration with every role profiled in one step."""
     roles = [f"{block}.enable=true" for block in BLOCKS if block != "global_profiler"]
     fixed = ["actor_rollout_ref.rollout.name=vllm", "global_profiler.steps=[1]", "global_profiler.tool=torch"]
+    fixed.append("actor_rollout_ref.actor.use_kl_loss=true")
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", [*fixed, *roles])
     OmegaConf.set_struct(config, False)
@@ -174,3 +175,20 @@ def test_the_table_in_the_documentation_names_every_field() -> None:
     table = {word for line in DOCS.read_text().splitlines() if line[:1] == "|" for word in WORD.findall(line)}
     fields = set().union(*dataclass_fields().values()) | set(composed().global_profiler)
     assert [name for name in sorted(fields - {"_target_", "name", "tool_config"}) if name not in table] == []
+
+
+def test_roles_that_a_run_does_not_have_are_no_settings(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a critic and a reference model, their blocks are not read: nobody would have those roles."""
+    config = composed()
+    assert {"critic", "ref"} <= settings_from_verl(config).roles.keys()
+    config.algorithm.adv_estimator = "grpo"
+    config.actor_rollout_ref.actor.use_kl_loss = False
+    assert settings_from_verl(config).roles.keys() == {"actor", "rollout"}
+
+
+@pytest.mark.parametrize("searchpath", [[], ["hydra.searchpath=[pkg://verl_profiling.conf]"]])
+def test_the_bridge_is_asked_for_with_and_without_the_searchpath(searchpath: list[str]) -> None:
+    """``+profiling=verl`` is a value, or the group of that name where there are groups."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*searchpath, "+profiling=verl"])
+    assert config.profiling == "verl"

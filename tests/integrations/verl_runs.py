@@ -62,14 +62,20 @@ def search_path(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def run_verl(folder: Path, *overrides: str, script: Path = SCRIPT, **environment: str) -> Run:
+def run_verl(
+    folder: Path,
+    *overrides: str,
+    script: Path = SCRIPT,
+    save_path_key: str = "profiling.save_path",
+    **environment: str,
+) -> Run:
     """Run a recipe for three steps, steps 2 and 3 profiled; leave no process behind."""
     temporary = tempfile.mkdtemp(prefix="verl-")  # short: Ray makes sockets in it
     save_path = folder / "profiling"
     command = [
         str(script),
         "trainer.total_training_steps=3",
-        f"profiling.save_path={save_path}",
+        f"{save_path_key}={save_path}",
         f"hydra.run.dir={folder}",
         *overrides,
     ]

@@ -7,7 +7,6 @@ What each version offers is read from its own code; docs/engines.md has the tabl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,9 +24,9 @@ from verl_profiling.engines.sglang_transport import HTTPCalls, ManagerCalls, SGL
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.rollout import EngineStage
+from verl_profiling.settings.rollout import EngineStage, RolloutOptions
 
-__all__ = ["SGLangAdapter", "manager_of"]
+__all__ = ["SGLangAdapter", "check_sglang", "manager_of"]
 
 _ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU", "npu": "GPU"}
 _STAGES: dict[str, EngineStage] = {"EXTEND": "prefill", "DECODE": "decode"}
@@ -69,13 +68,11 @@ class SGLangAdapter(EngineAdapter):
         if self.window.by_stage:
             self.stages = self.window.sglang.stages or ("prefill", "decode")
         server = self._calls.server_args
-        self.device = str(server.get("device") or "cuda")
+        self.device, self.local = str(server.get("device") or "cuda"), manager is not None
         self._tp, self._pp = int(server.get("tp_size") or 1), int(server.get("pp_size") or 1)
         dp = int(server.get("dp_size") or 1)
         self._dp = 1 if server.get("enable_dp_attention") else dp
         self.ranks = self._tp * self._pp * self._dp
-        if manager is not None:  # behind a URL, devices are those of another process's environment
-            self.device_numbers = _device_numbers(server, self.ranks)
         self._on_npu = isinstance(tool, FolderTool)
         self._options = self._start_options(tool, identity.role)
 
@@ -149,19 +146,9 @@ class SGLangAdapter(EngineAdapter):
     def _start_options(self, tool: TraceTool | FolderTool, role: str) -> dict[str, Any]:
         """Return the options that ``start_profile`` gets in every capture."""
         rollout, options = self.window, tool.options
-        if isinstance(tool, FolderTool):
-            self._check_npu_window(role)
-        for name in ("memory", "flops"):
-            if getattr(options, name, False):
-                refuse_option(role, name, "false", f"SGLang does not record {name}")
-        if rollout.start:
-            raise ConfigError(
-                "rollout.start",
-                "SGLang counts iterations from the engine's start and does not publish the count; "
-                "leave it out, or set rollout.sglang.start_step to an absolute number",
-            )
+        check_sglang(tool, rollout, role, device=self.device, dp_ranks=self._dp)
         arguments: dict[str, Any] = {
-            "activities": self._activities(tool, role),
+            "activities": [_ACTIVITIES[name] for name in _activities(tool, self.device)],
             "with_stack": options.stack,
             "record_shapes": options.shapes,
         }
@@ -183,31 +170,6 @@ class SGLangAdapter(EngineAdapter):
                 raise ConfigError(key, f"this SGLang has no {name}; install a newer one, or leave it out")
         return arguments
 
-    def _check_npu_window(self, role: str) -> None:
-        """Refuse what cannot be told apart in torch_npu's folders, which name the rank only."""
-        why = "the recordings of torch_npu do not say which is which"
-        if self.window.by_stage:
-            raise ConfigError("rollout.by_stage", f"{why}; set it to false on an NPU")
-        if self.window.sglang.merge:
-            raise ConfigError(
-                "rollout.sglang.merge", "SGLang merges no recordings of torch_npu; set it to false"
-            )
-        if self._dp > 1:
-            raise ConfigError(
-                f"roles.{role}.tool",
-                f"SGLang has data-parallel ranks, and {why}; set it to spans, or use enable_dp_attention",
-            )
-
-    def _activities(self, tool: TraceTool | FolderTool, role: str) -> list[str]:
-        if isinstance(tool, FolderTool):
-            return [_ACTIVITIES[name] for name in tool.options.activities]
-        have = {"cpu": ("cpu",), "xpu": ("cpu", "xpu")}.get(self.device, ("cpu", "cuda"))
-        wanted = have if tool.options.activities is None else tool.options.activities
-        for name in wanted:
-            if name not in have:
-                refuse_option(role, "activities", "null", f"{name} ends an SGLang that runs on {self.device}")
-        return [_ACTIVITIES[name] for name in wanted]
-
 
 _KEYS = {
     "profile_by_stage": "rollout.by_stage",
@@ -216,11 +178,63 @@ _KEYS = {
 }
 
 
-def _device_numbers(server: Mapping[str, Any], ranks: int) -> range:
-    """Return which visible device each rank on this node uses, as SGLang's launcher numbers them."""
-    first, step = int(server.get("base_gpu_id") or 0), int(server.get("gpu_id_step") or 1)
-    here = ranks // max(int(server.get("nnodes") or 1), 1)
-    return range(first, first + here * step, step)
+def check_sglang(
+    tool: TraceTool | FolderTool,
+    window: RolloutOptions,
+    role: str,
+    *,
+    device: str = "cuda",
+    dp_ranks: int = 1,
+) -> None:
+    """Refuse what no SGLang records, before one is started.
+
+    Args:
+        tool: What is to record it.
+        window: What is to be recorded of a rollout.
+        role: Role of the server.
+        device: What it runs on.
+        dp_ranks: Number of its data-parallel ranks, if each has schedulers of its own.
+
+    Raises:
+        ConfigError: The settings ask for something that SGLang does not have, or that would end it.
+    """
+    if isinstance(tool, FolderTool):
+        _check_npu_window(window, role, dp_ranks)
+    for name in ("memory", "flops"):
+        if getattr(tool.options, name, False):
+            refuse_option(role, name, "false", f"SGLang does not record {name}")
+    if window.start:
+        raise ConfigError(
+            "rollout.start",
+            "SGLang counts iterations from the engine's start and does not publish the count; "
+            "leave it out, or set rollout.sglang.start_step to an absolute number",
+        )
+    for name in _activities(tool, device):
+        if isinstance(tool, TraceTool) and name not in _offered(device):
+            refuse_option(role, "activities", "null", f"{name} ends an SGLang that runs on {device}")
+
+
+def _check_npu_window(window: RolloutOptions, role: str, dp_ranks: int) -> None:
+    """Refuse what cannot be told apart in torch_npu's folders, which name the rank only."""
+    why = "the recordings of torch_npu do not say which is which"
+    if window.by_stage:
+        raise ConfigError("rollout.by_stage", f"{why}; set it to false on an NPU")
+    if window.sglang.merge:
+        raise ConfigError("rollout.sglang.merge", "SGLang merges no recordings of torch_npu; set it to false")
+    if dp_ranks > 1:
+        raise ConfigError(
+            f"roles.{role}.tool",
+            f"SGLang has data-parallel ranks, and {why}; set it to spans, or use enable_dp_attention",
+        )
+
+
+def _activities(tool: TraceTool | FolderTool, device: str) -> tuple[str, ...]:
+    return _offered(device) if tool.options.activities is None else tool.options.activities
+
+
+def _offered(device: str) -> tuple[str, ...]:
+    """Return what SGLang records on a device with torch's own profiler."""
+    return {"cpu": ("cpu",), "xpu": ("cpu", "xpu")}.get(device, ("cpu", "cuda"))
 
 
 def manager_of(engine: Any, identity: WorkerIdentity) -> Any | None:

@@ -32,6 +32,7 @@ __all__ = [
     "CUDA_VARIABLE",
     "DIR_VARIABLE",
     "RANGE_APIS",
+    "check_vllm",
     "cuda_settings",
     "cuda_variables",
     "first_iteration",
@@ -172,6 +173,24 @@ def first_iteration(window: RolloutOptions, stack: bool) -> int:
     return window.start + 1 if window.start or stack else 0
 
 
+def check_vllm(tool: EngineTool, window: RolloutOptions) -> None:
+    """Refuse what no vLLM records, before one is started.
+
+    Raises:
+        ConfigError: vLLM cannot record that window, or might open no range.
+    """
+    if isinstance(tool, RangeTool) and window.start:
+        raise ConfigError(
+            "rollout.start",
+            f"{tool.name} numbers the ranges that were opened, and a rollout may end before this one is; "
+            "set it to 0",
+        )
+    if window.by_stage:
+        raise ConfigError(
+            "rollout.by_stage", "vLLM cannot record prefill and decode separately; set it to false"
+        )
+
+
 def recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOptions:
     """Return the window of a rollout that is recorded.
 
@@ -179,16 +198,7 @@ def recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOption
         ConfigError: The installed vLLM cannot record that window, or might open no range.
     """
     stack = not isinstance(tool, RangeTool) and recorded_options(tool).stack
-    if isinstance(tool, RangeTool) and rollout.start:
-        raise ConfigError(
-            "rollout.start",
-            f"{tool.name} numbers the ranges that were opened, and a rollout may end before this one is; "
-            "set it to 0",
-        )
-    if rollout.by_stage:
-        raise ConfigError(
-            "rollout.by_stage", "vLLM cannot record prefill and decode separately; set it to false"
-        )
+    check_vllm(tool, rollout)
     engine, newer, counts = f"vLLM {version()}", "vllm>=0.12", _counts_iterations()
     if isinstance(tool, FolderTool) and (why := why_not_counted()):
         engine, newer, counts = *why, False

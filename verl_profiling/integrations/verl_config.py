@@ -11,14 +11,14 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from verl_profiling.engines.base import engine_tool
-from verl_profiling.engines.vllm_start import RANGE_APIS
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.integrations.verl_nsys import expected_ranges
+from verl_profiling.integrations.verl_rollout import check_rollout, device_of
 from verl_profiling.settings.after import EVERY_RANK
-from verl_profiling.settings.config import ProfilingConfig, RoleConfig
+from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["settings_from_verl", "settings_of"]
 
@@ -31,7 +31,6 @@ _ROLES = {
     "critic": "critic.profiler",
 }
 _TOOLS = ("torch", "torch_memory", "npu", "nsys")
-_ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 _ALWAYS = "always so: every artifact is in the folder of its step"
 _FINISH_HOOK = ("finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks")
 _HOOKED_ROLES = ("actor", "ref", "critic")
@@ -65,7 +64,7 @@ def settings_of(config: Any) -> ProfilingConfig | None:
             )
     if not settings.enable:
         return None
-    _check_rollout(config, settings)
+    check_rollout(config, settings)
     expected_ranges(config, settings)
     return dataclasses.replace(
         settings,
@@ -112,14 +111,14 @@ class _Bridge:
         self.notes: list[str] = []
         rollout = config.actor_rollout_ref.rollout
         self._engine = rollout.name
-        self._rollout_tool = "npu" if _device_of(config) == "npu" else "torch"
+        self._rollout_tool = "npu" if device_of(config) == "npu" else "torch"
         sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
         self._replica_ranks = math.prod(rollout.get(size) or 1 for size in sizes)
         self._global = OmegaConf.to_container(config.global_profiler, resolve=True)
         self._roles = {}
         for role, path in _ROLES.items():
             block = OmegaConf.select(config, path)
-            if block is not None:
+            if block is not None and _plays(config, role):
                 self._roles[role] = OmegaConf.to_container(block, resolve=True)
 
     def settings(self) -> dict[str, Any]:
@@ -218,11 +217,10 @@ class _Bridge:
             yield "analysis", bool(options.get("analysis"))
         elif tool == "torch_memory":
             yield "max_entries", options.get("trace_alloc_max_entries", 100_000)
-            for name, default in (("stack_depth", 32), ("memory_snapshot_num_steps", 1)):
-                if options.get(name, default) != default:
-                    self.notes.append(
-                        f"{where}.{name}: has no counterpart; every profiled step has a snapshot"
-                    )
+            yield "steps", options.get("memory_snapshot_num_steps", 1)
+            yield "oom_folder", str(Path(self._global["save_path"], "oom").absolute())
+            if options.get("stack_depth", 32) != 32:
+                self.notes.append(f"{where}.stack_depth: has no counterpart; torch keeps whole stacks")
 
     def _window(self, block: Mapping[str, Any]) -> dict[str, Any]:
         """Return the window of engine iterations, which verl calls response tokens."""
@@ -275,43 +273,15 @@ class _Bridge:
         return found
 
 
+def _plays(config: Any, role: str) -> bool:
+    """Return whether a run has a role; as verl decides, which is asked only where it is a question."""
+    if role not in ("ref", "critic") or config.get("algorithm") is None:
+        return True
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+
+    return bool(need_critic(config) if role == "critic" else need_reference_policy(config))
+
+
 def _literally(text: str) -> str:
     """Return a text in which braces are no placeholders."""
     return text.replace("{", "{{").replace("}", "}}")
-
-
-def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
-    """Refuse rollout engines that cannot be captured, unless profiling is switched off for them.
-
-    Raises:
-        ConfigError: There is no adapter for the engine.
-    """
-    chosen = settings.for_role("rollout")
-    if not chosen.enable:
-        return
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name not in _ENGINES:
-        why = f"{rollout.name} cannot be captured ({choices_hint(rollout.name, _ENGINES)})"
-    elif (rollout.get("disaggregation") or {}).get("enabled"):
-        why = "replicas that are split into prefill and decode servers cannot be captured"
-    else:
-        _check_rollout_tool(chosen, _ENGINES[rollout.name], _device_of(config))
-        return
-    raise ConfigError("actor_rollout_ref.rollout", f"{why}; set profiling.roles.rollout.enable=false")
-
-
-def _device_of(config: Any) -> str:
-    """Return the kind of device that verl computes on."""
-    return str((config.get("trainer") or {}).get("device") or "cuda")
-
-
-def _check_rollout_tool(chosen: RoleConfig, engine: str, device: str) -> None:
-    """Refuse a tool, or an option of it, with which the servers would refuse to start."""
-    tool = engine_tool(chosen, engine, RANGE_APIS)
-    if tool is not None and (device == "npu") != (tool.name == "npu"):
-        right = "npu" if device == "npu" else "torch"
-        raise ConfigError(
-            "roles.rollout.tool",
-            f"{tool.name} records nothing of {engine} where trainer.device is {device!r}; set "
-            f"profiling.roles.rollout.tool={right}, or profiling.roles.rollout.enable=false",
-        )

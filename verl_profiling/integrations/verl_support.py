@@ -11,7 +11,7 @@ from verl_profiling.integrations.hooks import misfits, usable
 from verl_profiling.integrations.verl import untested
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["can_be_profiled", "check_request", "notes_on", "remember_request"]
+__all__ = ["can_be_profiled", "check_request", "let_warnings_through", "notes_on", "remember_request"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,27 @@ def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:
     notes = list(dict.fromkeys(found))
     _refuse(notes, strict=strict)
     notes = _with_version(notes)
+    let_warnings_through()
     if notes:
         logger.warning("profiling: %s", "; ".join(notes))
     return notes
+
+
+def let_warnings_through() -> None:
+    """Have this package's warnings printed although the root logger and its handlers drop them.
+
+    Importing vLLM's server does that to any process: a package that it needs sets both to ``ERROR``.
+    """
+    package = logging.getLogger(__name__.partition(".")[0])
+    root = logging.getLogger()
+    dropped = not package.isEnabledFor(logging.WARNING) or all(
+        handler.level > logging.WARNING for handler in root.handlers
+    )
+    if root.handlers and dropped and not package.handlers:
+        handler = logging.StreamHandler()
+        handler.addFilter(lambda record: record.levelno < logging.ERROR)
+        package.addHandler(handler)
+        package.setLevel(logging.WARNING)
 
 
 def remember_request(tracking_init: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +37,11 @@ class TorchMemoryOptions:
             kilobytes.
         stacks: Frames that are kept of each: ``python``, or ``all`` with those of C++.
         frees: Keep the stacks of frees too.
+        steps: How many captured steps one history covers, with all that lies between them. Each of these
+            steps has a snapshot, of the history so far. In discrete mode every stage has its own.
         on_oom: Write a snapshot when an allocation fails while recording.
+        oom_folder: Folder for a snapshot of the first allocation that fails while nothing is captured. If
+            set, the history is recorded in every step, captured or not.
         peaks: Record the peaks of allocated and reserved bytes of each stage. This resets torch's
             peak statistics at each stage, which other readers of them notice.
     """
@@ -43,12 +49,20 @@ class TorchMemoryOptions:
     max_entries: int = 100_000
     stacks: Literal["python", "all"] = "python"
     frees: bool = False
+    steps: int = 1
     on_oom: bool = True
+    oom_folder: str | None = None
     peaks: bool = True
 
     def __post_init__(self) -> None:
         if self.max_entries < 1:
             raise ConfigError("max_entries", f"must be at least 1, is {self.max_entries}")
+        if self.steps < 1:
+            raise ConfigError("steps", f"must be at least 1, is {self.steps}")
+        if self.oom_folder and not self.on_oom:
+            raise ConfigError(
+                "oom_folder", "is for snapshots that on_oom=false switches off; set on_oom=true"
+            )
 
 
 @dataclass(frozen=True)
@@ -69,8 +83,7 @@ class _Accelerator:
 class TorchMemoryTool(Tool):
     """Records the caching allocator's history, on CUDA and ROCm devices or on NPUs.
 
-    A recording begins with an empty history and ends with a snapshot for
-    https://pytorch.org/memory_viz.
+    A recording ends with a snapshot for https://pytorch.org/memory_viz.
     """
 
     name: ClassVar[str] = "torch_memory"
@@ -79,36 +92,32 @@ class TorchMemoryTool(Tool):
     options: TorchMemoryOptions
 
     def prepare(self) -> None:
-        """Look for an accelerator."""
-        _accelerator()
+        """Look for an accelerator; begin the history if it is to be recorded in every step."""
+        accelerator = _accelerator()
+        if self.options.oom_folder and not _history.goes_on(accelerator):
+            _history.begin(accelerator, self.options, covers_step=False)
+            _observer.attach(accelerator)
+            _observer.folder = Path(self.options.oom_folder)
 
     def start(self, destination: Destination) -> Recording:
-        accelerator = _accelerator()
-        if accelerator.history_enabled():
-            raise CaptureStateError(
-                f"{destination.lane}: a memory history is being recorded already, and a second one would end "
-                "it; call _record_memory_history(enabled=None) first, or leave torch_memory out of tool"
-            )
-        return _MemoryRecording(accelerator, destination, self.options)
+        return _MemoryRecording(_accelerator(), destination, self.options)
 
 
 class _MemoryRecording(Recording):
     def __init__(
         self, accelerator: _Accelerator, destination: Destination, options: TorchMemoryOptions
     ) -> None:
+        self._accelerator = accelerator
         self._memory = accelerator.memory
+        self._options = options
         self._destination = destination
         self._peaks = StagePeaks(self._take_peaks) if options.peaks else None
         self._oom: Artifact | None = None
         self._metrics: dict[str, float] = {}
-        self._memory._record_memory_history(
-            enabled="all",
-            context="all" if options.frees else "alloc",
-            stacks=options.stacks,
-            max_entries=options.max_entries,
-        )
+        _history.begin(accelerator, options, covers_step=destination.stage is None)
         if options.on_oom:
-            _observer.watch(accelerator, self)
+            _observer.attach(accelerator)
+            _observer.recording = self
 
     @property
     def marks(self) -> Marks:
@@ -134,13 +143,13 @@ class _MemoryRecording(Recording):
         try:
             snapshot = self._write(TorchMemoryTool.suffix)
         finally:
-            self._memory._record_memory_history(enabled=None)
+            _history.end(self._accelerator, self._options)
         outputs = [Output(snapshot, export_s=time.perf_counter() - begin)]
         return [*outputs, Output(self._oom)] if self._oom is not None else outputs
 
     def discard(self) -> None:
         _observer.recording = None
-        self._memory._record_memory_history(enabled=None)
+        _history.end(self._accelerator, self._options)
 
     def metrics(self) -> Mapping[str, float]:
         return {**self._metrics, **(self._peaks.metrics() if self._peaks is not None else {})}
@@ -155,12 +164,9 @@ class _MemoryRecording(Recording):
     def _write(self, suffix: str) -> Artifact:
         final = self._destination.path(suffix)
         artifact = msgspec.structs.replace(self._destination.artifact(TorchMemoryTool), path=final.name)
-        part: Path = final.with_name(f".{final.name}.part")
         try:
-            self._memory._dump_snapshot(str(part))
-            part.replace(final)
+            _dump(self._memory, final)
         except OSError as error:
-            part.unlink(missing_ok=True)
             reason = f"the snapshot cannot be written into {final.parent}: {error.strerror or error}"
             return msgspec.structs.replace(artifact, status="failed", reason=reason)
         return msgspec.structs.replace(artifact, status="ok", bytes=final.stat().st_size)
@@ -176,35 +182,104 @@ class _MemoryRecording(Recording):
         }
 
 
+class _History:
+    """The history, of which a process has one. It may go on between recordings."""
+
+    def __init__(self) -> None:
+        self._ours = False
+        self._covered = 0
+
+    def goes_on(self, accelerator: _Accelerator) -> bool:
+        """Return whether a history that we began is being recorded."""
+        return self._ours and accelerator.history_enabled()
+
+    def begin(self, accelerator: _Accelerator, options: TorchMemoryOptions, *, covers_step: bool) -> None:
+        """Begin an empty history, unless this step is one of those that the one at hand covers.
+
+        Raises:
+            CaptureStateError: Somebody else records one.
+        """
+        goes_on = self.goes_on(accelerator)
+        if accelerator.history_enabled() and not goes_on:
+            raise CaptureStateError(
+                "a memory history is being recorded already, and a second one would end it; call "
+                "_record_memory_history(enabled=None) first, or leave torch_memory out of tool"
+            )
+        if not (goes_on and covers_step and 0 < self._covered < options.steps):
+            if goes_on:
+                accelerator.memory._record_memory_history(enabled=None)
+            accelerator.memory._record_memory_history(
+                enabled="all",
+                context="all" if options.frees else "alloc",
+                stacks=options.stacks,
+                max_entries=options.max_entries,
+            )
+            self._ours, self._covered = True, 0
+        self._covered += covers_step
+
+    def end(self, accelerator: _Accelerator, options: TorchMemoryOptions) -> None:
+        """End it, unless it goes on until the next recording."""
+        if not (options.oom_folder or 0 < self._covered < options.steps):
+            accelerator.memory._record_memory_history(enabled=None)
+            self._ours = False
+
+
 class _Observer:
-    """Passes failed allocations to the recording. torch cannot remove an observer, so there is one.
+    """Is told of failed allocations. torch cannot remove an observer, so there is one.
 
     Attributes:
-        recording: The recording that is notified, if any.
+        recording: The recording that gets the snapshot, if any.
+        folder: Where it is written otherwise, if anywhere.
     """
 
     def __init__(self) -> None:
         self.recording: _MemoryRecording | None = None
-        self._attached = False
+        self.folder: Path | None = None
+        self._accelerator: _Accelerator | None = None
 
-    def watch(self, accelerator: _Accelerator, recording: _MemoryRecording) -> None:
-        """Notify ``recording`` from now on."""
-        if not self._attached:
+    def attach(self, accelerator: _Accelerator) -> None:
+        """Be told from now on."""
+        if self._accelerator is None:
             accelerator.observe_oom(self._notice)
-            self._attached = True
-        self.recording = recording
+            self._accelerator = accelerator
 
     def _notice(self, device: int, wanted_bytes: int, total_bytes: int, free_bytes: int) -> None:
         """Handle a failed allocation. The allocator calls this, so it must not raise."""
         recording = self.recording
-        if recording is not None:
-            try:
+        try:
+            if recording is not None:
                 recording.on_oom(device, wanted_bytes)
-            except Exception:
-                logger.exception("torch_memory: no snapshot of the failed allocation")
+            elif self.folder is not None and self._accelerator is not None:
+                path = self.folder / f"{socket.gethostname()}_{os.getpid()}{OOM_SUFFIX}"
+                if path.exists():
+                    return
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _dump(self._accelerator.memory, path)
+                logger.error(
+                    "device %d could not allocate %d bytes, %d of %d are free: %s",
+                    *(device, wanted_bytes, free_bytes, total_bytes, path),
+                )
+        except Exception:
+            logger.exception("torch_memory: no snapshot of the failed allocation")
 
 
+_history = _History()
 _observer = _Observer()
+
+
+def _dump(memory: Any, path: Path) -> None:
+    """Write a snapshot, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        memory._dump_snapshot(str(part))
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _accelerator() -> _Accelerator:

@@ -1,0 +1,168 @@
+"""What is said of a run of verl that cannot be recorded, or not all of it; without verl."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl_profiling import ProfilingConfig, ToolUnavailableError
+from verl_profiling.integrations import hooks, verl_support
+from verl_profiling.integrations.hooks import Hook
+from verl_profiling.integrations.verl_support import (
+    can_be_profiled,
+    check_request,
+    let_warnings_through,
+    notes_on,
+    remember_request,
+)
+
+CONFIG: dict[str, Any] = {}
+LOST = "not recorded: requests, because verl.clients has no Client.generate"
+
+
+def hook(missing: list[str], *, needed: bool) -> Hook:
+    """Return a hook that has met its module."""
+    return Hook(
+        module="verl.clients", put_in="any:hook", records="requests", needed=needed, missing=list(missing)
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin as a new process that runs an unknown verl."""
+    monkeypatch.setattr(verl_support, "_decided", False)
+    monkeypatch.setattr(verl_support, "untested", lambda: "verl 9.9 was not tested")
+    monkeypatch.setattr(hooks, "_awaiting", [])
+
+
+def settings(**given: Any) -> ProfilingConfig:
+    """Return settings that are switched on."""
+    return ProfilingConfig.from_any({"enable": True, **given})
+
+
+def test_what_all_else_depends_on_switches_profiling_off(caplog: pytest.LogCaptureFixture) -> None:
+    """One error names the version and the hook, and training goes on."""
+    hooks._awaiting.append(hook(["Client.generate"], needed=True))
+    assert not can_be_profiled(CONFIG, settings())
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "training goes on: verl 9.9 was not tested; " + LOST in record.getMessage()
+
+
+def test_anything_else_leaves_the_run_profiled(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is said yet: other processes have not answered."""
+    hooks._awaiting.append(hook(["Client.generate"], needed=False))
+    assert can_be_profiled(CONFIG, settings())
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_strict_settings_raise_for_what_does_not_fit(needed: bool) -> None:
+    """The error names the version and what is not recorded; an unknown version alone is no error."""
+    assert can_be_profiled(CONFIG, settings(strict=True))
+    hooks._awaiting.append(hook(["Client.generate"], needed=needed))
+    with pytest.raises(ToolUnavailableError, match=r"strict is true.*verl 9\.9.*requests"):
+        can_be_profiled(CONFIG, settings(strict=True))
+
+
+def test_one_warning_names_what_all_processes_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks that say the same are one sentence, which every manifest gets too."""
+    assert notes_on([LOST, LOST, "other"], strict=False) == ["verl 9.9 was not tested", LOST, "other"]
+    (record,) = caplog.records
+    assert record.getMessage() == f"profiling: verl 9.9 was not tested; {LOST}; other"
+    with pytest.raises(ToolUnavailableError, match="requests"):
+        notes_on([LOST], strict=True)
+
+
+def test_a_tested_version_that_fits_is_silent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is nothing to say."""
+    monkeypatch.setattr(verl_support, "untested", lambda: None)
+    assert notes_on([], strict=True) == []
+    assert caplog.records == []
+
+
+def tracking(config: Any) -> SimpleNamespace:
+    """Return verl's ``Tracking`` as a trainer makes it."""
+    made = SimpleNamespace()
+    remember_request(lambda *args, **kwargs: None)(made, "project", "experiment", ["console"], config)
+    return made
+
+
+@pytest.mark.parametrize("asked", [{"enable": True}, "verl"])
+def test_a_trainer_that_no_hook_reaches_says_that_it_is_not_profiled(
+    asked: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once, with what to do, at the first step that it logs."""
+    trackers = tracking({"profiling": asked})
+    for _ in range(3):
+        check_request(trackers)
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "ProfilingTrainerMixin" in record.getMessage()
+
+
+def test_strict_settings_end_a_run_that_is_not_profiled() -> None:
+    """Whoever wants all or nothing gets nothing."""
+    with pytest.raises(ToolUnavailableError, match="not profiled"):
+        check_request(tracking({"profiling": {"enable": True, "strict": True}}))
+
+
+@pytest.mark.parametrize("config", [None, {}, {"profiling": None}, {"profiling": {"enable": False}}, "text"])
+def test_a_run_that_asks_for_nothing_hears_nothing(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever a trainer gives its trackers."""
+    check_request(tracking(config))
+    check_request(SimpleNamespace())
+    assert caplog.records == []
+
+
+def test_a_trainer_that_is_hooked_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Its profiler has decided already, also when it decided that nothing can be recorded."""
+    assert can_be_profiled(CONFIG, settings())
+    check_request(tracking({"profiling": {"enable": True}}))
+    assert caplog.records == []
+
+
+@pytest.fixture
+def loggers() -> Iterator[tuple[logging.Logger, logging.Logger]]:
+    """Return the root logger, with a handler of its own, and the package's."""
+    root, package = logging.getLogger(), logging.getLogger("verl_profiling")
+    before = (root.level, list(root.handlers), package.level, list(package.handlers))
+    root.handlers[:] = [logging.StreamHandler()]
+    yield root, package
+    root.setLevel(before[0])
+    root.handlers[:] = before[1]
+    package.setLevel(before[2])
+    package.handlers[:] = before[3]
+
+
+def test_warnings_are_heard_where_an_import_has_silenced_them(
+    loggers: tuple[logging.Logger, logging.Logger], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With vLLM's server imported, the root logger and its handlers let only errors through."""
+    root, package = loggers
+    root.setLevel(logging.ERROR)
+    root.handlers[0].setLevel(logging.ERROR)
+    let_warnings_through()
+    let_warnings_through()
+    logging.getLogger("verl_profiling.any").warning("heard once")
+    logging.getLogger("verl_profiling.any").error("an error")
+    logging.getLogger("verl_profiling.any").info("nobody asked")
+    said = capsys.readouterr().err
+    assert (said.count("heard once"), said.count("an error"), said.count("nobody asked")) == (1, 0, 0)
+    assert len(package.handlers) == 1
+
+
+def test_logging_that_lets_warnings_through_is_left_alone(
+    loggers: tuple[logging.Logger, logging.Logger],
+) -> None:
+    """An application that configured its logging keeps it."""
+    root, package = loggers
+    root.setLevel(logging.WARNING)
+    let_warnings_through()
+    assert package.handlers == []

@@ -1,0 +1,166 @@
+"""Recorded stages take as long as verl says, to a millisecond, in the runs that people make.
+
+``make test-verl-truth`` runs them all, and prints the table of docs/verl.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from integrations.test_verl_agents import ADDED
+from integrations.test_verl_agents import SCRIPT as AGENT_SCRIPT
+from integrations.verl_runs import ASSETS, PLUGINS, REFERENCE, SCRIPT, Run, run_verl
+from integrations.verl_truth import CLOSE_S, Compared, compared, folders, largest
+from verl_profiling.run_files import read_manifest
+
+pytestmark = [pytest.mark.truth, pytest.mark.timeout(1800)]
+
+CRITIC = (
+    "algorithm.adv_estimator=gae",
+    f"critic.model.path={ASSETS / 'model'}",
+    "critic.strategy=fsdp2",
+    "critic.ppo_mini_batch_size=4",
+    "critic.ppo_micro_batch_size_per_gpu=4",
+)
+KL = ("algorithm.use_kl_in_reward=true", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4")
+VALIDATION = ("trainer.test_freq=1", "data.val_max_samples=4")
+CHECKPOINTS = ("trainer.save_freq=1", "trainer.default_local_dir={folder}/checkpoints")
+LORA = (
+    *REFERENCE,
+    "actor_rollout_ref.model.lora_rank=8",
+    "actor_rollout_ref.model.lora_alpha=16",
+    "actor_rollout_ref.rollout.load_format=safetensors",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+)
+TWO_REPLICAS = (
+    "trainer.n_gpus_per_node=2",
+    "ray_kwargs.ray_init.num_gpus=2",
+    "ray_kwargs.ray_init.num_cpus=16",
+)
+BRIDGE = (
+    "global_profiler.tool=torch",
+    "global_profiler.steps=[2,3]",
+    "actor_rollout_ref.actor.profiler.enable=true",
+    "actor_rollout_ref.actor.profiler.all_ranks=true",
+    "actor_rollout_ref.rollout.profiler.enable=true",
+    *("--config-dir", "{folder}/config"),
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run and what it shall have recorded.
+
+    Attributes:
+        name: What people call it.
+        overrides: Of the recipe; ``{folder}`` stands for the run's own.
+        timers: verl's timers that are compared at least.
+        steps: Steps that are compared.
+        script: The recipe.
+        plugins: Modules that verl imports too.
+        ends_well: Whether verl says so.
+        again: A second start of the run, with these overrides added.
+        save_path_key: Where the settings have the folder.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    timers: tuple[str, ...] = ()
+    steps: tuple[int, ...] = (2, 3)
+    script: Path = SCRIPT
+    plugins: str = PLUGINS
+    ends_well: bool = True
+    again: tuple[str, ...] = ()
+    save_path_key: str = "profiling.save_path"
+
+    def run(self, folder: Path) -> Run:
+        """Run it, and start it again where it is to be resumed."""
+        _write_config(folder / "config")
+        overrides = [text.format(folder=folder) for text in self.overrides]
+        start = functools.partial(run_verl, script=self.script, save_path_key=self.save_path_key)
+        run = start(folder, *overrides, PLUGINS=self.plugins)
+        if self.again and run.code == 0:
+            run = start(folder, *overrides, *self.again, PLUGINS=self.plugins)
+        return run
+
+
+def _write_config(folder: Path) -> None:
+    """Write the recipe's configuration as it is with ``profiling=verl``: without settings of this package."""
+    config = yaml.safe_load((SCRIPT.parent / "grpo_cpu.yaml").read_text())
+    del config["profiling"]
+    config["defaults"] = ["ppo_trainer", {"profiling": "verl"}, "_self_"]
+    folder.mkdir()
+    (folder / "grpo_cpu.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+SCENARIOS = (
+    Scenario(
+        "GAE with critic and KL, validation, checkpoints; resumed",
+        ("profiling=e2e", *CRITIC, *KL, *VALIDATION, *CHECKPOINTS, "trainer.resume_mode=auto"),
+        ("values", "update_critic", "ref", "testing", "save_checkpoint"),
+        steps=(2, 3, 5),
+        again=("trainer.total_training_steps=5", "profiling.schedule.steps=[5]"),
+    ),
+    Scenario(
+        "GAE with critic and KL, V0, discrete",
+        ("profiling=discrete", "trainer.use_v1=false", *CRITIC, *KL),
+        ("values", "update_critic", "ref"),
+    ),
+    Scenario("LoRA with a reference pass, discrete", ("profiling=discrete", *LORA), ("ref",)),
+    Scenario("verl's own settings (the bridge)", BRIDGE, save_path_key="global_profiler.save_path"),
+    Scenario(
+        "tool agent loop with two replicas, continuous steps, validation",
+        ("profiling=e2e", "profiling.schedule.continuous=true", *VALIDATION, *TWO_REPLICAS),
+        ("testing",),
+        script=AGENT_SCRIPT,
+        plugins=f"{PLUGINS},{ADDED}",
+    ),
+    Scenario(
+        "a worker that is killed",
+        ("profiling=e2e", "profiling.schedule.steps=[1,2]"),
+        steps=(1,),
+        plugins=f"{PLUGINS},integrations.killed_worker",
+        ends_well=False,
+    ),
+)
+ALWAYS = ("gen", "old_log_prob", "adv", "update_actor", "update_weights", "step")
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[str]]:
+    """Collect a row per scenario, and print them all at the end."""
+    rows: list[str] = []
+    yield rows
+    print("\n| run | steps | timers | largest difference |\n|---|---|---|---|", *rows, sep="\n")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_stages_take_as_long_as_verl_says(scenario: Scenario, tmp_path: Path, table: list[str]) -> None:
+    """Every timer of verl's is a stage that is as long; the rollout begins earlier, with the prompts."""
+    run = scenario.run(tmp_path)
+    assert (run.code == 0) == scenario.ends_well, run.output[-4000:]
+    found = [one for folder in folders(run.save_path) for one in compared(read_manifest(folder))]
+    assert {one.step for one in found} == set(scenario.steps)
+    assert {one.timer for one in found} >= {*ALWAYS, *scenario.timers}
+    table.append(row(scenario, found))
+    for one in found:
+        if one.timer == "gen":
+            assert one.difference_s > -CLOSE_S
+        elif one.timer != "step":
+            assert one.difference_s == pytest.approx(0, abs=CLOSE_S), one
+
+
+def row(scenario: Scenario, found: list[Compared]) -> str:
+    """Return the line of a table."""
+    stages = largest(one for one in found if one.timer not in ("gen", "step"))
+    worst = max(stages.values(), key=lambda one: abs(one.difference_s))
+    steps = ", ".join(map(str, scenario.steps))
+    difference = f"{1e3 * abs(worst.difference_s):.3f} ms ({worst.timer})"
+    return f"| {scenario.name} | {steps} | {len(stages)} | {difference} |"
