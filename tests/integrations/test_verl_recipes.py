@@ -75,6 +75,39 @@ def test_the_other_engine_is_checked_too(script: str, tmp_path: Path) -> None:
     assert "rollout.name=sglang" in run.stdout
 
 
+@pytest.mark.parametrize(
+    ("trainer", "main", "roles"),
+    [
+        ("one_step_off", "one_step_off_policy.main_ppo", "actor, rollout, agent_loop, reward in"),
+        ("fully_async", "fully_async_policy.fully_async_main", "agent_loop, reward, rollouter in"),
+    ],
+)
+def test_asynchronous_trainers_are_checked_too(trainer: str, main: str, roles: str, tmp_path: Path) -> None:
+    """Their own main module is printed and its hooks are, and verl's check of it finds nothing wrong."""
+    script = str(ROOT / "recipes/verl_async_cpu/run.sh")
+    run = run_script(script, f"hydra.run.dir={tmp_path}", TRAINER=trainer, DRY_RUN="1")
+    assert run.returncode == 0, run.stderr
+    assert f"python -m verl.experimental.{main} --config-dir" in run.stdout
+    assert roles in run.stdout
+    assert "does not fit" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("-m", "verl.trainer.sft_trainer"), "verl.trainer.sft_trainer is not profiled"),
+        (("-m", "verl.trainer.sft_trainer_ray", "+profiling=e2e"), "sft_trainer_ray is not profiled"),
+        (("-m", "verl.trainer.main_po"), "verl.trainer.main_ppo"),
+        (("-m",), "-m : "),
+    ],
+)
+def test_other_main_modules_are_refused_by_name(arguments: tuple[str, ...], says: str) -> None:
+    """SFT has no steps to profile; a name that is misspelt is told the others."""
+    run = run_script(sys.executable, "-m", "verl_profiling.integrations.verl_check", *arguments)
+    assert run.returncode == 1
+    assert says in run.stderr
+
+
 def test_the_custom_worker_can_be_checked(tmp_path: Path) -> None:
     """Its dry run prints the command, checks the settings, and starts nothing."""
     script = str(ROOT / "recipes/custom_worker/run.sh")

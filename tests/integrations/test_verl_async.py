@@ -1,0 +1,182 @@
+"""verl's asynchronous trainers in real runs on CPU, one-step-off and fully asynchronous, in both modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from integrations.run_contract import lanes_of
+from integrations.verl_runs import ROOT, Run, run_verl
+from verl_profiling.cli import main
+from verl_profiling.manifest import Manifest, StageSpan
+from verl_profiling.trajectory_log import read_log
+
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
+
+SCRIPT = ROOT / "recipes/verl_async_cpu/run.sh"
+PROMPTS, SAMPLES = 8, 2
+BATCHES = 2
+TIMERS = {
+    "wait:rollout": "gen",
+    "sync_rollout_weights": "sync_rollout_weights",
+    "reward": "reward",
+    "advantage": "adv",
+    "update_actor": "update_actor",
+}
+MS = 1e-3
+
+
+def ran(mode: str, trainer: str, factory: pytest.TempPathFactory, *overrides: str) -> Run:
+    """Run a trainer; two steps are profiled."""
+    folder = factory.mktemp(f"{trainer}_{mode}")
+    return run_verl(folder, f"profiling={mode}", *overrides, script=SCRIPT, TRAINER=trainer)
+
+
+def of_name(spans: Iterable[StageSpan], name: str) -> list[StageSpan]:
+    """Return the spans of a name, in order."""
+    return [span for span in spans if span.name == name]
+
+
+def seconds(spans: Iterable[StageSpan]) -> float:
+    """Return how long spans took together."""
+    return sum(span.end_ns - span.begin_ns for span in spans) / 1e9
+
+
+def assert_whole(run: Run) -> None:
+    """The run ends well, its two folders are complete, and all that reads them is content."""
+    assert run.code == 0, run.output[-4000:]
+    assert sorted(path.name for path in run.save_path.glob("step_*")) == ["step_000002", "step_000003"]
+    for step in (2, 3):
+        assert run.manifest(step).complete
+        assert {worker.status for worker in run.manifest(step).workers} == {"ok"}
+    folder = str(run.save_path)
+    for command in (["merge", folder], ["report", folder, "--save"], ["check", folder]):
+        assert main(command) == 0
+
+
+def assert_beside(manifest: Manifest) -> None:
+    """The rollout is outermost, and so is what goes on meanwhile; nothing is cut."""
+    assert {span.depth for span in manifest.stages if span.name != "update_weights"} == {0}
+    assert not any(span.failed for span in manifest.stages)
+
+
+class TestOneStepOff:
+    """A step trains on the batch of the version before, while the next one is generated."""
+
+    @pytest.fixture(scope="class", params=["e2e", "discrete"])
+    @classmethod
+    def run(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+        """Each mode; it validates after step 2."""
+        validation = ("trainer.test_freq=2", "data.val_max_samples=4")
+        return ran(request.param, "one_step_off", tmp_path_factory, *validation)
+
+    def test_it_is_captured_whole(self, run: Run) -> None:
+        """Every process of the run has its artifacts."""
+        assert_whole(run)
+        names = {worker.name for worker in run.manifest(3).workers}
+        assert names == {"actor_rank0", "rollout0", "agent_loop_rank0", "reward_rank0"}
+
+    def test_stages_take_as_long_as_verl_says(self, run: Run) -> None:
+        """Each to a millisecond; validation lies behind the step."""
+        for step in (2, 3):
+            manifest = run.manifest(step)
+            assert_beside(manifest)
+            for stage, timer in TIMERS.items():
+                measured = manifest.metrics[f"timing_s/{timer}"]
+                assert seconds(of_name(manifest.stages, stage)) == pytest.approx(measured, abs=MS)
+            took = (manifest.end_ns - manifest.begin_ns) / 1e9
+            assert took == pytest.approx(manifest.metrics["timing_s/step"], abs=10 * MS)
+        assert not of_name(run.manifest(2).stages, "validate")
+        assert of_name(run.manifest(2).outside, "validate")
+
+    def test_the_next_batch_is_generated_beside_the_update(self, run: Run) -> None:
+        """It begins after the weights are handed over, and has a lane of its own."""
+        for step in (2, 3):
+            stages = run.manifest(step).stages
+            (handed_over,), (update,) = of_name(stages, "update_weights"), of_name(stages, "update_actor")
+            assert handed_over.depth == 1
+            if step == 3:  # the last step generates nothing
+                continue
+            rollout = of_name(stages, "rollout")[-1]
+            assert handed_over.end_ns <= rollout.begin_ns <= update.begin_ns <= rollout.end_ns
+
+    def test_versions(self, run: Run) -> None:
+        """The batch's is that of the step before; the engines get the step's own at its begin."""
+        for step in (2, 3):
+            manifest = run.manifest(step)
+            assert manifest.policy_version == manifest.metrics["policy_version/batch"] == step - 1
+            assert manifest.metrics["policy_version/end"] == step
+            rollout = run.worker(step, "rollout")
+            assert {artifact.step for artifact in rollout.artifacts} == {step}
+            assert {request.policy_version for request in rollout.requests} <= {step - 1, step}
+        requests = [r for r in run.worker(2, "rollout").requests if r.policy_version == 2]
+        assert len(requests) == PROMPTS * SAMPLES
+
+    def test_windows_of_the_engines(self, run: Run) -> None:
+        """In discrete mode each batch that is generated is one; else the step is."""
+        rollout = run.worker(2, "rollout")
+        stages = [(artifact.stage, artifact.occurrence) for artifact in rollout.artifacts]
+        if rollout.mode == "e2e":
+            assert stages == [(None, 1)]
+            assert rollout.policy_versions == [1, 2]
+        else:
+            assert stages == [("rollout", number + 1) for number in range(len(stages))]
+            assert rollout.artifacts[-1].policy_versions == [2]
+
+
+class TestFullyAsync:
+    """A step is a parameter version, made of two batches; samples come through a queue."""
+
+    @pytest.fixture(scope="class", params=["e2e", "discrete"])
+    @classmethod
+    def run(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+        """Each mode."""
+        return ran(request.param, "fully_async", tmp_path_factory)
+
+    def test_it_is_captured_whole(self, run: Run) -> None:
+        """Every process of the run has its artifacts, those of the rollouter's included."""
+        assert_whole(run)
+        names = {worker.name for worker in run.manifest(3).workers}
+        assert names == {"actor_rank0", "rollout0", "agent_loop_rank0", "reward_rank0", "rollouter_rank0"}
+
+    def test_a_step_is_a_parameter_version(self, run: Run) -> None:
+        """It has all of its batches, ends with the hand-over, and generation goes on beside it."""
+        for step in (2, 3):
+            manifest = run.manifest(step)
+            assert_beside(manifest)
+            names = [span.name for span in manifest.stages]
+            assert names.count("update_actor") == names.count("wait:rollout") == BATCHES
+            assert names.count("update_weights") == names.count("rollout") == 1
+            assert (manifest.policy_version, manifest.metrics["policy_version/end"]) == (step - 1, step)
+            assert manifest.metrics["fully_async/count/current_param_version"] == step - 1
+
+    def test_stages_take_as_long_as_verl_says(self, run: Run) -> None:
+        """To a millisecond a batch; verl counts the last batch of a version with the next version."""
+        before, manifest = run.manifest(2), run.manifest(3)
+        for stage in ("wait:rollout", "advantage", "update_actor"):
+            last = of_name(before.stages, stage)[-1:]
+            counted = [*last, *of_name(manifest.stages, stage)[:-1]]
+            measured = manifest.metrics[f"timing_s/{TIMERS[stage]}"]
+            assert seconds(counted) == pytest.approx(measured, abs=BATCHES * MS)
+
+    def test_a_window_belongs_to_the_versions_that_it_spans(self, run: Run) -> None:
+        """The engine's artifact of a step names its own version and the one before."""
+        for step in (2, 3):
+            rollout = run.worker(step, "rollout")
+            assert rollout.policy_versions == [step - 1, step]
+            assert [artifact.step for artifact in rollout.artifacts] == [step]
+            assert rollout.artifacts[0].policy_versions == [step - 1, step]
+            assert {request.policy_version for request in rollout.requests} <= {step - 1, step}
+
+    def test_the_rollouter_is_a_lane(self, run: Run) -> None:
+        """Its samples and pauses, and over time its queue and how many samples are stale."""
+        for step in (2, 3):
+            folder = run.save_path / f"step_{step:06d}"
+            log = read_log(folder / "rollouter_rank0.trajectories.jsonl.gz")
+            counted = {count.name for count in log.counts}
+            assert counted >= {"samples in flight", "staleness samples"}
+            assert {span.name for span in log.spans} >= {"reset_staleness"}
+            assert {span.name for span in log.spans} <= {"sample", "pause", "reset_staleness", "validate"}
+        main(["merge", str(run.save_path)])
+        assert any(lane.startswith("rollouter_rank0") for lane in lanes_of(run.save_path / "step_000003"))
