@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-agent lint repository docs tables bench bench-instructions bench-verl clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-agent lint repository docs tables bench bench-instructions bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -190,15 +190,24 @@ test-verl-truth: .venv-verl/.ready ## Hold stage times against verl's in the run
 test-verl-sglang: .venv-verl-sglang/.ready ## Run whole runs of real verl with SGLang (five minutes)
 	.venv-verl-sglang/bin/python -m pytest -m sglang tests/integrations/test_verl_sglang.py $(PYTEST_ARGS)
 
-demo-verl: demo-verl-e2e demo-verl-discrete ## Profile a real verl run on CPU in both modes, merge, report, check [ENGINE=sglang]
+demo-verl: demo-verl-e2e demo-verl-discrete demo-verl-one-step-off ## Profile real verl on CPU: sync in both modes, and one-step-off; merge, report, check [ENGINE=sglang]
 	@ls $(DEMO)/verl-*/step_*/timeline.json.gz $(DEMO)/verl-*/step_*/report.html
 
 demo-verl-e2e demo-verl-discrete: demo-verl-%: $(VERL_ENV)/.ready
 	rm -rf $(DEMO)/verl-$*
 	ROLLOUT=$(VERL_ENGINE) recipes/verl_grpo_cpu/run.sh profiling=$* profiling.save_path=$(DEMO)/verl-$*
-	$(VERL_ENV)/bin/verl-profiling merge $(DEMO)/verl-$*
-	$(VERL_ENV)/bin/verl-profiling report $(DEMO)/verl-$* --save
-	$(VERL_ENV)/bin/verl-profiling check $(DEMO)/verl-$*
+	$(call analysed,verl-$*)
+
+demo-verl-one-step-off: $(VERL_ENV)/.ready
+	rm -rf $(DEMO)/verl-one-step-off
+	ROLLOUT=$(VERL_ENGINE) recipes/verl_async_cpu/run.sh profiling.save_path=$(DEMO)/verl-one-step-off
+	$(call analysed,verl-one-step-off)
+
+define analysed
+	$(VERL_ENV)/bin/verl-profiling merge $(DEMO)/$(1)
+	$(VERL_ENV)/bin/verl-profiling report $(DEMO)/$(1) --save
+	$(VERL_ENV)/bin/verl-profiling check $(DEMO)/$(1)
+endef
 
 lint: .venv/.ready ## Check style and types
 	.venv/bin/ruff check .

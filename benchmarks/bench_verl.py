@@ -4,7 +4,7 @@ Run with real verl (``make env-verl``), in parts if need be::
 
     .venv-verl/bin/python benchmarks/bench_verl.py hooks
     .venv-verl/bin/python benchmarks/bench_verl.py steps 3      # 3 pairs of runs
-    .venv-verl/bin/python benchmarks/bench_verl.py profilers 3  # 3 pairs of runs in each mode
+    .venv-verl/bin/python benchmarks/bench_verl.py profilers 3  # 3 runs in each mode
 
 Every figure is of whole runs of ``recipes/verl_grpo_cpu``; what is compared alternates.
 """
@@ -225,60 +225,39 @@ class Measured:
         }
 
 
-def profilers(pairs: int) -> None:
+def profilers(runs: int) -> None:
     """Record profiled steps with this package and with verl's own torch profiler, same contents.
 
-    In e2e mode both take turns in one run, with a step between that nobody records. In discrete mode both
-    would configure the engine, so runs take turns. The table is written after each pair of these.
+    Both take turns in one run, with a step between that nobody records. The table is written after each
+    run of both modes.
     """
-    e2e = e2e_in_turn()
-    discrete = {"verl": Measured(), "ours": Measured()}
-    for number in range(pairs):
-        for whose in ("verl", "ours") if number % 2 == 0 else ("ours", "verl"):
-            steps, written = discrete_run(whose)
-            discrete[whose].steps += steps
-            discrete[whose].written.append(written)
-        record_profilers({"e2e": e2e, "discrete": discrete}, number + 1)
+    found = {mode: {"verl": Measured(), "ours": Measured()} for mode in ("e2e", "discrete")}
+    for number in range(runs):
+        for mode, sides in found.items():
+            take_turns(mode, sides)
+        record_profilers(found, number + 1)
 
 
-def e2e_in_turn() -> dict[str, Measured]:
-    """Run verl once; return the steps that verl's profiler records, and those that this package does."""
-    first = range(WARM_UP + 1, WARM_UP + 3 * PROFILED + 1, 3)
-    ours = [step + 1 for step in first]
-    given = ["profiling=e2e", _steps("profiling.schedule", ours), *_verls_profiler("False")]
-    with tempfile.TemporaryDirectory(prefix="e2e-") as folder:
-        found = run("turns", 3 * PROFILED, *given, folder=Path(folder), verl_steps=first)
-        written = {whose: [Written.of(Path(folder) / whose, PROFILED)] for whose in ("verl", "ours")}
-    return {"verl": Measured(found[::3], written["verl"]), "ours": Measured(found[1::3], written["ours"])}
-
-
-def discrete_run(whose: str) -> tuple[list[Step], Written]:
-    """Run verl with one of the profilers."""
-    steps = list(range(WARM_UP + 1, WARM_UP + PROFILED + 1))
-    given = {
-        "ours": ["profiling=discrete", _steps("profiling.schedule", steps)],
-        "verl": ["profiling.enable=false", _steps("global_profiler", steps), *_verls_profiler("True")],
-    }
-    with tempfile.TemporaryDirectory(prefix="discrete-") as folder:
-        found = run("pauses", PROFILED, *given[whose], folder=Path(folder))
-        return found, Written.of(Path(folder) / whose, PROFILED)
-
-
-def _steps(block: str, steps: Sequence[int]) -> str:
-    return f"{block}.steps=[{','.join(map(str, steps))}]"
-
-
-def _verls_profiler(discrete: str) -> list[str]:
+def take_turns(mode: str, sides: dict[str, Measured]) -> None:
+    """Run verl once, and add the steps that verl's profiler recorded, and those that this package did."""
+    theirs = range(WARM_UP + 1, WARM_UP + 3 * PROFILED + 1, 3)
     torch = "actor_rollout_ref.actor.profiler.tool_config.torch"
-    return [
+    settings = [
+        f"profiling={mode}",
+        f"profiling.schedule.steps=[{','.join(str(step + 1) for step in theirs)}]",
         "global_profiler.tool=torch",
         "actor_rollout_ref.actor.profiler.enable=true",
         f"{torch}.contents={CONTENTS}",
-        f"{torch}.discrete={discrete}",
+        f"{torch}.discrete={mode == 'discrete'}",
     ]
+    with tempfile.TemporaryDirectory(prefix=f"{mode}-") as folder:
+        found = run("turns", 3 * PROFILED, *settings, folder=Path(folder), verl_steps=theirs)
+        for whose, first in (("verl", 0), ("ours", 1)):
+            sides[whose].steps += found[first::3]
+            sides[whose].written.append(Written.of(Path(folder) / whose, PROFILED))
 
 
-def record_profilers(found: dict[str, dict[str, Measured]], pairs: int) -> None:
+def record_profilers(found: dict[str, dict[str, Measured]], runs: int) -> None:
     """Record what was measured so far."""
     rows = []
     for mode, sides in found.items():
@@ -300,8 +279,8 @@ def record_profilers(found: dict[str, dict[str, Measured]], pairs: int) -> None:
     record(
         "verl_profiled",
         rows,
-        method=f"e2e: {PROFILED} profiled steps of each in one run, in turn; discrete: {PROFILED} in each of "
-        f"{pairs} pairs of runs, in turn. By the clock; other work ran on the two cores.",
+        method=f"{PROFILED} profiled steps of each, in turn, in each of {runs} runs for each mode, by the "
+        "clock; other work ran on the two cores.",
         code=(*CODE, *CAPTURES),
         peers={"verl's torch profiler": setup},
     )

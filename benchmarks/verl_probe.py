@@ -205,12 +205,14 @@ def probe_pauses() -> None:
     paused(callback, "on_step_end", "stop")
 
 
-def have_verl_profile(steps: list[int]) -> None:
-    """Switch verl's profiler on for these steps once the trainer has been made: next to other settings of
-    this package it would be refused, and here the two never record the same step.
+def take_turns(steps: list[int]) -> None:
+    """Have verl's own profiler record these steps of a run in which this package records others.
+
+    Both at once are refused, so verl's is switched on after the trainer has been made. An engine's
+    profiler has one configuration: each side starts one that has its own, as verl made it.
     """
 
-    def hook(module: Any) -> None:
+    def switch_on(module: Any) -> None:
         fit = module.PPOTrainer.fit
 
         @functools.wraps(fit)
@@ -220,7 +222,41 @@ def have_verl_profile(steps: list[int]) -> None:
 
         module.PPOTrainer.fit = profiled_fit
 
-    when_imported("verl.trainer.ppo.v1.trainer_base", hook)
+    def keep_configuration(module: Any) -> None:
+        build = module.build_vllm_profiler_args
+
+        @functools.wraps(build)
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            made = build(*args, **kwargs)
+            os.environ["VERL_PROBE_ENGINE"] = made.get("profiler_config", "")  # engine processes inherit it
+            return made
+
+        module.build_vllm_profiler_args = kept
+
+    def choose_profiler(module: Any) -> None:
+        profile = module.CPUWorker.profile
+
+        @functools.wraps(profile)
+        def chosen(self: Any, is_start: bool = True, profile_prefix: str | None = None) -> None:
+            if is_start:
+                whose = "ours" if profile_prefix else "verl's"
+                profilers = self.__dict__.setdefault("_probe_profilers", {"ours": self.profiler})
+                if whose not in profilers:
+                    profilers[whose] = verls(module, self)
+                self.profiler = profilers[whose]
+            profile(self, is_start, profile_prefix)
+
+        module.CPUWorker.profile = chosen
+
+    def verls(module: Any, worker: Any) -> Any:
+        config = import_module("vllm.config").ProfilerConfig(**json.loads(os.environ["VERL_PROBE_ENGINE"]))
+        return module.TorchProfilerWrapper(
+            config, worker_name="verl", local_rank=worker.local_rank, activities=["CPU"]
+        )
+
+    when_imported("verl.trainer.ppo.v1.trainer_base", switch_on)
+    when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server", keep_configuration)
+    when_imported("vllm.v1.worker.cpu_worker", choose_profiler)
 
 
 def count_calls() -> None:
@@ -248,5 +284,5 @@ if measured == "hooks":
 elif measured in ("pauses", "turns"):
     probe_pauses()
 if measured == "turns":
-    have_verl_profile([int(step) for step in os.environ["VERL_PROBE_STEPS"].split(",")])
+    take_turns([int(step) for step in os.environ["VERL_PROBE_STEPS"].split(",")])
 when_imported("verl.utils.profiler", probe_timers(inner=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from example_loops import train
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.session import process_session
+from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.testing import shifted_clock
 from verl_profiling.workers import CaptureMixin
 
@@ -167,3 +169,20 @@ class Loop:
         self.callback.on_step_begin(2)
         ray.get([worker.work.remote() for worker in workers])
         return os.getpid()
+
+    def train(self, config: ProfilingConfig, workers: list[Any], first: int, last: int, doomed: int) -> None:
+        """Train from one step to another; in the middle of one, end as the kernel ends a process."""
+        import ray
+
+        callback = ProfilingCallback(config)
+        callback.add_workers("actor", workers)
+        with callback:
+            for step in range(first, last + 1):
+                callback.on_step_begin(step)
+                with callback.stage("update_actor"):
+                    ray.get([worker.work.remote() for worker in workers])
+                if step == doomed:
+                    while not (Path(config.save_path) / f"step_{step:06d}" / MANIFEST_NAME).exists():
+                        time.sleep(0.002)  # it is written beside the loop
+                    os.kill(os.getpid(), signal.SIGKILL)
+                callback.on_step_end()

@@ -87,7 +87,7 @@ def test_on_a_cpu_it_is_what_ray_gave(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_has_the_visible_devices_in_order_of_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are of this host; a UUID is kept as torch writes it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"5,GPU-{UUID.upper()},")
-    first, second, third = engine_devices("cuda", 3, None)
+    first, second, third = engine_devices("cuda", 3, range(3), None)
     assert first == Device(kind="cuda", index=0, place=f"{HOST}/5")
     assert second == Device(kind="cuda", index=1, uuid=UUID)
     assert third == Device(kind="cuda"), "a rank on another node: where is not known"
@@ -96,23 +96,30 @@ def test_an_engine_has_the_visible_devices_in_order_of_rank(monkeypatch: pytest.
 def test_an_engine_without_the_variable_has_the_first_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then all are visible."""
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
-    assert [device.place for device in engine_devices("npu", 2, None)] == [f"{HOST}/0", f"{HOST}/1"]
+    assert [device.place for device in engine_devices("npu", 2, range(2), None)] == [f"{HOST}/0", f"{HOST}/1"]
 
 
 def test_an_engine_on_cpus_has_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens to be in the environment of a CPU engine says nothing; what its server is told does."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert engine_devices("cpu", 1, None) == [Device(kind="cpu")]
-    assert engine_devices("cpu", 1, ["0"]) == [Device(kind="cpu", index=0, place=f"{HOST}/0")]
+    assert engine_devices("cpu", 1, range(1), None) == [Device(kind="cpu")]
+    assert engine_devices("cpu", 1, range(1), ["0"]) == [Device(kind="cpu", index=0, place=f"{HOST}/0")]
 
 
 def test_nothing_is_known_of_an_engine_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server behind a URL has an environment of its own."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert engine_devices("cuda", 1, None, local=False) == [Device(kind="cuda")]
+    assert engine_devices("cuda", 1, (), None) == [Device(kind="cuda")]
 
 
 @pytest.mark.parametrize("id", ["", "none", "GPU-8932", "-1", "²"])
 def test_ids_that_name_nothing_are_left_out(id: str) -> None:
     """Neither a place nor a UUID is made up of them."""
-    assert engine_devices("cuda", 1, [id]) == [Device(kind="cuda", index=0)]
+    assert engine_devices("cuda", 1, range(1), [id]) == [Device(kind="cuda", index=0)]
+
+
+def test_an_engine_may_begin_behind_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang counts from ``base_gpu_id`` where several replicas see all devices."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    found = engine_devices("cuda", 4, range(2, 4), None)
+    assert [device.place for device in found] == [f"{HOST}/6", f"{HOST}/7", "", ""]

@@ -50,20 +50,23 @@ def process_devices() -> list[Device]:
         return []
 
 
-def engine_devices(kind: str, ranks: int, ids: Sequence[str] | None, local: bool = True) -> list[Device]:
+def engine_devices(kind: str, ranks: int, numbers: Sequence[int], ids: Sequence[str] | None) -> list[Device]:
     """Return the devices of an engine that computes in processes of its own, in order of rank.
 
     Args:
         kind: What the engine runs on.
         ranks: Number of its ranks.
-        ids: Its devices, numbers on this host or UUIDs; ``None`` for those that this process's environment
-            leaves visible, in which case an engine on CPUs has none.
-        local: Whether its first ranks are on this host; nothing is known of the others.
+        numbers: Which of the engine's devices each of its first ranks uses; nothing is known of the others.
+        ids: The engine's devices, numbers on this host or UUIDs; ``None`` for those that this process's
+            environment leaves visible, in which case an engine on CPUs has none.
     """
-    if ids is None:
-        ids = () if kind == "cpu" or not local else (_visible(kind) or tuple(map(str, range(ranks))))
-    known = [_device(kind, index, id) for index, id in enumerate(ids[:ranks])]
-    return [*known, *(Device(kind=kind) for _ in range(ranks - len(known)))]
+    visible = (() if kind == "cpu" else _visible(kind)) if ids is None else ids
+    every = ids is None and not visible and kind != "cpu"
+    known = [Device(kind=kind)] * ranks
+    for rank, number in enumerate(numbers[:ranks]):
+        if every or number < len(visible):
+            known[rank] = _device(kind, number, str(number) if every else visible[number])
+    return known
 
 
 def _used() -> list[Device]:

@@ -19,6 +19,7 @@ from verl_profiling.identity import ProcessId, WorkerIdentity, artifact_name
 __all__ = [
     "MANIFEST_NAME",
     "MAX_NS",
+    "POLLING",
     "SCHEMA_VERSION",
     "Artifact",
     "CaptureCost",
@@ -43,6 +44,9 @@ CONTROLLER_TRACE_NAME = "controller.trace.json.gz"
 
 CAPTURE_START, CAPTURE_STOP = "capture_start", "capture_stop"
 """The loop's pauses before and after a captured step."""
+
+POLLING = "polling the replay buffer"
+"""The stage in which a trainer sleeps until it looks again whether trajectories have ended."""
 
 CUT_SHORT = "the step was cut short"
 """How the note begins that says why a step ended early."""

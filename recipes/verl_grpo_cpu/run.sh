@@ -16,6 +16,7 @@ if [[ $ROLLOUT == sglang ]]; then
 fi
 PYTHON=${PYTHON:-.venv-verl/bin/python}
 ASSETS=${ASSETS:-outputs/verl_grpo_cpu/assets}
+MAIN=${MAIN:-verl.trainer.main_ppo}
 
 export VERL_PLATFORM=cpu
 # The second is found by verl anyway where this package is installed, and not only checked out.
@@ -31,9 +32,9 @@ arguments=(
     "assets=$ASSETS" "actor_rollout_ref.rollout.name=$ROLLOUT" "$@"
 )
 if [[ ${DRY_RUN:-0} == 1 ]]; then
-    exec "$PYTHON" -m verl_profiling.integrations.verl_check "${arguments[@]}"
+    exec "$PYTHON" -m verl_profiling.integrations.verl_check -m "$MAIN" "${arguments[@]}"
 fi
 if [[ ! -f $ASSETS/train.parquet ]]; then
     "$PYTHON" -m recipes.verl_grpo_cpu.make_assets "$ASSETS"
 fi
-exec "$PYTHON" -m "${MAIN:-verl.trainer.main_ppo}" "${arguments[@]}"
+exec "$PYTHON" -m "$MAIN" "${arguments[@]}"

@@ -156,3 +156,17 @@ def test_a_disk_that_is_full_at_the_begin_is_said_and_costs_nothing(
     assert str(tmp_path / "manifest.json") in caplog.text
     assert "No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_capture_of_several_steps_says_which_have_begun(tmp_path: Path, session: Session) -> None:
+    """So that what a killed run leaves of them is told apart, too."""
+    config = configured(tmp_path, schedule={"steps": [2, 3], "continuous": True})
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    callback.on_step_begin(2)
+    callback.on_step_end()
+    callback.on_step_begin(3)
+    found = manifest_with(tmp_path / "run" / "step_000002", '"step": 3')
+    assert found.state == "begun"
+    assert [span.step for span in found.step_spans] == [2, 3]
+    callback.on_step_end()

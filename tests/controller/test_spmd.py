@@ -100,6 +100,24 @@ def test_a_second_start_of_all_ranks_is_a_run_of_its_own(tmp_path: Path) -> None
     assert len(read_starts(tmp_path / "run")) == 1
 
 
+def test_a_named_run_that_all_ranks_resume_has_one_more_start(tmp_path: Path) -> None:
+    """Rank 0 alone puts it on record, though all ranks begin to train, and says which step never came."""
+    given: dict[str, Any] = {"run_id": "r", "schedule": {"steps": [2, 3, 9]}}
+    logs = [ranks(tmp_path, "environment", distributed=False, **given) for _ in range(2)]
+    run = tmp_path / "run"
+    starts = read_starts(run)
+    assert [(start.start, start.last_step, start.never_came) for start in starts] == [
+        (1, 4, [9]),
+        (2, 4, [9]),
+    ]
+    assert [start.start for start in starts[0].later_starts] == [2]
+    assert sorted(path.name for path in run.glob("run*")) == ["run.2.json", "run.json"]
+    assert len(list(run.glob("step_*"))) == 4
+    for (_, leader), (_, follower) in logs:
+        assert leader.count("step 9 never came") == 1
+        assert "never came" not in follower
+
+
 def test_a_rank_that_is_killed_is_a_failed_entry_at_once(tmp_path: Path) -> None:
     """Rank 0 sees that the process is gone, waits no longer, and says which it was."""
     begin = time.monotonic()

@@ -11,7 +11,7 @@ from example_loops import read_trace
 
 from integrations.verl_runs import REFERENCE, Run, run_verl
 from verl_profiling.cli import main
-from verl_profiling.manifest import StageSpan
+from verl_profiling.manifest import POLLING, StageSpan
 
 PROMPTS, SAMPLES = 8, 2
 WORKER_STAGES = {"old_log_prob", "ref_log_prob", "update_actor", "update_weights"}
@@ -70,6 +70,7 @@ class RunContract:
         return run_verl(
             folder,
             "profiling=e2e",
+            "trainer.test_freq=3",
             trackers,
             *REFERENCE,
             ROLLOUT=cls.engine,
@@ -142,7 +143,7 @@ class RunContract:
             inside_it = [
                 s for s in spans if s.depth == 1 and rollout.begin_ns <= s.begin_ns <= rollout.end_ns
             ]
-            assert {s.name for s in inside_it} >= {"load_prompts", "dispatch_prompts", "wait:next_poll"}
+            assert {s.name for s in inside_it} >= {"load_prompts", "dispatch_prompts", POLLING}
             named = sum(s.end_ns - s.begin_ns for s in inside_it)
             assert named == pytest.approx(rollout.end_ns - rollout.begin_ns, rel=0.01)
 
@@ -196,6 +197,17 @@ class RunContract:
         manifest = e2e.manifest(3)
         assert steps[3] == pytest.approx((manifest.end_ns - manifest.begin_ns) / 1e9, rel=0.01)
         assert {point.step for point in events.Scalars("timing_s/step")} == {1, 2, 3}
+
+    def test_what_lies_around_a_step_is_known(self, e2e: Run) -> None:
+        """The pauses of the capture, and the validation that follows: it takes as long as verl says."""
+        assert [span.name for span in e2e.manifest(2).outside if span.name == "validate"] == []
+        manifest = e2e.manifest(3)
+        spans = {span.name: span for span in manifest.outside if not span.depth}
+        assert spans["capture_start"].end_ns <= manifest.begin_ns
+        assert manifest.end_ns <= spans["capture_stop"].begin_ns
+        assert spans["capture_stop"].end_ns <= spans["validate"].begin_ns
+        validated_s = (spans["validate"].end_ns - spans["validate"].begin_ns) / 1e9
+        assert validated_s == pytest.approx(manifest.metrics["timing_s/testing"], abs=1e-3)
 
     def test_one_timeline_shows_all(self, run: Run) -> None:
         """One file, one clock: what worker and engine did lies inside of the controller's stages for it."""

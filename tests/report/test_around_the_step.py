@@ -161,6 +161,16 @@ def test_the_controllers_lane_shows_them(report: Report) -> None:
     assert spans["validate"] == (1, 21.5, 6.0)
 
 
+def test_the_terminal_names_what_took_longest(tmp_path: Path) -> None:
+    """Of many stages four are named, in order of time; the tables have all of them."""
+    stages = [StageSpan(f"stage{n}", ns(20 + n), ns(20.1 + n + n % 7 / 10)) for n in range(1000)]
+    report = reported(tmp_path / "step", stages)
+    assert "after the step: stage6 700 ms, stage13 700 ms, stage20 700 ms, stage27 700 ms and 996 more" in (
+        printed(report)
+    )
+    assert len(report.outside) == 1000
+
+
 @pytest.mark.parametrize(
     "spans",
     [

@@ -13,7 +13,7 @@ from drawn_steps import Worker, ns, report_of
 from rich.console import Console
 
 from verl_profiling.analysis import open_step
-from verl_profiling.manifest import MANIFEST_NAME, Request
+from verl_profiling.manifest import MANIFEST_NAME, POLLING, Request
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.diff import compare
 from verl_profiling.report.flat_rows import rows_of
@@ -22,7 +22,7 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.rollout.calls import OTHERS
 from verl_profiling.report.rollout.findings import rollout_findings
-from verl_profiling.report.rollout.rows import CallRow, Rollout
+from verl_profiling.report.rollout.rows import CallRow, Polling, Rollout
 from verl_profiling.report.rollout.terminal import rollout_sentences
 from verl_profiling.report.scalars import scalars
 from verl_profiling.report.terminal import print_report
@@ -162,6 +162,69 @@ def test_idle_time_behind_the_last_replica_has_names(tmp_path: Path) -> None:
     assert "host_bound" not in lost
     for row in report.lost:
         assert sum(row.parts.values()) == pytest.approx(row.seconds if row.parts else 0)
+
+
+def test_polling_costs_what_the_trainer_sleeps_after_the_last_response(tmp_path: Path) -> None:
+    """Before that it waits for trajectories; a part of validation, outside of the rollout, is none of it."""
+    log = DrawnLog()
+    log.trajectory(0, 2, ("decode", 0, 2))
+    log.trajectory(0, 6.5, ("decode", 0, 6.5))
+    log.trajectory(0, 8.8, validate=True)
+    sleeps = [(POLLING, begin, begin + 2, 1) for begin in (1, 3.2, 5.4)]
+    stages = [("rollout", 0, 8), *sleeps, ("validate", 8, 10), (POLLING, 8.5, 9.5, 1)]
+    report = report_with(tmp_path, log, stages=stages)
+    assert rollout_of(report).polling == Polling(
+        pauses=3,
+        interval_s=pytest.approx(2),
+        seconds=pytest.approx(6),
+        late_s=pytest.approx(0.9),
+        late_share=pytest.approx(0.09),
+    )
+    [finding] = [found for found in rollout_findings(report) if found.rule == "polling"]
+    assert finding.text == (
+        "The trainer slept 900 ms (9% of the step) after the last response was there: "
+        "it looks into its replay buffer every 2.00 s."
+    )
+    assert "poll_interval" in finding.advice
+    assert (
+        "polling the replay buffer: every 2.00 s, 3 times; the trainer slept 900 ms (9.0% of the step) after "
+        "the last response was there"
+    ) in rollout_sentences(rollout_of(report))
+    assert [(row.name, row.depth) for row in report.stages][:2] == [("rollout", 0), (POLLING, 1)]
+
+
+def test_a_finding_on_polling_stands_for_the_idle_time_behind_it(tmp_path: Path) -> None:
+    """What lanes wait for after the generation is said once; of another stage it is said as before."""
+    log = DrawnLog()
+    log.trajectory(0, 6, ("reward", 0, 6))
+    rules = {}
+    for name in (POLLING, "other"):
+        (tmp_path / name).mkdir()
+        report = report_with(tmp_path / name, log, stages=[("rollout", 0, 10), (name, 6, 10, 1)])
+        rules[name] = {finding.rule for finding in report.findings} & {"polling", "after_generation"}
+    assert rules == {POLLING: {"polling"}, "other": {"after_generation"}}
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "polling"),
+    [
+        ([], None),
+        ([(POLLING, 9, 10, 1)], None),  # outside of the rollout
+        ([(POLLING, 0, 1, 1)], (1, 0)),  # before anything ended
+        ([(POLLING, 1, 2, 1), (POLLING, 6, 7, 1)], (2, 0)),  # two rollouts, each with its own last one
+        ([(POLLING, 2, 3.5, 1), (POLLING, 7, 8, 1)], (2, 1.0)),
+    ],
+)
+def test_each_rollout_of_a_step_has_its_last_response(
+    tmp_path: Path, sleeps: list[object], polling: tuple[int, float] | None
+) -> None:
+    """A trainer that looks in time lost nothing, and one that does not poll has no row."""
+    log = DrawnLog()
+    log.trajectory(0, 3)
+    log.trajectory(5, 7.5)
+    report = report_with(tmp_path, log, stages=[("rollout", 0, 4), ("rollout", 5, 8), *sleeps])
+    found = rollout_of(report).polling
+    assert (found and (found.pauses, pytest.approx(found.late_s))) == polling
 
 
 def test_the_last_trajectories_are_those_behind_the_bend(tmp_path: Path) -> None:

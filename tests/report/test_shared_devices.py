@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from drawn_steps import STAGES, Worker, report_of
 from hypothesis import given
 from hypothesis import strategies as st
+from step_folders import build_step
 
+from verl_profiling.analysis import open_step
 from verl_profiling.devices import Device
+from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.report.device_rows import lost_of_device
 from verl_profiling.report.intervals import Spans, intersection, length, spans_of, subtract, union
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import Report
 from verl_profiling.report.page.picture import picture
+from verl_profiling.run_files import read_manifest, write_json_atomically
 
 GPU = Device(kind="cuda", index=0, uuid="8932f937-d72c-4106-c12f-20bd9faed9f6", place="node7/0")
 OTHER = Device(kind="cuda", index=0, uuid="0032f937-d72c-4106-c12f-20bd9faed9f6", place="node8/0")
@@ -123,6 +128,30 @@ def test_ranks_of_a_replica_have_the_devices_in_their_order(tmp_path: Path) -> N
         ],
     )
     assert [row.lanes for row in report.devices] == [["actor_rank0", "rollout0_rank0"]]
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_time_of_real_traces_is_divided_once(tmp_path: Path, mode: str) -> None:
+    """One of two training ranks and the engine share a device: a union of both, and all idle time named."""
+    folder = build_step(tmp_path, mode=mode, rank1_clock_ns=777)
+    manifest = read_manifest(folder)
+    workers = [
+        msgspec.structs.replace(worker, devices=[] if worker.name == "actor_rank1" else [GPU])
+        for worker in manifest.workers
+    ]
+    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    report = open_step(folder).report()
+    alone = {row.name: row for row in report.workers}
+    shared = next(row for row in report.devices if "actor_rank0" in row.lanes)
+    assert [row.lanes for row in report.devices if row is not shared] == [["actor_rank1"]]
+    busy = [alone[name].busy_us for name in shared.lanes]
+    assert max(busy) <= shared.busy_us <= sum(busy)
+    assert shared.span_us <= sum(alone[name].span_us for name in shared.lanes)
+    for row in report.devices:
+        assert sum(row.lost_us.values()) == pytest.approx(row.idle_us)
+        assert row.busy_us + row.idle_us == pytest.approx(row.span_us)
+    idle_us = sum(row.idle_us for row in report.devices)
+    assert sum(lost.seconds for lost in report.lost) == pytest.approx(idle_us / 1e6)
 
 
 class DrawnLane:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from drawn_steps import Worker, drawn_inputs, ns
 
@@ -13,9 +15,10 @@ from verl_profiling.analysis import load_reports, open_run, open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.integrations.verl_tracking import log_reports
-from verl_profiling.manifest import MANIFEST_NAME, StepSpan
+from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, StepSpan
 from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
+from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.one_step import one_by_one
 
 DECODE = "execute_context_0(0)_generation_4(4)"
@@ -184,8 +187,6 @@ def test_a_continuous_capture_is_compared_step_by_step(
 def test_the_timeline_marks_the_steps(tmp_path: Path) -> None:
     """One timeline of the capture, with a row of its steps."""
     step = open_step(capture(tmp_path))
-    import gzip
-
     timeline = json.loads(gzip.decompress(step.merge().path.read_bytes()))
     spans = {e["name"]: e["dur"] for e in timeline["traceEvents"] if e.get("cat") == "step"}
     assert spans == {"step 2": 5e6, "step 3": 2e6}
@@ -211,3 +212,28 @@ def test_one_step_is_returned_as_it_is(tmp_path: Path) -> None:
     first, _ = one_by_one(open_step(capture(tmp_path)).inputs)
     assert one_by_one(first) == [first]
     assert build_report(first).step == 2
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [STEPS[1], STEPS[0]],
+        [STEPS[0], STEPS[0]],
+        [STEPS[0], StepSpan(step=3, begin_ns=ns(4), end_ns=ns(10))],
+        [STEPS[0], StepSpan(step=3, begin_ns=ns(8), end_ns=ns(7))],
+        [StepSpan(step=-5, begin_ns=-MAX_NS, end_ns=MAX_NS), STEPS[1]],
+    ],
+    ids=["backwards", "twice", "overlapping", "negative", "everything"],
+)
+def test_steps_that_cannot_be_are_not_told_apart(tmp_path: Path, steps: list[StepSpan]) -> None:
+    """A damaged or hostile manifest is reported on as one capture."""
+    [report] = reports(capture(tmp_path, steps))
+    assert report.span_us == 10e6
+
+
+def test_the_last_step_of_a_killed_run_ends_with_what_was_recorded(tmp_path: Path) -> None:
+    """When it began is known, when it would have ended is not."""
+    folder = capture(tmp_path, [STEPS[0], StepSpan(step=3, begin_ns=ns(8), end_ns=ns(8))])
+    manifest = msgspec.structs.replace(read_manifest(folder), state="recovered")
+    write_json_atomically(folder / MANIFEST_NAME, manifest)
+    assert [report.span_us for report in reports(folder)] == [5e6, 2e6]

@@ -129,6 +129,7 @@ class Controller:
                 live.notes += notes
                 live.step.end_ns = live.step.end_ns or clock.now_ns()
                 live.steps.append(OpenStep(step, version, clock.now_ns()))
+                self._say_begun(live, self._roster.driven)
                 return
             logger.warning("step %d begins while step %d is being captured; closing it", step, live.step.step)
             yield from self.close(complete=False, why=f"step {step} began before this one had ended")

@@ -91,7 +91,7 @@ class OpenCapture:
                 StepSpan(
                     step=step.step,
                     begin_ns=step.begin_ns,
-                    end_ns=step.end_ns or end_ns,
+                    end_ns=step.end_ns or max(end_ns, step.begin_ns),
                     policy_version=step.policy_version,
                     metrics=dict(step.metrics),
                 )

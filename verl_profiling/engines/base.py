@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NoReturn
@@ -93,7 +93,7 @@ class EngineAdapter(ABC):
         ranks: Number of ranks that write a trace.
         stages: Stages with separate traces; ``(None,)`` for one trace per rank.
         device: Kind of what it runs on, as torch names it.
-        local: Whether its processes, or the first of them, are on this host.
+        device_numbers: Which of the devices that it sees each of its first ranks uses, where that is known.
     """
 
     name: ClassVar[str]
@@ -102,7 +102,7 @@ class EngineAdapter(ABC):
     ranks: int
     stages: tuple[EngineStage | None, ...] = (None,)
     device: str
-    local: bool = True
+    device_numbers: Sequence[int] = ()
 
     @abstractmethod
     async def start(self, label: str) -> None:

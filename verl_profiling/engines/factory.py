@@ -94,7 +94,7 @@ def make_recorder(
         recording = partial(RangeRecording, identity, tool)
     else:
         recording = partial(TraceRecording, adapter, identity, tool)
-    known = engine_devices(adapter.device, adapter.ranks, devices, adapter.local)
+    known = engine_devices(adapter.device, adapter.ranks, adapter.device_numbers, devices)
     return EngineRecorder(adapter, identity, settings, config, recording, log, known), identity
 
 

@@ -7,6 +7,7 @@ What each version offers is read from its own code; docs/engines.md has the tabl
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,11 +69,13 @@ class SGLangAdapter(EngineAdapter):
         if self.window.by_stage:
             self.stages = self.window.sglang.stages or ("prefill", "decode")
         server = self._calls.server_args
-        self.device, self.local = str(server.get("device") or "cuda"), manager is not None
+        self.device = str(server.get("device") or "cuda")
         self._tp, self._pp = int(server.get("tp_size") or 1), int(server.get("pp_size") or 1)
         dp = int(server.get("dp_size") or 1)
         self._dp = 1 if server.get("enable_dp_attention") else dp
         self.ranks = self._tp * self._pp * self._dp
+        if manager is not None:  # behind a URL, devices are those of another process's environment
+            self.device_numbers = _device_numbers(server, self.ranks)
         self._on_npu = isinstance(tool, FolderTool)
         self._options = self._start_options(tool, identity.role)
 
@@ -176,6 +179,13 @@ _KEYS = {
     "start_step": "rollout.count",
     "merge_profiles": "rollout.sglang.merge",
 }
+
+
+def _device_numbers(server: Mapping[str, Any], ranks: int) -> range:
+    """Return which visible device each rank on this node uses, as SGLang's launcher numbers them."""
+    first, step = int(server.get("base_gpu_id") or 0), int(server.get("gpu_id_step") or 1)
+    here = ranks // max(int(server.get("nnodes") or 1), 1)
+    return range(first, first + here * step, step)
 
 
 def check_sglang(

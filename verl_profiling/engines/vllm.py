@@ -97,6 +97,8 @@ class VLLMAdapter(EngineAdapter):
         parallel = vllm_config.parallel_config
         self._pp, self._tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
         self.ranks = self._pp * self._tp * parallel.data_parallel_size
+        if getattr(parallel, "distributed_executor_backend", None) != "ray":  # which places ranks itself
+            self.device_numbers = range(self.ranks // max(getattr(parallel, "nnodes", 1) or 1, 1))
 
     async def start(self, label: str) -> None:
         arguments: dict[str, Any] = {}

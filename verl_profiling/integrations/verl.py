@@ -22,8 +22,20 @@ TESTED = ("0.9.0", "0.9.1")
 """Versions of verl with which whole runs were held against verl's own numbers."""
 
 
+def _asynchronous(config: Any) -> bool:
+    return "rollout" in config  # resources of engines that have processes of their own
+
+
+def _fully_async(config: Any) -> bool:
+    return "async_training" in config
+
+
+def _one_step_off(config: Any) -> bool:
+    return _asynchronous(config) and not _fully_async(config)
+
+
 def _v1(config: Any) -> bool:
-    return bool(config.get("trainer", {}).get("use_v1", True))
+    return bool(config.get("trainer", {}).get("use_v1", True)) and not _asynchronous(config)
 
 
 def _v0(config: Any) -> bool:
@@ -73,6 +85,24 @@ HOOKS = (
         records="the runs of RayPPOTrainer",
         needed=True,
         used_by=_v0,
+    ),
+    Hook(
+        module="verl.experimental.one_step_off_policy.ray_trainer",
+        put_in="verl_async_trainer:check_one_step_off",
+        records="steps of one-step-off trainers, and the rollout beside them",
+        used_by=_one_step_off,
+    ),
+    Hook(
+        module="verl.experimental.fully_async_policy.fully_async_trainer",
+        put_in="verl_async_trainer:check_fully_async",
+        records="parameter versions of fully asynchronous trainers",
+        used_by=_fully_async,
+    ),
+    Hook(
+        module="verl.experimental.fully_async_policy.fully_async_rollouter",
+        put_in="verl_rollouter:check_rollouter",
+        records="the rollouter's samples, queue and pauses (role rollouter)",
+        used_by=_fully_async,
     ),
     Hook(
         module="verl.utils.tracking",
@@ -194,7 +224,7 @@ HOOKS = (
     Hook(
         module="verl.trainer.ppo.v1.replay_buffer",
         put_in="verl_replay_buffer:hook_replay_buffer",
-        records="the wait for the next poll, and the fate of trajectories",
+        records="polling the replay buffer, and the fate of trajectories",
         used_by=_v1,
     ),
     Hook(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.controller.callback import ProfilingCallback
+from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.integrations.hooks import misfits as misfits_here
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import AgentLoopCaptureMixin
@@ -49,7 +49,7 @@ def _stop_capture(self: Any, capture_id: str | None = None, finish_s: float = 0.
 
 
 def add_actors(
-    callback: ProfilingCallback,
+    callback: ProfilingCallback | AsyncProfilingCallback,
     settings: ProfilingConfig,
     role: str,
     handles: Sequence[Any],

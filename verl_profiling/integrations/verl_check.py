@@ -1,38 +1,79 @@
 """Checks a command before it is queued: ``python -m verl_profiling.integrations.verl_check ARGUMENTS``.
 
 Takes the arguments of ``verl.trainer.main_ppo``, composes its configuration, and lets verl and this
-package check it. Nothing is started, and no accelerator is needed.
+package check it. Nothing is started, and no accelerator is needed. Another main module is named before
+them: ``verl_check -m verl.experimental.one_step_off_policy.main_ppo ARGUMENTS``.
 """
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import hydra
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 
-from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.integrations.hooks import Hook, misfits, usable
 from verl_profiling.integrations.verl_config import settings_of
 from verl_profiling.integrations.verl_nsys import expected_ranges
 from verl_profiling.integrations.verl_rollout import check_installed_engine
 
+_MAIN = "verl.trainer.main_ppo"
+_ONE_STEP_OFF = "verl.experimental.one_step_off_policy.main_ppo"
+_FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
+_CONFIGS = {
+    _MAIN: "ppo_trainer",
+    _ONE_STEP_OFF: "one_step_off_ppo_trainer",
+    _FULLY_ASYNC: "fully_async_ppo_trainer",
+}
+_SFT = ("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray")
 _PLUGIN = "verl_profiling.integrations.verl"
 
 
-@hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
-def main(config: Any) -> None:
-    """Print the command and what it would profile; exit with an error that names the key."""
-    print(shlex.join(["python", "-m", "verl.trainer.main_ppo", *sys.argv[1:]]))
+def main() -> None:
+    """Check the command; exit with an error that names what is wrong."""
+    module = _MAIN
+    if sys.argv[1:2] == ["-m"]:
+        module = sys.argv[2] if len(sys.argv) > 2 else ""
+        del sys.argv[1:3]
+    if module in _SFT:
+        sys.exit(
+            f"profiling: {module} is not profiled: this package records loops of reinforcement learning; "
+            "use verl's own profiler there (profiler.enable, trainer.profile_interval)"
+        )
+    if module not in _CONFIGS:
+        sys.exit(f"-m {module}: {choices_hint(module, _CONFIGS)}")
+    folder = find_spec(module.rpartition(".")[0])
+    places = folder.submodule_search_locations if folder is not None else None
+    if not places:
+        sys.exit(f"-m {module}: this verl does not have it")
+    composed = hydra.main(
+        config_path=str(Path(places[0], "config")), config_name=_CONFIGS[module], version_base=None
+    )
+    composed(functools.partial(check, module))()
+
+
+def check(module: str, config: Any) -> None:
+    """Print a command and what it would profile; exit with an error that names the key.
+
+    Args:
+        module: Its main module.
+        config: Its configuration.
+    """
+    print(shlex.join(["python", "-m", module, *sys.argv[1:]]))
     if config.get("profiling") is not None:
         _check_hooks(config)
-    validate_config(
-        config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-    )
+    if module != _FULLY_ASYNC:  # verl does not check that one either
+        validate_config(
+            config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+        )
     try:
         settings = settings_of(config)
         unchecked = "" if settings is None else check_installed_engine(config, settings)
@@ -50,6 +91,7 @@ def main(config: Any) -> None:
         "rollout": True,
         "agent_loop": True,
         "reward": True,
+        "rollouter": module == _FULLY_ASYNC,
     }
     roles = [role for role, exists in there.items() if exists and settings.for_role(role).enable]
     print(f"config ok; {settings.mode} profile of {', '.join(roles)} in {settings.save_path}")

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from verl_profiling.integrations.verl_trainer import say_fates, trainer_stage
+from verl_profiling.integrations.verl_profiler import say_fates, trainer_stage
 from verl_profiling.integrations.wrapping import around, wrap
+from verl_profiling.manifest import POLLING
 
 __all__ = ["hook_dispatch", "hook_replay_buffer"]
 
@@ -24,7 +25,7 @@ def hook_dispatch(module: Any) -> None:
 def hook_replay_buffer(module: Any) -> None:
     """Mark the pause until the trainer looks for responses again, and say which ones it throws away."""
     buffer = module.ReplayBuffer
-    wrap(buffer, "_wait_for_next_poll", _marked("wait:next_poll"))
+    wrap(buffer, "_wait_for_next_poll", _marked(POLLING))
     wrap(buffer, "_clear_groups", _abandoning)
     wrap(buffer, "_evict_terminal_groups", _evicting)
 

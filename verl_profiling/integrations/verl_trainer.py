@@ -2,32 +2,31 @@
 
 verl times every part of a step with ``marked_timer``, and from there the hooks of the callback are
 called. The timer ``step`` is the step, ``gen`` is the rollout, and all others are stages of the
-controller.
+controller. A trainer whose ``fit`` and ``fit_step`` are coroutines has a profiler of its own
+(:mod:`~verl_profiling.integrations.verl_async_trainer`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import logging
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
 from verl_profiling.controller.callback import ProfilingCallback
-from verl_profiling.integrations.hooks import misfits
-from verl_profiling.integrations.verl_actors import add_actors
+from verl_profiling.integrations.verl_async_trainer import (
+    COROUTINES,
+    AsyncTrainerProfiler,
+    awaits_its_steps,
+)
 from verl_profiling.integrations.verl_config import settings_of
 from verl_profiling.integrations.verl_nsys import start_workers_under_nsys
+from verl_profiling.integrations.verl_profiler import Profiler, active_profiler, trainer_stage
+from verl_profiling.integrations.verl_rollouter import hook_rollouter, is_rollouter
 from verl_profiling.integrations.verl_servers import SETTINGS_KEY
-from verl_profiling.integrations.verl_support import (
-    can_be_profiled,
-    check_request,
-    notes_on,
-    remember_request,
-)
+from verl_profiling.integrations.verl_support import can_be_profiled, check_request, remember_request
 from verl_profiling.integrations.wrapping import around, wrap
 from verl_profiling.settings.config import ProfilingConfig
 
@@ -38,71 +37,52 @@ __all__ = [
     "hook_v0_trainer",
     "hook_v1_rollout",
     "hook_v1_trainer",
-    "say_fates",
-    "trainer_stage",
 ]
 
-logger = logging.getLogger(__name__)
-
 _STEP, _ROLLOUT = "step", "gen"
-_STAGES = {"adv": "advantage", "ref": "ref_log_prob", "testing": "validate"}
-_GROUPS = (("actor", "actor_rollout_wg"), ("ref", "ref_policy_wg"), ("critic", "critic_wg"))
-_ATTRIBUTE = "_verl_profiling"
-_AGENT_LOOPS, _REWARDS = "agent_loop", "reward"
-
-Fates = Sequence[tuple[str, int | None, str]]
-
-_active: TrainerProfiler | None = None
+_ATTRIBUTE = "_verl_profiler"
 
 
-class TrainerProfiler:
-    """Profiles one trainer while its ``fit`` runs.
+class TrainerProfiler(Profiler):
+    """Profiles one trainer whose steps are no coroutines, while its ``fit`` runs.
+
+    Where ``fit`` itself is a coroutine, its event loop stands still while a step begins and ends, as it does
+    while verl's worker groups compute.
 
     Args:
         trainer: A V1 ``PPOTrainer`` or a ``RayPPOTrainer``.
         settings: What to profile.
-
-    Raises:
-        ConfigError: The settings do not fit the trainer's configuration.
-
-    Attributes:
-        agent_loops: What the trainer has its trajectories made by.
     """
 
     def __init__(self, trainer: Any, settings: ProfilingConfig) -> None:
-        self._trainer = trainer
+        self._callback = ProfilingCallback(
+            settings, blocks_event_loop=inspect.iscoroutinefunction(trainer.fit)
+        )
+        super().__init__(trainer, settings, self._callback)
         if hasattr(trainer, "on_sample_end"):
             # In every V1 trainer's own way engines free their memory here, or give up the rest.
             wrap(trainer, "on_sample_end", around(functools.partial(trainer_stage, "on_sample_end")))
-        self._settings = settings
-        self._callback = ProfilingCallback(settings)
-        self.agent_loops: Any = None
-        self._agent_loop_workers: list[Any] = []
         self._generating = False
-        self._policy_version = 0
-        self._folders: dict[int, Path] = {}
-        self._tracking: Any = None
-        self._misfits = misfits(trainer.config)
 
     def __enter__(self) -> None:
-        global _active
-        self._add_workers()
-        for note in notes_on(self._misfits, strict=self._settings.strict):
-            self._callback.add_note(note)
         self._callback.__enter__()
-        _active = self
+        self._activate()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _active
-        _active = None
+        self._deactivate()
         self._callback.__exit__(kind, error, trace)
-        if error is None and self._tracking is not None and self._folders:
-            # Reading traces takes a while, and training must not wait for it.
-            from verl_profiling.integrations.verl_tracking import log_reports
+        if error is None:
+            self._log_reports()
 
-            log_reports(self._tracking, self._folders, self._trainer.global_steps)
+    async def __aenter__(self) -> None:
+        self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
 
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
@@ -112,9 +92,7 @@ class TrainerProfiler:
             with timer:
                 yield
             self._callback.on_step_end({"policy_version/end": self._policy_version})
-            folder = self._callback.last_folder
-            if folder is not None and folder not in self._folders.values():
-                self._folders[self._trainer.global_steps] = folder
+            self._note_folder(self.trainer.global_steps)
         elif name == _ROLLOUT:
             self.rollout_begin()
             with timer:
@@ -122,10 +100,8 @@ class TrainerProfiler:
             self._generating = False
             self._callback.on_rollout_end()
         else:
-            with timer, self._callback.stage(_STAGES.get(name, name)):
+            with super().timed(name, timer):
                 yield
-            if name == "update_weights":
-                self._policy_version = self._trainer.global_steps
 
     def rollout_begin(self) -> None:
         """Begin generation, unless it has begun already."""
@@ -133,116 +109,23 @@ class TrainerProfiler:
             self._generating = True
             self._callback.on_rollout_begin()
 
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """Return a stage of the controller."""
-        return self._callback.stage(name)
-
-    def say_fates(self, fates: Callable[[], Fates]) -> None:
-        """Have what became of trajectories recorded beside them, if a step is captured."""
-        if not (self._agent_loop_workers and self._callback.capturing):
-            return
-        try:
-            if said := fates():
-                self._agent_loop_workers[0].trajectory_fates.remote(said)
-        except Exception as error:
-            logger.warning("what became of trajectories is not recorded: %s: %s", type(error).__name__, error)
-
-    def logged(self, tracking: Any, data: Mapping[str, Any], step: int) -> None:
-        """Keep the metrics that verl logs after a step, and the tracker that they go to."""
-        self._tracking = tracking
-        self._callback.add_metrics(step, data)
-
     def _step_begin(self) -> None:
-        # Every trainer of verl 0.9 sends the weights of a step to the engines at its end.
-        step = self._trainer.global_steps
+        # Every trainer of verl 0.9 without coroutines sends a step's weights to the engines at its end.
+        step = self.trainer.global_steps
         self._policy_version = step - 1
         self._generating = False
         self._callback.on_step_begin(step, self._policy_version)
 
-    def _add_workers(self) -> None:
-        """Add worker groups and servers; of groups that share processes, first one that is profiled."""
-        groups = [
-            (role, getattr(self._trainer, name)) for role, name in _GROUPS if hasattr(self._trainer, name)
-        ]
-        groups.sort(key=lambda item: not self._settings.for_role(item[0]).enable)
-        told: list[Any] = []
-        for role, group in groups:
-            if not hasattr(group, "init_capture"):
-                self._misfits.append(
-                    f"the role {role}: not recorded, because its workers have no capture methods"
-                )
-                continue
-            if not any(group is other for other in told):
-                self._misfits += _each(group.init_capture(self._settings, role))
-                told.append(group)
-            self._callback.add_workers(role, group)
-        if self._settings.for_role("rollout").enable:
-            self._add_servers()
-        self._add_rollout_processes()
-
-    def _add_servers(self) -> None:
-        """Add the rollout servers, if they have been started so that they can be captured."""
-        import ray
-
-        try:
-            servers = self._servers()
-            self._misfits += _each(ray.get([server.capture_misfits.remote() for server in servers]))
-        except AttributeError as error:
-            self._misfits.append(f"the role rollout: not recorded, because its servers do not fit ({error})")
-            return
-        if servers:
-            self._callback.add_rollout(servers)
-
-    def _add_rollout_processes(self) -> None:
-        """Add the processes that run trajectories, and those that score them."""
-        rewards = getattr(self._trainer, "reward_loop_manager", None)
-        loops = list(getattr(self.agent_loops, "agent_loop_workers", None) or ())
-        if add_actors(self._callback, self._settings, _AGENT_LOOPS, loops, self._misfits):
-            self._agent_loop_workers = loops
-        scorers = list(getattr(rewards, "reward_loop_workers", None) or ())
-        add_actors(self._callback, self._settings, _REWARDS, scorers, self._misfits)
-
-    def _servers(self) -> list[Any]:
-        """Return the server on the first node of every replica, which acts for the other nodes."""
-        trainer = self._trainer
-        if hasattr(trainer, "_rollout_server_managers"):
-            managers = trainer._rollout_server_managers()
-        else:  # the V0 trainer, and verl 0.9.0
-            named = ("llm_server_manager", "standalone_server_manager")
-            managers = [getattr(trainer, name) for name in named if hasattr(trainer, name)]
-        return [replica.servers[0] for manager in managers for replica in manager.get_replicas()]
-
 
 class ProfilingTrainerMixin:
-    """A mixin for trainers that override ``fit``; the ``fit`` of verl's own trainers is hooked already.
+    """A mixin for trainers that override ``fit``, as a coroutine or not; verl's own are hooked already.
 
     ``class MyTrainer(ProfilingTrainerMixin, RayPPOTrainer): def fit(self): ...``
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "fit" in vars(cls):
-            cls.fit = _profiled_fit(vars(cls)["fit"])  # type: ignore[attr-defined]
-
-
-def trainer_stage(name: str) -> AbstractContextManager[None]:
-    """Return a stage of this process's trainer, if it has a profiled one; else one that does nothing.
-
-    Inside of a coroutine it does nothing either: what the trainer awaits there is marked as a whole.
-    """
-    if _active is None or asyncio._get_running_loop() is not None:
-        return nullcontext()
-    return _active.stage(name)
-
-
-def say_fates(fates: Callable[[], Fates]) -> None:
-    """Say what this process's trainer did with trajectories that had ended.
-
-    Args:
-        fates: Returns groups, samples (``None``: all of the group) and fates; called if a step is captured.
-    """
-    if _active is not None:
-        _active.say_fates(fates)
+        _hook_overrides(cls)
 
 
 def hook_timers(module: Any) -> None:
@@ -253,7 +136,8 @@ def hook_timers(module: Any) -> None:
 def _timed(marked_timer: Callable[..., Any]) -> Callable[..., Any]:
     def timer(name: str, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         timer: AbstractContextManager[None] = marked_timer(name, *args, **kwargs)
-        return timer if _active is None else _active.timed(name, timer)
+        profiler = active_profiler()
+        return timer if profiler is None else profiler.timed(name, timer)
 
     return timer
 
@@ -266,8 +150,9 @@ def hook_tracking(module: Any) -> None:
 
 def _stored(original: Callable[..., Any]) -> Callable[..., Any]:
     def log(self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
-        if _active is not None:
-            _active.logged(self, data, step)
+        profiler = active_profiler()
+        if profiler is not None:
+            profiler.logged(self, data, step)
         else:
             check_request(self)
         original(self, data, step, *args, **kwargs)
@@ -288,53 +173,107 @@ def hook_v1_rollout(module: Any) -> None:
 
 def _beginning_rollout(add_batch_to_generate: Callable[..., Any]) -> Callable[..., Any]:
     def add_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _active is not None:
-            _active.rollout_begin()
+        profiler = active_profiler()
+        if isinstance(profiler, TrainerProfiler):
+            profiler.rollout_begin()
         return add_batch_to_generate(self, *args, **kwargs)
 
     return add_batch
 
 
 def hook_v0_trainer(module: Any) -> None:
-    """Profile ``RayPPOTrainer``."""
+    """Profile ``RayPPOTrainer``, and what verl makes of it: one-step-off and fully asynchronous trainers."""
     _hook_trainer(module.RayPPOTrainer)
 
 
 def _hook_trainer(trainer_class: type[Any]) -> None:
-    wrap(trainer_class, "fit", _profiled_fit)
-    wrap(trainer_class, "__init__", _made)
+    """Hook a trainer, and what any subclass of it overrides."""
+    _hook_overrides(trainer_class)
+
+    def hook_subclass(cls: type[Any], /, **kwargs: Any) -> None:
+        super(trainer_class, cls).__init_subclass__(**kwargs)
+        _hook_overrides(cls)
+
+    trainer_class.__init_subclass__ = classmethod(hook_subclass)  # type: ignore[assignment]
+
+
+def _hook_overrides(cls: type[Any]) -> None:
+    """Hook what a class defines itself, before ``ray.remote`` makes an actor of it."""
+    if cls.__module__.partition(".")[0] == "ray":
+        return  # what ``ray.remote`` derives from a class, whose methods are hooked already
+    for name in _METHODS.keys() & vars(cls).keys():
+        wrap(cls, name, _METHODS[name])
+    for name in COROUTINES.keys() & vars(cls).keys():
+        if inspect.iscoroutinefunction(vars(cls)[name]):
+            wrap(cls, name, COROUTINES[name])
+    if is_rollouter(cls):
+        hook_rollouter(cls)
 
 
 def _made(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        settings = settings_of(self.config)
-        if settings is not None and can_be_profiled(self.config, settings):
-            setattr(self, _ATTRIBUTE, TrainerProfiler(self, settings))
-            _hand_to_servers(self.config, settings)
-            start_workers_under_nsys(settings)
+        prepare(self)
 
     return init
 
 
-def _each(replies: Sequence[Sequence[str] | None]) -> list[str]:
-    """Return what several processes said that does not fit."""
-    return [text for reply in replies for text in reply or ()]
+def prepare(trainer: Any) -> None:
+    """Give a trainer its profiler, and its servers the settings, if its configuration asks for it.
+
+    Raises:
+        ConfigError: The settings do not fit the trainer's configuration.
+        ToolUnavailableError: Not all can be recorded, and the settings are strict.
+    """
+    if hasattr(trainer, _ATTRIBUTE):
+        return
+    settings = settings_of(trainer.config)
+    if settings is None or not can_be_profiled(trainer.config, settings):
+        return
+    if not is_rollouter(type(trainer)):
+        made = AsyncTrainerProfiler if awaits_its_steps(trainer) else TrainerProfiler
+        setattr(trainer, _ATTRIBUTE, made(trainer, settings))
+    _hand_to_servers(trainer.config, settings)
+    start_workers_under_nsys(settings)
 
 
-def _profiled_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fit)
+def _profiled(fit: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(fit):
+
+        async def awaited_fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+            profiler = begin_profiling(self, args, kwargs)
+            if profiler is None:
+                return await fit(self, *args, **kwargs)
+            async with profiler:
+                return await fit(self, *args, **kwargs)
+
+        return awaited_fit
+
     def profiled_fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        profiler: TrainerProfiler | None = getattr(self, _ATTRIBUTE, None)
-        if profiler is None or profiler is _active:
+        profiler = begin_profiling(self, args, kwargs)
+        if profiler is None:
             return fit(self, *args, **kwargs)
-        # V1 trainers are handed what makes their trajectories; the V0 trainer has made it itself.
-        handed = kwargs.get("agent_loop_manager", args[0] if args else None)
-        profiler.agent_loops = handed if handed is not None else getattr(self, "async_rollout_manager", None)
         with profiler:
             return fit(self, *args, **kwargs)
 
     return profiled_fit
+
+
+def begin_profiling(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the trainer's profiler, with all workers added, unless it has none or is at work already.
+
+    Args:
+        trainer: The trainer.
+        args: What ``fit`` was called with.
+        kwargs: Likewise.
+    """
+    profiler: Profiler | None = getattr(trainer, _ATTRIBUTE, None)
+    if profiler is None or profiler is active_profiler():
+        return None
+    # V1 trainers are handed what makes their trajectories; the V0 trainer has made it itself.
+    handed = kwargs.get("agent_loop_manager", args[0] if args else None)
+    profiler.begin(handed if handed is not None else getattr(trainer, "async_rollout_manager", None))
+    return profiler
 
 
 def _hand_to_servers(config: Any, settings: ProfilingConfig) -> None:
@@ -344,3 +283,6 @@ def _hand_to_servers(config: Any, settings: ProfilingConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     with open_dict(rollout):
         rollout.engine_kwargs = {**(rollout.engine_kwargs or {}), SETTINGS_KEY: settings.to_dict()}
+
+
+_METHODS = {"__init__": _made, "fit": _profiled}

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from verl_profiling.capture.session import stage
-from verl_profiling.integrations.verl_trainer import trainer_stage
+from verl_profiling.integrations.verl_profiler import trainer_stage
 from verl_profiling.integrations.wrapping import around, around_async, wrap
 from verl_profiling.trajectories import span
 

@@ -14,6 +14,7 @@ from statistics import median_low
 
 import msgspec
 
+from verl_profiling.manifest import POLLING
 from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
@@ -157,12 +158,13 @@ def _tail(report: Report) -> Iterator[Finding]:
 
 
 def _causes(report: Report) -> Iterator[Finding]:
-    yield from _cause(
-        report,
-        "after_generation",
-        "were idle in the rollout after the last replica was done" + _mostly(report, "after_generation"),
-        "overlap what the loop does there (scoring, moving responses, polling) with generation or training",
-    )
+    if not _polls(report):
+        yield from _cause(
+            report,
+            "after_generation",
+            "were idle in the rollout after the last replica was done" + _mostly(report, "after_generation"),
+            "overlap what the loop does there (scoring, moving responses) with generation or training",
+        )
     yield from _cause(
         report,
         "no_requests",
@@ -182,6 +184,14 @@ def _causes(report: Report) -> Iterator[Finding]:
         "were idle while their hosts were inside calls that copy, allocate or wait for the device",
         "copy from pinned memory with non_blocking=True, and leave out calls that wait (.item(), .cpu())",
     )
+
+
+def _polls(report: Report) -> bool:
+    """Return whether another finding says already what lanes wait for after the generation."""
+    parts = next((row.parts for row in report.lost if row.cause == "after_generation"), {})
+    polling = report.rollout.polling if report.rollout else None
+    said = polling is not None and polling.late_share >= FINDINGS["polling"]
+    return said and next(iter(parts), "") == f"controller: {POLLING}"
 
 
 def _mostly(report: Report, cause: str) -> str:

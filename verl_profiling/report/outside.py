@@ -10,7 +10,7 @@ from verl_profiling.units import duration
 
 __all__ = ["outside_rows", "outside_sentences"]
 
-_PARTS = 4
+_ROWS = _PARTS = 4
 
 
 def outside_rows(manifest: Manifest) -> list[OutsideRow]:
@@ -39,11 +39,13 @@ def outside_rows(manifest: Manifest) -> list[OutsideRow]:
 
 
 def outside_sentences(rows: Sequence[OutsideRow]) -> Iterator[str]:
-    """Yield a line for what precedes the step, and one for what follows it."""
+    """Yield a line for what precedes the step, and one for what follows it, with what took longest."""
     before = [row for row in rows if row.name == CAPTURE_START]
     for when, found in (("before", before), ("after", [row for row in rows if row not in before])):
         if found:
-            yield f"{when} the step: {', '.join(map(_in_words, found))}"
+            longest = sorted(found, key=lambda row: -row.duration_us)[:_ROWS]
+            more = f" and {len(found) - _ROWS} more" if len(found) > _ROWS else ""
+            yield f"{when} the step: {', '.join(_in_words(row) for row in found if row in longest)}{more}"
 
 
 def _in_words(row: OutsideRow) -> str:

@@ -20,6 +20,7 @@ FINDINGS = {
     "last_trajectories": 0.15,  # of the rollout, more than their share of the trajectories
     "trajectory_cause": 0.25,  # of the trajectories' time
     "trajectories_for_nothing": 0.10,
+    "polling": 0.05,  # of the step
 }
 """Shares by the rule of a finding: above them, acting is usually worth the effort."""
 

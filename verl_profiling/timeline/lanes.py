@@ -9,7 +9,7 @@ import msgspec
 
 __all__ = ["Source", "sorted_sources"]
 
-_ROLE_ORDER = ("controller", "actor", "critic", "ref", "reward", "agent_loop", "rollout")
+_ROLE_ORDER = ("controller", "actor", "critic", "ref", "reward", "rollouter", "agent_loop", "rollout")
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from verl_profiling.manifest import (
     CaptureResult,
     Manifest,
     StageSpan,
+    StepSpan,
     ToolSpan,
 )
 from verl_profiling.timeline.lanes import Source
@@ -30,9 +32,19 @@ def one_by_one(inputs: StepInputs) -> list[StepInputs]:
     was sent; what lies between two steps, such as validation, belongs to none.
     """
     manifest = inputs.manifest
-    if manifest is None or len(manifest.step_spans) < 2:
+    if manifest is None or len(manifest.step_spans) < 2 or not _in_order(manifest.step_spans):
         return [inputs]
+    *before, last = manifest.step_spans
+    if manifest.state != "written":  # its process was killed in the last step
+        last = msgspec.structs.replace(last, end_ns=max(last.end_ns, manifest.end_ns))
+        manifest = msgspec.structs.replace(manifest, step_spans=[*before, last])
     return [_inputs_of(inputs, manifest, index) for index in range(len(manifest.step_spans))]
+
+
+def _in_order(spans: Sequence[StepSpan]) -> bool:
+    """Return whether steps follow each other; a manifest that says anything else says nothing of steps."""
+    follows = (a.step < b.step and a.end_ns <= b.begin_ns for a, b in pairwise(spans))
+    return all(follows) and all(span.begin_ns <= span.end_ns for span in spans)
 
 
 def _inputs_of(inputs: StepInputs, manifest: Manifest, index: int) -> StepInputs:

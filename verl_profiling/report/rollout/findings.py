@@ -52,6 +52,7 @@ def rollout_findings(report: Report) -> Iterator[Finding]:
     yield from _last(rollout, lanes)
     yield from _one_cause(rollout, lanes, blocked)
     yield from _for_nothing(rollout, lanes)
+    yield from _polling(rollout, lanes)
 
 
 def _blocked(rollout: Rollout, lanes: int) -> Iterator[Finding]:
@@ -143,6 +144,20 @@ def _for_nothing(rollout: Rollout, lanes: int) -> Iterator[Finding]:
             f"nothing is made of: {listed}.",
             advice="stop them sooner, filter prompts before the rollout, or repair what makes them fail",
             seconds=share * rollout.wall_s * lanes,
+        )
+
+
+def _polling(rollout: Rollout, lanes: int) -> Iterator[Finding]:
+    polling = rollout.polling
+    if polling is not None and polling.late_share >= FINDINGS["polling"]:
+        yield Finding(
+            rule="polling",
+            text=f"The trainer slept {duration(polling.late_s)} ({polling.late_share:.0%} of the step) after "
+            "the last response was there: it looks into its replay buffer every "
+            f"{duration(polling.interval_s)}.",
+            advice="look more often; with verl, name a replay buffer of your own with a smaller "
+            "poll_interval in trainer.v1.sampler.custom_sampler",
+            seconds=polling.late_s * lanes,
         )
 
 

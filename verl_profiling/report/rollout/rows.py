@@ -16,6 +16,7 @@ __all__ = [
     "GroupRow",
     "LastTrajectories",
     "PartRow",
+    "Polling",
     "Rollout",
     "VersionRow",
 ]
@@ -214,6 +215,25 @@ class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[PartRow]
 
 
+class Polling(msgspec.Struct, frozen=True, kw_only=True):
+    """A trainer that looks for ended trajectories from time to time.
+
+    Attributes:
+        pauses: How often it slept in the rollout until it looked again.
+        interval_s: How long it slept, the median.
+        seconds: How long it slept, in all.
+        late_s: How much of that was after the last trajectory of its batch had ended, or less than that:
+            trajectories beyond the batch end, too, where a trainer is asynchronous.
+        late_share: The same as a share of the step.
+    """
+
+    pauses: int
+    interval_s: float
+    seconds: float
+    late_s: float
+    late_share: float
+
+
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """What trajectories waited for in a step.
 
@@ -243,6 +263,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         versions: Versions of the weights that made the training trajectories, newest first.
         versioned: Training trajectories of which the versions are known.
         partial: Those of them that several versions made.
+        polling: What it cost that the trainer polls, if it does.
     """
 
     trajectories: int
@@ -270,3 +291,4 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[VersionRow]
     versioned: int
     partial: int
+    polling: Polling | None = None

@@ -25,6 +25,7 @@ from verl_profiling.report.rollout.pieces import (
     process_pieces,
     trajectory_pieces,
 )
+from verl_profiling.report.rollout.polling import polling_of
 from verl_profiling.report.rollout.records import Records, read_records
 from verl_profiling.report.rollout.requests import Served, joined, requests_by_id
 from verl_profiling.report.rollout.rows import CauseRow, FailureRow, PartRow, Rollout
@@ -123,6 +124,7 @@ def _section(
         versions=versions,
         versioned=versioned,
         partial=partial,
+        polling=polling_of(step, step.during(ROLLOUT), end[training]),
     )
 
 

@@ -46,6 +46,12 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
             f"{'takes' if last.trajectories == 1 else 'take'} {last.share:.1%} of the rollout, "
             f"{duration(last.seconds)}: {parts}"
         )
+    if polling := rollout.polling:
+        yield (
+            f"polling the replay buffer: every {duration(polling.interval_s)}, {polling.pauses:,} times; the "
+            f"trainer slept {duration(polling.late_s)} ({polling.late_share:.1%} of the step) after the last "
+            "response was there"
+        )
     if rollout.groups_seen:
         yield (
             f"{rollout.groups_seen:,} {'group' if rollout.groups_seen == 1 else 'groups'}: from the first "

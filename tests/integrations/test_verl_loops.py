@@ -1,0 +1,273 @@
+"""Loops of one's own on verl's real trainer classes, without workers: ``fit`` as a function or coroutine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_profiling.manifest import Manifest, StageSpan
+from verl_profiling.run_files import read_manifest
+
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
+
+BASES = ("ray_trainer:RayPPOTrainer", "v1.trainer_base:PPOTrainer")
+
+
+def trainer_class(place: str, mixin: bool, **members: Any) -> type[Any]:
+    """Return a subclass of one of verl's trainers that has these members."""
+    import verl_profiling.integrations.verl  # noqa: F401
+
+    module, _, name = place.partition(":")
+    module = module if module.startswith("verl.") else f"verl.trainer.ppo.{module}"
+    base = getattr(pytest.importorskip(module), name)
+    from verl_profiling.integrations.verl_trainer import ProfilingTrainerMixin
+
+    def init(self: Any, config: Any) -> None:
+        self.config, self.global_steps, self.timing = config, 0, {}
+
+    bases = (ProfilingTrainerMixin, base) if mixin else (base,)
+    cls = type("OwnTrainer", bases, {"__init__": init, **members})
+    cls.__abstractmethods__ = frozenset()
+    return cls
+
+
+def config_of(folder: Path, **settings: Any) -> Any:
+    """Return what a trainer without workers reads of verl's configuration; steps 1 and 2 are profiled."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create(
+        {
+            "profiling": {
+                "enable": True,
+                "save_path": str(folder),
+                "schedule": {"steps": [1, 2]},
+                "roles": {"rollout": {"enable": False}},
+                **settings,
+            },
+            "global_profiler": {"steps": None},
+            "trainer": {"use_v1": False, "resume_mode": "disable"},
+            "actor_rollout_ref": {"rollout": {"name": "vllm", "engine_kwargs": {}}},
+        }
+    )
+
+
+def manifest(folder: Path, step: int) -> Manifest:
+    """Return the manifest of a step."""
+    return read_manifest(folder / f"step_{step:06d}")
+
+
+def of_name(found: Manifest, name: str) -> list[StageSpan]:
+    """Return a step's stages of a name."""
+    return [span for span in found.stages if span.name == name]
+
+
+def timer(name: str, timing: dict[str, float]) -> Any:
+    """Return one of verl's timers, as verl's modules see it."""
+    from verl.utils.profiler import marked_timer
+
+    return marked_timer(name, timing)
+
+
+def steps(self: Any) -> None:
+    """Train for two steps."""
+    for self.global_steps in (1, 2):
+        self.timing = {}
+        with timer("step", self.timing):
+            with timer("gen", self.timing):
+                time.sleep(0.02)
+            with timer("update_actor", self.timing):
+                time.sleep(0.02)
+
+
+def sync_fit(self: Any) -> str:
+    """Train in a function."""
+    steps(self)
+    return "trained"
+
+
+async def async_fit(self: Any) -> str:
+    """Train in a coroutine whose steps are no coroutines."""
+    await asyncio.sleep(0)
+    steps(self)
+    await asyncio.sleep(0)
+    return "trained"
+
+
+@pytest.mark.parametrize("place", BASES)
+@pytest.mark.parametrize("mixin", [True, False], ids=["mixin", "plain"])
+@pytest.mark.parametrize("fit", [sync_fit, async_fit])
+def test_any_fit_is_profiled(place: str, mixin: bool, fit: Callable[..., Any], tmp_path: Path) -> None:
+    """A ``fit`` of one's own is profiled while it runs, returns what it returns, and stays what it was."""
+    trainer = trainer_class(place, mixin, fit=fit)(config_of(tmp_path))
+    assert asyncio.iscoroutinefunction(trainer.fit) == asyncio.iscoroutinefunction(fit)
+    outcome = trainer.fit()
+    assert (asyncio.run(outcome) if asyncio.iscoroutine(outcome) else outcome) == "trained"
+    for step in (1, 2):
+        found = manifest(tmp_path, step)
+        assert found.complete
+        assert [span.name for span in found.stages] == ["rollout", "update_actor"]
+        assert found.policy_version == step - 1
+    last = of_name(manifest(tmp_path, 2), "update_actor")[0]
+    assert last.end_ns - last.begin_ns == pytest.approx(trainer.timing["update_actor"] * 1e9, abs=1e6)
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), asyncio.CancelledError()])
+def test_an_exception_inside_the_coroutine_passes(error: BaseException, tmp_path: Path) -> None:
+    """Whatever leaves the coroutine passes, a cancellation too, and what was recorded is kept."""
+
+    async def fit(self: Any) -> None:
+        self.global_steps = 1
+        with timer("step", self.timing), timer("update_actor", self.timing):
+            await asyncio.sleep(0)
+            raise error
+
+    trainer = trainer_class(BASES[0], True, fit=fit)(config_of(tmp_path))
+    with pytest.raises(type(error)) as caught:
+        asyncio.run(trainer.fit())
+    assert caught.value is error or isinstance(error, asyncio.CancelledError)
+    found = manifest(tmp_path, 1)
+    assert not found.complete
+    assert any(type(error).__name__ in note for note in found.notes)
+    assert of_name(found, "update_actor")[0].failed
+
+
+async def test_a_cancelled_task_closes_its_capture(tmp_path: Path) -> None:
+    """``task.cancel()``, which is how Ray cancels an actor's coroutine, ends the capture and the hooks."""
+    from verl_profiling.integrations.verl_profiler import active_profiler
+
+    async def fit(self: Any) -> None:
+        for self.global_steps in (1, 2):
+            await self.fit_step()
+
+    async def fit_step(self: Any) -> None:
+        with timer("step", self.timing):
+            await asyncio.sleep(60)
+
+    trainer = trainer_class(BASES[0], True, fit=fit, fit_step=fit_step)(config_of(tmp_path))
+    task = asyncio.create_task(trainer.fit())
+    while not (tmp_path / "step_000001" / "manifest.json").exists():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert active_profiler() is None
+    found = manifest(tmp_path, 1)
+    assert found.state == "written"
+    assert not found.complete
+
+
+ONE_STEP_OFF = "verl.experimental.one_step_off_policy.ray_trainer:OneStepOffRayTrainer"
+GENERATED_S, TRAINED_S = 0.15, 0.05
+
+
+async def one_step_off_fit(self: Any) -> None:
+    """Generate a batch ahead, as verl's trainer does, for three steps."""
+    self.ticks = 0
+    ticking = asyncio.create_task(ticks(self))
+    self.global_steps = 1
+    batch = asyncio.create_task(self._async_gen_next_batch(None))
+    while batch is not None:
+        batch = await self.fit_step(batch, None)
+        self.global_steps += 1
+    ticking.cancel()
+
+
+async def ticks(self: Any) -> None:
+    """Count how often the loop comes by."""
+    while True:
+        self.ticks += 1
+        await asyncio.sleep(0.005)
+
+
+async def one_step_off_step(self: Any, batch: Any, iterator: Any) -> Any:
+    """Wait for a batch, hand over the weights, generate the next one, and train."""
+    with timer("step", self.timing):
+        with timer("gen", self.timing):
+            await batch
+        with timer("sync_rollout_weights", self.timing), timer("update_weights", self.timing):
+            pass
+        following = None
+        if self.global_steps < 3:
+            following = asyncio.create_task(self._async_gen_next_batch(iterator))
+            await asyncio.sleep(0)
+        with timer("update_actor", self.timing):
+            await asyncio.sleep(TRAINED_S)
+    with timer("testing", self.timing):
+        await asyncio.sleep(TRAINED_S)
+    return following
+
+
+async def generate(self: Any, iterator: Any) -> None:
+    """Make a batch."""
+    with timer("generate_async", self.timing):
+        await asyncio.sleep(GENERATED_S)
+
+
+@pytest.fixture
+def one_step_off(tmp_path: Path) -> Any:
+    """A trainer that verl's one-step-off trainer is the base of, without workers, after three steps."""
+    members = {
+        "fit": one_step_off_fit,
+        "fit_step": one_step_off_step,
+        "_async_gen_next_batch": generate,
+    }
+    trainer = trainer_class(ONE_STEP_OFF, False, **members)(config_of(tmp_path))
+    asyncio.run(trainer.fit())
+    return trainer
+
+
+def test_generation_runs_beside_the_stages(one_step_off: Any, tmp_path: Path) -> None:
+    """The rollout of the next batch encloses no stage of the step, and none encloses it."""
+    found = manifest(tmp_path, 2)
+    assert found.complete
+    assert {span.name: span.depth for span in found.stages} == {
+        "rollout": 0,
+        "wait:rollout": 0,
+        "sync_rollout_weights": 0,
+        "update_weights": 1,
+        "update_actor": 0,
+    }
+    assert not any(span.failed for span in found.stages)
+    before, following = of_name(found, "rollout")
+    (wait,) = of_name(found, "wait:rollout")
+    (update,) = of_name(found, "update_actor")
+    assert before.begin_ns <= wait.begin_ns <= before.end_ns <= wait.end_ns
+    assert wait.end_ns <= following.begin_ns <= update.begin_ns <= update.end_ns <= following.end_ns
+
+
+def test_the_step_ends_where_verls_timer_does(one_step_off: Any, tmp_path: Path) -> None:
+    """Validation behind it is not a part of it, though the capture is closed after that."""
+    found = manifest(tmp_path, 2)
+    (update,) = of_name(found, "update_actor")
+    assert found.end_ns - update.end_ns < 5e6
+    assert "validate" not in {span.name for span in found.stages}
+
+
+def test_versions_of_the_batch_and_of_the_engines(one_step_off: Any, tmp_path: Path) -> None:
+    """A step trains on what the version before made, and leaves its own number with the engines."""
+    for step in (1, 2):
+        found = manifest(tmp_path, step)
+        assert found.policy_version == step - 1
+        assert found.metrics["policy_version/batch"] == step - 1
+        assert found.metrics["policy_version/end"] == step
+
+
+def test_nothing_is_silent_where_profiling_is_strict(tmp_path: Path) -> None:
+    """An exception out of ``fit_step`` reaches the caller, and the profiler is gone afterwards."""
+    from verl_profiling.integrations.verl_profiler import active_profiler
+
+    async def broken(self: Any, *_: Any) -> None:
+        raise ValueError("broken")
+
+    members = {"fit": one_step_off_fit, "fit_step": broken, "_async_gen_next_batch": generate}
+    trainer = trainer_class(ONE_STEP_OFF, False, **members)(config_of(tmp_path, strict=True))
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(trainer.fit())
+    assert active_profiler() is None
+    assert not manifest(tmp_path, 1).complete

@@ -1,0 +1,99 @@
+"""A real verl run with LoRA, offloading and checkpoints, started again to go on from its last one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from integrations.run_contract import inside
+from integrations.verl_runs import REFERENCE, Run, run_verl
+from verl_profiling import ProfilingConfig
+from verl_profiling.cli import main
+
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(2400)]
+
+SETTINGS = (
+    *REFERENCE,
+    "actor_rollout_ref.model.lora_rank=8",
+    "actor_rollout_ref.model.lora_alpha=16",
+    "actor_rollout_ref.rollout.load_format=safetensors",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+    "trainer.resume_mode=auto",
+    "trainer.save_freq=1",
+    "trainer.test_freq=1",
+    "data.val_max_samples=4",
+)
+STAGES = {"old_log_prob", "ref_log_prob", "update_actor", "update_weights", "save_checkpoint"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """Two starts of one run: two steps, then the third."""
+    folder = tmp_path_factory.mktemp("resume")
+    checkpoints = f"trainer.default_local_dir={folder / 'checkpoints'}"
+    first = run_verl(
+        folder,
+        *SETTINGS,
+        checkpoints,
+        "trainer.total_training_steps=2",
+        "profiling.schedule.steps=[1,2,3,50]",
+    )
+    second = run_verl(folder, *SETTINGS, checkpoints, "profiling.schedule.steps=[2,3,60]")
+    return first, second
+
+
+def test_one_file_has_both_starts(runs: tuple[Run, Run]) -> None:
+    """With the settings that each had, and the steps that it came to."""
+    assert [run.code for run in runs] == [0, 0], runs[-1].output[-4000:]
+    record = json.loads((runs[0].save_path / "run.json").read_text())
+    starts = [record, *record["later_starts"]]
+    assert [ProfilingConfig.from_any(start["config"]).schedule.steps for start in starts] == [
+        (1, 2, 3, 50),
+        (2, 3, 60),
+    ]
+    assert [(start["first_step"], start["last_step"]) for start in starts] == [(1, 2), (3, 3)]
+    assert [runs[0].manifest(step).start for step in (1, 2, 3)] == [1, 1, 2]
+    assert {run.manifest(step).complete for run in runs for step in (1, 2, 3)} == {True}
+
+
+def test_steps_that_never_came_are_said(runs: tuple[Run, Run], capsys: pytest.CaptureFixture[str]) -> None:
+    """At the end of each start, and by the check; step 2 came before the second start began."""
+    first, second = runs
+    assert "schedule.steps: steps 3, 50 never came; the loop ran from step 1 to step 2" in first.output
+    assert "schedule.steps: step 60 never came; the loop ran from step 3 to step 3" in second.output
+    assert main(["check", str(second.save_path)]) == 1
+    said = "run.2.json  step 60 of schedule.steps never came; start 2 of the run ran from step 3 to step 3"
+    lines = [line for line in capsys.readouterr().out.splitlines()[:-1] if not line.startswith("ok")]
+    assert lines == [f"missing     {said}"]
+
+
+def test_the_reference_of_lora_is_the_worker_without_its_adapter(runs: tuple[Run, Run]) -> None:
+    """Each stage of the worker lies inside the controller's of that name, checkpoints included."""
+    for step in (1, 2, 3):
+        controller = {span.name: span for span in runs[0].manifest(step).stages if not span.depth}
+        own = [span for span in runs[0].worker(step, "actor").stages if not span.depth]
+        assert {span.name for span in own} == STAGES
+        assert len(own) == len(STAGES)
+        for span in own:
+            outer = controller[span.name]
+            assert outer.begin_ns <= span.begin_ns <= span.end_ns <= outer.end_ns
+
+
+def test_moving_weights_is_a_part_of_the_stage(runs: tuple[Run, Run]) -> None:
+    """Parameters and optimizer are kept elsewhere, and are moved inside of the update."""
+    spans = runs[0].worker(2, "actor").stages
+    for name in ("load_model", "load_optimizer"):  # where the device is the CPU, both ways are called so
+        assert inside(spans, name, "update_actor")
+
+
+def test_stage_times_are_verls(runs: tuple[Run, Run]) -> None:
+    """Every timer of verl is the controller's stage, to a millisecond."""
+    names = {"ref": "ref_log_prob", "adv": "advantage"}
+    for step in (1, 2, 3):
+        manifest = runs[0].manifest(step)
+        for timer in ("old_log_prob", "ref", "adv", "update_actor", "update_weights", "save_checkpoint"):
+            [span] = [s for s in manifest.stages if s.name == names.get(timer, timer) and not s.depth]
+            took_s = (span.end_ns - span.begin_ns) / 1e9
+            assert took_s == pytest.approx(manifest.metrics[f"timing_s/{timer}"], abs=1e-3), timer

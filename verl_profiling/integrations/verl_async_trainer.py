@@ -1,0 +1,217 @@
+"""Profiles verl's trainers whose steps are coroutines: one-step-off, and fully asynchronous.
+
+verl's timers are no coroutines, so a step is begun and ended around ``fit_step``. The timer ``gen`` is the
+wait for a batch there; generation itself runs beside the step, and is the stage ``rollout``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Any
+
+from verl_profiling.controller.callback import AsyncProfilingCallback
+from verl_profiling.integrations.verl_profiler import Profiler, active_profiler
+from verl_profiling.integrations.wrapping import missing
+from verl_profiling.settings.config import ProfilingConfig
+
+__all__ = [
+    "COROUTINES",
+    "AsyncTrainerProfiler",
+    "async_profiler",
+    "awaits_its_steps",
+    "check_fully_async",
+    "check_one_step_off",
+]
+
+_STEP, _GENERATION = "step", "generate_async"
+
+
+def awaits_its_steps(trainer: Any) -> bool:
+    """Return whether ``fit`` and ``fit_step`` of a trainer are coroutines."""
+    methods = (getattr(trainer, name, None) for name in ("fit", "fit_step"))
+    return all(inspect.iscoroutinefunction(method) for method in methods)
+
+
+class AsyncTrainerProfiler(Profiler):
+    """Profiles one trainer while its ``fit`` runs; nothing in it blocks the event loop.
+
+    A trainer with a ``current_param_version`` counts its steps by parameter version: several calls of
+    ``fit_step`` then make a step, and generation never ends.
+
+    Args:
+        trainer: A ``OneStepOffRayTrainer``, a ``FullyAsyncTrainer``, or one that works like them.
+        settings: What to profile.
+    """
+
+    stages = {
+        **Profiler.stages,
+        "gen": "wait:rollout",
+        "timing_s/param_sync": "update_weights",
+    }
+
+    def __init__(self, trainer: Any, settings: ProfilingConfig) -> None:
+        self._callback = AsyncProfilingCallback(settings)
+        super().__init__(trainer, settings, self._callback)
+        self._by_version = hasattr(trainer, "current_param_version")
+        self._hooks = asyncio.Lock()  # several tasks of the loop call them
+        self._step: int | None = None
+        self._is_over = False
+        self._generating = self._by_version
+        self._in_rollout = False
+        self._generated_by = self._batch_version = 0
+
+    async def __aenter__(self) -> None:
+        await self._callback.__aenter__()
+        self._activate()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._deactivate()
+        async with self._hooks:
+            await self._callback.__aexit__(kind, error, trace)
+        if error is None:
+            await asyncio.to_thread(self._log_reports)
+
+    @contextmanager
+    def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
+        """Run one of verl's timers; what they time beside the step is recorded by other hooks."""
+        if name == _STEP:
+            with timer:
+                yield
+            self._is_over = self._version() == self._step if self._by_version else True
+            if self._is_over:
+                self._callback.on_step_over()
+        elif name == _GENERATION:
+            with timer:
+                yield
+        else:
+            with super().timed(name, timer):
+                yield
+
+    async def step_begins(self) -> None:
+        """Begin a step, unless what comes is one more batch of the same parameter version."""
+        step = self._version() + 1 if self._by_version else self.trainer.global_steps
+        if step == self._step:
+            return
+        self._step, self._is_over = step, False
+        self._policy_version, self._batch_version = step - 1, self._generated_by
+        async with self._hooks:
+            await self._callback.on_step_begin(step, step - 1)
+            if self._generating:
+                await self._begin_rollout()
+
+    async def step_ends(self) -> None:
+        """Close the capture of a step that is over."""
+        if not self._is_over or self._step is None:
+            return
+        self._is_over = False
+        metrics = {"policy_version/end": self._step if self._by_version else self._policy_version}
+        if not self._by_version:
+            metrics["policy_version/batch"] = self._batch_version
+        async with self._hooks:
+            await self._end_rollout()
+            await self._callback.on_step_end(metrics)
+        self._note_folder(self._step)
+
+    async def generation_begins(self) -> None:
+        """Begin the generation of the next batch, which runs beside the step."""
+        self._generating, self._generated_by = True, self._policy_version
+        async with self._hooks:
+            await self._begin_rollout()
+
+    async def generation_ends(self) -> None:
+        """End it."""
+        self._generating = False
+        async with self._hooks:
+            await self._end_rollout()
+
+    async def _begin_rollout(self) -> None:
+        if not self._in_rollout:
+            self._in_rollout = True
+            await self._callback.on_rollout_begin(beside=True)
+
+    async def _end_rollout(self) -> None:
+        if self._in_rollout:
+            self._in_rollout = False
+            await self._callback.on_rollout_end()
+
+    def _version(self) -> int:
+        version: int = self.trainer.current_param_version
+        return version
+
+
+def async_profiler(trainer: Any) -> AsyncTrainerProfiler | None:
+    """Return the profiler of a trainer whose ``fit`` runs in this process."""
+    profiler = active_profiler()
+    if isinstance(profiler, AsyncTrainerProfiler) and profiler.trainer is trainer:
+        return profiler
+    return None
+
+
+def check_one_step_off(module: Any) -> None:
+    """Note what one-step-off trainers do not have; they are hooked as subclasses of ``RayPPOTrainer``."""
+    _check(module.OneStepOffRayTrainer, "fit", "fit_step", "_async_gen_next_batch")
+
+
+def check_fully_async(module: Any) -> None:
+    """Note what fully asynchronous trainers do not have; they are hooked likewise."""
+    _check(module.FullyAsyncTrainer, "fit", "fit_step", "_fit_validate")
+
+
+def _check(trainer_class: Any, *names: str) -> None:
+    for name in names:
+        if not inspect.iscoroutinefunction(getattr(trainer_class, name, None)):
+            missing(trainer_class, name)
+
+
+# What these return may be pickled by value, with a class that ``ray.remote`` has decorated. So they look up
+# the profiler by a function of this module, which is pickled by name.
+
+
+def _around_step(fit_step: Callable[..., Any]) -> Callable[..., Any]:
+    async def profiled_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        profiler = async_profiler(self)
+        if profiler is None:
+            return await fit_step(self, *args, **kwargs)
+        await profiler.step_begins()
+        result = await fit_step(self, *args, **kwargs)
+        await profiler.step_ends()
+        return result
+
+    return profiled_step
+
+
+def _around_generation(generate: Callable[..., Any]) -> Callable[..., Any]:
+    async def recorded_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        profiler = async_profiler(self)
+        if profiler is None:
+            return await generate(self, *args, **kwargs)
+        await profiler.generation_begins()
+        try:
+            return await generate(self, *args, **kwargs)
+        finally:
+            await profiler.generation_ends()
+
+    return recorded_generation
+
+
+def _behind_step(validate: Callable[..., Any]) -> Callable[..., Any]:
+    async def validated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (profiler := async_profiler(self)) is not None:
+            await profiler.step_ends()
+        return await validate(self, *args, **kwargs)
+
+    return validated
+
+
+COROUTINES = {
+    "fit_step": _around_step,
+    "_async_gen_next_batch": _around_generation,
+    "_fit_validate": _behind_step,
+}
+"""What is put around coroutines of a trainer, by name."""
