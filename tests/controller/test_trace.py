@@ -120,6 +120,24 @@ def test_a_workers_clock_is_corrected(tmp_path: Path) -> None:
     assert [(event["name"], event["ts"], event["dur"]) for event in events] == [("a", 2, 1), ("b", 2, 1)]
 
 
+def test_what_runs_beside_a_stage_has_a_lane_of_its_own(tmp_path: Path) -> None:
+    """An update in the time of a rollout beside it is not drawn inside; its own mini-batch is."""
+    stages = [
+        StageSpan("rollout", BASE_NS, BASE_NS + 9000),
+        StageSpan("update_actor", BASE_NS + 1000, BASE_NS + 5000),
+        StageSpan("mini_batch", BASE_NS + 1000, BASE_NS + 5000, depth=1),
+        StageSpan("advantage", BASE_NS + 6000, BASE_NS + 7000),
+    ]
+    trace, events = written(tmp_path, manifest(stages=stages))
+    assert {event["name"]: event["tid"] for event in events} == {
+        "rollout": 1,
+        "update_actor": 2,
+        "mini_batch": 2,
+        "advantage": 2,
+    }
+    assert set(names(trace, "thread_name").values()) == {"stages", "stages 2"}
+
+
 def test_a_failed_stage_is_marked(tmp_path: Path) -> None:
     """What raised can be found in the timeline."""
     _, [event] = written(tmp_path, manifest(stages=[StageSpan("a", BASE_NS, BASE_NS + 1000, failed=True)]))

@@ -117,20 +117,33 @@ def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def _stage_threads(spans: Iterable[StageSpan], pid: int, base_ns: int) -> Iterator[dict[str, Any]]:
-    """Put spans on as few threads as can hold them: on one thread, spans nest or follow each other."""
-    open_ends: list[list[int]] = []
-    for span in sorted(spans, key=lambda span: (span.begin_ns, -span.end_ns)):
-        for ends in open_ends:
-            while ends and ends[-1] <= span.begin_ns:
-                ends.pop()
-        tid = next((tid for tid, ends in enumerate(open_ends, 1) if not ends or span.end_ns <= ends[-1]), 0)
-        if not tid:
-            open_ends.append([])
-            tid = len(open_ends)
+    """Put spans on as few threads as can hold them: on one thread, spans nest or follow each other.
+
+    A span that runs beside another, and is not inside of it, has another thread even if it ends first.
+    """
+    opened: list[list[StageSpan]] = []
+    for span in sorted(spans, key=lambda span: (span.begin_ns, -span.end_ns, span.depth)):
+        for stack in opened:
+            while stack and stack[-1].end_ns <= span.begin_ns:
+                stack.pop()
+        tid = _place(span, opened)
+        if tid > len(opened):
+            opened.append([])
             yield _named("thread_name", pid, tid, "stages" if tid == 1 else f"stages {tid}")
-        open_ends[tid - 1].append(span.end_ns)
+        opened[tid - 1].append(span)
         arguments = {"failed": True} if span.failed else {}
         yield _span(span.name, "stage", pid, tid, span.begin_ns - base_ns, span.end_ns - base_ns, arguments)
+
+
+def _place(span: StageSpan, opened: list[list[StageSpan]]) -> int:
+    """Return a span's thread: that of the span around it that began last, else a free one, else a new one."""
+    around = [
+        (stack[-1].begin_ns, tid)
+        for tid, stack in enumerate(opened, 1)
+        if stack and span.end_ns <= stack[-1].end_ns and span.depth > stack[-1].depth
+    ]
+    free = (tid for tid, stack in enumerate(opened, 1) if not stack)
+    return max(around)[1] if around else next(free, len(opened) + 1)
 
 
 def _span(
