@@ -130,6 +130,7 @@ class Controller:
                 live.step.end_ns = live.step.end_ns or clock.now_ns()
                 live.steps.append(OpenStep(step, version, clock.now_ns()))
                 self._say_begun(live, self._roster.driven)
+                live.step.begin_ns = clock.now_ns()
                 return
             logger.warning("step %d begins while step %d is being captured; closing it", step, live.step.step)
             yield from self.close(complete=False, why=f"step {step} began before this one had ended")
@@ -151,6 +152,7 @@ class Controller:
                 self._peers.begun(live.participants.identities())
         live.step.begin_ns = clock.now_ns()
         self._say_begun(live, driven)
+        live.step.begin_ns = clock.now_ns()  # saying so is no part of the step
 
     def rollout_begin(self, beside: bool = False) -> Iterator[Round]:
         """Open a window on the rollout engines that are captured by stage.
