@@ -55,6 +55,14 @@ def test_the_advice_is_about_what_requests_wait_for(tmp_path: Path) -> None:
     assert "host_bound" not in {finding.rule for finding in report.findings}
 
 
+def test_between_iterations_with_requests_the_advice_is_about_the_engine(tmp_path: Path) -> None:
+    """It has no micro-batches, and no stages of its own."""
+    report = engine(tmp_path, [(0, 10, 4)])
+    [finding] = [finding for finding in report.findings if finding.rule == "host_bound"]
+    assert "between iterations of engines that had requests" in finding.text
+    assert finding.advice == "more requests at once, graphs of kernels (CUDA graphs), torch.compile"
+
+
 def test_a_request_that_did_not_end_was_on_its_way(tmp_path: Path) -> None:
     """It is known by its begin; from then on the engine had something to do."""
     report = engine(tmp_path, [(0, 1, 4)], pending=(4.0,))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
-from verl_profiling.report.intervals import holds, spans_of
+from verl_profiling.report.intervals import holding, spans_of
 from verl_profiling.report.lanes import VALIDATE
 from verl_profiling.report.rows import AnchorRow, CostRow, MeasureRow, RequestRow
 from verl_profiling.timeline.inputs import resolve_artifact
@@ -58,8 +58,10 @@ def requests(manifest: Manifest) -> list[RequestRow]:
     validating = spans_of((s.begin_ns, s.end_ns) for s in manifest.stages if s.name == VALIDATE)
     rows = []
     for worker in manifest.workers:
-        zero_ns = manifest.begin_ns + manifest.offset_ns(worker.identity)
-        for request in worker.requests:
+        offset_ns = manifest.offset_ns(worker.identity)
+        zero_ns = manifest.begin_ns + offset_ns
+        validates = holding(validating, [request.begin_ns - offset_ns for request in worker.requests])
+        for request, is_validation in zip(worker.requests, validates, strict=True):
             rows.append(
                 RequestRow(
                     worker=worker.name,
@@ -80,7 +82,7 @@ def requests(manifest: Manifest) -> list[RequestRow]:
                     preemptions=request.preemptions,
                     policy_version=request.policy_version,
                     failed=request.failed,
-                    validate=holds(validating, request.begin_ns - zero_ns + manifest.begin_ns),
+                    validate=is_validation,
                 )
             )
     return rows

@@ -213,22 +213,35 @@ def _host_bound(report: Report) -> Iterator[Finding]:
         roles: median_low([row.host_bound_us for row in rows if _roles(row) == roles])
         for roles in {_roles(row) for row in rows}
     }
-    if any(span.lane != "controller" and span.kind == "stage" for span in report.gantt):
+    of_engines = _of_engines(report)
+    if of_engines:
+        where = "between iterations of engines that had requests"
+    elif any(span.lane != "controller" and span.kind == "stage" for span in report.gantt):
         where = "inside their own stages"
     else:
         where = "between their iterations" if report.captured else "while operators ran on their hosts"
     if not _on_devices(report):
         text = f"ran no operator {where}: they were in Python between operators, or waited for a core"
-        advice = "fewer, larger operators (larger micro-batches, torch.compile), no more processes than cores"
+        larger = "more requests at once" if of_engines else "larger micro-batches, torch.compile"
+        advice = f"fewer, larger operators ({larger}), no more processes than cores"
     elif any(row.graphs for row in rows):
         text = f"had nothing to run {where}: the host did not launch work in time"
         advice = "do less on the host between the launches of graphs, or put more into each of them"
     else:
         text = f"had nothing to run {where}: the host did not launch work in time"
-        advice = "larger micro-batches, graphs of kernels (CUDA graphs), torch.compile"
+        larger = "more requests at once" if of_engines else "larger micro-batches"
+        advice = f"{larger}, graphs of kernels (CUDA graphs), torch.compile"
     yield from _above(
         report, "host_bound", lambda row: min(row.host_bound_us, usual[_roles(row)]), text, advice, rows
     )
+
+
+def _of_engines(report: Report) -> bool:
+    """Return whether most of what is host-bound is engines' time, of which requests were logged."""
+    if not report.replicas:
+        return False
+    engines_us = sum(row.host_bound_us for row in report.workers if row.replica is not None)
+    return engines_us > sum(row.host_bound_us for row in report.workers) / 2
 
 
 def _unexplained(report: Report) -> Iterator[Finding]:

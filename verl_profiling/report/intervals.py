@@ -15,7 +15,7 @@ __all__ = [
     "covered_before",
     "crowded",
     "divided",
-    "holds",
+    "holding",
     "intersection",
     "length",
     "spans_of",
@@ -94,10 +94,14 @@ def intersection(spans: Spans, other: Spans) -> Spans:
     return subtract(spans, subtract(spans, other))
 
 
-def holds(spans: Spans, instant_ns: int) -> bool:
-    """Return whether an instant is in a set of time."""
-    begun = int(np.searchsorted(spans[:, 0], instant_ns, side="right"))
-    return begun > 0 and instant_ns < int(spans[begun - 1, 1])
+def holding(spans: Spans, instants: Sequence[int]) -> list[bool]:
+    """Return of each instant whether it is in a set of time."""
+    if not len(spans) or not instants:
+        return [False] * len(instants)
+    at = np.array(instants, dtype=np.int64)
+    begun = np.searchsorted(spans[:, 0], at, side="right")
+    inside: list[bool] = ((begun > 0) & (at < spans[np.maximum(begun - 1, 0), 1])).tolist()
+    return inside
 
 
 def within(spans: Spans, begin_ns: int, end_ns: int) -> Spans:

@@ -9,7 +9,7 @@ from functools import cached_property
 from verl_profiling.devices import Device
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, Manifest, StageSpan, ToolSpan
 from verl_profiling.report.activity import Activity
-from verl_profiling.report.intervals import EMPTY, Spans, holds, intersection, length, spans_of, union
+from verl_profiling.report.intervals import EMPTY, Spans, holding, intersection, length, spans_of, union
 from verl_profiling.report.optimes import Window
 from verl_profiling.timeline.lanes import Source
 from verl_profiling.units import duration
@@ -186,7 +186,9 @@ class Step:
         served = {replica: spans_of(found) for replica, found in runs.items()}
         for lane in self.lanes:
             if (replica := lane.source.replica) in served:
-                ends = [i.end_ns for i in lane.activity.iterations if not holds(served[replica], i.begin_ns)]
+                iterations = lane.activity.iterations
+                inside = holding(served[replica], [one.begin_ns for one in iterations])
+                ends = [one.end_ns for one, known in zip(iterations, inside, strict=True) if not known]
                 before = spans_of([(self.begin_ns, max(ends, default=self.begin_ns))])
                 served[replica] = union(served[replica], before)
         return served

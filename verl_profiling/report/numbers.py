@@ -35,7 +35,7 @@ from statistics import median
 import numpy as np
 
 from verl_profiling.manifest import Request
-from verl_profiling.report.intervals import Spans, holds, intersection, length, subtract, union
+from verl_profiling.report.intervals import Spans, holding, intersection, length, subtract, union
 from verl_profiling.report.lanes import VALIDATE, Lane, Step
 from verl_profiling.report.lost import ROLLOUT, working_span
 from verl_profiling.report.model import Percentiles, Tail, Throughput
@@ -107,8 +107,9 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
 
     An iteration with prompt tokens is prefill.
     """
-    validating = step.during(VALIDATE)
-    iterations = [i for i in lane.activity.iterations if not holds(validating, i.begin_ns)]
+    every = lane.activity.iterations
+    validating = holding(step.during(VALIDATE), [one.begin_ns for one in every])
+    iterations = [one for one, validates in zip(every, validating, strict=True) if not validates]
     prefill = [i for i in iterations if i.prefill_tokens]
     rollout, work = step.during(ROLLOUT), working_span(lane, step)
     known = len(rollout) > 0 and len(work) > 0
@@ -169,8 +170,9 @@ def _rolled_out(step: Step) -> Iterator[tuple[Request, int]]:
     validating = step.during(VALIDATE)
     for worker in step.workers:
         offset_ns = step.manifest.offset_ns(worker.identity) if step.manifest else 0
-        for request in worker.requests:
-            if not holds(validating, request.begin_ns - offset_ns):
+        validates = holding(validating, [request.begin_ns - offset_ns for request in worker.requests])
+        for request, is_validation in zip(worker.requests, validates, strict=True):
+            if not is_validation:
                 yield request, offset_ns
 
 
