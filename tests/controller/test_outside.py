@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from conftest import Pool
 from fleet import TrainWorker
 from test_callback import configured, local_worker, manifest
 
@@ -164,3 +167,34 @@ async def test_an_asynchronous_loop_has_the_same(tmp_path: Path, session: Sessio
             pass
         await callback.on_step_begin(3)
     assert outside(manifest(config)) == [*PAUSES, ("validate", 0)]
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_engines_and_workers_stop_at_the_same_time(tmp_path: Path, pool: Pool, mode: str) -> None:
+    """A rollout that is recorded until the step ends, as a window or a whole, is not waited for first."""
+    config = configured(tmp_path, roles={"rollout": {"mode": mode}})
+    switch = tmp_path / "stop"
+    ray.get(
+        [
+            actor.set_up.remote(config, role, switches=tmp_path)
+            for actor, role in zip(pool.sync, ("actor", "rollout"), strict=False)
+        ]
+    )
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", pool.sync[0])
+    callback.add_rollout(pool.sync[1])
+    callback.on_train_begin()
+    callback.on_step_begin(2)
+    callback.on_rollout_begin()
+    switch.touch()
+    threading.Timer(0.3, switch.unlink).start()
+    callback.on_step_end()
+    written = manifest(config)
+    assert {worker.name: worker.status for worker in written.workers} == {
+        "actor_rank0": "ok",
+        "rollout_rank0": "ok",
+    }
+    stops = [rpc for rpc in written.rpcs if rpc.method == "stop_capture"]
+    assert len(stops) == 2
+    assert max(rpc.begin_ns for rpc in stops) + 2e8 < min(rpc.end_ns for rpc in stops)
+    callback.on_train_end()

@@ -255,9 +255,8 @@ class Controller:
     def _conclude(self, live: OpenCapture, end_ns: int, complete: bool) -> Generator[Round, None, Manifest]:
         """Stop all workers and write what they recorded; return the manifest."""
         stages = live.spans.close()
-        yield from self._close_rollout_window(live)
-        targets = [target for target in self._roster.targets if not self._roster.has_windows(target)]
-        yield from self._stop(live, targets, live.request)
+        window, live.rollout_request = live.rollout_request, None
+        yield from self._stop(live, *([window] if window is not None else []), live.request)
         self._set_live(None)
         participants = live.participants
         manifest = live.manifest(self._identity, end_ns, [*self.run_notes, *self._notes])
@@ -426,18 +425,24 @@ class Controller:
         live.participants.take_starts(round_, request)
         yield from self._shake_hands(live, "start_capture", request)
 
-    def _stop(self, live: OpenCapture, targets: Iterable[Target], request: CaptureRequest) -> Iterator[Round]:
-        participants = live.participants
+    def _stop(self, live: OpenCapture, *requests: CaptureRequest) -> Iterator[Round]:
+        """Stop what was started with these requests: rollout windows, and the rest; all at the same time."""
+        participants, stop_s = live.participants, self.config.timeouts.stop_s
         remote = participants.remote_clocks()
-        round_ = Round(
-            self._roster.send(participants.called(targets), "stop_capture", request.capture_id),
-            self.config.timeouts.stop_s,
-        )
-        yield round_
-        self._roster.remember_unanswered(round_)
-        overdue = participants.take_stops(round_, request)
-        live.overdue += [OverdueStop(call, request, participants) for call in overdue]
-        yield from self._shake_hands(live, "stop_capture", request.capture_id, remote)
+        rounds = []
+        for request in requests:
+            windowed = request.stage is not None
+            targets = [
+                target for target in self._roster.targets if self._roster.has_windows(target) is windowed
+            ]
+            calls = self._roster.send(participants.called(targets), "stop_capture", request.capture_id)
+            rounds.append(Round(calls, stop_s))
+        yield Round([call for round_ in rounds for call in round_.calls], stop_s)
+        for round_, request in zip(rounds, requests, strict=True):
+            self._roster.remember_unanswered(round_)
+            overdue = participants.take_stops(round_, request)
+            live.overdue += [OverdueStop(call, request, participants) for call in overdue]
+        yield from self._shake_hands(live, "stop_capture", requests[-1].capture_id, remote)
 
     def _shake_hands(
         self,
@@ -456,9 +461,7 @@ class Controller:
     def _close_rollout_window(self, live: OpenCapture) -> Iterator[Round]:
         request, live.rollout_request = live.rollout_request, None
         if request is not None:
-            yield from self._stop(
-                live, [target for target in self._roster.targets if self._roster.has_windows(target)], request
-            )
+            yield from self._stop(live, request)
 
     def _take_late_answers(self) -> None:
         """Bring manifests up to date with answers that nobody waited for."""
