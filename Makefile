@@ -6,7 +6,7 @@ PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
 # Markers of tests that have an environment or a command of their own.
-APART := vllm or sglang or npu or megatron or gpu or verl or truth or trl or package or npu_device or releases or soak or fuzz or recipes
+APART := vllm or sglang or npu or megatron or gpu or verl or truth or trl or areal or package or npu_device or releases or soak or fuzz or recipes
 BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
 DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-agent lint repository docs tables bench bench-instructions bench-verl clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-agent lint repository docs tables bench bench-instructions bench-verl clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,7 +95,8 @@ test-sglang: .venv-sglang/.ready ## Run the tests that drive a real SGLang CPU e
 test-megatron: .venv-megatron/.ready ## Run the tests that drive real Megatron-core: TP=2, PP=2 on CPU
 test-npu: .venv-npu/.ready ## Run the tests that drive the real torch_npu on stand-in CANN libraries, and msprobe
 test-trl: .venv-trl/.ready ## Run the tests that train with real TRL
-test-vllm test-sglang test-megatron test-npu test-trl:
+test-areal: .venv-areal/.ready ## Run the tests that train with real AReaL
+test-vllm test-sglang test-megatron test-npu test-trl test-areal:
 	.venv-$(@:test-%=%)/bin/python -m pytest -m $(@:test-%=%) $($(@:test-%=%)_TESTS) $(PYTEST_ARGS)
 
 test-hta: .venv-hta/.ready ## Run the tests that hold the report's figures against HolisticTraceAnalysis
@@ -120,6 +121,7 @@ megatron_TESTS := tests/workers/test_megatron.py
 verl_TESTS := tests/integrations
 gpu_TESTS := tests/gpu
 npu-device_TESTS := tests/npu/test_device.py
+areal_TESTS := tests/integrations/test_areal.py
 trl_TESTS := tests/integrations/test_trl.py
 npu_TESTS := tests/tools/test_npu.py tests/tools/test_precision.py tests/engines/test_ascend.py
 

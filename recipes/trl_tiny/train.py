@@ -7,23 +7,12 @@ import hydra
 from accelerate import PartialState
 from datasets import Dataset
 from omegaconf import DictConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from recipes.grpo_tiny.model import build_model
-from recipes.grpo_tiny.task import END, NUMBERS, reward
+from recipes.grpo_tiny.task import NUMBERS, reward
+from recipes.grpo_tiny.tokenizer import make_tokenizer
 from verl_profiling.integrations.trl import TRLProfilingCallback
-
-END_TEXT = "<end>"
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose tokens are the task's numbers."""
-    vocabulary = {str(number): number for number in range(NUMBERS)} | {END_TEXT: END}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END_TEXT))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TEXT, pad_token=END_TEXT)
 
 
 def count_down(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
