@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from verl_profiling.manifest import Manifest, StageSpan
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.manifest import Artifact, Manifest, StageSpan
 from verl_profiling.run_files import read_manifest
+from verl_profiling.workers import RolloutCaptureMixin
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 
@@ -256,6 +258,46 @@ def test_versions_of_the_batch_and_of_the_engines(one_step_off: Any, tmp_path: P
         assert found.policy_version == step - 1
         assert found.metrics["policy_version/batch"] == step - 1
         assert found.metrics["policy_version/end"] == step
+
+
+class Server(RolloutCaptureMixin):
+    """A server of an engine that has no process of its own."""
+
+    def __init__(self, settings: Any) -> None:
+        self.requests = RequestLog()
+        self.init_capture(settings, requests=self.requests)
+
+
+@pytest.fixture
+def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Artifact]:
+    """What an engine records of step 2 of the same trainer in discrete mode; half a batch is done by then."""
+    from verl_profiling.integrations.verl_targets import Targets
+
+    roles = {"rollout": {"mode": "discrete"}}
+    config = config_of(tmp_path, roles=roles, schedule={"steps": [2]})
+    servers: list[Server] = []
+
+    def add(self: Any, trainer: Any, agent_loops: Any) -> None:
+        servers.append(Server(trainer.config.profiling))
+        self._callback.add_rollout(servers, loop=asyncio.get_running_loop())
+
+    monkeypatch.setattr(Targets, "add", add)
+    members = {"fit": one_step_off_fit, "fit_step": one_step_off_step, "_async_gen_next_batch": generate}
+    asyncio.run(trainer_class(ONE_STEP_OFF, False, **members)(config).fit())
+    (rollout,) = manifest(tmp_path, 2).workers
+    return rollout.artifacts
+
+
+def test_engines_record_while_batches_are_generated(windows: list[Artifact], tmp_path: Path) -> None:
+    """The batch that is under way when the step begins is a window, and the next one is another."""
+    assert [(a.stage, a.occurrence, a.step, a.status) for a in windows] == [
+        ("rollout", 1, 2, "ok"),
+        ("rollout", 2, 2, "ok"),
+    ]
+    spans = of_name(manifest(tmp_path, 2), "rollout")
+    for window, span in zip(windows, spans, strict=True):
+        assert window.begin_ns <= span.begin_ns + 1_000_000
+        assert span.end_ns <= window.end_ns + 1_000_000
 
 
 def test_nothing_is_silent_where_profiling_is_strict(tmp_path: Path) -> None:

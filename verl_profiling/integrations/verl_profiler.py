@@ -60,6 +60,7 @@ class Profiler:
         self._policy_version = 0
         self._folders: dict[int, Path] = {}
         self._tracking: Any = None
+        self._logged_step = 0
 
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
@@ -85,7 +86,7 @@ class Profiler:
 
     def logged(self, tracking: Any, data: Mapping[str, Any], step: int) -> None:
         """Keep the metrics that verl logs after a step, and the tracker that they go to."""
-        self._tracking = tracking
+        self._tracking, self._logged_step = tracking, step
         self._told.add_metrics(step, data)
 
     def begin(self, agent_loops: Any) -> None:
@@ -121,7 +122,7 @@ class Profiler:
         if self._tracking is not None and self._folders:
             from verl_profiling.integrations.verl_tracking import log_reports
 
-            log_reports(self._tracking, self._folders, self.trainer.global_steps)
+            log_reports(self._tracking, self._folders, self._logged_step)
 
 
 def trainer_stage(name: str) -> AbstractContextManager[None]:
