@@ -10,6 +10,7 @@ import pytest
 from example_loops import read_trace
 
 from integrations.verl_runs import REFERENCE, Run, run_verl
+from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.manifest import POLLING, StageSpan
 
@@ -208,6 +209,17 @@ class RunContract:
         assert spans["capture_stop"].end_ns <= spans["validate"].begin_ns
         validated_s = (spans["validate"].end_ns - spans["validate"].begin_ns) / 1e9
         assert validated_s == pytest.approx(manifest.metrics["timing_s/testing"], abs=1e-3)
+
+    def test_a_device_counts_once(self, run: Run) -> None:
+        """Worker and engine have one accelerator between them, in verl's pool: two lanes, one device."""
+        report = open_step(run.save_path / "step_000003").report()
+        [device] = report.devices
+        assert device.lanes == ["actor_rank0", "rollout0_rank0"]
+        lanes = {row.name: row for row in report.workers}
+        assert max(row.busy_us for row in lanes.values()) <= device.busy_us
+        assert device.busy_us <= sum(row.busy_us for row in lanes.values())
+        assert sum(row.seconds for row in report.lost) == pytest.approx(device.idle_us / 1e6)
+        assert not any("not logged" in note for note in report.notes)
 
     def test_one_timeline_shows_all(self, run: Run) -> None:
         """One file, one clock: what worker and engine did lies inside of the controller's stages for it."""
