@@ -94,7 +94,7 @@ def test_the_check_prints_the_table_of_hooks(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert re.search(r"a tested version of verl|verl .* was not tested", run.stdout)
     rows = [line.split() for line in run.stdout.splitlines() if ": " in line and "verl." in line]
-    assert ["ok", "verl.utils.profiler:", "steps,"] in [row[:3] for row in rows]
+    assert ["ok", "verl.utils.profiler", "(timers):", "steps,"] in [row[:4] for row in rows]
     assert "requests of trajectories" in run.stdout
     assert "does not fit" not in run.stdout
 
@@ -107,6 +107,15 @@ def test_the_check_names_what_is_not_recorded(tmp_path: Path) -> None:
     (row,) = [line for line in run.stdout.splitlines() if line.startswith("does not fit")]
     assert "tool calls of trajectories" in row
     assert "has no ToolAgentLoop._call_tool" in run.stdout
+
+
+def test_a_trainer_without_the_method_that_trains_is_named(tmp_path: Path) -> None:
+    """The loop of the trainer that the command uses is needed, whatever else fits."""
+    folder = changed(tmp_path, "verl.trainer.ppo.v1.trainer_base", "def fit(", "def train(")
+    run = check(folder, tmp_path)
+    assert run.returncode != 0
+    assert "not recorded: the runs of V1 trainers, because " in run.stdout
+    assert "has no PPOTrainer.fit" in run.stdout
 
 
 def test_the_check_fails_where_nothing_would_be_recorded(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from verl_profiling import ProfilingConfig, ToolUnavailableError
 from verl_profiling.integrations import hooks, verl_support
 from verl_profiling.integrations.hooks import Hook
+from verl_profiling.integrations.verl_profiler import active_profiler
 from verl_profiling.integrations.verl_support import (
     can_be_profiled,
     check_request,
@@ -19,6 +21,7 @@ from verl_profiling.integrations.verl_support import (
     notes_on,
     remember_request,
 )
+from verl_profiling.integrations.verl_trainer import TrainerProfiler
 
 CONFIG: dict[str, Any] = {}
 LOST = "not recorded: requests, because verl.clients has no Client.generate"
@@ -166,3 +169,22 @@ def test_logging_that_lets_warnings_through_is_left_alone(
     root.setLevel(logging.WARNING)
     let_warnings_through()
     assert package.handlers == []
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_trainer_that_does_not_count_its_steps_goes_on(
+    strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its first step says so, and no hook is called any more; strict settings raise."""
+    trainer = SimpleNamespace(fit=lambda: None, config=CONFIG)
+    profiler = TrainerProfiler(trainer, settings(strict=strict, schedule={"steps": [1]}))
+    profiler._activate()
+    step, update = (profiler.timed(name, nullcontext()) for name in ("step", "update_weights"))
+    if strict:
+        with pytest.raises(ToolUnavailableError, match="no global_steps"):
+            step.__enter__()
+    else:
+        with step, update:
+            pass
+        assert "training goes on: SimpleNamespace has no global_steps" in caplog.text
+    assert active_profiler() is None

@@ -49,6 +49,11 @@ class Hook:
         when_imported(self.module, self._apply)
 
     @property
+    def name(self) -> str:
+        """What it is called: its function's name without the verb."""
+        return self.put_in.partition(":")[2].partition("_")[2]
+
+    @property
     def problem(self) -> str | None:
         """Why it does not fit; ``None`` as long as nothing speaks against it."""
         if self.missing:

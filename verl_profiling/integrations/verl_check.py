@@ -106,9 +106,9 @@ def _check_hooks(config: Any) -> None:
     from verl_profiling.integrations.verl import HOOKS, untested
 
     print(f"warning: {text}" if (text := untested()) else "a tested version of verl")
-    used = [hook for hook in HOOKS if hook.used_by(config)]
-    for hook in used:
-        print(f"{_state(hook):24} {hook.module}: {hook.records}")
+    for hook in HOOKS:
+        if hook.used_by(config):
+            print(f"{_state(hook):16} {hook.module} ({hook.name}): {hook.records}")
     for text in misfits(config):
         print(f"warning: {text}")
     if not loaded:

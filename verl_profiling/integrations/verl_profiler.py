@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.integrations.hooks import misfits
-from verl_profiling.integrations.verl_support import notes_on
+from verl_profiling.integrations.verl_support import give_up, notes_on
 from verl_profiling.integrations.verl_targets import Targets
 from verl_profiling.settings.config import ProfilingConfig
 
@@ -68,7 +68,7 @@ class Profiler:
         with timer, self.stage(self.stages.get(name, name)):
             yield
         if name == _WEIGHT_UPDATE:
-            self._policy_version = self.trainer.global_steps
+            self._policy_version = getattr(self.trainer, "global_steps", self._policy_version)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Return a stage of the controller."""
@@ -110,6 +110,15 @@ class Profiler:
     def _deactivate(self) -> None:
         global _active
         _active = None
+
+    def _give_up(self, why: str) -> None:
+        """Let training go on without this profiler.
+
+        Raises:
+            ToolUnavailableError: The settings are strict.
+        """
+        self._deactivate()
+        give_up(why, strict=self._settings.strict)
 
     def _note_folder(self, step: int) -> None:
         """Keep the step folder that has been written, if one has."""

@@ -11,7 +11,14 @@ from verl_profiling.integrations.hooks import misfits, usable
 from verl_profiling.integrations.verl import untested
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["can_be_profiled", "check_request", "let_warnings_through", "notes_on", "remember_request"]
+__all__ = [
+    "can_be_profiled",
+    "check_request",
+    "give_up",
+    "let_warnings_through",
+    "notes_on",
+    "remember_request",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +42,19 @@ def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
     _refuse(found, strict=settings.strict)
     if usable(config):
         return True
-    logger.error("profiling is switched off, training goes on: %s", "; ".join(_with_version(found)))
+    give_up("; ".join(_with_version(found)), strict=settings.strict)
     return False
+
+
+def give_up(why: str, *, strict: bool) -> None:
+    """Say that nothing is recorded from now on.
+
+    Raises:
+        ToolUnavailableError: The settings are strict.
+    """
+    if strict:
+        raise ToolUnavailableError(f"profiling.strict is true, and nothing can be recorded: {why}")
+    logger.error("profiling is switched off, training goes on: %s", why)
 
 
 def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:

@@ -27,7 +27,7 @@ from verl_profiling.integrations.verl_profiler import Profiler, active_profiler,
 from verl_profiling.integrations.verl_rollouter import hook_rollouter, is_rollouter
 from verl_profiling.integrations.verl_servers import SETTINGS_KEY
 from verl_profiling.integrations.verl_support import can_be_profiled, check_request, remember_request
-from verl_profiling.integrations.wrapping import around, wrap
+from verl_profiling.integrations.wrapping import around, missing, wrap
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = [
@@ -87,7 +87,11 @@ class TrainerProfiler(Profiler):
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
         """Run one of verl's timers, and call the callback's hooks around it."""
-        if name == _STEP:
+        if name == _STEP and not hasattr(self.trainer, "global_steps"):
+            self._give_up(f"{type(self.trainer).__name__} has no global_steps, by which it numbers its steps")
+            with timer:
+                yield
+        elif name == _STEP:
             self._step_begin()
             with timer:
                 yield
@@ -188,6 +192,8 @@ def hook_v0_trainer(module: Any) -> None:
 
 def _hook_trainer(trainer_class: type[Any]) -> None:
     """Hook a trainer, and what any subclass of it overrides."""
+    for name in _METHODS.keys() - vars(trainer_class).keys():
+        missing(trainer_class, name)
     _hook_overrides(trainer_class)
 
     def hook_subclass(cls: type[Any], /, **kwargs: Any) -> None:
