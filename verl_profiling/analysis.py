@@ -395,7 +395,7 @@ class CapturedStep:
             OSError: The timeline cannot be written.
         """
         inputs = self.inputs if ranks is None else select_ranks(self.inputs, ranks)
-        windows = stage_windows(inputs, stages) if stages else ()
+        windows = stage_windows(inputs, stages) if stages else self._window()
         selection = {
             "ranks": ranks or "",
             "stages": ",".join(stages),
@@ -471,6 +471,11 @@ class CapturedStep:
             name: Its usual name, e.g. ``report.json``.
         """
         return self.inputs.output(name)
+
+    def _window(self) -> tuple[tuple[int, int], ...]:
+        """Return when the step ran (unix ns) if it is one of several, which are in the same traces."""
+        manifest = self.inputs.manifest if self.inputs.capture else None
+        return () if manifest is None else ((manifest.begin_ns, manifest.end_ns),)
 
     def _output(self, output: str | os.PathLike[str] | None, name: str, selection: str = "") -> Path:
         """Return where a result goes.

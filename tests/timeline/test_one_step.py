@@ -46,8 +46,8 @@ def capture(folder: Path, steps: list[StepSpan] = STEPS) -> Path:
     engine = Worker(
         "rollout",
         replica=0,
-        kernels=[("attention", 0, 3), ("attention", 5, 8), ("attention", 8, 8.5)],
-        iterations=[(DECODE, 0, 3), (DECODE, 5, 8), (DECODE, 8, 8.5)],
+        kernels=[("attention", 0, 3), ("attention", 5, 7.9), ("attention", 8, 8.5)],
+        iterations=[(DECODE, 0, 3), (DECODE, 5, 7.9), (DECODE, 8, 8.5)],
         requests=[(0, 3, 40), *[(5, 8, 9)] * 4, (8, 8.5, 20), (8, 8.25, 20)],
     )
     drawn_inputs(folder, STAGES, [actor, engine], steps=steps)
@@ -190,6 +190,16 @@ def test_the_timeline_marks_the_steps(tmp_path: Path) -> None:
     timeline = json.loads(gzip.decompress(step.merge().path.read_bytes()))
     spans = {e["name"]: e["dur"] for e in timeline["traceEvents"] if e.get("cat") == "step"}
     assert spans == {"step 2": 5e6, "step 3": 2e6}
+
+
+def test_a_step_has_a_timeline_of_its_own(tmp_path: Path) -> None:
+    """Asked for it, the second step's holds nothing of the first, nor of the validation."""
+    _, second = open_step(capture(tmp_path)).by_step()
+    path = second.merge().path
+    assert path.name == "timeline.step_000003.json.gz"
+    timeline = json.loads(gzip.decompress(path.read_bytes()))
+    names = [e["name"] for e in timeline["traceEvents"] if e["ph"] == "X" and e.get("cat") == "kernel"]
+    assert sorted(names) == ["attention", "gemm"]
 
 
 def test_discrete_artifacts_of_other_steps_are_not_read(tmp_path: Path) -> None:
