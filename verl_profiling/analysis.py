@@ -53,6 +53,7 @@ __all__ = [
 
 FrameName = Literal[
     "stages",
+    "outside",
     "workers",
     "devices",
     "engines",

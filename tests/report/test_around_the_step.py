@@ -86,7 +86,7 @@ def test_rows_say_who_was_waited_for(report: Report) -> None:
 
 
 def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
-    """Terminal, page, JSON, CSV, trackers."""
+    """Terminal, page, JSON, CSV, data frames, trackers."""
     shown = printed(report)
     assert "before the step: pause 500 ms (actor 300 ms)" in shown
     after = (
@@ -102,6 +102,8 @@ def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
         found = list(csv.DictReader(file))
     assert [row["name"] for row in found] == ["capture_start", "capture_stop", "validate"]
     assert found[1]["parts"] == "rollout 2.9; actor 1; write 0.2"
+    frame = open_step(report.directory).to_frame("outside")
+    assert list(frame["name"]) == ["capture_start", "capture_stop", "validate"]
     numbers = dict(scalars(report))
     assert numbers["pause_s"] == pytest.approx(3.7)
     assert numbers["outside/validate_s"] == pytest.approx(12)
