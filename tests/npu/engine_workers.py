@@ -53,18 +53,15 @@ class Processes:
     def end(self) -> None:
         """End the processes."""
         for pipe in self._pipes:
-            pipe.close()
+            pipe.send(None)  # closing it is no end: processes that were forked later have it, too
         for process in self._processes:
             process.join()
 
 
 def _serve(make: Callable[[int], Any], rank: int, pipe: Any) -> None:
     worker = make(rank)
-    while True:
-        try:
-            method, arguments = pipe.recv()
-        except EOFError:
-            return
+    while (call := pipe.recv()) is not None:
+        method, arguments = call
         try:
             pipe.send(getattr(worker, method)(*arguments))
         except Exception as error:
