@@ -17,6 +17,7 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.tool_names import load_tool
 from verl_profiling.tools import TOOLS, Tool
+from verl_profiling.tools.nvtx_injection import injected_cupti
 
 __all__ = ["Diagnosis", "examine_config", "examine_machine", "load_config"]
 
@@ -59,10 +60,12 @@ def examine_config(config: ProfilingConfig) -> list[Diagnosis]:
                 _need(tool)
             except ToolUnavailableError as error:
                 diagnoses.append(Diagnosis(subject=subject, state=str(error), problem=True))
-            else:
-                diagnoses.append(
-                    Diagnosis(subject=subject, state=f"can record with {tool.name} ({chosen.mode})")
-                )
+                continue
+            if tool.name == "torch" and (wrong := injected_cupti()):
+                diagnoses.append(Diagnosis(subject=subject, state=wrong, problem=True))
+                continue
+            state = f"can record with {tool.name} ({chosen.mode})"
+            diagnoses.append(Diagnosis(subject=subject, state=state))
     return [*diagnoses, _save_path(config)]
 
 
@@ -125,6 +128,8 @@ def _accelerators() -> Iterator[Diagnosis]:
     home = os.environ.get("ASCEND_HOME_PATH")
     if home or _version("torch-npu"):
         yield Diagnosis(subject="CANN", state=home or "ASCEND_HOME_PATH is not set: source CANN's set_env.sh")
+    if wrong := injected_cupti():
+        yield Diagnosis(subject="CUPTI", state=wrong, problem=True)
     restricted = Path("/proc/driver/nvidia/params")
     if restricted.is_file() and "RmProfilingAdminOnly: 1" in restricted.read_text():
         yield Diagnosis(

@@ -123,7 +123,8 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         step: Step in which its recording began.
         policy_versions: Versions of a rollout engine's weights during its window, in order, if known;
             more than one if the weights were updated inside the window.
-        reason: Why the status is not ``ok``.
+        reason: Why the status is not ``ok``, or what to know of it.
+        unrecorded_device: Kind of the device (``cuda``) that was in use, and of which the trace has no event.
         where: ``host:path`` of a file that is not in the step folder, but on a host's own file system.
     """
 
@@ -140,6 +141,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     policy_versions: list[int] = []
     reason: str = ""
+    unrecorded_device: str = ""
     where: str = ""
 
     def is_run_of(self, other: Artifact) -> bool:

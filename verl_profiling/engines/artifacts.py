@@ -15,7 +15,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, expected_artifact
 from verl_profiling.tools.base import Output
 from verl_profiling.tools.npu import output_of_recording
-from verl_profiling.tools.trace_file import EventCount, output_of_raw_trace
+from verl_profiling.tools.trace_file import CUDA, EventCount, output_of_raw_trace, without_device
 
 __all__ = ["expected_artifacts", "output_of"]
 
@@ -47,7 +47,9 @@ def expected_artifacts(
     return expected
 
 
-def output_of(raw: Path, folder: Path, expected: Artifact, tool: TraceTool | FolderTool) -> Output:
+def output_of(
+    raw: Path, folder: Path, expected: Artifact, tool: TraceTool | FolderTool, device: str = "cpu"
+) -> Output:
     """Move what an engine wrote into the step folder and return its artifact.
 
     Args:
@@ -55,6 +57,7 @@ def output_of(raw: Path, folder: Path, expected: Artifact, tool: TraceTool | Fol
         folder: The step folder.
         expected: The artifact as expected.
         tool: What recorded it.
+        device: Kind of what the engine runs on.
     """
     final = folder / expected.path
     if isinstance(tool, FolderTool):
@@ -62,16 +65,19 @@ def output_of(raw: Path, folder: Path, expected: Artifact, tool: TraceTool | Fol
         recorded = final / raw.name
         move(raw, recorded)
         return output_of_recording(recorded, expected, tool.options)
+    activities = tool.options.activities
+    if device != CUDA or (activities is not None and CUDA not in activities):
+        device = ""
     if raw.suffix == ".gz":
         move(raw, final)
         pending = msgspec.structs.replace(expected, status="pending")
-        return Output(pending, lambda: _verify(final, pending))
+        return Output(pending, lambda: _verify(final, pending, device))
     part = final.with_name(f".{final.stem}.part")
     move(raw, part)
-    return output_of_raw_trace(part, final, expected, tool.options.compression_level)
+    return output_of_raw_trace(part, final, expected, tool.options.compression_level, device=device)
 
 
-def _verify(path: Path, pending: Artifact) -> Artifact:
+def _verify(path: Path, pending: Artifact, device: str) -> Artifact:
     """Read a compressed trace through, and say what it holds."""
     count = EventCount()
     whole = False
@@ -89,4 +95,4 @@ def _verify(path: Path, pending: Artifact) -> Artifact:
         return msgspec.structs.replace(artifact, status="truncated", reason=reason)
     if not count.spans:
         return msgspec.structs.replace(artifact, status="empty", reason="the trace holds no spans")
-    return msgspec.structs.replace(artifact, status="ok")
+    return without_device(msgspec.structs.replace(artifact, status="ok"), device, count)

@@ -110,7 +110,7 @@ class TraceRecording(EngineRecording):
             if raw is None:
                 outputs.append(Output(self._without_file(artifact, problem)))
             else:
-                outputs.append(output_of(raw, folder, artifact, self._recorder))
+                outputs.append(output_of(raw, folder, artifact, self._recorder, self._engine.device))
         if self._request.keep:
             self.notes.extend(self._spool.keep_extras(folder, self._name))
         self._spool.clear()

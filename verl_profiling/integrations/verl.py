@@ -110,6 +110,11 @@ HOOKS = (
         records="verl's metrics in manifests, and the reports' numbers in verl's trackers",
     ),
     Hook(
+        module="verl.trainer.constants_ppo",
+        put_in="verl_nvtx:hook_runtime_env",
+        records="kernels of GPUs, on images that have NVTX load CUPTI",
+    ),
+    Hook(
         module="verl.single_controller.ray.base",
         put_in="verl_nsys:hook_worker_groups",
         records="training workers with tool nsys",

@@ -23,6 +23,7 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hin
 from verl_profiling.integrations.hooks import Hook, misfits, usable
 from verl_profiling.integrations.verl_config import settings_of
 from verl_profiling.integrations.verl_nsys import expected_ranges
+from verl_profiling.integrations.verl_nvtx import injection_notice
 from verl_profiling.integrations.verl_rollout import check_installed_engine
 
 _MAIN = "verl.trainer.main_ppo"
@@ -95,6 +96,8 @@ def check(module: str, config: Any) -> None:
     }
     roles = [role for role, exists in there.items() if exists and settings.for_role(role).enable]
     print(f"config ok; {settings.mode} profile of {', '.join(roles)} in {settings.save_path}")
+    if notice := injection_notice(settings):
+        print(notice)
     ranges = expected_ranges(config, settings)
     if under_nsys := [f"{role} ({ranges[role]} ranges)" for role in roles if role in ranges]:
         print(f"started under Nsight Systems: {', '.join(under_nsys)}")

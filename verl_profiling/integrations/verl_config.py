@@ -20,7 +20,7 @@ from verl_profiling.integrations.verl_rollout import check_rollout, device_of
 from verl_profiling.settings.after import EVERY_RANK
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["settings_from_verl", "settings_of"]
+__all__ = ["settings_from_verl", "settings_of", "settings_without_checks"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,18 @@ def _run_id(trainer: Mapping[str, Any]) -> str | None:
     if trainer.get("resume_mode", "disable") == "disable":
         return None
     return f"{trainer['project_name']}/{trainer['experiment_name']}"
+
+
+def settings_without_checks(config: Any) -> ProfilingConfig | None:
+    """Return the settings in a verl configuration as they stand, and change and say nothing.
+
+    Raises:
+        ConfigError: They are wrong.
+    """
+    given = config.get("profiling")
+    if given is None:
+        return None
+    return ProfilingConfig.from_any(_Bridge(config).settings() if isinstance(given, str) else given)
 
 
 def settings_from_verl(config: Any) -> ProfilingConfig:

@@ -43,7 +43,8 @@ class Activity:
         device: Name of the device; ``""`` for a CPU trace.
         on_device: Whether it is that of a device (see :mod:`~verl_profiling.report.kinds`).
         is_one_of_several: Whether the lane has other devices.
-        is_cut_off: Whether the trace ends before the first event of its device: nothing is known of it.
+        is_unknown: Whether nothing is known of its device: the trace ends before its first event, or none was
+            recorded although the device was in use.
         compute: Spans of computation.
         communication: Spans of communication.
         memory: Spans in which memory was copied or set.
@@ -68,7 +69,7 @@ class Activity:
         self.device = ""
         self.on_device = False
         self.is_one_of_several = False
-        self.is_cut_off = False
+        self.is_unknown = False
         self.compute: Spans = EMPTY
         self.communication: Spans = EMPTY
         self.memory: Spans = EMPTY
@@ -101,6 +102,7 @@ def read_activities(
     limits: Limits | None = None,
     patterns: tuple[str, ...] = (),
     between: tuple[int, int] | None = None,
+    unrecorded: str = "",
 ) -> list[Activity]:
     """Read the traces of one lane; return what each of its devices did, or what its host did if it has none.
 
@@ -111,6 +113,7 @@ def read_activities(
         limits: How much of each trace is read.
         patterns: Regular expressions of kernels that communicate, besides those that are known.
         between: Begin and end (unix ns, on the controller's clock) of what is taken; ``None`` for all.
+        unrecorded: Kind of the device that the lane used, if its artifacts say that none of it was recorded.
 
     Raises:
         TraceFormatError: None of them can be read, or nothing in them is known to be work.
@@ -126,7 +129,7 @@ def read_activities(
             lane.about.problems.append(str(error))
     if failure and not lane.about.traces:
         raise failure
-    return lane.activities(windows)
+    return lane.activities(windows, unrecorded)
 
 
 class _Lane:
@@ -184,8 +187,12 @@ class _Lane:
         if trace.truncated or trace.limited:
             self._cut_off.append(path.name)
 
-    def activities(self, windows: Sequence[Window]) -> list[Activity]:
+    def activities(self, windows: Sequence[Window], unrecorded: str) -> list[Activity]:
         """Return what each device did, or what the host did if there is none.
+
+        Args:
+            windows: The stages to tell apart in ``ops``.
+            unrecorded: Kind of the device that was in use, if nothing of it was recorded.
 
         Raises:
             TraceFormatError: Nothing in the traces is known to be work.
@@ -195,7 +202,9 @@ class _Lane:
             by_name[self._names[pid]].append(pid)
         found = [self._of_device(name, pids, windows) for name, pids in by_name.items()]
         if not found and self._cut_off and (self._has_device or self._reduction.launches):
-            found = [self._of_lost_device()]
+            found = [self._of_lost_device("ends before the first event of its device")]
+        if not found and unrecorded:
+            found = [self._of_lost_device(f"has no event of {unrecorded}, which was in use")]
         if not found:
             found = [self._of_host(windows)]
         covers = self._reduction.host.covers
@@ -236,14 +245,12 @@ class _Lane:
         activity.on_device, activity.device = True, name
         return activity
 
-    def _of_lost_device(self) -> Activity:
-        """Return what is known of a device whose events are all behind the end of a trace: nothing."""
-        files = ", ".join(self._cut_off)
-        self.about.problems.append(
-            f"{files}: ends before the first event of its device: nothing is known of it"
-        )
+    def _of_lost_device(self, why: str) -> Activity:
+        """Return what is known of a device without an event in the traces: nothing."""
+        files = ", ".join(self._cut_off or [path.name for path in self._paths])
+        self.about.problems.append(f"{files}: {why}: nothing is known of it")
         activity = Activity()
-        activity.on_device = activity.is_cut_off = True
+        activity.on_device = activity.is_unknown = True
         return activity
 
     def _of_host(self, windows: Sequence[Window]) -> Activity:

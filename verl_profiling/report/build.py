@@ -61,6 +61,7 @@ class StepRead(msgspec.Struct, frozen=True, kw_only=True):
         events: Number of events in them.
         missing: What is not there or not whole, as sentences.
         incomplete: The lanes of which something is not there or not whole.
+        unrecorded: The lanes whose device was in use while no event of it was recorded.
         notes: What to know of the figures, as sentences.
     """
 
@@ -70,6 +71,7 @@ class StepRead(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     missing: list[str]
     incomplete: list[str]
+    unrecorded: list[str]
     notes: list[str]
 
 
@@ -88,6 +90,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
     incomplete = (
         [] if inputs.manifest is None else _without_trace(inputs.manifest, [*inputs.sources, *inputs.logs])
     )
+    lost: list[str] = []
     read: list[tuple[Source, Activity]] = []
     stages = Step(inputs.manifest, [])
     between = (
@@ -98,13 +101,16 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         try:
             traces_of_lane = ((source.path, source.offset_ns) for source in sources)
             marks, windows = _marks(inputs.manifest, sources[0]), stages.windows_of(sources[0])
+            unrecorded = _unrecorded_device(stages, sources[0])
             found = read_activities(
-                traces_of_lane, marks, windows, inputs.limits, inputs.communication, between
+                traces_of_lane, marks, windows, inputs.limits, inputs.communication, between, unrecorded
             )
         except TraceFormatError as error:
             missing.append(str(error))
             incomplete.append(sources[0].lane)
         else:
+            if unrecorded and found[0].is_unknown:
+                lost.append(sources[0].lane)
             if found[0].problems:
                 incomplete.append(sources[0].lane)
             missing += found[0].problems
@@ -122,6 +128,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         events=sum(activity.events for _, activity in read),
         missing=missing,
         incomplete=incomplete,
+        unrecorded=lost,
         notes=notes,
     )
 
@@ -194,6 +201,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
             events=found.events,
             missing=[*found.missing, *logs.problems],
             lanes=[*found.incomplete, *logs.incomplete],
+            unrecorded=found.unrecorded,
         ),
         metrics=manifest.metrics if manifest else {},
         notes=[*(_notes(manifest, step) if manifest else []), *found.notes],
@@ -242,6 +250,18 @@ def _without_trace(manifest: Manifest, sources: Iterable[Source]) -> list[str]:
     promised = (artifact for worker in manifest.workers for artifact in worker.artifacts)
     expected = (artifact.lane for artifact in promised if artifact.status != "skipped")
     return [lane for lane in dict.fromkeys(expected) if lane not in known]
+
+
+def _unrecorded_device(step: Step, source: Source) -> str:
+    """Return the kind of a lane's device if it was in use and a trace has no event of it, else nothing.
+
+    An engine without a request had nothing to run on it.
+    """
+    worker = step.worker_of(source)
+    if worker is None or (source.replica is not None and worker.requests_logged and not worker.requests):
+        return ""
+    of_lane = (artifact for artifact in worker.artifacts if artifact.lane == source.lane)
+    return next((a.unrecorded_device for a in of_lane if a.unrecorded_device), "")
 
 
 def _marks(manifest: Manifest | None, source: Source) -> set[str]:

@@ -47,8 +47,18 @@ def find(report: Report) -> Report:
 
 
 def _coverage(report: Report) -> Iterator[Finding]:
-    missing, lanes = len(report.coverage.missing), report.coverage.lanes
-    if missing:
+    missing, lanes, lost = len(report.coverage.missing), report.coverage.lanes, report.coverage.unrecorded
+    if lost:
+        yield Finding(
+            rule="device_unrecorded",
+            text=f"No event of a device was recorded on {_listed(lost)}, although it was in use: the traces "
+            "hold the host alone, and nothing is known of what the device did.",
+            advice="another profiler or NVTX holds CUPTI: start workers with NVTX_INJECTION64_PATH set to a "
+            "file that does not exist (`verl-profiling doctor` looks for it), and without nsys beside",
+            seconds=len(lost) * report.span_us / 1e6,
+            lanes=lost,
+        )
+    if missing > len(lost):
         yield Finding(
             rule="coverage",
             text=f"The capture is not whole ({missing} missing or damaged): the numbers are partial.",
@@ -56,6 +66,10 @@ def _coverage(report: Report) -> Iterator[Finding]:
             seconds=len(lanes) * report.span_us / 1e6,
             lanes=lanes,
         )
+
+
+def _listed(lanes: list[str]) -> str:
+    return f"{lanes[0]} and {len(lanes) - 1} more lanes" if len(lanes) > 2 else " and ".join(lanes)
 
 
 def _capture(report: Report) -> Iterator[Finding]:

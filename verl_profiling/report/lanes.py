@@ -51,7 +51,7 @@ class Lane:
         if worker is None:
             busy = self.activity.busy
             return spans_of([(int(busy[0, 0]), int(busy[-1, 1]))]) if len(busy) else EMPTY
-        if self.activity.is_cut_off:
+        if self.activity.is_unknown:
             return EMPTY
         whole = spans_of([(step.begin_ns, step.end_ns)])
         return intersection(self.recorded, whole) if worker.mode == "discrete" else whole

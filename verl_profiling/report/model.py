@@ -185,6 +185,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
         missing: What is missing or damaged, as sentences.
         limited: Traces that were not read whole because of a limit; ``missing`` says which.
         lanes: Lanes of which something is missing or damaged.
+        unrecorded: Lanes whose device was in use while no event of it was recorded.
     """
 
     expected: int
@@ -193,6 +194,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     missing: list[str]
     limited: int = 0
     lanes: list[str] = []
+    unrecorded: list[str] = []
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from verl_profiling.devices import process_devices
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Footprint, Marks, Output, Recording, Tool
 from verl_profiling.tools.process_memory import Growth, give_back
-from verl_profiling.tools.trace_file import output_of_raw_trace
+from verl_profiling.tools.trace_file import CUDA, output_of_raw_trace
 
 __all__ = ["MiniBatchWindow", "TorchOptions", "TorchTool"]
 
@@ -209,6 +210,10 @@ def _experimental_options() -> frozenset[str]:
     return frozenset(name for name in ("profile_all_threads", "trace_only") if name in signature)
 
 
+def _uses_cuda() -> bool:
+    return any(device.kind == CUDA for device in process_devices())
+
+
 class _ShownNames(dict[str, str]):
     """Stage names that Kineto can write: it loses other characters, and a quote breaks its JSON."""
 
@@ -298,7 +303,12 @@ class _TorchRecording(Recording):
         begin = time.perf_counter()
         self._profiler.export_chrome_trace(str(part))
         output = output_of_raw_trace(
-            part, final, expected, self._options.compression_level, self._shown.values()
+            part,
+            final,
+            expected,
+            self._options.compression_level,
+            self._shown.values(),
+            CUDA if self._on_accelerator and _uses_cuda() else "",
         )
         return [replace(output, finish=self._releasing(output.finish), export_s=time.perf_counter() - begin)]
 

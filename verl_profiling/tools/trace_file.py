@@ -14,12 +14,17 @@ from isal import igzip
 
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Output
+from verl_profiling.tools.nvtx_injection import lost_kernels
 
-__all__ = ["EventCount", "output_of_raw_trace"]
+__all__ = ["CUDA", "EventCount", "output_of_raw_trace", "without_device"]
+
+CUDA = "cuda"
+"""Kind of the devices that torch records by CUPTI or, for ROCm, by what stands in its place."""
 
 _CHUNK_BYTES = 4 << 20
 _PHASE = b'"ph"'
 _SPAN = b'"ph": "X"'
+_OF_A_DEVICE = (b'"cat": "kernel"', b'"cat": "gpu_')
 _TAIL_BYTES = 8192  # more than a path can be long
 # Kineto writes the trace's name behind the events, and then, by version, other plain values
 # ("finalizeTrace" in its output_json.cpp). Other writers close the list of events last.
@@ -34,12 +39,14 @@ class EventCount:
     Attributes:
         events: Events so far.
         spans: Those of them that have a duration.
+        on_device: Whether one of them is an event of a device.
         tail: The last bytes so far.
     """
 
     def __init__(self) -> None:
         self.events = 0
         self.spans = 0
+        self.on_device = False
         self.tail = b""
 
     def read(self, source: BinaryIO) -> Iterator[bytes]:
@@ -61,6 +68,7 @@ class EventCount:
     def _counted(self, piece: bytes) -> bytes:
         self.events += piece.count(_PHASE)
         self.spans += piece.count(_SPAN)
+        self.on_device = self.on_device or any(mark in piece for mark in _OF_A_DEVICE)
         self.tail = piece[-_TAIL_BYTES:]
         return piece
 
@@ -88,8 +96,30 @@ def _ends(tail: bytes) -> bool:
     return _END.search(tail) is not None
 
 
+def without_device(artifact: Artifact, device: str, count: EventCount) -> Artifact:
+    """Return the artifact of a whole trace, which says so if events of a device should be in it and none is.
+
+    CUPTI, by which torch records kernels, serves one subscriber in a process. Where another one was first,
+    torch says nothing, and records the host alone.
+
+    Args:
+        artifact: The artifact.
+        device: Kind of the device that was in use and to be recorded; empty for none.
+        count: What the trace holds.
+    """
+    if not device or count.on_device or artifact.status != "ok":
+        return artifact
+    reason = f"{device} was in use, and no event of it was recorded: {lost_kernels()}"
+    return msgspec.structs.replace(artifact, unrecorded_device=device, reason=reason)
+
+
 def output_of_raw_trace(
-    part: Path, final: Path, expected: Artifact, level: int, ranges: Iterable[str] = ()
+    part: Path,
+    final: Path,
+    expected: Artifact,
+    level: int,
+    ranges: Iterable[str] = (),
+    device: str = "",
 ) -> Output:
     """Verify a raw trace that a profiler has just written, and name it.
 
@@ -102,6 +132,7 @@ def output_of_raw_trace(
         expected: The artifact as expected.
         level: isal compression level, 0 (fastest) to 3.
         ranges: Names of user annotations that the profiler recorded as operators.
+        device: Kind of the device that was in use and to be recorded; empty for none.
 
     Returns:
         A ``pending`` output whose ``finish`` compresses and verifies, or a final one that is
@@ -126,7 +157,7 @@ def output_of_raw_trace(
         )
     pending = msgspec.structs.replace(expected, status="pending")
     names = sorted(set(ranges))
-    return Output(pending, lambda: _compress(kept, final, pending, level, _annotations(names)))
+    return Output(pending, lambda: _compress(kept, final, pending, level, _annotations(names), device))
 
 
 def _why_not_writable(folder: Path) -> str:
@@ -148,7 +179,12 @@ def _annotations(names: list[str]) -> re.Pattern[bytes] | None:
 
 
 def _compress(
-    raw: Path, final: Path, pending: Artifact, level: int, annotations: re.Pattern[bytes] | None
+    raw: Path,
+    final: Path,
+    pending: Artifact,
+    level: int,
+    annotations: re.Pattern[bytes] | None,
+    device: str,
 ) -> Artifact:
     """Compress ``raw`` to ``final``, read it back, and only then remove ``raw``.
 
@@ -172,9 +208,10 @@ def _compress(
             reason=f"left uncompressed: {error}",
         )
     status, reason = ("ok", "") if count.spans else ("empty", "the trace holds no spans")
-    return msgspec.structs.replace(
+    artifact = msgspec.structs.replace(
         pending, status=status, reason=reason, bytes=final.stat().st_size, events=count.events
     )
+    return without_device(artifact, device, count)
 
 
 def _copy_counting(

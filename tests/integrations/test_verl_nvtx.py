@@ -1,0 +1,94 @@
+"""The environment that verl gives to all workers of a run: NVTX is kept out of CUPTI where torch records."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_profiling.integrations.verl_config import settings_without_checks
+from verl_profiling.integrations.verl_nvtx import hook_runtime_env, injection_notice
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.tools.nvtx_injection import NO_INJECTION, VARIABLE
+
+
+def config_of(profiling: Any) -> Any:
+    """Return the parts of a verl configuration that matter here."""
+    config = {
+        "trainer": {"device": "cuda"},
+        "global_profiler": {"tool": None, "steps": None, "profile_continuous_steps": False, "save_path": "o"},
+        "actor_rollout_ref": {"rollout": {"name": "vllm"}},
+    }
+    return OmegaConf.create({**config, **({} if profiling is None else {"profiling": profiling})})
+
+
+def environment(profiling: Any, given: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of a run's workers."""
+
+    def get_ppo_ray_runtime_env(config: Any = None) -> Any:
+        return {"env_vars": dict(given or {"NCCL_DEBUG": "WARN"})}
+
+    module = SimpleNamespace(get_ppo_ray_runtime_env=get_ppo_ray_runtime_env)
+    hook_runtime_env(module)
+    variables: dict[str, str] = module.get_ppo_ray_runtime_env(config_of(profiling))["env_vars"]
+    return variables
+
+
+@pytest.mark.parametrize(
+    ("profiling", "expected"),
+    [
+        ({"enable": True}, True),
+        ({"enable": True, "tool": "spans", "roles": {"rollout": {"tool": "torch"}}}, True),
+        ({"enable": True, "tool": "spans"}, False),
+        ({"enable": True, "tool": "nsys"}, False),
+        ({"enable": True, "roles": {"rollout": {"tool": "nsys"}}}, False),
+        ({"enable": False}, False),
+        ({"enable": True, "tool": "no such tool"}, False),
+        (None, False),
+    ],
+)
+def test_the_variable_is_set_where_torch_records(profiling: Any, expected: bool) -> None:
+    """Not without profiling, nor beside Nsight Systems; wrong settings are refused later, by the run."""
+    assert (environment(profiling).get(VARIABLE) == NO_INJECTION) == expected
+    assert environment(profiling)["NCCL_DEBUG"] == "WARN"
+
+
+def test_what_verl_sets_itself_stays() -> None:
+    """With ``global_profiler.tool=torch`` verl has set it already."""
+    assert environment({"enable": True}, {VARIABLE: "verl's own"})[VARIABLE] == "verl's own"
+
+
+def test_verls_way_to_keep_the_inherited_value_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notice then says what is wrong with that value, if it is CUPTI."""
+    settings = ProfilingConfig.from_any({"enable": True})
+    assert injection_notice(settings).startswith("workers are started with")
+    monkeypatch.setenv("VERL_KEEP_NVTX_INJECTION", "1")
+    assert VARIABLE not in environment({"enable": True})
+    assert injection_notice(settings) == ""
+    monkeypatch.setenv(VARIABLE, "/usr/lib/libcupti.so")
+    assert injection_notice(settings).startswith("warning: VERL_KEEP_NVTX_INJECTION=1")
+
+
+def test_reading_the_settings_early_changes_nothing() -> None:
+    """``profiling=verl`` switches verl's own profiler off when the run begins, and not before."""
+    config = config_of("verl")
+    config.global_profiler.update(tool="torch", steps=[2])
+    config.actor_rollout_ref.actor = {"profiler": {"enable": True, "tool": "torch", "all_ranks": True}}
+    before = OmegaConf.to_container(config)
+    settings = settings_without_checks(config)
+    assert settings is not None
+    assert settings.enable
+    assert OmegaConf.to_container(config) == before
+
+
+@pytest.mark.verl
+def test_verls_own_environment_has_it() -> None:
+    """The real function, in a process in which verl loaded the plugin."""
+    import verl_profiling.integrations.verl  # noqa: F401
+
+    constants = pytest.importorskip("verl.trainer.constants_ppo")
+    variables = constants.get_ppo_ray_runtime_env(config_of({"enable": True}))["env_vars"]
+    assert variables[VARIABLE] == NO_INJECTION
+    assert VARIABLE not in constants.get_ppo_ray_runtime_env(config_of(None))["env_vars"]

@@ -1,0 +1,148 @@
+"""A capture of a CUDA job without an event of its devices: said, and not taken for one of CPUs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from step_folders import build_step
+
+from verl_profiling.engines.artifacts import output_of
+from verl_profiling.engines.base import TraceTool
+from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult
+from verl_profiling.report.build import build_report
+from verl_profiling.report.check import check
+from verl_profiling.report.model import Report
+from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.tools.nvtx_injection import VARIABLE
+from verl_profiling.tools.torch_profiler import TorchOptions
+from verl_profiling.tools.trace_file import output_of_raw_trace
+
+OF_A_GPU = Path(__file__).parents[1] / "data" / "nccl_data.json.gz"
+LANES = ["actor_rank0", "actor_rank1", "rollout0_rank0"]
+
+
+def trace_of_a_gpu(with_device: bool) -> bytes:
+    """Return a real trace; without its device it is what torch writes where it does not get CUPTI."""
+    trace = json.loads(gzip.decompress(OF_A_GPU.read_bytes()))
+    if not with_device:
+        lost = ("kernel", "gpu_", "cuda_runtime", "cuda_driver")
+        trace["traceEvents"] = [e for e in trace["traceEvents"] if not e.get("cat", "").startswith(lost)]
+    return json.dumps(trace).encode()
+
+
+def finished(folder: Path, content: bytes, device: str) -> Artifact:
+    """Return what becomes of a training worker's raw trace."""
+    expected = Artifact(path="actor_rank0.torch.json.gz", lane="actor_rank0", tool="torch", status="missing")
+    part = folder / ".part"
+    part.write_bytes(content)
+    output = output_of_raw_trace(part, folder / expected.path, expected, 1, device=device)
+    assert output.finish is not None
+    return output.finish()
+
+
+@pytest.mark.parametrize(
+    ("with_device", "device", "said"), [(False, "cuda", True), (True, "cuda", False), (False, "", False)]
+)
+def test_a_trace_without_its_device_says_so(
+    tmp_path: Path, with_device: bool, device: str, said: bool
+) -> None:
+    """It stays readable; the manifest says what is not in it. A trace of a CPU job has nothing to say."""
+    artifact = finished(tmp_path, trace_of_a_gpu(with_device), device)
+    assert artifact.status == "ok"
+    assert artifact.unrecorded_device == ("cuda" if said else "")
+    assert ("cuda was in use, and no event of it was recorded" in artifact.reason) == said
+
+
+def test_the_cause_is_named_where_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVTX that loads CUPTI is the known cause, with its remedy; else others are possible."""
+    content = trace_of_a_gpu(with_device=False)
+    assert "another profiler may hold CUPTI" in finished(tmp_path, content, "cuda").reason
+    monkeypatch.setenv(VARIABLE, "/usr/local/cuda/lib64/libcupti.so.12")
+    reason = finished(tmp_path, content, "cuda").reason
+    assert f"{VARIABLE}=/usr/local/cuda/lib64/libcupti.so.12 has NVTX take CUPTI" in reason
+    assert f"set {VARIABLE}=/nonexistent/" in reason
+
+
+@pytest.mark.parametrize("suffix", [".pt.trace.json", ".trace.json.gz"])
+@pytest.mark.parametrize(
+    ("device", "activities", "said"),
+    [("cuda", None, True), ("cuda", ("cpu",), False), ("cpu", None, False)],
+)
+def test_an_engines_trace_says_so_too(
+    tmp_path: Path, suffix: str, device: str, activities: Any, said: bool
+) -> None:
+    """Plain or compressed; not where the settings ask for the host alone, or the engine runs on a CPU."""
+    content = trace_of_a_gpu(with_device=False)
+    raw = tmp_path / f"raw{suffix}"
+    raw.write_bytes(gzip.compress(content, 1) if suffix.endswith("gz") else content)
+    expected = Artifact(
+        path="rollout0_rank0.torch.json.gz", lane="rollout0_rank0", tool="torch", status="missing"
+    )
+    output = output_of(raw, tmp_path, expected, TraceTool(TorchOptions(activities=activities)), device)
+    assert output.finish is not None
+    artifact = output.finish()
+    assert (artifact.status, artifact.unrecorded_device) == ("ok", "cuda" if said else "")
+
+
+def report_of(tmp_path: Path, change: Callable[[CaptureResult], CaptureResult]) -> Report:
+    """Return the report of a step whose workers are changed."""
+    folder = build_step(tmp_path)
+    manifest = read_manifest(folder)
+    workers = [change(worker) for worker in manifest.workers]
+    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    [step] = find_steps(folder)
+    return build_report(step)
+
+
+def lost(worker: CaptureResult, **fields: Any) -> CaptureResult:
+    """Return a worker that used CUDA and recorded nothing of it."""
+    artifacts = [
+        msgspec.structs.replace(artifact, unrecorded_device="cuda") if artifact.tool == "torch" else artifact
+        for artifact in worker.artifacts
+    ]
+    return msgspec.structs.replace(worker, artifacts=artifacts, **fields)
+
+
+def test_the_report_does_not_take_it_for_a_capture_of_cpus(tmp_path: Path) -> None:
+    """The first finding says what is lost and what to set; no figure of the host stands for the device."""
+    report = report_of(tmp_path, lost)
+    finding, *others = report.findings
+    assert finding.rule == "device_unrecorded"
+    assert "actor_rank0 and 2 more lanes" in finding.text
+    assert VARIABLE in finding.advice
+    assert finding.lanes == report.coverage.unrecorded == LANES
+    assert all("no event of cuda" in sentence for sentence in report.coverage.missing)
+    assert all(row.device and not row.busy_us and not row.span_us for row in report.workers)
+    assert not {other.rule for other in others} & {"coverage", "host_bound", "unexplained"}
+
+
+def test_lanes_with_a_device_stay(tmp_path: Path) -> None:
+    """Only the lanes that lost theirs are unknown."""
+    report = report_of(tmp_path, lambda worker: lost(worker) if worker.name == "actor_rank1" else worker)
+    assert report.findings[0].lanes == ["actor_rank1"]
+    assert [row.name for row in report.workers if row.busy_us] == ["actor_rank0", "rollout0_rank0"]
+
+
+def test_an_engine_without_a_request_has_lost_nothing(tmp_path: Path) -> None:
+    """Nothing ran on its device."""
+    report = report_of(
+        tmp_path,
+        lambda worker: (
+            lost(worker, requests=[], requests_logged=True) if worker.identity.is_engine else worker
+        ),
+    )
+    assert report.coverage.unrecorded == []
+
+
+def test_check_finds_such_a_step_whole(tmp_path: Path) -> None:
+    """What was written is there and can be read; the report says what it does not hold."""
+    report_of(tmp_path, lost)
+    [folder] = tmp_path.glob("step_*")
+    assert check(folder).ok
