@@ -12,7 +12,14 @@ from pathlib import Path
 
 from verl_profiling.errors import ToolUnavailableError
 
-__all__ = ["RECORDED_OPTIONS", "check_vllm_ascend", "is_recording", "rank_of_recording", "why_not_counted"]
+__all__ = [
+    "RECORDED_OPTIONS",
+    "check_vllm_ascend",
+    "has_vllm_ascend",
+    "is_recording",
+    "rank_of_recording",
+    "why_not_counted",
+]
 
 RECORDED_OPTIONS: dict[str, dict[str, tuple[object, ...]]] = {
     "vLLM": {
@@ -68,6 +75,11 @@ def check_vllm_ascend() -> None:
         raise ToolUnavailableError(
             f"engine_args: MSMONITOR_USE_DAEMON is set, with which {_PACKAGE} refuses to profile; unset it"
         )
+
+
+def has_vllm_ascend() -> bool:
+    """Return whether a vllm-ascend is installed."""
+    return _installed() is not None
 
 
 def why_not_counted() -> tuple[str, str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from verl_profiling.engines.ascend import has_vllm_ascend
 from verl_profiling.engines.base import FolderTool, TraceTool, engine_tool
 from verl_profiling.engines.sglang import SGLangAdapter, check_sglang
 from verl_profiling.engines.vllm import VLLMAdapter
@@ -59,11 +60,18 @@ def check_installed_engine(config: Any, settings: ProfilingConfig) -> str:
         ConfigError: The installed vLLM cannot record what the settings say.
         ToolUnavailableError: A package that it needs for that is not installed.
     """
-    engine = config.actor_rollout_ref.rollout.name
-    if not settings.for_role(ROLLOUT_ROLE).enable:
+    engine, chosen = config.actor_rollout_ref.rollout.name, settings.for_role(ROLLOUT_ROLE)
+    if not chosen.enable:
         return ""
-    if find_spec(engine) is None:
-        return f"{engine} is not installed here, and was not asked what its version records"
+    absent = engine if find_spec(engine) is None else ""
+    if (
+        engine == "vllm"
+        and isinstance(engine_tool(chosen, _ENGINES[engine], RANGE_APIS), FolderTool)
+        and not has_vllm_ascend()
+    ):
+        absent = "vllm-ascend"
+    if absent:
+        return f"{absent} is not installed here, and was not asked what its version records"
     if engine == "vllm":
         vllm_engine_args(settings, ROLLOUT_ROLE)
     return ""
