@@ -22,6 +22,7 @@ from verl_profiling.capture.session import process_session
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.run_files import read_manifest
 from verl_profiling.tools.npu import Metrics, NpuOptions, NpuTool
+from verl_profiling.tools.torch_memory import _observer
 from verl_profiling.workers import CaptureMixin
 
 OUTCOMES = "outcomes.json"
@@ -46,7 +47,9 @@ def main(root: Path) -> None:
         analysis_too_slow,
         memory,
         memory_by_stage,
+        memory_over_steps,
         levels_and_metrics,
+        memory_in_every_step,  # last: its history does not end
     ]
     results = {scenario.__name__: scenario(root / scenario.__name__) for scenario in scenarios}
     (root / OUTCOMES).write_bytes(msgspec.json.encode(results))
@@ -283,6 +286,33 @@ def memory_by_stage(root: Path) -> Any:
         with stage(name):
             work()
     return stop(mixin)
+
+
+def memory_over_steps(root: Path) -> Any:
+    """One history for two captured steps."""
+    mixin = CaptureMixin()
+    options = {"steps": 2}
+    settings = {"enable": True, "tool": "torch_memory", "tools": {"torch_memory": options}}
+    mixin.init_capture(settings, role="actor")
+    recording, results = [], []
+    for step in (1, 2):
+        mixin.start_capture(request(root / str(step), capture_id=f"c{step}", step=step))
+        work()
+        results.append(stop(mixin))
+        recording.append(torch_npu._C._npu_isHistoryEnabled())
+    return {"recording_after": recording, "results": results}
+
+
+def memory_in_every_step(root: Path) -> Any:
+    """A history from the set-up on, and an allocation that fails before anything is captured."""
+    mixin = CaptureMixin()
+    options = {"oom_folder": str(root)}
+    settings = {"enable": True, "tool": "torch_memory", "tools": {"torch_memory": options}}
+    mixin.init_capture(settings, role="actor")
+    recording = torch_npu._C._npu_isHistoryEnabled()
+    _observer._notice(0, 100, 80, 10)
+    (snapshot,) = root.iterdir()
+    return {"recording": recording, "keys": sorted(pickle.loads(snapshot.read_bytes()))}
 
 
 def levels_and_metrics(root: Path) -> Any:

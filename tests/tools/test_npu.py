@@ -237,6 +237,19 @@ class TestRealTorchNpu:
             ("actor_rank0.update_actor.memory.pickle", "ok"),
         ]
 
+    def test_one_history_of_two_steps(self, outcomes: Outcome) -> None:
+        """It goes on after the first, whose snapshot has what there is so far, and ends with the second."""
+        outcome = outcomes["memory_over_steps"]
+        assert outcome["recording_after"] == [True, False]
+        for result in outcome["results"]:
+            assert artifacts(result) == [("actor_rank0.memory.pickle", "ok")]
+
+    def test_a_history_of_every_step(self, outcomes: Outcome) -> None:
+        """torch_npu records from the set-up on, and its snapshot is written where nothing is captured."""
+        outcome = outcomes["memory_in_every_step"]
+        assert outcome["recording"]
+        assert outcome["keys"] == ["device_traces", "segments"]
+
     def test_every_level_and_metric_is_taken(self, outcomes: Outcome) -> None:
         """torch_npu keeps all values that the options allow; others it would reset with a printed warning."""
         assert outcomes["levels_and_metrics"] == {"taken": 20, "changed": []}
