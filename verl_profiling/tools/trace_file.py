@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,8 @@ from verl_profiling.tools.base import Output
 from verl_profiling.tools.nvtx_injection import lost_kernels
 
 __all__ = ["CUDA", "EventCount", "output_of_raw_trace", "without_device"]
+
+logger = logging.getLogger(__name__)
 
 CUDA = "cuda"
 """Kind of the devices that torch records by CUPTI or, for ROCm, by what stands in its place."""
@@ -110,6 +113,7 @@ def without_device(artifact: Artifact, device: str, count: EventCount) -> Artifa
     if not device or count.on_device or artifact.status != "ok":
         return artifact
     reason = f"{device} was in use, and no event of it was recorded: {lost_kernels()}"
+    logger.warning("%s: %s", artifact.path, reason)
     return msgspec.structs.replace(artifact, unrecorded_device=device, reason=reason)
 
 
