@@ -12,7 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,6 +241,34 @@ def test_the_daemon_of_msmonitor_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MSMONITOR_USE_DAEMON", "1")
     with pytest.raises(ToolUnavailableError, match="MSMONITOR_USE_DAEMON is set"):
         ascend.check_vllm_ascend()
+
+
+@pytest.mark.parametrize(
+    ("names", "version", "refused"),
+    [
+        ({}, "0.5.12", True),
+        ({}, "0.5.23", True),
+        ({}, "0.5.24", False),
+        ({}, None, False),
+        ({"_apply_patches": print}, "0.5.12", False),
+    ],
+)
+def test_an_sglang_that_does_not_reach_torch_npu_is_refused(
+    names: Outcome, version: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next start of the profiler would end all its processes; a newer one is trusted."""
+    from verl_profiling.engines import ascend
+
+    monkeypatch.setattr(ascend.metadata, "version", installed(version))
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(__version__="2.13.0", **names))
+    set_up = partial(
+        SGLangCaptureMixin().init_capture, settings(), engine=Manager("npu"), requests=RequestLog()
+    )
+    if refused:
+        with pytest.raises(ToolUnavailableError, match="which torch_npu"):
+            set_up()
+    else:
+        set_up()
 
 
 def installed(version: str | None) -> Any:

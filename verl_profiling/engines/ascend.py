@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from verl_profiling.errors import ToolUnavailableError
 
 __all__ = [
     "RECORDED_OPTIONS",
+    "check_sglang_reaches_torch_npu",
     "check_vllm_ascend",
     "has_vllm_ascend",
     "is_recording",
@@ -41,6 +43,8 @@ RECORDED_OPTIONS: dict[str, dict[str, tuple[object, ...]]] = {
 _PACKAGE = "vllm-ascend"
 _OLDEST = (0, 16)  # names the rank in the folder
 _COUNTING = (0, 20)  # counts iterations as vLLM does
+_PATCHES = "_apply_patches"
+_PATCHING = (0, 5, 23)  # the last SGLang that was read
 _INFO = re.compile(r"profiler_info_(\d+)\.json")
 
 
@@ -60,7 +64,7 @@ def check_vllm_ascend() -> None:
     Raises:
         ToolUnavailableError: There is none, it is too old, or another profiler was chosen for it.
     """
-    installed = _installed()
+    installed = _installed(_PACKAGE)
     if installed is None:
         raise ToolUnavailableError(
             f"engine_args: vLLM records on an NPU with {_PACKAGE}, which is not installed; "
@@ -79,20 +83,39 @@ def check_vllm_ascend() -> None:
 
 def has_vllm_ascend() -> bool:
     """Return whether a vllm-ascend is installed."""
-    return _installed() is not None
+    return _installed(_PACKAGE) is not None
+
+
+def check_sglang_reaches_torch_npu() -> None:
+    """Check that SGLang gets at the profiler of torch_npu.
+
+    Raises:
+        ToolUnavailableError: It uses a name that the installed torch_npu does not have. Its next start of the
+            profiler would raise, which ends all its processes.
+    """
+    torch_npu = sys.modules.get("torch_npu")
+    if torch_npu is None or hasattr(torch_npu, _PATCHES):
+        return
+    installed = _installed("sglang")
+    if installed is not None and installed <= _PATCHING:
+        raise ToolUnavailableError(
+            f"init_capture: SGLang {metadata.version('sglang')} gets at torch_npu's profiler by {_PATCHES}, "
+            f"which torch_npu {torch_npu.__version__} does not have; install the torch_npu that this SGLang "
+            "names, or set roles.rollout.tool to spans"
+        )
 
 
 def why_not_counted() -> tuple[str, str] | None:
     """Return the vllm-ascend that counts no iterations, and what to install instead; ``None`` if it does."""
-    installed = _installed()
+    installed = _installed(_PACKAGE)
     if installed is None or installed >= _COUNTING:
         return None
     return f"{_PACKAGE} {metadata.version(_PACKAGE)}", _requirement(_COUNTING)
 
 
-def _installed() -> tuple[int, ...] | None:
+def _installed(package: str) -> tuple[int, ...] | None:
     try:
-        return tuple(map(int, re.findall(r"\d+", metadata.version(_PACKAGE))[:2]))
+        return tuple(map(int, re.findall(r"\d+", metadata.version(package))[:3]))
     except metadata.PackageNotFoundError:
         return None
 

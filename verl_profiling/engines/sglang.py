@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_profiling.engines.ascend import is_recording, rank_of_recording
+from verl_profiling.engines.ascend import (
+    check_sglang_reaches_torch_npu,
+    is_recording,
+    rank_of_recording,
+)
 from verl_profiling.engines.base import (
     EngineAdapter,
     EngineTrace,
@@ -77,6 +81,8 @@ class SGLangAdapter(EngineAdapter):
         if manager is not None:  # behind a URL, devices are those of another process's environment
             self.device_numbers = _device_numbers(server, self.ranks)
         self._on_npu = isinstance(tool, FolderTool)
+        if self._on_npu:
+            check_sglang_reaches_torch_npu()
         self._options = self._start_options(tool, identity.role)
 
     async def start(self, label: str) -> None:
