@@ -79,7 +79,7 @@ def output_of(
 
 def _verify(path: Path, pending: Artifact, device: str) -> Artifact:
     """Read a compressed trace through, and say what it holds."""
-    count = EventCount()
+    count = EventCount(device)
     whole = False
     try:
         with igzip.open(path, "rb") as file:
@@ -95,4 +95,4 @@ def _verify(path: Path, pending: Artifact, device: str) -> Artifact:
         return msgspec.structs.replace(artifact, status="truncated", reason=reason)
     if not count.spans:
         return msgspec.structs.replace(artifact, status="empty", reason="the trace holds no spans")
-    return without_device(msgspec.structs.replace(artifact, status="ok"), device, count)
+    return without_device(msgspec.structs.replace(artifact, status="ok"), count.lost_device)

@@ -39,17 +39,20 @@ _END = re.compile(rb'(?:"traceName":\s*' + _TEXT + _VALUES + rb"\s*|\])\}\s*\Z")
 class EventCount:
     """Counts what a trace in Kineto's text holds while it is read.
 
+    Args:
+        device: Kind of the device whose events are looked for; empty for none.
+
     Attributes:
         events: Events so far.
         spans: Those of them that have a duration.
-        on_device: Whether one of them is an event of a device.
+        lost_device: The device, as long as there was no event of one.
         tail: The last bytes so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "") -> None:
         self.events = 0
         self.spans = 0
-        self.on_device = False
+        self.lost_device = device
         self.tail = b""
 
     def read(self, source: BinaryIO) -> Iterator[bytes]:
@@ -71,7 +74,8 @@ class EventCount:
     def _counted(self, piece: bytes) -> bytes:
         self.events += piece.count(_PHASE)
         self.spans += piece.count(_SPAN)
-        self.on_device = self.on_device or any(mark in piece for mark in _OF_A_DEVICE)
+        if self.lost_device and any(mark in piece for mark in _OF_A_DEVICE):
+            self.lost_device = ""
         self.tail = piece[-_TAIL_BYTES:]
         return piece
 
@@ -99,7 +103,7 @@ def _ends(tail: bytes) -> bool:
     return _END.search(tail) is not None
 
 
-def without_device(artifact: Artifact, device: str, count: EventCount) -> Artifact:
+def without_device(artifact: Artifact, device: str) -> Artifact:
     """Return the artifact of a whole trace, which says so if events of a device should be in it and none is.
 
     CUPTI, by which torch records kernels, serves one subscriber in a process. Where another one was first,
@@ -107,10 +111,9 @@ def without_device(artifact: Artifact, device: str, count: EventCount) -> Artifa
 
     Args:
         artifact: The artifact.
-        device: Kind of the device that was in use and to be recorded; empty for none.
-        count: What the trace holds.
+        device: Kind of the device that was in use, and of which the trace has no event; empty for none.
     """
-    if not device or count.on_device or artifact.status != "ok":
+    if not device or artifact.status != "ok":
         return artifact
     reason = f"{device} was in use, and no event of it was recorded: {lost_kernels()}"
     logger.warning("%s: %s", artifact.path, reason)
@@ -196,7 +199,7 @@ def _compress(
     """
     part = final.with_name(f".{final.name}.part")
     try:
-        size, count = _copy_counting(raw, part, level, annotations)
+        size, count = _copy_counting(raw, part, level, annotations, device)
         if _size_inside(part) != size:
             raise OSError("the compressed file does not read back whole")
         part.replace(final)
@@ -215,14 +218,14 @@ def _compress(
     artifact = msgspec.structs.replace(
         pending, status=status, reason=reason, bytes=final.stat().st_size, events=count.events
     )
-    return without_device(artifact, device, count)
+    return without_device(artifact, count.lost_device)
 
 
 def _copy_counting(
-    raw: Path, part: Path, level: int, annotations: re.Pattern[bytes] | None
+    raw: Path, part: Path, level: int, annotations: re.Pattern[bytes] | None, device: str
 ) -> tuple[int, EventCount]:
     """Compress a file; return the size of its content, and what it holds."""
-    size, count = 0, EventCount()
+    size, count = 0, EventCount(device)
     with raw.open("rb") as source, igzip.open(part, "wb", compresslevel=level) as target:
         for piece in count.read(source):
             content = (
