@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from integrations.wheels import run_python
 from verl_profiling.integrations.verl_config import settings_without_checks
 from verl_profiling.integrations.verl_nvtx import hook_runtime_env, injection_notice
 from verl_profiling.settings.config import ProfilingConfig
@@ -92,3 +94,31 @@ def test_verls_own_environment_has_it() -> None:
     variables = constants.get_ppo_ray_runtime_env(config_of({"enable": True}))["env_vars"]
     assert variables[VARIABLE] == NO_INJECTION
     assert VARIABLE not in constants.get_ppo_ray_runtime_env(config_of(None))["env_vars"]
+
+
+PROGRAM = """
+import os, subprocess, sys
+import ray
+from omegaconf import OmegaConf
+from verl.trainer.main_ppo import get_ppo_ray_runtime_env
+
+config = OmegaConf.create({"profiling": {"enable": True}, "global_profiler": {"tool": None}})
+ray.init(num_cpus=1, include_dashboard=False, runtime_env=get_ppo_ray_runtime_env(config))
+show = [sys.executable, "-c", "import os; print(os.environ['NVTX_INJECTION64_PATH'])"]
+
+@ray.remote(num_cpus=0)
+def started():
+    return subprocess.run(show, capture_output=True, text=True).stdout.strip()
+
+of_its_own = {"env_vars": {"WORLD_SIZE": "1"}}
+print(ray.get(started.options(runtime_env=of_its_own).remote()))
+"""
+
+
+@pytest.mark.verl
+def test_processes_of_workers_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an image that names CUPTI: workers with an environment of their own, and what these start."""
+    pytest.importorskip("verl")
+    monkeypatch.setenv(VARIABLE, "/usr/local/cuda/lib64/libcupti.so")
+    run = run_python("-c", PROGRAM, cwd=tmp_path)
+    assert run.stdout.splitlines()[-1:] == [NO_INJECTION], run.stderr[-3000:]
