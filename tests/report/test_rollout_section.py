@@ -22,7 +22,7 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.rollout.calls import OTHERS
 from verl_profiling.report.rollout.findings import rollout_findings
-from verl_profiling.report.rollout.rows import CallRow, Polling, Rollout
+from verl_profiling.report.rollout.rows import CallRow, CauseRow, Polling, Rollout
 from verl_profiling.report.rollout.terminal import rollout_sentences
 from verl_profiling.report.scalars import scalars
 from verl_profiling.report.terminal import print_report
@@ -563,3 +563,18 @@ def test_times_outside_of_the_step_do_no_harm(tmp_path: Path, far: int) -> None:
     log.log.blocks.append(Block(9, far, far, 99, "t", "f"))
     report = report_with(tmp_path, log)
     assert (rollout_of(report).trajectories, rollout_of(report).seconds) == (1, pytest.approx(1))
+
+
+@pytest.mark.parametrize("cause", ["to the engine", "from the engine"])
+def test_the_way_to_an_engine_is_no_tool(cause: str, busy: Report) -> None:
+    """Neither a time limit nor a cache makes requests arrive sooner."""
+    rollout = busy.rollout
+    assert rollout is not None
+    row = CauseRow(validate=False, cause=cause, seconds=9.0, share=0.9, trajectories=2)
+    only = msgspec.structs.replace(rollout, causes=[row], blocks=[], last=None)
+    [finding] = [
+        found
+        for found in rollout_findings(msgspec.structs.replace(busy, rollout=only))
+        if found.rule == "trajectory_cause"
+    ]
+    assert "the server's process" in finding.advice

@@ -28,6 +28,10 @@ _ADVICE = {
     "queued": "more replicas, fewer requests at once, or less reserved memory for each (a larger KV cache)",
     "decode": "cap the response length, balance prompts by expected length, or carry the tail over to the "
     "next step (partial rollout)",
+    "to the engine": "look at what is between the loop and the engine's scheduler: the load balancer, HTTP, "
+    "tokenizing and other work in the server's process",
+    "from the engine": "look at what is between the engine and the loop: detokenizing and other work in the "
+    "server's process, HTTP",
     LOOP_LAG: "see what blocks the event loops: await it, or run it in a thread (asyncio.to_thread)",
     OWN_CODE: "mark more of the agent loop with span(), so that this time gets a name",
 }
