@@ -174,6 +174,21 @@ def test_validation_is_a_stage_of_its_own(tmp_path: Path) -> None:
     assert names_of(manifest_of(tmp_path).stages) == [*ROUND, "validate", *ROUND]
 
 
+def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
+    """A step has the number that the trainer gives it; a checkpoint between two of one capture is a stage."""
+    config = settings(tmp_path, "profiling.tool=spans", "profiling.schedule.steps=[1,2,3]")
+    config.profiling.schedule.continuous = True
+    first = make_trainer(config)
+    first.args.save_strategy, first.args.save_steps, first.args.max_steps = "steps", 1, 2
+    train(config, first)
+    assert names_of(manifest_of(tmp_path, 1).stages) == [*ROUND, "save_checkpoint"] * 2
+    again = make_trainer(config)
+    again.add_callback(TRLProfilingCallback(again, config.profiling))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = [read_manifest(path.parent) for path in tmp_path.rglob("step_000003/manifest.json")]
+    assert [names_of(manifest.stages) for manifest in resumed] == [ROUND]
+
+
 def test_rloo_has_the_same_stages(tmp_path: Path) -> None:
     """The other trainer of TRL that generates by itself."""
     config = settings(tmp_path, "profiling.tool=spans")
