@@ -230,11 +230,13 @@ def evicting_buffer(monkeypatch: pytest.MonkeyPatch, said: list[Any]) -> Any:
     }
     tags |= {f"{name}_{session}_0": {"status": "success"} for name in groups for session in (0, 1)}
     del tags["bad_1_0"]  # its trajectory failed
+    rewards = {key: 1.0 if key[:4] == "same" else float(key[-3]) for key in tags if "_" in key}
     queue = SimpleNamespace(
         kv_list=lambda: {"train": tags},
         kv_clear=lambda keys, partition_id: [tags.pop(key) for key in keys],
         kv_batch_get=lambda keys, **_: {
-            "rm_scores": [torch.tensor(1.0 if key.startswith("same") else float(key[-3])) for key in keys]
+            "rm_scores": [torch.tensor(rewards[key]) for key in keys],
+            "extra_fields": [{"reward_extra_info": {"reward": rewards[key]}} for key in keys],  # verl 0.10
         },
     )
     monkeypatch.setattr(module, "tq", queue)
