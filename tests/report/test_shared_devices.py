@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,16 +13,21 @@ import pytest
 from drawn_steps import STAGES, Worker, report_of
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from step_folders import build_step
 
 from verl_profiling.analysis import open_step
 from verl_profiling.devices import Device
 from verl_profiling.manifest import MANIFEST_NAME
+from verl_profiling.report.csv import write_csv
 from verl_profiling.report.device_rows import lost_of_device
+from verl_profiling.report.html import render_html
 from verl_profiling.report.intervals import Spans, intersection, length, spans_of, subtract, union
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import Report
 from verl_profiling.report.page.picture import picture
+from verl_profiling.report.scalars import scalars
+from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import read_manifest, write_json_atomically
 
 GPU = Device(kind="cuda", index=0, uuid="8932f937-d72c-4106-c12f-20bd9faed9f6", place="node7/0")
@@ -82,6 +89,25 @@ def test_lanes_keep_their_own_numbers(tmp_path: Path) -> None:
         "one device with rollout0_rank0",
         "one device with actor_rank0",
     ]
+
+
+def test_every_face_says_devices(tmp_path: Path) -> None:
+    """Terminal, page, CSV and trackers count them alike."""
+    report = colocated(tmp_path, [GPU], [GPU])
+    shown = io.StringIO()
+    print_report(report, Console(file=shown, width=100))
+    page = render_html(report)
+    for text in (shown.getvalue(), page):
+        assert "per second and device" in text
+        assert "actor_rank0 + rollout0_rank0" in text
+        assert "node7/0" in text
+    assert "of 1 device (2 lanes)" in page
+    write_csv([report], tmp_path / "csv")
+    with (tmp_path / "csv" / "devices.csv").open() as file:
+        [row] = csv.DictReader(file)
+    assert (row["lanes"], row["busy_us"]) == ("actor_rank0; rollout0_rank0", "4000000.0")
+    numbers = dict(scalars(report))
+    assert (numbers["busy_share"], numbers["lost/host_bound_s"]) == (0.4, 2.0)
 
 
 def test_findings_are_of_devices(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from verl_profiling.report.page.tables import (
 )
 from verl_profiling.report.rollout.page import cause_key, rollout_sections
 from verl_profiling.report.rows import WorkerRow
-from verl_profiling.report.terminal import rollout_sentence
+from verl_profiling.report.terminal import rollout_sentence, tokens_sentence
 from verl_profiling.units import duration
 
 __all__ = ["page_title", "render_html"]
@@ -354,10 +354,7 @@ def _about(report: Report) -> str:
         for c in report.clocks
     ]
     if rate := report.throughput:
-        lines.append(
-            f"{rate.tokens:,.0f} tokens ({rate.source}): {rate.tokens_per_s:,.0f} per second, "
-            f"{rate.tokens_per_s_per_lane:,.0f} per second and lane"
-        )
+        lines.append(tokens_sentence(report, rate))
     if report.weight_sync_share:
         lines.append(f"weight sync: {report.weight_sync_share:.1%} of the step")
     lines += [f"missing: {sentence}" for sentence in report.coverage.missing]

@@ -75,7 +75,8 @@ def _figures(reports: Sequence[Report]) -> Iterator[str]:
     busy = [share for report in reports if (share := report.working_share) is not None]
     if busy:
         spread = f"from {min(busy):.0%} to {max(busy):.0%}"
-        yield figure("Lanes busy, median", f"{median(busy):.0%}", spread)
+        whose = "Devices" if any(report.shares_devices for report in reports) else "Lanes"
+        yield figure(f"{whose} busy, median", f"{median(busy):.0%}", spread)
     lost = [sum(report.lost_s.values()) for report in reports]
     if any(lost):
         causes = [report.lost_s for report in reports]

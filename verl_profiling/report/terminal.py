@@ -9,13 +9,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from verl_profiling.report.columns import Sentence, fitting_console, shortened, table_of
-from verl_profiling.report.model import Report, Tail
+from verl_profiling.report.model import Report, Tail, Throughput
 from verl_profiling.report.outside import outside_sentences
 from verl_profiling.report.rollout.terminal import rollout_sentences, rollout_tables
 from verl_profiling.report.rows import AnchorRow, MeasureRow, StageRow, WorkerRow
 from verl_profiling.units import byte_size, duration
 
-__all__ = ["print_report", "rollout_sentence"]
+__all__ = ["print_report", "rollout_sentence", "tokens_sentence"]
 
 _BAR_CELLS = 24
 _ROWS = 8
@@ -85,13 +85,7 @@ def _closing_lines(report: Report) -> Iterator[str]:
     if report.weight_sync_share:
         yield f"weight sync: {report.weight_sync_share:.1%} of the step"
     if rate := report.throughput:
-        each, whose = rate.tokens_per_s_per_lane, "lane"
-        if report.shares_devices and rate.tokens_per_s_per_device is not None:
-            each, whose = rate.tokens_per_s_per_device, "device"
-        yield (
-            f"{rate.tokens:,.0f} tokens ({rate.source}): {rate.tokens_per_s:,.0f} per second, "
-            f"{each:,.0f} per second and {whose}"
-        )
+        yield escape(tokens_sentence(report, rate))
     if report.costs:
         yield escape(_cost_sentence(report))
     for clock in report.clocks:
@@ -111,6 +105,17 @@ def _closing_lines(report: Report) -> Iterator[str]:
     yield f"{coverage.read} of {coverage.expected} traces read, {coverage.events:,} events"
     yield from (f"[red]missing:[/red] {escape(sentence)}" for sentence in coverage.missing)
     yield from (f"[yellow]note:[/yellow] {escape(note)}" for note in report.notes)
+
+
+def tokens_sentence(report: Report, rate: Throughput) -> str:
+    """Return a sentence on the step's tokens per second, and per device where lanes share any."""
+    each, whose = rate.tokens_per_s_per_lane, "lane"
+    if report.shares_devices and rate.tokens_per_s_per_device is not None:
+        each, whose = rate.tokens_per_s_per_device, "device"
+    return (
+        f"{rate.tokens:,.0f} tokens ({rate.source}): {rate.tokens_per_s:,.0f} per second, "
+        f"{each:,.0f} per second and {whose}"
+    )
 
 
 def rollout_sentence(tail: Tail) -> str:
