@@ -123,3 +123,11 @@ def test_an_engine_may_begin_behind_the_first_device(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     found = engine_devices("cuda", 4, range(2, 4), None)
     assert [device.place for device in found] == [f"{HOST}/6", f"{HOST}/7", "", ""]
+
+
+@pytest.mark.parametrize("variable", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_amd_has_variables_of_its_own(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """Else each replica would seem to compute on the first device."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(variable, "3")
+    assert engine_devices("cuda", 1, range(1), None)[0].place == f"{HOST}/3"

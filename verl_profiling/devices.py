@@ -19,8 +19,11 @@ __all__ = ["Device", "engine_devices", "process_devices"]
 
 logger = logging.getLogger(__name__)
 
-_VARIABLES = {"npu": "ASCEND_RT_VISIBLE_DEVICES"}
-_CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_VARIABLES = {
+    "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
+    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK",),
+}
 _UUID = re.compile(r"(?:gpu-)?((?:mig-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 
 
@@ -97,7 +100,7 @@ def _given() -> list[Device]:
 
 
 def _visible(kind: str) -> tuple[str, ...]:
-    value = os.environ.get(_VARIABLES.get(kind, _CUDA_VARIABLE), "")
+    value = next(filter(None, map(os.environ.get, _VARIABLES.get(kind, ()))), "")
     return tuple(id.strip() for id in value.split(",") if id.strip())
 
 
