@@ -47,8 +47,9 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
             f"{duration(last.seconds)}: {parts}"
         )
     if polling := rollout.polling:
+        times = "once" if polling.pauses == 1 else f"{polling.pauses:,} times"
         yield (
-            f"polling the replay buffer: every {duration(polling.interval_s)}, {polling.pauses:,} times; the "
+            f"polling the replay buffer: every {duration(polling.interval_s)}, {times}; the "
             f"trainer slept {duration(polling.late_s)} ({polling.late_share:.1%} of the step) after the last "
             "response was there"
         )
