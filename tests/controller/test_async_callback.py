@@ -226,8 +226,10 @@ async def test_a_rollout_beside_the_step_encloses_none_of_its_stages(tmp_path: P
     async with callback:
         await callback.on_step_begin(2)
         await callback.on_rollout_begin(beside=True)
+        callback.on_generation(True)
         with callback.stage("update_actor"):
-            await callback.on_rollout_end()
+            callback.on_generation(False)
+        await callback.on_rollout_end()
         await callback.on_step_end()
     found = manifest(configured(tmp_path)).stages
     assert [(span.name, span.depth, span.failed) for span in found] == [
@@ -241,9 +243,12 @@ async def test_a_step_may_be_over_before_its_capture_is_closed(tmp_path: Path) -
     callback = AsyncProfilingCallback(configured(tmp_path))
     async with callback:
         callback.on_step_over()  # of no step: nothing
+        callback.on_generation(True)
         await callback.on_step_begin(2)
         await callback.on_rollout_begin(beside=True)
+        callback.on_generation(True)
         callback.on_step_over()
+        callback.on_generation(True)
         with callback.stage("validate"):
             await asyncio.sleep(0.02)
         callback.on_step_over()

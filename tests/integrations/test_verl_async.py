@@ -69,7 +69,8 @@ class TestOneStepOff:
     def run(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
         """Each mode; it validates after step 2."""
         validation = ("trainer.test_freq=2", "data.val_max_samples=4")
-        return ran(request.param, "one_step_off", tmp_path_factory, *validation)
+        steps = "trainer.total_training_steps=4"  # the last one generates nothing
+        return ran(request.param, "one_step_off", tmp_path_factory, steps, *validation)
 
     def test_it_is_captured_whole(self, run: Run) -> None:
         """Every process of the run has its artifacts."""
@@ -86,7 +87,8 @@ class TestOneStepOff:
                 measured = manifest.metrics[f"timing_s/{timer}"]
                 assert seconds(of_name(manifest.stages, stage)) == pytest.approx(measured, abs=MS)
             took = (manifest.end_ns - manifest.begin_ns) / 1e9
-            assert took == pytest.approx(manifest.metrics["timing_s/step"], abs=10 * MS)
+            waited = 10 * MS + sum(rpc.end_ns - rpc.begin_ns for rpc in manifest.rpcs) / 1e9
+            assert 0 <= took - manifest.metrics["timing_s/step"] + MS <= waited
         assert not of_name(run.manifest(2).stages, "validate")
         assert of_name(run.manifest(2).outside, "validate")
 
@@ -96,8 +98,6 @@ class TestOneStepOff:
             stages = run.manifest(step).stages
             (handed_over,), (update,) = of_name(stages, "update_weights"), of_name(stages, "update_actor")
             assert handed_over.depth == 1
-            if step == 3:  # the last step generates nothing
-                continue
             rollout = of_name(stages, "rollout")[-1]
             assert handed_over.end_ns <= rollout.begin_ns <= update.begin_ns <= rollout.end_ns
 
@@ -114,15 +114,11 @@ class TestOneStepOff:
         assert len(requests) == PROMPTS * SAMPLES
 
     def test_windows_of_the_engines(self, run: Run) -> None:
-        """In discrete mode each batch that is generated is one; else the step is."""
+        """The step is one, in both modes, because generation runs beside it."""
         rollout = run.worker(2, "rollout")
-        stages = [(artifact.stage, artifact.occurrence) for artifact in rollout.artifacts]
-        if rollout.mode == "e2e":
-            assert stages == [(None, 1)]
-            assert rollout.policy_versions == [1, 2]
-        else:
-            assert stages == [("rollout", number + 1) for number in range(len(stages))]
-            assert rollout.artifacts[-1].policy_versions == [2]
+        (artifact,) = rollout.artifacts
+        assert artifact.stage == (None if rollout.mode == "e2e" else "rollout")
+        assert rollout.policy_versions == artifact.policy_versions == [1, 2]
 
 
 class TestFullyAsync:

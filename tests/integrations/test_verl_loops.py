@@ -270,7 +270,7 @@ class Server(RolloutCaptureMixin):
 
 @pytest.fixture
 def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Artifact]:
-    """What an engine records of step 2 of the same trainer in discrete mode; half a batch is done by then."""
+    """What an engine records of step 2 of the same trainer in discrete mode."""
     from verl_profiling.integrations.verl_targets import Targets
 
     roles = {"rollout": {"mode": "discrete"}}
@@ -288,16 +288,14 @@ def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Artifact]:
     return rollout.artifacts
 
 
-def test_engines_record_while_batches_are_generated(windows: list[Artifact], tmp_path: Path) -> None:
-    """The batch that is under way when the step begins is a window, and the next one is another."""
-    assert [(a.stage, a.occurrence, a.step, a.status) for a in windows] == [
-        ("rollout", 1, 2, "ok"),
-        ("rollout", 2, 2, "ok"),
-    ]
-    spans = of_name(manifest(tmp_path, 2), "rollout")
-    for window, span in zip(windows, spans, strict=True):
-        assert window.begin_ns <= span.begin_ns + 1_000_000
-        assert span.end_ns <= window.end_ns + 1_000_000
+def test_engines_record_the_whole_step(windows: list[Artifact], tmp_path: Path) -> None:
+    """The batch that is under way and the next one; no prompt waits for a recording to start."""
+    assert [(a.stage, a.occurrence, a.step, a.status) for a in windows] == [("rollout", 1, 2, "ok")]
+    found = manifest(tmp_path, 2)
+    assert windows[0].begin_ns <= found.stages[0].begin_ns + 1_000_000
+    assert found.end_ns <= windows[0].end_ns
+    (handed_over,), (update,) = of_name(found, "sync_rollout_weights"), of_name(found, "update_actor")
+    assert handed_over.end_ns <= of_name(found, "rollout")[-1].begin_ns <= update.begin_ns
 
 
 def test_nothing_is_silent_where_profiling_is_strict(tmp_path: Path) -> None:

@@ -337,7 +337,8 @@ class AsyncProfilingCallback(_Callback):
         """See :meth:`ProfilingCallback.on_rollout_begin`.
 
         Args:
-            beside: Generation runs beside what this task does, whose stages are then not inside of it.
+            beside: Generation runs beside the steps: this opens the engines' window alone, and
+                :meth:`on_generation` says when batches are generated.
         """
         if (controller := self._live(LoopOrder.rollout_begins)) is not None:
             await self._drive("on_rollout_begin", controller.rollout_begin(beside))
@@ -346,6 +347,17 @@ class AsyncProfilingCallback(_Callback):
         """See :meth:`ProfilingCallback.on_rollout_end`."""
         if (controller := self._live(LoopOrder.rollout_ends)) is not None:
             await self._drive("on_rollout_end", controller.rollout_end(metrics))
+
+    def on_generation(self, runs: bool) -> None:
+        """Begin or end the stage ``rollout`` of generation that runs beside the steps.
+
+        What else the loop does meanwhile is not inside of it. It ends with the step at the latest.
+
+        Args:
+            runs: Whether a batch is being generated from now on.
+        """
+        if self._controller is not None:
+            self._controller.generation(runs)
 
     def on_step_over(self) -> None:
         """Note that the step ends here, where the loop cannot await :meth:`on_step_end` yet.

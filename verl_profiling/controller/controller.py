@@ -158,7 +158,7 @@ class Controller:
         """Open a window on the rollout engines that are captured by stage.
 
         Args:
-            beside: The rollout runs beside what this task does.
+            beside: Generation runs beside the steps; :meth:`generation` says when.
         """
         live = self.live
         if live is None:
@@ -169,7 +169,16 @@ class Controller:
         if targets:
             live.rollout_request = msgspec.structs.replace(next(live.rollout_requests), step=live.step.step)
             yield from self._start(live, targets, live.rollout_request)
-        live.begin_rollout(beside)
+        if not beside:
+            live.begin_rollout()
+
+    def generation(self, runs: bool) -> None:
+        """Begin or end the stage of a rollout that runs beside the steps, while one is captured."""
+        live = self.live
+        if live is not None and not live.step.end_ns:
+            live.end_rollout()
+            if runs:
+                live.begin_rollout(beside=True)
 
     def rollout_end(self, metrics: Mapping[str, Any] | None) -> Iterator[Round]:
         """Close that window."""

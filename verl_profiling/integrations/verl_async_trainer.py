@@ -57,11 +57,9 @@ class AsyncTrainerProfiler(Profiler):
         self._callback = AsyncProfilingCallback(settings)
         super().__init__(trainer, settings, self._callback)
         self._by_version = hasattr(trainer, "current_param_version")
-        self._hooks = asyncio.Lock()  # several tasks of the loop call them
         self._step: int | None = None
         self._is_over = False
         self._generating = self._by_version
-        self._in_rollout = False
         self._generated_by = self._batch_version = 0
 
     async def __aenter__(self) -> None:
@@ -72,8 +70,7 @@ class AsyncTrainerProfiler(Profiler):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._deactivate()
-        async with self._hooks:
-            await self._callback.__aexit__(kind, error, trace)
+        await self._callback.__aexit__(kind, error, trace)
         if error is None:
             await asyncio.to_thread(self._log_reports)
 
@@ -100,10 +97,9 @@ class AsyncTrainerProfiler(Profiler):
             return
         self._step, self._is_over = step, False
         self._policy_version, self._batch_version = step - 1, self._generated_by
-        async with self._hooks:
-            await self._callback.on_step_begin(step, step - 1)
-            if self._generating:
-                await self._begin_rollout()
+        await self._callback.on_step_begin(step, step - 1)
+        await self._callback.on_rollout_begin(beside=True)
+        self._callback.on_generation(self._generating)
 
     async def step_ends(self) -> None:
         """Close the capture of a step that is over."""
@@ -113,32 +109,16 @@ class AsyncTrainerProfiler(Profiler):
         metrics = {"policy_version/end": self._step if self._by_version else self._policy_version}
         if not self._by_version:
             metrics["policy_version/batch"] = self._batch_version
-        async with self._hooks:
-            await self._end_rollout()
-            await self._callback.on_step_end(metrics)
+        await self._callback.on_rollout_end()
+        await self._callback.on_step_end(metrics)
         self._note_folder(self._step)
 
-    async def generation_begins(self) -> None:
-        """Begin the generation of the next batch, which runs beside the step."""
-        self._generating, self._generated_by = True, self._policy_version
-        async with self._hooks:
-            await self._begin_rollout()
-
-    async def generation_ends(self) -> None:
-        """End it."""
-        self._generating = False
-        async with self._hooks:
-            await self._end_rollout()
-
-    async def _begin_rollout(self) -> None:
-        if not self._in_rollout:
-            self._in_rollout = True
-            await self._callback.on_rollout_begin(beside=True)
-
-    async def _end_rollout(self) -> None:
-        if self._in_rollout:
-            self._in_rollout = False
-            await self._callback.on_rollout_end()
+    def generation(self, runs: bool) -> None:
+        """Begin or end the generation of the next batch; nothing is awaited, so that it is not held up."""
+        self._generating = runs
+        if runs:
+            self._generated_by = self._policy_version
+        self._callback.on_generation(runs)
 
     def _version(self) -> int:
         version: int = self.trainer.current_param_version
@@ -191,11 +171,11 @@ def _around_generation(generate: Callable[..., Any]) -> Callable[..., Any]:
         profiler = async_profiler(self)
         if profiler is None:
             return await generate(self, *args, **kwargs)
-        await profiler.generation_begins()
+        profiler.generation(True)
         try:
             return await generate(self, *args, **kwargs)
         finally:
-            await profiler.generation_ends()
+            profiler.generation(False)
 
     return recorded_generation
 
