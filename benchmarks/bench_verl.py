@@ -36,6 +36,7 @@ CODE = (
     "verl_profiling/integrations/verl_servers.py",
 )
 UNPROFILED, PROFILED = 24, 5
+MODES = ("e2e", "discrete")
 CONTENTS = "[cpu]"
 ROLES = {  # by what names of files and folders begin with, verl's and this package's
     **{"agent_loop_rollout": "rollout", "rollout": "rollout"},
@@ -210,7 +211,7 @@ def steps(pairs: int) -> None:
 
 @dataclass
 class Measured:
-    """The profiled steps of one side, and what they left: one value for each step, or run."""
+    """The steps of one side, and what their captures left: one value for each step, or run."""
 
     steps: list[Step] = field(default_factory=list)
     written: list[Written] = field(default_factory=list)
@@ -231,7 +232,7 @@ def profilers(runs: int) -> None:
     Both take turns in one run, with a step between that nobody records. The table is written after each
     run of both modes.
     """
-    found = {mode: {"verl": Measured(), "ours": Measured()} for mode in ("e2e", "discrete")}
+    found = {mode: {whose: Measured() for whose in ("verl", "ours", "nobody")} for mode in MODES}
     for number in range(runs):
         for mode, sides in found.items():
             take_turns(mode, sides)
@@ -239,7 +240,7 @@ def profilers(runs: int) -> None:
 
 
 def take_turns(mode: str, sides: dict[str, Measured]) -> None:
-    """Run verl once, and add the steps that verl's profiler recorded, and those that this package did."""
+    """Run verl once; add the steps that verl's profiler recorded, those that this package did, and others."""
     theirs = range(WARM_UP + 1, WARM_UP + 3 * PROFILED + 1, 3)
     torch = "actor_rollout_ref.actor.profiler.tool_config.torch"
     settings = [
@@ -252,9 +253,9 @@ def take_turns(mode: str, sides: dict[str, Measured]) -> None:
     ]
     with tempfile.TemporaryDirectory(prefix=f"{mode}-") as folder:
         found = run("turns", 3 * PROFILED, *settings, folder=Path(folder), verl_steps=theirs)
-        for whose, first in (("verl", 0), ("ours", 1)):
-            sides[whose].steps += found[first::3]
-            sides[whose].written.append(Written.of(Path(folder) / whose, PROFILED))
+        for first, (whose, side) in enumerate(sides.items()):
+            side.steps += found[first::3]
+            side.written.append(Written.of(Path(folder) / whose, PROFILED))
 
 
 def record_profilers(found: dict[str, dict[str, Measured]], runs: int) -> None:
@@ -266,12 +267,23 @@ def record_profilers(found: dict[str, dict[str, Measured]], runs: int) -> None:
             for whose, who in (("verl", "verl's profiler"), ("ours", "this package"))
         )
         of_verl = sides["verl"].of()
+        alone, _ = sides["nobody"].of()["step and pauses"]
+        rows.append(row(f"{mode}, a step that nobody records", alone, "s"))
+        added = {
+            whose: [step - of_nobody for step, of_nobody in zip(steps, alone, strict=True)]
+            for whose in ("verl", "ours")
+            for steps, _ in [sides[whose].of()["step and pauses"]]
+        }
         for what, (values, unit) in sides["ours"].of().items():
             known = of_verl[what][0]
             rows += [
                 row(f"{theirs}: {what}", known, unit),
                 row(f"{ours}: {what}", values, unit, against="verl's profiler", of=known),
             ]
+        rows += [
+            row(f"{theirs}: added to a step that nobody records", added["verl"], "s"),
+            row(f"{ours}: added to it", added["ours"], "s", against="verl's profiler", of=added["verl"]),
+        ]
     setup = (
         "`global_profiler.tool=torch`, the same contents: operators of the CPU; in e2e mode (`discrete` off) "
         "verl does not record the rollout, this package does"
