@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 from asyncio import AbstractEventLoop
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from itertools import count
 from operator import index
 from pathlib import Path
@@ -21,9 +21,9 @@ from verl_profiling import clock
 from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog
-from verl_profiling.controller.calls import Round, Target, Waiting
+from verl_profiling.controller.calls import Round, Waiting
 from verl_profiling.controller.ending import LoopEnding
-from verl_profiling.controller.late_answers import DYING_S, OverdueStop, OverdueStops
+from verl_profiling.controller.late_answers import DYING_S, OverdueStops
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture, OpenStep
 from verl_profiling.controller.order import LoopOrder
@@ -31,6 +31,7 @@ from verl_profiling.controller.outside import Outside
 from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.roster import Roster
+from verl_profiling.controller.rounds import Rounds
 from verl_profiling.controller.spmd import Alone, find_peers, leads
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.errors import ProfilingError
@@ -42,8 +43,6 @@ from verl_profiling.settings.schedule import Action, StepRange
 __all__ = ["Controller"]
 
 logger = logging.getLogger(__name__)
-
-HANDSHAKES = 8
 
 
 class Controller:
@@ -72,6 +71,7 @@ class Controller:
         self._peers: Alone | None = None
         self._identity = WorkerIdentity(role="controller")
         self._roster = Roster(config)
+        self._rounds = Rounds(self._roster, config.timeouts)
         self._captures = count(1)
         self._left: Outside | None = None
         self.run_notes: list[str] = []
@@ -129,7 +129,7 @@ class Controller:
                 live.notes += notes
                 live.step.end_ns = live.step.end_ns or clock.now_ns()
                 live.steps.append(OpenStep(step, version, clock.now_ns()))
-                self._say_begun(live, self._roster.driven)
+                self._say_begun(live)
                 live.step.begin_ns = clock.now_ns()
                 return
             logger.warning("step %d begins while step %d is being captured; closing it", step, live.step.step)
@@ -145,13 +145,12 @@ class Controller:
             if live is None:
                 return
             self._set_live(live)
-            driven = self._roster.driven
-            self._say_begun(live, driven)
-            yield from self._start(live, [t for t in driven if not self._roster.has_windows(t)], live.request)
+            self._say_begun(live)
+            yield from self._rounds.start(live, live.request)
             if self._peers is not None:
                 self._peers.begun(live.participants.identities())
         live.step.begin_ns = clock.now_ns()
-        self._say_begun(live, driven)
+        self._say_begun(live)
         live.step.begin_ns = clock.now_ns()  # saying so is no part of the step
 
     def rollout_begin(self, beside: bool = False) -> Iterator[Round]:
@@ -165,10 +164,9 @@ class Controller:
             return
         live.end_rollout()
         yield from self._close_rollout_window(live)
-        targets = [target for target in self._roster.driven if self._roster.has_windows(target)]
-        if targets:
+        if any(self._roster.has_windows(target) for target in self._roster.driven):
             live.rollout_request = msgspec.structs.replace(next(live.rollout_requests), step=live.step.step)
-            yield from self._start(live, targets, live.rollout_request)
+            yield from self._rounds.start(live, live.rollout_request)
         if not beside:
             live.begin_rollout()
 
@@ -265,7 +263,7 @@ class Controller:
         """Stop all workers and write what they recorded; return the manifest."""
         stages = live.spans.close()
         window, live.rollout_request = live.rollout_request, None
-        yield from self._stop(live, *([window] if window is not None else []), live.request)
+        yield from self._rounds.stop(live, *([window] if window is not None else []), live.request)
         self._set_live(None)
         participants = live.participants
         manifest = live.manifest(self._identity, end_ns, [*self.run_notes, *self._notes])
@@ -417,60 +415,17 @@ class Controller:
         self.live, self.sink = live, live.spans if live is not None else None
         self._ending.records(live is not None)
 
-    def _say_begun(self, live: OpenCapture, targets: Iterable[Target]) -> None:
+    def _say_begun(self, live: OpenCapture) -> None:
         """Write what is expected, so that the folder explains itself whatever becomes of this process."""
         if live.request.keep and self._peers is not None and self._peers.writes:
             manifest = live.manifest(self._identity, live.steps[0].begin_ns, [*self.run_notes, *self._notes])
-            workers = self._peers.expected(live.participants.expected(live.request, targets))
+            workers = self._peers.expected(live.participants.expected(live.request, self._roster.driven))
             self._folders.begin(live.folder, msgspec.structs.replace(manifest, workers=workers))
-
-    def _start(
-        self, live: OpenCapture, targets: Iterable[Target], request: CaptureRequest
-    ) -> Iterator[Round]:
-        round_ = Round(self._roster.send(targets, "start_capture", request), self.config.timeouts.start_s)
-        live.participants.take_calls(round_)
-        yield round_
-        self._roster.remember_unanswered(round_)
-        live.participants.take_starts(round_, request)
-        yield from self._shake_hands(live, "start_capture", request)
-
-    def _stop(self, live: OpenCapture, *requests: CaptureRequest) -> Iterator[Round]:
-        """Stop what was started with these requests: rollout windows, and the rest; all at the same time."""
-        participants, stop_s = live.participants, self.config.timeouts.stop_s
-        remote = participants.remote_clocks()
-        rounds = []
-        for request in requests:
-            windowed = request.stage is not None
-            targets = [
-                target for target in self._roster.targets if self._roster.has_windows(target) is windowed
-            ]
-            calls = self._roster.send(participants.called(targets), "stop_capture", request.capture_id)
-            rounds.append(Round(calls, stop_s))
-        yield Round([call for round_ in rounds for call in round_.calls], stop_s)
-        for round_, request in zip(rounds, requests, strict=True):
-            self._roster.remember_unanswered(round_)
-            overdue = participants.take_stops(round_, request)
-            live.overdue += [OverdueStop(call, request, participants) for call in overdue]
-        yield from self._shake_hands(live, "stop_capture", requests[-1].capture_id, remote)
-
-    def _shake_hands(
-        self,
-        live: OpenCapture,
-        method: str,
-        argument: CaptureRequest | str,
-        targets: Iterable[Target] | None = None,
-    ) -> Iterator[Round]:
-        """Repeat a call, which changes nothing, to measure clocks that are not the controller's."""
-        targets = live.participants.remote_clocks() if targets is None else targets
-        for _ in range(HANDSHAKES if targets else 0):
-            round_ = Round(self._roster.send(targets, method, argument), self.config.timeouts.start_s)
-            yield round_
-            live.participants.take_handshakes(round_, closing=method == "stop_capture")
 
     def _close_rollout_window(self, live: OpenCapture) -> Iterator[Round]:
         request, live.rollout_request = live.rollout_request, None
         if request is not None:
-            yield from self._stop(live, request)
+            yield from self._rounds.stop(live, request)
 
     def _take_late_answers(self) -> None:
         """Bring manifests up to date with answers that nobody waited for."""
