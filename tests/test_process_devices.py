@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl_profiling.devices import Device, engine_devices, process_devices
+from verl_profiling.devices import Device, engine_devices, given_devices, used_devices
 
 UUID = "8932f937-d72c-4106-c12f-20bd9faed9f6"
 HOST = socket.gethostname()
@@ -48,19 +48,19 @@ def test_a_process_names_the_device_that_it_uses(monkeypatch: pytest.MonkeyPatch
     """By UUID, and by its number on the host, which the visible devices resolve."""
     torch_with(monkeypatch, cuda=Cuda(used=(1,)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6, 7")
-    assert process_devices() == [Device(kind="cuda", index=1, uuid=f"1{UUID[1:]}", place=f"{HOST}/7")]
+    assert used_devices() == [Device(kind="cuda", index=1, uuid=f"1{UUID[1:]}", place=f"{HOST}/7")]
 
 
 def test_a_process_with_two_devices_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is held on a device is use of it."""
     torch_with(monkeypatch, cuda=Cuda(used=(0, 1)))
-    assert [device.place for device in process_devices()] == [f"{HOST}/0", f"{HOST}/1"]
+    assert [device.place for device in used_devices()] == [f"{HOST}/0", f"{HOST}/1"]
 
 
 def test_a_look_at_devices_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has not used its device has none, and stays that way."""
     torch_with(monkeypatch, cuda=Cuda(used=(0,), initialized=False))
-    assert process_devices() == []
+    assert used_devices() == []
 
 
 def test_a_device_that_fails_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_device_that_fails_is_not_known(monkeypatch: pytest.MonkeyPatch) -> No
     cuda = Cuda(used=(0,))
     cuda.device_count = broken  # type: ignore[method-assign]
     torch_with(monkeypatch, cuda=cuda)
-    assert process_devices() == []
+    assert used_devices() == []
 
 
 def test_on_a_cpu_it_is_what_ray_gave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_on_a_cpu_it_is_what_ray_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(get_accelerator_ids=lambda: {"TPU": [], "GPU": ["3"]})
     ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
     monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
-    assert process_devices() == [Device(kind="cpu", index=0, place=f"{HOST}/3")]
+    assert given_devices() == [Device(kind="cpu", index=0, place=f"{HOST}/3")]
 
 
 def test_an_engine_has_the_visible_devices_in_order_of_rank(monkeypatch: pytest.MonkeyPatch) -> None:

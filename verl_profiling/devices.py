@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Device", "engine_devices", "process_devices"]
+__all__ = ["Device", "engine_devices", "given_devices", "used_devices"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,24 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     place: str = ""
 
 
-def process_devices() -> list[Device]:
-    """Return the devices that this process has used, or else what Ray gave it; empty if nothing says so."""
+def used_devices() -> list[Device]:
+    """Return the accelerators that this process has used; empty if none, or if nothing says so."""
     try:
-        return _used() or _given()
-    except Exception as error:  # of a driver, a device or Ray, whose state nobody here has caused
+        return _used()
+    except Exception as error:  # of a driver or a device, whose state nobody here has caused
         logger.debug("the devices of this process are not known: %s: %s", type(error).__name__, error)
+        return []
+
+
+def given_devices() -> list[Device]:
+    """Return the accelerators that Ray reserved for this process, which may compute on a CPU.
+
+    Not while the process exits: Ray, which is asked, would not answer any more.
+    """
+    try:
+        return _given()
+    except Exception as error:
+        logger.debug("Ray does not say what it gave this process: %s: %s", type(error).__name__, error)
         return []
 
 
@@ -90,7 +102,6 @@ def _used() -> list[Device]:
 
 
 def _given() -> list[Device]:
-    """Return the accelerators that Ray reserved for this process, which computes on a CPU."""
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return []

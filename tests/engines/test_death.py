@@ -21,7 +21,7 @@ import pytest
 
 from tests.engines.contract import request, stop
 from tests.engines.server import settings
-from verl_profiling.engines.base import EngineAdapter, EngineTrace
+from verl_profiling.engines.base import EngineAdapter, EngineTrace, TraceTool
 from verl_profiling.engines.death import how_processes_ended
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.recording import TraceRecording
@@ -31,6 +31,7 @@ from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.tools.torch_profiler import TorchOptions
 from verl_profiling.workers import SGLangCaptureMixin
 
 IDENTITY = WorkerIdentity(role="rollout", rank=0, replica=0)
@@ -91,7 +92,9 @@ def recorder(process: subprocess.Popen[bytes], tmp_path: Path) -> EngineRecorder
         IDENTITY,
         config.for_role("rollout"),
         config,
-        lambda order, label, ranks: TraceRecording(engine, IDENTITY, 1, order, label, ranks),
+        lambda order, label, ranks: TraceRecording(
+            engine, IDENTITY, TraceTool(TorchOptions()), order, label, ranks
+        ),
         RequestLog(),
     )
 

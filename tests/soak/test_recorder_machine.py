@@ -28,15 +28,17 @@ from verl_profiling import CaptureStateError, ProfilingConfig
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.states import State
 from verl_profiling.engines import death
-from verl_profiling.engines.base import SPOOL_PARENT, EngineAdapter, EngineTrace
+from verl_profiling.engines.base import SPOOL_PARENT, EngineAdapter, EngineTrace, TraceTool
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.recording import TraceRecording
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.tools.torch_profiler import TorchOptions
 
 REPLICA = WorkerIdentity(role="rollout", replica=0)
+TOOL = TraceTool(TorchOptions())
 RANKS = 2
 TRACE = json.dumps({"traceEvents": [{"ph": "X", "name": "kernel", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]})
 AT_START = st.sampled_from(["", "", "", "start raises", "start is late", "no folder", "died"])
@@ -49,6 +51,7 @@ class StandIn(EngineAdapter):
     """An engine of two ranks that notes when it is misused."""
 
     name = "stand-in"
+    device = "cpu"
     window = RolloutOptions()
     ranks = RANKS
 
@@ -121,7 +124,7 @@ class RecorderMachine(RuleBasedStateMachine):
                 REPLICA,
                 config.for_role("rollout"),
                 config,
-                lambda order, label, ranks: TraceRecording(self.engine, REPLICA, 1, order, label, ranks),
+                lambda order, label, ranks: TraceRecording(self.engine, REPLICA, TOOL, order, label, ranks),
                 RequestLog(),
             )
 

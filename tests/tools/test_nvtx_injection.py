@@ -60,7 +60,7 @@ def test_a_worker_that_used_a_device_says_that_it_recorded_none(
     """Which devices a process used is known when its recording stops; this machine has no events of one."""
     both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     monkeypatch.setattr(TorchTool, "_activities", lambda self: both)
-    monkeypatch.setattr(torch_profiler, "process_devices", lambda: devices)
+    monkeypatch.setattr(torch_profiler, "used_devices", lambda: devices)
     metadata: dict[str, Any] = {}
     recording = TorchTool(TorchOptions()).start(
         Destination(folder=tmp_path, lane="actor_rank0", metadata=metadata)

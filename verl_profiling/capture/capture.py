@@ -22,7 +22,7 @@ from verl_profiling.capture.recording_thread import HeldLock, OwnerAbsentError, 
 from verl_profiling.capture.running_tools import RunningTools
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.capture.states import TRANSITIONS, Event, State, StateMachine
-from verl_profiling.devices import process_devices
+from verl_profiling.devices import given_devices, used_devices
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, worst_fate
@@ -84,6 +84,7 @@ class Capture:
         self._anchors = [clock.read_anchor()]
         self._cost = CostMeter()
         self._unrecorded = unrecorded_trajectories()
+        self._given = given_devices()
         self._tools = RunningTools(
             request,
             role,
@@ -326,7 +327,7 @@ class Capture:
             cost=self._cost.cost(),
             tool_spans=self._cost.spans,
             cores=os.cpu_count() or 0,
-            devices=process_devices(),
+            devices=used_devices() or self._given,
         )
 
     def _trajectory_notes(self) -> list[str]:

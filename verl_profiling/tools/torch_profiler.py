@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from verl_profiling.devices import process_devices
+from verl_profiling.devices import used_devices
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Footprint, Marks, Output, Recording, Tool
@@ -211,7 +211,7 @@ def _experimental_options() -> frozenset[str]:
 
 
 def _uses_cuda() -> bool:
-    return any(device.kind == CUDA for device in process_devices())
+    return any(device.kind == CUDA for device in used_devices())
 
 
 class _ShownNames(dict[str, str]):
