@@ -90,13 +90,10 @@ def test_both_ranks_are_in_one_manifest(tmp_path: Path, scenario: str) -> None:
 
 def test_a_second_start_of_all_ranks_is_a_run_of_its_own(tmp_path: Path) -> None:
     """Both ranks go to ``run_2``; with a name, both continue."""
-    for _ in range(2):
-        ranks(tmp_path, "environment", distributed=False)
-    assert [fates(read_manifest(step)) for step in sorted((tmp_path / "run" / "run_2").glob("step_*"))] == [
-        BOTH,
-        BOTH,
-    ]
-    assert [fates(written) for written in steps(tmp_path)] == [BOTH, BOTH]
+    said = [ranks(tmp_path, "environment", distributed=False) for _ in range(2)]
+    second = sorted((tmp_path / "run" / "run_2").glob("step_*"))
+    assert [fates(read_manifest(step)) for step in second] == [BOTH, BOTH], said
+    assert [fates(written) for written in steps(tmp_path)] == [BOTH, BOTH], said
     assert len(read_starts(tmp_path / "run")) == 1
 
 
