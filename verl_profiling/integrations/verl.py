@@ -19,7 +19,7 @@ from verl_profiling.integrations.post_import import when_imported
 __all__ = ["HOOKS", "TESTED", "untested"]
 
 TESTED = ("0.9.0", "0.9.1")
-"""Versions of verl with which whole runs were held against verl's own numbers."""
+"""Versions of verl with which the tests are run; whole runs are of the last one."""
 
 
 def _asynchronous(config: Any) -> bool:
