@@ -217,7 +217,7 @@ class RunContract:
         assert device.lanes == ["actor_rank0", "rollout0_rank0"]
         lanes = {row.name: row for row in report.workers}
         assert max(row.busy_us for row in lanes.values()) <= device.busy_us
-        assert device.busy_us <= sum(row.busy_us for row in lanes.values())
+        assert device.busy_us <= sum(row.busy_us for row in lanes.values()) + 1e-3, "but for rounding"
         assert sum(row.seconds for row in report.lost) == pytest.approx(device.idle_us / 1e6)
         assert not any("not logged" in note for note in report.notes)
 
