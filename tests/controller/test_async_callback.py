@@ -97,7 +97,9 @@ async def test_local_workers_of_both_kinds_are_captured(tmp_path: Path, session:
         ("rollout", False),
         ("update_actor", False),
     ]
-    assert actor.counts() == {"start_capture": 1, "stop_capture": 1}
+    counts = actor.counts()
+    assert counts["start_capture"] == 1
+    assert counts["stop_capture"] in (1, 2), "a second one asks for what was still being compressed"
 
 
 async def test_ray_actors_are_captured(tmp_path: Path, pool: Pool) -> None:

@@ -99,6 +99,15 @@ def test_an_instant_is_of_the_innermost_span() -> None:
     assert found == {OWN_CODE: 20, "turn": 60, "tool:search": 15, "tool:http": 5}
 
 
+def test_what_a_trajectory_was_in_before_recording_began_is_not_its_own_code() -> None:
+    """Its first span may have begun before, as a long request has: until the next one it is unexplained."""
+    running = trajectory(0, -50, 100)
+    (found,) = causes_of(records_of(log_of([running], [span(0, 0, "tool:a", 60, 90)])))
+    assert found == {UNEXPLAINED: 60, "tool:a": 30, OWN_CODE: 10}
+    (seen,) = causes_of(records_of(log_of([trajectory(0, 0, 100)], [span(0, 0, "tool:a", 60, 90)]), begin=10))
+    assert seen == {OWN_CODE: 60, "tool:a": 30}, "all of it was recorded, though the step began later"
+
+
 def test_spans_side_by_side_share_their_time() -> None:
     """Two tools at once have half of it each."""
     spans = [span(0, 0, "tool:a", 0, 60), span(1, 0, "tool:b", 40, 100)]

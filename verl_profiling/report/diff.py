@@ -181,8 +181,8 @@ def _values(key: _Key, steps: list[dict[_Key, float]]) -> list[float]:
 def _notes(changes: list[Change]) -> Iterator[str]:
     lanes = [change for change in changes if change.kind == "worker"]
     for side, missing in (
-        ("before", [lane.name for lane in lanes if lane.after_s is None]),
-        ("after", [lane.name for lane in lanes if lane.before_s is None]),
+        ("before", sorted(lane.name for lane in lanes if lane.after_s is None)),
+        ("after", sorted(lane.name for lane in lanes if lane.before_s is None)),
     ):
         if missing:
             named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

@@ -82,11 +82,8 @@ def _mostly(report: Report, cause: str) -> str:
     """Return what most of a cause consists of, as a part of a sentence."""
     parts = next((row.parts for row in report.lost if row.cause == cause), {})
     whole = sum(parts.values())
-    listed = (
-        [f"{seconds / whole:.0%} {called(name)}" for name, seconds in list(parts.items())[:3]]
-        if whole
-        else []
-    )
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    listed = [f"{seconds / whole:.0%} {called(name)}" for name, seconds in largest[:3]] if whole else []
     return f" ({', '.join(listed)})" if listed else ""
 
 

@@ -177,7 +177,8 @@ def lost_total(rows: Iterable[DeviceRow], parts: Mapping[str, dict[str, float]])
     """
     rows = list(rows)
     observed = sum(row.span_us for row in rows) or 1.0
-    totals = {cause: sum(row.lost_us[cause] for row in rows) for cause in CAUSES}
+    # To the nanosecond: what rounding leaves has no cause.
+    totals = {cause: round(sum(row.lost_us[cause] for row in rows), 3) for cause in CAUSES}
     order = sorted(CAUSES, key=lambda cause: (cause == "unexplained", -totals[cause]))
     return [
         LostRow(

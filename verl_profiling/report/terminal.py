@@ -237,9 +237,13 @@ def _lost(report: Report) -> Table:
     table = table_of(f"Idle time by cause (all {whose}s)", "cause", f"{whose}-time", "share")
     for row in report.lost:
         table.add_row(row.cause.replace("_", " "), duration(row.seconds), f"{row.share:.1%}")
-        for name, seconds in list(row.parts.items())[:_PARTS]:
+        parts = sorted(row.parts.items(), key=lambda part: -part[1])
+        listed = [(escape(shortened(name)), seconds) for name, seconds in parts[:_PARTS]]
+        if rest := parts[_PARTS:]:
+            listed.append((f"{len(rest)} more", sum(seconds for _, seconds in rest)))
+        for name, seconds in listed:
             share = row.share * seconds / row.seconds if row.seconds else 0.0
-            table.add_row(escape(f"  {shortened(name)}"), duration(seconds), f"{share:.1%}")
+            table.add_row(f"  {name}", duration(seconds), f"{share:.1%}")
     return table
 
 

@@ -75,8 +75,9 @@ def trajectory_pieces(records: Records, served: Mapping[int, Served]) -> Pieces:
     """Return what trajectories waited for: at each instant of one, at least one piece of it.
 
     An instant belongs to the innermost open spans. A ``generate`` span divides by its request. Where no span
-    is open it is the trajectory's own code; ``unexplained`` in a process whose log is not whole. Then the
-    time for which it stood still is taken out.
+    is open it is the trajectory's own code; ``unexplained`` in a process whose log is not whole, and until
+    the first span of a trajectory that began before recording did, for it may have been in one by then.
+    Then the time for which it stood still is taken out.
 
     Args:
         records: What was recorded.
@@ -145,10 +146,11 @@ def _gaps(records: Records, owner: Ints, begin: Ints, end: Ints) -> tuple[Ints, 
     axes = Axes(len(found), from_ns, until_ns, begin, end)
     whole = axes.put(np.arange(len(found)), from_ns, until_ns)
     of, first, last = axes.left(whole, axes.put(owner, begin, end))
-    names = [OWN_CODE if one.whole_log else UNEXPLAINED for one in found]
-    cause = np.array([_NUMBERS[name] for name in names], dtype=np.int64)
+    whole_log = np.array([one.whole_log for one in found], dtype=bool)
+    unseen = np.array([one.unseen_begin for one in found], dtype=bool)
+    own = whole_log[of] & ~(unseen[of] & (first == from_ns[of]))
     loop = np.array([one.loop for one in found], dtype=np.int64)
-    return of, first, last, cause[of], loop[of]
+    return of, first, last, np.where(own, _NUMBERS[OWN_CODE], _NUMBERS[UNEXPLAINED]), loop[of]
 
 
 def _with_lag(

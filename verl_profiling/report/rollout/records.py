@@ -31,6 +31,7 @@ class Trajectory:
         fate: What became of it in the end.
         facts: What the loop said about it.
         loop: Number of its event loop among those of all processes, or -1.
+        unseen_begin: It began before its process recorded, so that it may have been in a span by then.
         whole_log: All spans of its process were kept, so that time without one is its own code.
     """
 
@@ -43,6 +44,7 @@ class Trajectory:
     fate: str
     facts: dict[str, Fact]
     loop: int
+    unseen_begin: bool
     whole_log: bool
 
     @property
@@ -178,6 +180,7 @@ class _Gathered:
                     fate=short_name(record.fate),
                     facts=record.facts,
                     loop=loops.get(record.loop, NO_SPAN),
+                    unseen_begin=record.begin_ns < log.begin_ns,
                     whole_log=whole_log,
                 )
                 self._trajectories.append(found)
@@ -205,6 +208,7 @@ class _Gathered:
                 low, high = self._trajectories[number].begin_ns, self._trajectories[number].end_ns
             begin, end = max(span.begin_ns - offset, low), min(span.end_ns - offset, high)
             if end < begin:
+                kept[span.id] = kept.get(span.parent, NO_SPAN)
                 continue
             row = self._count + len(rows)
             kept[span.id], owners[span.id] = row, number
