@@ -171,7 +171,7 @@ def test_time_of_real_traces_is_divided_once(tmp_path: Path, mode: str) -> None:
     shared = next(row for row in report.devices if "actor_rank0" in row.lanes)
     assert [row.lanes for row in report.devices if row is not shared] == [["actor_rank1"]]
     busy = [alone[name].busy_us for name in shared.lanes]
-    assert max(busy) <= shared.busy_us <= sum(busy)
+    assert max(busy) <= shared.busy_us <= sum(busy) + 1e-3, "but for rounding"
     assert shared.span_us <= sum(alone[name].span_us for name in shared.lanes)
     for row in report.devices:
         assert sum(row.lost_us.values()) == pytest.approx(row.idle_us)
