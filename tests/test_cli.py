@@ -214,8 +214,9 @@ def test_diff_fails_only_when_asked_to(tmp_path: Path, capsys: pytest.CaptureFix
     faster.write_text(json.dumps(saved | {"span_us": saved["span_us"] / 2}))
     assert main(["diff", str(folder), str(folder / "report.json"), "--fail-above", "5%"]) == EXIT_OK
     assert main(["diff", str(faster), str(folder)]) == EXIT_OK
-    assert main(["diff", str(faster), str(folder), "--fail-above", "5%"]) == EXIT_FINDING
-    assert "slower by more than 5% and 10.0 ms: step (+" in capsys.readouterr().out
+    of_a_short_step = ["--fail-above", "5%", "--min-ms", "1"]
+    assert main(["diff", str(faster), str(folder), *of_a_short_step]) == EXIT_FINDING
+    assert "slower by more than 5% and 1.00 ms: step (+" in capsys.readouterr().out
 
 
 def test_split_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
