@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,37 @@ def test_values_of_any_size_travel(tmp_path: Path, kind: str, size: int) -> None
     assert channel.get("a/b") == value
     assert channel.take("a/b") == value
     assert channel.get("a/b") is None
+
+
+def test_a_value_that_comes_while_it_is_asked_for_is_not_lost(tmp_path: Path) -> None:
+    """It may come right after the look that did not find it; each of 300 is taken in the end."""
+    channel = FileChannel(tmp_path)
+    names = [f"part/{number}" for number in range(300)]
+    asked = [threading.Event() for _ in names]
+
+    def send() -> None:
+        for name, wanted in zip(names, asked, strict=True):
+            wanted.wait(10)
+            channel.put(name, b"1")
+
+    def taken(name: str) -> bytes | None:
+        deadline = time.monotonic() + 2
+        while (value := channel.take(name)) is None and time.monotonic() < deadline:
+            pass
+        return value
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    lost = []
+    for name, wanted in zip(names, asked, strict=True):
+        wanted.set()
+        if taken(name) is None:
+            lost.append(name)
+            break
+    for wanted in asked:
+        wanted.set()
+    sender.join()
+    assert lost == []
 
 
 def test_what_a_crashed_job_left_is_passed_over(tmp_path: Path) -> None:

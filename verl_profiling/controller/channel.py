@@ -118,7 +118,8 @@ class FileChannel:
     def take(self, key: str) -> bytes | None:
         """See :class:`Channel`."""
         value = self.get(key)
-        self._path(key).unlink(missing_ok=True)
+        if value is not None:  # one that came since must stay
+            self._path(key).unlink(missing_ok=True)
         return value
 
     def close(self) -> None:
