@@ -31,7 +31,7 @@ FLOORS = (
     ("named_files", "visible"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
-    ("run_files", "remote", "trajectory_log"),
+    ("run_files", "remote", "trajectory_log", "step_account"),
     ("trajectories",),
     ("timeline",),
     ("report",),
@@ -39,6 +39,7 @@ FLOORS = (
     ("settings",),
     ("tools",),
     ("afterwards",),
+    ("watch",),
     ("capture",),
     ("engines", "controller"),
     ("workers",),
@@ -49,7 +50,7 @@ TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
     *("errors", "clock", "devices", "units", "named_files", "visible", "identity", "ranks"),
-    *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log"),
+    *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_account"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.

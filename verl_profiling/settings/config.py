@@ -26,6 +26,7 @@ from verl_profiling.settings.selection import Chosen, Coordinates, Selection, ch
 from verl_profiling.settings.timeouts import Timeouts
 from verl_profiling.settings.tool_names import load_tool
 from verl_profiling.settings.typed_values import build, field_types, value_of
+from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import TOOLS, Tool
 
 __all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts"]
@@ -113,6 +114,7 @@ class ProfilingConfig:
         limits: What captures may take of disk and memory.
         remote: How a run is written whose ``save_path`` is a URL.
         after: Commands and functions that run once a capture is written, by names of your choice.
+        watch: What is kept of every step, and whether captures may be asked for while the run goes on.
     """
 
     enable: bool = False
@@ -131,6 +133,7 @@ class ProfilingConfig:
     limits: Limits = field(default_factory=Limits)
     remote: RemoteOptions = field(default_factory=RemoteOptions)
     after: dict[str, AfterHook] = field(default_factory=dict)
+    watch: WatchOptions = field(default_factory=WatchOptions)
 
     def __post_init__(self) -> None:
         for name, kind in field_types(ProfilingConfig).items():

@@ -1,0 +1,70 @@
+"""The settings of the watch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_profiling.errors import ConfigError
+
+__all__ = ["Anomaly", "WatchOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anomaly:
+    """When the watch asks for a capture. ``None`` switches one of the signs off.
+
+    Attributes:
+        slow_step: A step takes longer than the median of the window by this ratio.
+        slow_stage: The exposed time of a stage is more than its median by this ratio.
+        leader: One process leads in a stage by this share of the step, in three steps one after another.
+        memory: Memory that a process holds grows in every step of the window, by this share in all.
+        window: Number of steps before that a step is compared with.
+        cooldown: Steps after a capture in which the watch asks for none.
+        max_captures: How many captures the watch asks for in a run, at most.
+    """
+
+    slow_step: float | None = 1.5
+    slow_stage: float | None = 2.0
+    leader: float | None = 0.1
+    memory: float | None = 0.2
+    window: int = 20
+    cooldown: int = 50
+    max_captures: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("slow_step", "slow_stage"):
+            ratio = getattr(self, name)
+            if ratio is not None and not ratio > 1:
+                raise ConfigError(name, f"is a ratio above 1, not {ratio}; null switches it off")
+        for name in ("leader", "memory"):
+            share = getattr(self, name)
+            if share is not None and not share > 0:
+                raise ConfigError(name, f"is a share above 0, not {share}; null switches it off")
+        if self.window < 3:
+            raise ConfigError("window", f"is at least 3 steps, not {self.window}")
+        for name in ("cooldown", "max_captures"):
+            if getattr(self, name) < 0:
+                raise ConfigError(name, f"must not be negative, is {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """What is kept of every step, and whether captures may be asked for while the run goes on.
+
+    Attributes:
+        enable: Switches it on.
+        steps: Number of steps that are kept.
+        every: Workers are read after so many steps, besides with every capture. 0: with captures alone.
+        trigger: When the watch asks for a capture by itself; ``null``: never.
+    """
+
+    enable: bool = False
+    steps: int = 200
+    every: int = 20
+    trigger: Anomaly | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.steps <= 100_000:
+            raise ConfigError("steps", f"is between 1 and 100000, not {self.steps}")
+        if self.every < 0:
+            raise ConfigError("every", f"must not be negative, is {self.every}")

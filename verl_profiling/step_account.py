@@ -1,0 +1,109 @@
+"""What the watch keeps of a step: how long every process was in each of its outermost stages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from verl_profiling.manifest import Ns
+
+__all__ = ["Doubt", "ExposedStage", "RankUse", "StageUse", "StepAccount"]
+
+Doubt = Literal["", "one process", "tied", "evened out", "other order", "overlapped", "not read"]
+"""Why the leader of a stage may not be the cause.
+
+``""``: nothing speaks against it. ``one process``: there is no other to compare it with. ``tied``: others
+lead with it. ``evened out``: the processes wait for each other inside the stage, which makes them equally
+long. ``other order``: they ran their stages in different orders. ``overlapped``: other roles ran beside it.
+``not read``: the stages of the workers are not known.
+"""
+
+
+class StageUse(msgspec.Struct, frozen=True):
+    """One outermost stage of one process in one step.
+
+    Attributes:
+        name: Its name.
+        duration_ns: How long the process was in it, all of its runs together.
+        runs: How often it ran.
+        begin_ns: When its first run began, on the clock of the loop's process.
+    """
+
+    name: str
+    duration_ns: int
+    runs: int = 1
+    begin_ns: Ns = 0
+
+
+class RankUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process did in one step.
+
+    Attributes:
+        lane: Name of the process, as in manifests: ``controller``, ``actor_rank0``, ``rollout1_rank0``.
+        role: Its role.
+        rank: Its rank in that role.
+        stages: Its outermost stages, in order of their first begin.
+        peak_bytes: The most memory that it had in the step: of its device, or of the host where it has none.
+        held_bytes: What it had of that memory at the end of the last stage of the step.
+    """
+
+    lane: str
+    role: str
+    rank: int = 0
+    stages: list[StageUse] = []
+    peak_bytes: int | None = None
+    held_bytes: int | None = None
+
+
+class ExposedStage(msgspec.Struct, frozen=True, kw_only=True):
+    """How much longer a step took because of one stage of its loop.
+
+    Attributes:
+        name: Name of the stage; empty for the time that lies in none.
+        exposed_ns: By how much it moved the step's end. These add up to the step.
+        role: Role whose processes worked in it; that of the loop where no others did.
+        leader: Lane that was in it longest, or furthest along after it.
+        lead_ns: By how much the leader is behind the median of its peers.
+        imbalance: Longest duration over the mean of all processes of the role; 1.0 for one process.
+        doubt: Why the leader may not be the cause.
+    """
+
+    name: str
+    exposed_ns: int
+    role: str = "controller"
+    leader: str = ""
+    lead_ns: int = 0
+    imbalance: float = 1.0
+    doubt: Doubt = ""
+
+
+class StepAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """A step's time, accounted for.
+
+    Attributes:
+        step: Number of the step.
+        begin_ns: When it began, on the clock of the loop's process.
+        end_ns: When it ended.
+        policy_version: Version of the weights, if the loop reports one.
+        loop: The processes that run the loop: the controller, or every rank of an SPMD loop.
+        workers: The processes that were called from it, as far as they were read.
+        exposed: Where the step's time went, in order of the stages.
+        captured: Name of its step folder, if it was captured.
+        totals: Numbers that others add, e.g. of its trajectories.
+    """
+
+    step: int
+    begin_ns: Ns
+    end_ns: Ns
+    policy_version: int | None = None
+    loop: list[RankUse] = []
+    workers: list[RankUse] = []
+    exposed: list[ExposedStage] = []
+    captured: str = ""
+    totals: dict[str, float] = {}
+
+    @property
+    def duration_ns(self) -> int:
+        """How long the step took."""
+        return self.end_ns - self.begin_ns
