@@ -15,6 +15,7 @@ import msgspec
 from verl_profiling.clock import ClockAnchor
 from verl_profiling.devices import Device
 from verl_profiling.identity import ProcessId, WorkerIdentity, artifact_name
+from verl_profiling.trigger import Trigger
 
 __all__ = [
     "MANIFEST_NAME",
@@ -380,6 +381,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         workers: One entry per worker that was expected to take part.
         clocks: One entry per clock domain.
         metrics: What the loop passed to ``on_step_end`` and ``on_rollout_end``.
+        trigger: Who asked for the capture, and why.
         notes: Things a user should know.
     """
 
@@ -403,6 +405,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[CaptureResult] = []
     clocks: list[HostClock] = []
     metrics: dict[str, float] = {}
+    trigger: Trigger = Trigger()
     notes: list[str] = []
 
     def offset_ns(self, identity: WorkerIdentity) -> int:
