@@ -136,6 +136,14 @@ def test_dry_runs_refuse_what_would_fail(override: str, says: str, tmp_path: Pat
     assert says in run.stderr
 
 
+def test_a_recipes_own_block_that_replaces_the_chosen_group_is_named(tmp_path: Path) -> None:
+    """The recipe has ``profiling`` settings behind its defaults, so ``profiling=verl`` is lost."""
+    script = ROOT / "recipes/verl_grpo_cpu/run.sh"
+    run = run_script(str(script), f"hydra.run.dir={tmp_path}", "profiling=verl", DRY_RUN="1")
+    assert run.returncode == 0, run.stderr
+    assert "nothing is profiled: profiling has settings (schedule, timeouts) and does not say" in run.stdout
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import shlex
 import sys
+import tempfile
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,9 +23,11 @@ from verl.utils.config import validate_config
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.integrations.hooks import Hook, misfits, usable
 from verl_profiling.integrations.verl_config import settings_of
+from verl_profiling.integrations.verl_forecast import forecast, without_effect
 from verl_profiling.integrations.verl_nsys import expected_ranges
 from verl_profiling.integrations.verl_nvtx import injection_notice
 from verl_profiling.integrations.verl_rollout import check_installed_engine
+from verl_profiling.integrations.verl_support import why_nothing
 
 _MAIN = "verl.trainer.main_ppo"
 _ONE_STEP_OFF = "verl.experimental.one_step_off_policy.main_ppo"
@@ -58,17 +61,19 @@ def main() -> None:
     composed = hydra.main(
         config_path=str(Path(places[0], "config")), config_name=_CONFIGS[module], version_base=None
     )
-    composed(functools.partial(check, module))()
+    print(shlex.join(["python", "-m", module, *sys.argv[1:]]), flush=True)
+    with tempfile.TemporaryDirectory() as outputs:  # Hydra writes there what it writes for every command
+        sys.argv.append(f"hydra.run.dir={outputs}")
+        composed(functools.partial(check, module))()
 
 
 def check(module: str, config: Any) -> None:
-    """Print a command and what it would profile; exit with an error that names the key.
+    """Print what a command would profile; exit with an error that names the key.
 
     Args:
         module: Its main module.
         config: Its configuration.
     """
-    print(shlex.join(["python", "-m", module, *sys.argv[1:]]))
     if config.get("profiling") is not None:
         _check_hooks(config)
     if module != _FULLY_ASYNC:  # verl does not check that one either
@@ -82,6 +87,8 @@ def check(module: str, config: Any) -> None:
         sys.exit(f"profiling: {error}")
     if settings is None:
         print("config ok; nothing is profiled")
+        if why := why_nothing(config):
+            print(f"warning: nothing is profiled: {why}")
         return
     if unchecked:
         print(f"not checked: {unchecked}")
@@ -101,6 +108,11 @@ def check(module: str, config: Any) -> None:
     ranges = expected_ranges(config, settings)
     if under_nsys := [f"{role} ({ranges[role]} ranges)" for role in roles if role in ranges]:
         print(f"started under Nsight Systems: {', '.join(under_nsys)}")
+    # The asynchronous trainer's steps are versions of the parameters, which this number does not count.
+    last_step = None if module == _FULLY_ASYNC else config.trainer.get("total_training_steps")
+    for text in without_effect(settings, last_step):
+        print(f"warning: {text}")
+    print(forecast(settings, roles, last_step))
 
 
 def _check_hooks(config: Any) -> None:

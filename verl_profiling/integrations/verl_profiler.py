@@ -15,12 +15,19 @@ from verl_profiling.integrations.verl_support import give_up, notes_on
 from verl_profiling.integrations.verl_targets import Targets
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["Fates", "Profiler", "active_profiler", "say_fates", "trainer_stage"]
+__all__ = ["TIMED_STAGES", "Fates", "Profiler", "active_profiler", "say_fates", "trainer_stage"]
 
 logger = logging.getLogger(__name__)
 
 _STAGES = {"adv": "advantage", "ref": "ref_log_prob", "testing": "validate"}
 _WEIGHT_UPDATE = "update_weights"
+_OWN_PROFILER = ("start_profile", "stop_profile")
+
+TIMED_STAGES = frozenset((*_STAGES.values(), _WEIGHT_UPDATE, "rollout", "reward", "old_log_prob")) | {
+    *("values", "update_critic", "update_actor", "save_checkpoint", "dump_rollout_generations"),
+    *("wait:rollout", "switch_to_trainer", "switch_to_rollout", "switch_wait", "sync_rollout_weights"),
+}
+"""Stages of the controller that verl's timers are."""
 
 Fates = Sequence[tuple[str, int | None, str]]
 
@@ -64,7 +71,11 @@ class Profiler:
 
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
-        """Run one of verl's timers, as a stage of the controller."""
+        """Run one of verl's timers, as a stage of the controller unless it times verl's own profiler."""
+        if name in _OWN_PROFILER:
+            with timer:
+                yield
+            return
         with timer, self.stage(self.stages.get(name, name)):
             yield
         if name == _WEIGHT_UPDATE:

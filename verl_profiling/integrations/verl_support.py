@@ -18,6 +18,8 @@ __all__ = [
     "let_warnings_through",
     "notes_on",
     "remember_request",
+    "say_nothing_is_profiled",
+    "why_nothing",
 ]
 
 logger = logging.getLogger(__name__)
@@ -118,6 +120,33 @@ def check_request(tracking: Any) -> None:
     if asked.get("strict"):
         raise ToolUnavailableError(text)
     logger.error("%s", text)
+
+
+def say_nothing_is_profiled(config: Any) -> None:
+    """Say why a run with ``profiling`` in its configuration is not profiled, unless it is switched off."""
+    if why := why_nothing(config):
+        let_warnings_through()
+        logger.warning("profiling: nothing is profiled: %s", why)
+
+
+def why_nothing(config: Any) -> str:
+    """Return why a configuration that has ``profiling`` profiles nothing, unless it is switched off there.
+
+    Args:
+        config: A whole verl configuration for which there are no settings.
+    """
+    given = config.get("profiling")
+    if isinstance(given, Mapping) and given and "enable" not in given:
+        return (
+            f"profiling has settings ({', '.join(map(str, given))}) and does not say enable; if a group was "
+            "chosen (profiling=verl), this block replaced it. Set profiling.enable=true, or remove the block "
+            "where it is defined"
+        )
+    if given == "verl":
+        named = config.global_profiler.get("steps")
+        why = "no role's profiler.enable is true" if named else "global_profiler.steps names no step"
+        return f"profiling=verl takes the settings of verl's own profiler, and {why}"
+    return ""
 
 
 def _asked(config: Any) -> Mapping[str, Any] | None:

@@ -26,7 +26,12 @@ from verl_profiling.integrations.verl_nsys import start_workers_under_nsys
 from verl_profiling.integrations.verl_profiler import Profiler, active_profiler, trainer_stage
 from verl_profiling.integrations.verl_rollouter import hook_rollouter, is_rollouter
 from verl_profiling.integrations.verl_servers import SETTINGS_KEY
-from verl_profiling.integrations.verl_support import can_be_profiled, check_request, remember_request
+from verl_profiling.integrations.verl_support import (
+    can_be_profiled,
+    check_request,
+    remember_request,
+    say_nothing_is_profiled,
+)
 from verl_profiling.integrations.wrapping import around, missing, wrap
 from verl_profiling.settings.config import ProfilingConfig
 
@@ -234,7 +239,10 @@ def prepare(trainer: Any) -> None:
     if hasattr(trainer, _ATTRIBUTE):
         return
     settings = settings_of(trainer.config)
-    if settings is None or not can_be_profiled(trainer.config, settings):
+    if settings is None:
+        say_nothing_is_profiled(trainer.config)
+        return
+    if not can_be_profiled(trainer.config, settings):
         return
     if not is_rollouter(type(trainer)):
         made = AsyncTrainerProfiler if awaits_its_steps(trainer) else TrainerProfiler

@@ -18,6 +18,7 @@ from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import CaptureMixin, CaptureTimers, FSDPCaptureMixin, MegatronCaptureMixin
 
 __all__ = [
+    "WORKER_STAGES",
     "hook_actor_stages",
     "hook_checkpoints",
     "hook_critic_stages",
@@ -36,6 +37,7 @@ _ACTOR_STAGES = {
     "update_weights": "update_weights",
 }
 _CRITIC_STAGES = {"infer_batch": "values", "train_mini_batch": "update_critic"}
+_MINI_BATCH, _MICRO_BATCH = "mini_batch", "micro_batch"
 _CRITIC_MODEL = "value_model"
 _WITHOUT_ADAPTER = "no_lora_adapter"
 _OFFLOADING = {
@@ -44,6 +46,12 @@ _OFFLOADING = {
     "offload_{}_model_to_cpu": "offload_model",
     "offload_{}_optimizer": "offload_optimizer",
 }
+
+WORKER_STAGES = frozenset(
+    {_OLD, _REFERENCE, _MINI_BATCH, _MICRO_BATCH, *_CHECKPOINTS}
+    | {*_ACTOR_STAGES.values(), *_CRITIC_STAGES.values(), *_OFFLOADING.values()}
+)
+"""The stages of verl's training workers."""
 
 
 def hook_workers(module: Any) -> None:
@@ -112,7 +120,7 @@ class _MarkedMicroBatches(list[Any]):
     """Micro-batches; in a loop over them each pass of the body is a stage."""
 
     def __iter__(self) -> Iterator[Any]:
-        micro_batch = stage("micro_batch")
+        micro_batch = stage(_MICRO_BATCH)
         for item in super().__iter__():
             with micro_batch:
                 yield item
@@ -155,7 +163,7 @@ def _critic_stage(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _counted_mini_batch(train_batch: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a mini-batch as a stage, and count it for the ``mini_batches`` window of the ``torch`` tool."""
-    mini_batch = stage("mini_batch")
+    mini_batch = stage(_MINI_BATCH)
 
     def train_mini_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         with mini_batch:
