@@ -64,7 +64,7 @@ class ExposedStage(msgspec.Struct, frozen=True, kw_only=True):
         exposed_ns: By how much it moved the step's end. These add up to the step.
         role: Role whose processes worked in it; that of the loop where no others did.
         leader: Lane that was in it longest, or furthest along after it.
-        lead_ns: By how much the leader is behind the median of its peers.
+        lead_ns: By how much the leader was in it longer than the median of its peers.
         imbalance: Longest duration over the mean of all processes of the role; 1.0 for one process.
         doubt: Why the leader may not be the cause.
     """

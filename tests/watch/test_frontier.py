@@ -1,0 +1,287 @@
+"""Exposed time: it adds up to the step, and names who led where the signal can tell."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_profiling.step_account import ExposedStage, RankUse, StageUse, StepAccount
+from verl_profiling.watch.frontier import exposed, standings
+
+MS = 1_000_000
+BEGIN_NS = 1_700_000_000_000_000_000
+
+Timed = tuple[str, int, int]
+"""A stage, when it began after the step, and how long it was: both in milliseconds."""
+
+
+def use(lane: str, *stages: Timed, role: str = "", runs: int = 1) -> RankUse:
+    """Return what a process did."""
+    return RankUse(
+        lane=lane,
+        role=role or lane.partition("_")[0].rstrip("0123456789"),
+        stages=[StageUse(name, length * MS, runs, BEGIN_NS + begin * MS) for name, begin, length in stages],
+    )
+
+
+def account(length: int, loop: list[RankUse], *workers: RankUse) -> StepAccount:
+    """Return the account of a step of some milliseconds."""
+    return StepAccount(
+        step=7, begin_ns=BEGIN_NS, end_ns=BEGIN_NS + length * MS, loop=loop, workers=list(workers)
+    )
+
+
+def controller(*stages: Timed) -> list[RankUse]:
+    """Return a loop of one process."""
+    return [use("controller", *stages)]
+
+
+def in_ms(rows: list[ExposedStage]) -> list[tuple[str, float]]:
+    """Return stages with their exposed time."""
+    return [(row.name, row.exposed_ns / MS) for row in rows]
+
+
+def ranks(*durations: tuple[int, ...]) -> list[RankUse]:
+    """Return the ranks of an SPMD loop: durations of ``generate``, ``forward`` and ``backward``."""
+    names = ("generate", "forward", "backward")
+    return [
+        RankUse(
+            lane=f"actor_rank{rank}",
+            role="actor",
+            rank=rank,
+            stages=[StageUse(name, length * MS) for name, length in zip(names, row, strict=False)],
+        )
+        for rank, row in enumerate(durations)
+    ]
+
+
+def test_a_rank_that_is_late_is_counted_once_where_it_was_late() -> None:
+    """Rank 2 generates for 140 ms and the others wait for it in ``forward``: 40 ms more, and not twice."""
+    rows = exposed(account(260, ranks((100, 90, 60), (100, 90, 60), (140, 50, 60))))
+    assert in_ms(rows) == [("generate", 140), ("forward", 50), ("backward", 60), ("", 10)]
+    assert rows[0].leader == "actor_rank2"
+    assert rows[0].lead_ns == 40 * MS
+    assert rows[0].doubt == ""
+    assert rows[0].imbalance == pytest.approx(140 / (340 / 3))
+    assert [row.doubt for row in rows[1:]] == ["evened out", "evened out", ""]
+
+
+def test_a_late_rank_stays_the_leader_until_the_others_meet_it() -> None:
+    """It is furthest along after the next stage too, where it was no longer than the others."""
+    rows = exposed(account(300, ranks((100, 50), (100, 50), (140, 50))))
+    assert [row.leader for row in rows[:2]] == ["actor_rank2"] * 2
+    assert [row.lead_ns for row in rows[:2]] == [40 * MS, 0]
+
+
+def test_two_late_ranks_are_tied() -> None:
+    """Neither is the one that the others waited for."""
+    [first, *_] = exposed(account(300, ranks((100, 1), (140, 1), (141, 1))))
+    assert first.doubt == "tied"
+
+
+def test_of_one_process_nothing_is_compared() -> None:
+    """A loop that calls nobody leads itself."""
+    rows = exposed(account(50, controller(("rollout", 0, 30)), use("actor_rank0", ("load", 40, 5))))
+    assert in_ms(rows) == [("rollout", 30), ("", 20)]
+    assert (rows[0].role, rows[0].leader, rows[0].doubt) == ("controller", "controller", "one process")
+
+
+def test_ranks_in_different_orders_are_not_compared() -> None:
+    """Where one rank ran the stages the other way round, both rows say so; the stage after them does not."""
+    there, back = [("a", 0, 10), ("b", 10, 50), ("c", 60, 10)], [("b", 0, 50), ("a", 50, 10), ("c", 60, 40)]
+    loop = [use("actor_rank0", *there), use("actor_rank1", *there), use("actor_rank2", *back)]
+    assert [row.doubt for row in exposed(account(200, loop))] == ["other order", "other order", "", ""]
+
+
+def test_a_stage_of_one_rank_alone_is_that_ranks() -> None:
+    """Rank 0 writes the log and the others wait for it in the next stage."""
+    loop = [
+        use("actor_rank0", ("log", 0, 30), ("forward", 30, 10)),
+        use("actor_rank1", ("forward", 0, 40)),
+        use("actor_rank2", ("forward", 0, 40)),
+    ]
+    rows = exposed(account(40, loop))
+    assert in_ms(rows) == [("log", 30), ("forward", 10)]
+    assert (rows[0].leader, rows[0].doubt, rows[1].doubt) == ("actor_rank0", "", "evened out")
+
+
+def test_ranks_that_share_no_stage_are_not_compared() -> None:
+    """Half of them generate and half of them train, side by side: no way leads through both."""
+    loop = [use(f"actor_rank{rank}", ("generate", 0, 40)) for rank in range(2)]
+    loop += [use(f"actor_rank{rank}", ("train", 0, length)) for rank, length in ((2, 50), (3, 70))]
+    rows = exposed(account(80, loop))
+    assert in_ms(rows) == [("generate", 40), ("train", 30), ("", 10)]
+    assert [row.doubt for row in rows] == ["tied", "other order", ""]
+
+
+def test_a_stage_of_the_controller_names_who_worked_in_it() -> None:
+    """The slow replica of the rollout and the slow rank of the update, by the middle of their stages."""
+    rows = exposed(
+        account(
+            200,
+            controller(("rollout", 0, 90), ("update_actor", 95, 100)),
+            use("rollout0_rank0", ("generate", 1, 50)),
+            use("rollout1_rank0", ("generate", 1, 88)),
+            use("rollout2_rank0", ("generate", 1, 52)),
+            use("actor_rank0", ("update_actor", 96, 98)),
+            use("actor_rank1", ("update_actor", 96, 60)),
+            use("actor_rank2", ("update_actor", 96, 60)),
+        )
+    )
+    assert in_ms(rows) == [("rollout", 90), ("update_actor", 100), ("", 10)]
+    named = [(row.role, row.leader, row.lead_ns // MS, row.doubt) for row in rows[:2]]
+    assert named == [("rollout", "rollout1_rank0", 37, ""), ("actor", "actor_rank0", 38, "")]
+
+
+def test_ranks_that_wait_for_each_other_inside_a_stage_are_evened_out() -> None:
+    """The update took long and no rank stands out: the row says that it cannot name one."""
+    workers = [use(f"actor_rank{rank}", ("update_actor", 1, 88 + rank)) for rank in range(4)]
+    [row, _] = exposed(account(100, controller(("update_actor", 0, 95)), *workers))
+    assert (row.role, row.doubt) == ("actor", "evened out")
+
+
+def test_parts_of_a_workers_stage_tell_who_was_waited_for() -> None:
+    """All ranks are equally long in both parts together; the leader is who was long before the exchange."""
+    workers = [
+        use(f"actor_rank{rank}", ("compute", 1, own), ("exchange", 1 + own, 90 - own))
+        for rank, own in enumerate((40, 80, 42, 41))
+    ]
+    [row, _] = exposed(account(100, controller(("update_actor", 0, 95)), *workers))
+    assert (row.leader, row.lead_ns, row.doubt) == ("actor_rank1", 39 * MS, "")
+
+
+def test_an_idle_replica_does_not_make_the_busy_one_doubtful() -> None:
+    """All prompts went to one engine."""
+    workers = [use("rollout0_rank0", ("generate", 1, 80)), use("rollout1_rank0")]
+    [row, _] = exposed(account(100, controller(("rollout", 0, 90)), *workers))
+    assert (row.leader, row.lead_ns, row.imbalance, row.doubt) == ("rollout0_rank0", 80 * MS, 2.0, "")
+
+
+def test_workers_that_were_not_read_are_not_guessed() -> None:
+    """The loop's own times are exact all the same."""
+    rows = exposed(account(100, controller(("rollout", 0, 90))))
+    assert in_ms(rows) == [("rollout", 90), ("", 10)]
+    assert rows[0].doubt == "not read"
+
+
+def test_of_roles_side_by_side_the_last_is_named() -> None:
+    """Agent loops hold the engines' work: the row names who ended last, and the others are known too."""
+    step = account(
+        100,
+        controller(("rollout", 0, 90)),
+        use("rollout0_rank0", ("generate", 5, 70)),
+        use("rollout1_rank0", ("generate", 5, 40)),
+        use("agent_loop0", ("agents", 1, 88), role="agent_loop"),
+        use("agent_loop1", ("agents", 1, 50), role="agent_loop"),
+    )
+    [row, _] = exposed(step)
+    assert (row.role, row.leader, row.doubt) == ("agent_loop", "agent_loop0", "overlapped")
+    [_, engines] = standings(step)["rollout"]
+    assert (engines.leader, engines.lead_ns) == ("rollout0_rank0", 30 * MS)
+
+
+def test_of_roles_one_after_another_the_longer_is_named() -> None:
+    """Nothing is in doubt: the loop waited for both."""
+    workers = [
+        use(f"{role}_rank{rank}", (f"update_{role}", begin, length + rank * extra))
+        for role, begin, length, extra in (("critic", 1, 20, 4), ("actor", 30, 40, 20))
+        for rank in range(2)
+    ]
+    [row, _] = exposed(account(100, controller(("update", 0, 95)), *workers))
+    assert (row.role, row.leader, row.doubt) == ("actor", "actor_rank1", "")
+
+
+def test_in_an_asynchronous_loop_rollout_is_exposed_as_the_waiting_of_the_trainer() -> None:
+    """Engines that go on beside the update were not waited for there, and only the wait names them."""
+    rows = exposed(
+        account(
+            200,
+            controller(("wait_rollout", 0, 60), ("update_actor", 65, 100)),
+            use("rollout0_rank0", ("generate", 15, 42)),
+            use("rollout1_rank0", ("generate", 15, 20)),
+            use("rollout2_rank0", ("generate", 60, 160)),
+            use("actor_rank0", ("update_actor", 66, 50)),
+            use("actor_rank1", ("update_actor", 66, 98)),
+            use("actor_rank2", ("update_actor", 66, 50)),
+        )
+    )
+    assert [row.role for row in rows] == ["rollout", "actor", "controller"]
+    assert (rows[1].leader, rows[1].doubt) == ("actor_rank1", "")
+
+
+def test_stages_of_the_loop_at_the_same_time_are_counted_once() -> None:
+    """Two tasks of an asynchronous loop: what of the second lies in the first is not exposed again."""
+    rows = exposed(account(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0")))
+    assert in_ms(rows) == [("rollout", 60), ("reward", 20), ("", 20)]
+    assert rows[1].doubt == "overlapped"
+
+
+def test_stages_that_alternate_keep_their_time() -> None:
+    """Of stages that ran several times only the first begin is known, and each worker's is found by it."""
+    loop = [
+        RankUse(
+            lane="controller",
+            role="controller",
+            stages=[
+                StageUse("rollout", 40 * MS, 2, BEGIN_NS),
+                StageUse("update_actor", 60 * MS, 2, BEGIN_NS + 20 * MS),
+            ],
+        )
+    ]
+    workers = [
+        use("rollout0_rank0", ("generate", 1, 36), runs=2),
+        use("actor_rank0", ("update_actor", 21, 40), runs=2),
+        use("actor_rank1", ("update_actor", 21, 58), runs=2),
+    ]
+    rows = exposed(account(100, loop, *workers))
+    assert in_ms(rows) == [("rollout", 40), ("update_actor", 60)]
+    assert [row.leader for row in rows] == ["rollout0_rank0", "actor_rank1"]
+
+
+def test_a_stage_longer_than_the_step_is_cut_at_its_end() -> None:
+    """An SPMD rank that is late in the last stage does not make the step of rank 0 longer."""
+    assert in_ms(exposed(account(100, ranks((50, 40), (50, 90))))) == [("generate", 50), ("forward", 50)]
+
+
+def test_nothing_at_all_lies_in_no_stage() -> None:
+    """A loop that marks no stage, or has no process; a step of no length has no row."""
+    assert in_ms(exposed(account(10, controller()))) == [("", 10)]
+    assert in_ms(exposed(account(10, []))) == [("", 10)]
+    assert exposed(account(0, [])) == []
+    assert exposed(account(-5, [])) == []
+
+
+names = st.sampled_from(["a", "b", "c", "d", ""])
+numbers = st.integers(-(10**19), 10**19) | st.integers(0, 50)
+uses = st.builds(
+    RankUse,
+    lane=st.sampled_from(["x0", "x1", "y0", "y1", "z"]),
+    role=st.sampled_from(["controller", "actor", "rollout"]),
+    stages=st.lists(st.builds(StageUse, names, numbers, st.integers(-1, 3), numbers), max_size=5),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(numbers, numbers, st.lists(uses, max_size=4), st.lists(uses, max_size=4))
+def test_rows_add_up_to_the_step(
+    begin_ns: int, end_ns: int, loop: list[RankUse], workers: list[RankUse]
+) -> None:
+    """To the nanosecond, and none is negative, whatever the clocks and the stages are."""
+    step = StepAccount(step=1, begin_ns=begin_ns, end_ns=end_ns, loop=loop, workers=workers)
+    rows = exposed(step)
+    assert sum(row.exposed_ns for row in rows) == max(0, step.duration_ns)
+    assert all(row.exposed_ns >= 0 and row.lead_ns >= 0 and row.imbalance >= 1 for row in rows)
+    assert len({row.name for row in rows}) >= len(rows) - 1
+
+
+def test_a_thousand_ranks_take_milliseconds() -> None:
+    """1,024 ranks of 16 stages, as a loop of their own and called by a controller."""
+    stages = [(f"stage{at}", at * 100, 100) for at in range(16)]
+    many = [use(f"actor_rank{rank}", *stages) for rank in range(1024)]
+    for step in (account(2000, many), account(2000, controller(*stages), *many)):
+        begin = time.process_time()
+        assert len(exposed(step)) == 17
+        assert time.process_time() - begin < 1

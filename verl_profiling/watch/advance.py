@@ -1,0 +1,142 @@
+"""How the furthest of some processes moves from stage to stage, and who it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from verl_profiling.step_account import Doubt, StageUse
+
+__all__ = ["TIED", "Advance", "Standing", "Way", "frontier", "own_time"]
+
+TIED = 0.05
+"""Share of a stage's longest duration within which processes count as equally far, and times as touching."""
+
+
+class Standing(NamedTuple):
+    """How the processes of one role stand to each other in one stage of the loop.
+
+    Attributes:
+        role: The role.
+        durations: How long each of its processes was in the stage, by lane, in nanoseconds.
+        leader: Lane of the process that was furthest along.
+        lead_ns: By how much it was longer there than the median of the others.
+        imbalance: Longest duration over the mean of all.
+        doubt: Why the leader may not be the cause.
+    """
+
+    role: str
+    durations: dict[str, int]
+    leader: str
+    lead_ns: int
+    imbalance: float
+    doubt: Doubt
+
+
+class Advance(NamedTuple):
+    """What one stage did to the frontier of some processes."""
+
+    name: str
+    front_ns: int
+    standing: Standing
+
+
+class Way(NamedTuple):
+    """The stages that one process went through, in order."""
+
+    lane: str
+    durations: dict[str, int]
+
+
+def own_time(stages: Sequence[StageUse]) -> dict[str, int]:
+    """Return how long a process was in each stage and in none that began before it.
+
+    Stages of several tasks or threads can run at once; when exactly is known of those that ran once.
+    """
+    if len(stages) < 2:
+        return {stage.name: max(0, stage.duration_ns) for stage in stages}
+    durations: dict[str, int] = {}
+    busy_until_ns: int | None = None
+    for stage in sorted(stages, key=lambda stage: stage.begin_ns):
+        duration_ns = max(0, stage.duration_ns)
+        if stage.runs == 1 and stage.begin_ns:
+            end_ns = stage.begin_ns + duration_ns
+            if busy_until_ns is not None and busy_until_ns > stage.begin_ns:
+                duration_ns = max(0, end_ns - busy_until_ns)
+            busy_until_ns = end_ns if busy_until_ns is None else max(busy_until_ns, end_ns)
+        durations[stage.name] = durations.get(stage.name, 0) + duration_ns
+    return durations
+
+
+def frontier(role: str, ways: Sequence[Way]) -> list[Advance]:
+    """Return how the furthest of some processes moves from stage to stage, and who it is."""
+    order = _merged([tuple(way.durations) for way in ways])
+    conflicts = _conflicts(order, {tuple(way.durations) for way in ways})
+    reached = [0] * len(ways)
+    front_ns = 0
+    moved_by: list[str] = []
+    found = []
+    for name in order:
+        durations = [way.durations.get(name, 0) for way in ways]
+        reached = [before + here for before, here in zip(reached, durations, strict=True)]
+        before_ns, front_ns = front_ns, max(reached)
+        tolerance_ns = TIED * max(durations)
+        near = [at for at, far in enumerate(reached) if front_ns - far <= tolerance_ns]
+        leader = max(near, key=durations.__getitem__)
+        doubt: Doubt = ""
+        if len(ways) == 1:
+            doubt = "one process"
+        elif name in conflicts:
+            doubt = "other order"
+        elif len(near) > 1:
+            doubt = "evened out" if len(near) == len(ways) else "tied"
+        elif not all(stage in ways[leader].durations for stage in moved_by):
+            doubt = "other order"
+        if front_ns > before_ns:
+            moved_by.append(name)
+        others = durations[:leader] + durations[leader + 1 :]
+        mean_ns = sum(durations) / len(durations)
+        standing = Standing(
+            role=role,
+            durations={way.lane: here for way, here in zip(ways, durations, strict=True)},
+            leader=ways[leader].lane,
+            lead_ns=max(0, durations[leader] - _median(others)) if others else 0,
+            imbalance=max(durations) / mean_ns if mean_ns else 1.0,
+            doubt=doubt,
+        )
+        found.append(Advance(name, front_ns, standing))
+    return found
+
+
+def _merged(ways: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return one order of all stages: the most frequent one, and before its stages what only others ran."""
+    order: list[str] = []
+    for way, _ in Counter(ways).most_common():
+        at = len(order)
+        for name in reversed(way):
+            if name in order:
+                at = order.index(name)
+            else:
+                order.insert(at, name)
+    return order
+
+
+def _conflicts(order: Sequence[str], ways: Iterable[tuple[str, ...]]) -> set[str]:
+    """Return the stages before which a process ran others than the order says."""
+    place = {name: at for at, name in enumerate(order)}
+    found = set()
+    for way in ways:
+        places = [place[name] for name in way]
+        furthest = -1
+        for name, own, sorted_place in zip(way, places, sorted(places), strict=True):
+            furthest = max(furthest, own)
+            if own != sorted_place or own != furthest:
+                found.add(name)
+    return found
+
+
+def _median(values: Sequence[int]) -> int:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) // 2

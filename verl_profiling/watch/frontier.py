@@ -1,0 +1,86 @@
+"""Where a step's time went: exposed time, stage by stage, and who led in each.
+
+The method is that of StageFrontier (arXiv 2606.06751): how far each rank is after each stage, by its own
+durations; the rank that is furthest along; and by how much each stage moved that. Where the loop is one
+process that calls workers, each of its stages is refined by what they did inside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from verl_profiling.step_account import ExposedStage, RankUse, StepAccount
+from verl_profiling.watch.advance import Advance, Standing, Way, frontier, own_time
+from verl_profiling.watch.roles import working_in
+
+__all__ = ["exposed", "standings"]
+
+
+def exposed(account: StepAccount) -> list[ExposedStage]:
+    """Return where a step's time went, in order of the loop's stages; the last row lies in no stage.
+
+    ``C_r(s)`` is how far process ``r`` of the loop is after stage ``s``, ``F(s)`` the largest of them, and
+    the exposed time ``F(s) - F(s-1)``. A frontier beyond the end of the step is cut off there, so the rows
+    add up to the step to the nanosecond, whatever the account holds.
+    """
+    duration_ns = max(0, account.duration_ns)
+    advances = _advances(account.loop)
+    standing_in = _standings(account, advances)
+    rows: list[ExposedStage] = []
+    before_ns = 0
+    for advance in advances:
+        front_ns = min(advance.front_ns, duration_ns)
+        first = standing_in[advance.name][0]
+        rows.append(
+            ExposedStage(
+                name=advance.name,
+                exposed_ns=front_ns - before_ns,
+                role=first.role,
+                leader=first.leader,
+                lead_ns=first.lead_ns,
+                imbalance=first.imbalance,
+                doubt=first.doubt,
+            )
+        )
+        before_ns = front_ns
+    if before_ns < duration_ns:
+        role = account.loop[0].role if account.loop else "controller"
+        rows.append(ExposedStage(name="", exposed_ns=duration_ns - before_ns, role=role))
+    return rows
+
+
+def standings(account: StepAccount) -> dict[str, list[Standing]]:
+    """Return, for each stage of the loop, how those who worked in it stand; whom its row names, first."""
+    return _standings(account, _advances(account.loop))
+
+
+def _standings(account: StepAccount, advances: Iterable[Advance]) -> dict[str, list[Standing]]:
+    found = {advance.name: [advance.standing] for advance in advances}
+    if len(account.loop) != 1:
+        return found
+    if not account.workers:
+        return {name: [own._replace(doubt="not read")] for name, [own] in found.items()}
+    working = working_in(account.loop[0].stages, account.workers)
+    for name, [own] in found.items():
+        if name in working:
+            first, *others = working[name]
+            doubt = own.doubt if own.doubt == "overlapped" else first.doubt
+            found[name] = [first._replace(doubt=doubt), *others]
+    return found
+
+
+def _advances(uses: Sequence[RankUse]) -> list[Advance]:
+    """Return what each stage of some processes did to their frontier."""
+    ways = [Way(use.lane, own_time(use.stages)) for use in uses]
+    covered = {
+        stage.name
+        for use, way in zip(uses, ways, strict=True)
+        for stage in use.stages
+        if way.durations[stage.name] < stage.duration_ns
+    }
+    return [
+        advance._replace(standing=advance.standing._replace(doubt="overlapped"))
+        if advance.name in covered
+        else advance
+        for advance in frontier(uses[0].role if uses else "", ways)
+    ]

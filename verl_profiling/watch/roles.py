@@ -1,0 +1,117 @@
+"""Which role worked in a stage of a loop that calls workers, and how its processes stand to each other."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from verl_profiling.step_account import Doubt, RankUse, StageUse
+from verl_profiling.watch.advance import TIED, Standing, Way, frontier, own_time
+
+__all__ = ["working_in"]
+
+
+def working_in(stages: Sequence[StageUse], workers: Sequence[RankUse]) -> dict[str, list[Standing]]:
+    """Return who worked in each stage of the loop; of several roles first the one that it waited for.
+
+    Args:
+        stages: The stages of the loop.
+        workers: The processes that it called, as far as they were read.
+    """
+    roles: dict[str, list[RankUse]] = {}
+    for use in workers:
+        roles.setdefault(use.role, []).append(use)
+    by_name = {stage.name: stage for stage in stages}
+    found = {}
+    for name, parts in _inside(stages, workers).items():
+        works = [_work(by_name[name], role, uses, parts) for role, uses in roles.items()]
+        found[name] = _by_weight(by_name[name], [work for work in works if work is not None])
+    return found
+
+
+def _inside(stages: Sequence[StageUse], workers: Iterable[RankUse]) -> dict[str, dict[str, list[StageUse]]]:
+    """Return the workers' stages whose middle lies in a stage of the loop, by its name and their lane.
+
+    Of a stage that ran several times only the begin of the first run is known: its middle is taken to be
+    that of a run of mean length, and a stage of the loop may have it from its begin on. A stage without a
+    time belongs to the stage of its own name.
+    """
+    in_order = sorted(stages, key=lambda stage: stage.begin_ns)
+    begins = [stage.begin_ns for stage in in_order]
+    names = {stage.name for stage in stages}
+    found: dict[str, dict[str, list[StageUse]]] = {}
+    for use in workers:
+        for part in use.stages:
+            home = _home(part, in_order, begins) if part.begin_ns else part.name
+            if home in names:
+                found.setdefault(home, {}).setdefault(use.lane, []).append(part)
+    return found
+
+
+def _home(part: StageUse, stages: Sequence[StageUse], begins: Sequence[int]) -> str | None:
+    middle_ns = part.begin_ns + max(0, part.duration_ns) // (2 * max(1, part.runs))
+    perhaps = None
+    for at in range(bisect_right(begins, middle_ns) - 1, -1, -1):
+        stage = stages[at]
+        if stage.runs > 1:
+            perhaps = perhaps or stage.name
+        elif middle_ns < stage.begin_ns + stage.duration_ns:
+            return stage.name
+    return perhaps
+
+
+class _Work(NamedTuple):
+    """What one role did inside one stage of the loop."""
+
+    standing: Standing
+    busy_ns: int
+    begin_ns: int
+    end_ns: int
+
+
+def _work(
+    stage: StageUse, role: str, uses: Sequence[RankUse], parts: dict[str, list[StageUse]]
+) -> _Work | None:
+    """Return what a role did inside a stage; the leader is that of the part in which one led by most."""
+    known = [part for use in uses for part in parts.get(use.lane, ())]
+    if not known:
+        return None
+    ways = [Way(use.lane, own_time(parts.get(use.lane, ()))) for use in uses]
+    standing = max(
+        (advance.standing for advance in frontier(role, ways)),
+        key=lambda standing: (standing.lead_ns, max(standing.durations.values())),
+    )
+    totals = {way.lane: sum(way.durations.values()) for way in ways}
+    once = all(part.runs == 1 and part.begin_ns for part in known)
+    return _Work(
+        standing=standing._replace(durations=totals),
+        busy_ns=max(totals.values()),
+        begin_ns=min(part.begin_ns for part in known) if once else stage.begin_ns,
+        end_ns=max(part.begin_ns + part.duration_ns for part in known)
+        if once
+        else stage.begin_ns + stage.duration_ns,
+    )
+
+
+def _by_weight(stage: StageUse, works: list[_Work]) -> list[Standing]:
+    """Return who worked in a stage of the loop, first the role that it waited for.
+
+    A role that went on after the stage was not waited for. Of the others it is the one that was busy
+    longest, or, of those that worked beside that one, the one that ended last.
+    """
+    slack_ns = int(TIED * max(0, stage.duration_ns))
+    end_ns = stage.begin_ns + stage.duration_ns + slack_ns
+    awaited = [work for work in works if work.end_ns <= end_ns] or works
+    first = max(awaited, key=lambda work: work.busy_ns)
+    beside = [
+        work
+        for work in awaited
+        if work is not first
+        and min(work.end_ns, first.end_ns) - max(work.begin_ns, first.begin_ns) > slack_ns
+    ]
+    if beside:
+        first = max([first, *beside], key=lambda work: work.end_ns)
+    doubt: Doubt = "overlapped" if beside else first.standing.doubt
+    others = sorted((work for work in works if work is not first), key=lambda work: -work.busy_ns)
+    return [first.standing._replace(doubt=doubt), *(work.standing for work in others)]
