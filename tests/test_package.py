@@ -27,7 +27,7 @@ HEAVY = (
 
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
-    ("errors", "clock", "devices", "termination", "trigger", "units"),
+    ("errors", "clock", "devices", "termination", "aim", "trigger", "units"),
     ("named_files", "visible"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
@@ -50,7 +50,7 @@ TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
     *("errors", "clock", "devices", "units", "named_files", "visible", "identity", "ranks"),
-    *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_account", "trigger"),
+    *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_account", "aim", "trigger"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.

@@ -92,7 +92,7 @@ def plan_of(config: ProfilingConfig, steps: int | None = None) -> Plan:
     roles = [_role(config, role) for role in _roles(config)]
     settings = config.to_dict()
     return Plan(
-        captures_something=bool(captures) and any(role.captured for role in roles),
+        captures_something=(bool(captures) or schedule.steps == ()) and any(role.captured for role in roles),
         settings=settings,
         changed=dict(_changed(settings, ProfilingConfig().to_dict())),
         schedule=schedule.in_words(),

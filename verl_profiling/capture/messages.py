@@ -7,12 +7,13 @@ from typing import Literal
 import msgspec
 
 from verl_profiling.afterwards.uploads import Upload
+from verl_profiling.aim import Aim
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 
-__all__ = ["CaptureRequest", "Finished", "StartReply", "StopReply"]
+__all__ = ["Aim", "CaptureRequest", "Finished", "StartReply", "StopReply"]
 
-StartStatus = Literal["recording", "armed", "joined", "skipped"]
+StartStatus = Literal["recording", "armed", "joined", "skipped", "refused"]
 
 
 class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +33,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         loop: The process of the loop; a capture ends when it is seen to be gone.
         roles: Under which roles the callback knows the worker, the first one first.
         workers: How many workers are asked in all.
+        aim: What this capture does differently from the settings.
     """
 
     capture_id: str
@@ -47,6 +49,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     loop: ProcessId | None = None
     roles: list[str] = []
     workers: int = 1
+    aim: Aim | None = None
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -62,8 +65,9 @@ class StartReply(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         identity: The worker; its ``pid`` tells the callback which names share a process.
         status: ``recording``, ``armed`` (waits for a stage), ``joined`` (a colocated role
-            started this capture already) or ``skipped`` (not selected, or switched off).
-        reason: Why it was skipped.
+            started this capture already), ``skipped`` (not selected, or switched off) or ``refused`` (what
+            the capture is aimed at cannot be had in this process).
+        reason: Why it was skipped or refused.
         expected: The artifacts that will exist if all goes well, as far as they are known now.
         process: The process that answered.
         finished: Artifacts of earlier captures that were finished since the last answer.

@@ -13,6 +13,7 @@ from verl_profiling.manifest import Artifact, CaptureResult
 
 __all__ = [
     "another_is_open",
+    "cannot_be_had",
     "not_set_up",
     "nothing_to_stop",
     "skipped",
@@ -63,6 +64,12 @@ def skipped(identity: WorkerIdentity, reason: str, capture_id: str | None = None
 def switched_off(identity: WorkerIdentity) -> str:
     """Return why a worker takes no part whose own settings say that it should not."""
     return f"switched off for role {identity.role} in the settings that init_capture was given"
+
+
+def cannot_be_had(request: CaptureRequest, problem: object) -> str:
+    """Return why a worker refuses a capture that is aimed at something that it does not have."""
+    aim = request.aim.in_words() if request.aim is not None else ""
+    return f"asked for {aim}, which this process cannot: {problem}"
 
 
 def nothing_to_stop(

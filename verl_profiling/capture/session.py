@@ -20,11 +20,12 @@ from verl_profiling import clock, termination
 from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.capture import HANDOVER_S, Capture
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
+from verl_profiling.capture.messages import Aim, CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.capture.orphan import LOOK_S, OrphanWatch, is_orphan, leave_result
 from verl_profiling.capture.prediction import Predictions
 from verl_profiling.capture.replies import (
     another_is_open,
+    cannot_be_had,
     not_set_up,
     nothing_to_stop,
     start_reply,
@@ -33,9 +34,11 @@ from verl_profiling.capture.replies import (
 )
 from verl_profiling.capture.stage import Stage, StageSink
 from verl_profiling.capture.states import State
+from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
+from verl_profiling.tools import Tool
 
 __all__ = ["Session", "process_session", "stage"]
 
@@ -58,7 +61,8 @@ class Session:
         self._capture: Capture | None = None
         self._watch: OrphanWatch | None = None
         self._last: CaptureResult | None = None
-        self._roles: dict[str, RoleConfig] = {}
+        self._configs: dict[str, ProfilingConfig] = {}
+        self._prepared: set[Tool] = set()
         self._lock = threading.RLock()
         self._finisher = Finisher()
         self._hooks = FinishHooks({})
@@ -79,17 +83,16 @@ class Session:
         """
         role = config.for_role(identity.role)
         with self._lock:
-            if not self._roles:
+            if not self._configs:
                 atexit.register(self.leave)
                 if multiprocessing.parent_process() is not None:  # forked, it runs no others
                     multiprocessing.util.Finalize(None, self.leave, exitpriority=100)
                 self._hooks = FinishHooks(config.after)
-            self._roles[identity.name] = role
+            self._configs[identity.name] = config
             self._finish_s = max(self._finish_s, config.timeouts.finish_s)
             self._handover_s = min(self._handover_s, config.timeouts.stop_s / 2)
         if role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
-            for tool in role.tools:
-                tool.prepare()
+            self._prepare(role)
 
     def start(self, request: CaptureRequest, identity: WorkerIdentity) -> StartReply:
         """Start the capture that ``request`` describes, or join it if it runs already.
@@ -100,11 +103,15 @@ class Session:
         """
         received_ns = clock.now_ns()
         with self._lock:
-            role = self._roles.get(identity.name)
-            if role is None:
+            if identity.name not in self._configs:
                 raise not_set_up(request, identity, "")
+            try:
+                role = self._role(identity, request.aim)
+            except ConfigError as error:
+                return self._reply(identity, "refused", received_ns, reason=cannot_be_had(request, error))
             if not role.enable:
-                return self._reply(identity, "skipped", received_ns, reason=switched_off(identity))
+                reason = switched_off(identity) if request.aim is None else "not asked for"
+                return self._reply(identity, "skipped", received_ns, reason=reason)
             if not role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
                 self._hooks.begun(request, identity, recorded=False)
                 return self._reply(identity, "skipped", received_ns, reason="not selected")
@@ -112,6 +119,11 @@ class Session:
                 self._rescue(self._capture)
             if self._capture is not None:
                 return self._join(self._capture, request, identity, received_ns)
+            if request.aim is not None:
+                try:
+                    self._prepare(role)
+                except ToolUnavailableError as error:
+                    return self._reply(identity, "refused", received_ns, reason=cannot_be_had(request, error))
             capture = Capture(request, role, identity, self._finisher, self._predictions, self._handover_s)
             expected = capture.open()
             self._capture = capture
@@ -180,6 +192,15 @@ class Session:
             )
         self._hooks.drain(self._finish_s)
 
+    def _role(self, identity: WorkerIdentity, aim: Aim | None) -> RoleConfig:
+        return self._configs[identity.name].for_role(identity.role, aim)
+
+    def _prepare(self, role: RoleConfig) -> None:
+        for tool in role.tools:
+            if tool not in self._prepared:
+                tool.prepare()
+                self._prepared.add(tool)
+
     def _rescue(self, capture: Capture) -> bool:
         """Close a capture whose loop is gone; return whether that was possible, or had been done."""
         if self._capture is not capture:
@@ -213,7 +234,8 @@ class Session:
         self._hooks.begun(request, identity)
         if identity.role not in capture.roles:
             capture.roles.append(identity.role)
-            if unused := _differences(self._roles[identity.name], self._roles[capture.identity.name]):
+            own, used = (self._role(who, request.aim) for who in (identity, capture.identity))
+            if unused := _differences(own, used):
                 capture.notes.append(
                     f"role {identity.role} is recorded as {capture.identity.name}, whose process it shares, "
                     f"with the settings of role {capture.identity.role}: its own {unused} is not used"

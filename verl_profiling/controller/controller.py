@@ -19,9 +19,10 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.afterwards.hooks import FinishHooks
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.messages import Aim, CaptureRequest
 from verl_profiling.capture.stage import SpanLog
 from verl_profiling.controller.calls import Round, Waiting
+from verl_profiling.controller.decision import Decision, Decisions
 from verl_profiling.controller.ending import LoopEnding
 from verl_profiling.controller.late_answers import DYING_S, OverdueStops
 from verl_profiling.controller.loop_metrics import finite_numbers
@@ -67,6 +68,10 @@ class Controller:
         self._late = OverdueStops(self._folders)
         self._retention = Retention(config.limits)
         self._refused: tuple[int, str] | None = None
+        self._scheduled = config.schedule.action
+        self.decisions = Decisions(config.schedule)
+        self._decision: Decision | None = None
+        self._watching = config.watch.enable
         self._hooks = FinishHooks(config.after)
         self._peers: Alone | None = None
         self._identity = WorkerIdentity(role="controller")
@@ -97,11 +102,21 @@ class Controller:
             number = index(step)
         except TypeError:
             raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
-        action = self.config.schedule.action(number)
-        self.order.step_begins(number, action is Action.RECORD)
+        action = self._scheduled(number)
+        records = action is Action.RECORD
+        if self._watching or action is not Action.OFF:
+            records |= self._decide(number)
+        self.order.step_begins(number, records)
         if self._left is not None:
             self._follow_no_more()
-        return self.live is not None or action is not Action.OFF
+        return self.live is not None or self._decision is not None
+
+    def _decide(self, step: int) -> bool:
+        """Decide on a step, unless the open capture goes on in it; return whether it is recorded."""
+        live = self.live
+        goes_on = live is not None and live.step.step < step <= live.step_range.last
+        self._decision = decision = None if goes_on else self.decisions.at(step)
+        return decision is not None and decision.step_range.action is Action.RECORD
 
     def check_selection(self, capturing: bool = False) -> None:
         """Warn of roles in the settings that no worker has; once a step is captured, of no workers at all."""
@@ -135,13 +150,13 @@ class Controller:
             logger.warning("step %d begins while step %d is being captured; closing it", step, live.step.step)
             yield from self.close(complete=False, why=f"step {step} began before this one had ended")
             self._follow_no_more()
-        step_range = self.config.schedule.step_range(step)
-        if step_range is None:
+        decision, self._decision = self._decision, None
+        if decision is None:
             return
         self.check_selection(capturing=True)
         outside = Outside()
         with outside.spans.during(CAPTURE_START):
-            live = yield from self._open(step_range, step, policy_version, outside)
+            live = yield from self._open(decision, step, policy_version, outside)
             if live is None:
                 return
             self._set_live(live)
@@ -164,7 +179,10 @@ class Controller:
             return
         live.end_rollout()
         yield from self._close_rollout_window(live)
-        if any(self._roster.has_windows(target) for target in self._roster.driven):
+        if any(
+            self._roster.has_windows(target, live.request.aim)
+            for target in self._roster.driven(live.request.aim)
+        ):
             live.rollout_request = msgspec.structs.replace(next(live.rollout_requests), step=live.step.step)
             yield from self._rounds.start(live, live.rollout_request)
         if not beside:
@@ -254,7 +272,7 @@ class Controller:
         if live.outside.folder is not None:
             self._left, self.sink = live.outside, live.outside.spans
         failed = [worker for worker in manifest.workers if worker.status not in ("ok", "skipped")]
-        if failed and self.config.strict:
+        if failed and self.config.strict and live.trigger.kind == "schedule":
             raise ProfilingError(
                 f"step {live.request.step}: {failed[0].name} {failed[0].status}: {failed[0].reason}"
             )
@@ -327,13 +345,15 @@ class Controller:
         self._folders.leave()
 
     def _open(
-        self, step_range: StepRange, step: int, policy_version: int | None, outside: Outside
+        self, decision: Decision, step: int, policy_version: int | None, outside: Outside
     ) -> Generator[Round, None, OpenCapture | None]:
         policy_version, notes = _version(policy_version)
+        step_range, aim = decision.step_range, decision.aim
         keep = step_range.action is Action.RECORD
 
         def make_request() -> CaptureRequest | None:
-            if keep and self._refuses(step):
+            if keep and (why := self._refuses(step)):
+                self.decisions.refused(decision, why)
                 return None
             folder = self._folders.make(step) if keep else self._folders.path(step)
             return CaptureRequest(
@@ -343,10 +363,11 @@ class Controller:
                 folder=str(folder),
                 policy_version=policy_version,
                 keep=keep,
-                workers=self._workers(),
+                workers=self._workers(aim),
                 last=self._is_last(step_range),
                 upload=remote.upload_of(folder) if (remote := self._folders.run.remote) else None,
                 loop=ProcessId.current(),
+                aim=aim,
             )
 
         self._peers = self._peers or find_peers(self.config, self._roster.targets, self._folders)
@@ -360,12 +381,13 @@ class Controller:
             )
             for number in count(1)
         )
-        participants = Participants(self.config, self._roster.known)
+        participants = Participants(self.config, self._roster.known, request.aim)
         if keep and self._peers.writes:
             self._hooks.begun(request, self._identity)
             participants.notes += self._folders.notes_on(folder, step)
         return OpenCapture(
             step_range,
+            decision.trigger,
             request,
             folder,
             participants,
@@ -375,13 +397,13 @@ class Controller:
             notes=notes,
         )
 
-    def _workers(self) -> int:
+    def _workers(self, aim: Aim | None) -> int:
         """Return how many workers are asked, those of other ranks included."""
-        own = sum(target.size for target in self._roster.driven)
+        own = sum(target.size for target in self._roster.driven(aim))
         return max(1, own * (self._peers.processes if self._peers is not None else 1))
 
-    def _refuses(self, step: int) -> bool:
-        """Return whether the limits leave no room for a capture; said when it begins to be so."""
+    def _refuses(self, step: int) -> str:
+        """Return why the limits leave no room for a capture; said when it begins to be so."""
         why = self._retention.refusal(self._folders.run, self._unfinished())
         before, self._refused = self._refused, None
         if why:
@@ -390,7 +412,7 @@ class Controller:
                 logger.warning("step %d is not captured, nor are others until there is room: %s", step, why)
         elif before is not None:
             self._notes.append(f"from step {before[0]} on nothing was captured until now: {before[1]}")
-        return bool(why)
+        return why
 
     def _written(self, live: OpenCapture, manifest: Manifest) -> Manifest:
         """Write a manifest, and remove the captures that it takes the place of; return it."""
@@ -419,7 +441,9 @@ class Controller:
         """Write what is expected, so that the folder explains itself whatever becomes of this process."""
         if live.request.keep and self._peers is not None and self._peers.writes:
             manifest = live.manifest(self._identity, live.steps[0].begin_ns, [*self.run_notes, *self._notes])
-            workers = self._peers.expected(live.participants.expected(live.request, self._roster.driven))
+            workers = self._peers.expected(
+                live.participants.expected(live.request, self._roster.driven(live.request.aim))
+            )
             self._folders.begin(live.folder, msgspec.structs.replace(manifest, workers=workers))
 
     def _close_rollout_window(self, live: OpenCapture) -> Iterator[Round]:
@@ -443,7 +467,7 @@ class Controller:
             record.train_ends(*steps, never_came)
 
     def _is_last(self, step_range: StepRange) -> bool:
-        last_step = self.config.schedule.last_step()
+        last_step = None if self._watching else self.config.schedule.last_step()
         return last_step is not None and step_range.last >= last_step
 
 

@@ -17,6 +17,7 @@ from verl_profiling.controller.participants import Participants
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest, StepSpan
 from verl_profiling.settings.schedule import StepRange
+from verl_profiling.trigger import Trigger
 
 __all__ = ["ROLLOUT", "OpenCapture", "OpenStep"]
 
@@ -41,6 +42,7 @@ class OpenCapture:
 
     Attributes:
         step_range: The steps that it covers.
+        trigger: Who asked for it.
         request: What the workers were asked for.
         folder: Its step folder.
         participants: What every worker answered.
@@ -56,6 +58,7 @@ class OpenCapture:
     """
 
     step_range: StepRange
+    trigger: Trigger
     request: CaptureRequest
     folder: Path
     participants: Participants
@@ -106,6 +109,7 @@ class OpenCapture:
             rpcs=list(self.participants.rpcs),
             clocks=self.participants.clocks(),
             metrics=dict(self.metrics),
+            trigger=self.trigger,
             notes=[*notes, *self.notes, *self.participants.notes, *self.spans.notes()],
         )
 

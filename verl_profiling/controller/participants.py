@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest, Finished, StartReply, StopReply
+from verl_profiling.capture.messages import Aim, CaptureRequest, Finished, StartReply, StopReply
 from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.calls import Call, Round, Target, Worker
 from verl_profiling.controller.leftovers import take_up
@@ -50,6 +50,7 @@ class Participants:
     Args:
         config: The settings.
         known: Identity of each worker, from its answers; kept from capture to capture.
+        aim: What the capture does differently.
 
     Attributes:
         rpcs: All calls made.
@@ -57,11 +58,14 @@ class Participants:
         notes: Notes for the user.
     """
 
-    def __init__(self, config: ProfilingConfig, known: dict[Worker, WorkerIdentity]) -> None:
+    def __init__(
+        self, config: ProfilingConfig, known: dict[Worker, WorkerIdentity], aim: Aim | None = None
+    ) -> None:
         self.rpcs: list[Rpc] = []
         self.finished: list[Finished] = []
         self.notes: list[str] = []
         self._config = config
+        self._aim = aim
         self._known = known
         self._all: dict[Worker, _Participant] = {}
         self._opening: dict[str, list[Handshake]] = {}
@@ -84,6 +88,8 @@ class Participants:
             entry.started = entry.recorder = reply
             if reply is None:
                 entry.results.append(self._failed(entry, request, call.problem(round.timeout_s), call.target))
+            elif reply.status == "refused":
+                entry.results.append(self._refused(entry, request, reply.reason, call.target))
         self._note_twins()
         self._note_idle_roles(round)
 
@@ -101,7 +107,7 @@ class Participants:
             reply = self._reply(call, StopReply)
             if reply is not None:
                 self._shake(self._closing, call, entry.identity, reply)
-                if entry.started.status == "skipped":
+                if entry.started.status in ("skipped", "refused"):
                     pass
                 elif reply.process != entry.started.process:
                     reason = (
@@ -116,7 +122,8 @@ class Participants:
                 gone = self._is_gone(call)
                 reason = call.problem(round.timeout_s)
                 entry.results.append(self._failed(entry, request, reason, call.target, gone=gone))
-                if entry.started.status != "skipped" and (not call.future.done() or self.is_ending(call)):
+                recorded = entry.started.status not in ("skipped", "refused")
+                if recorded and (not call.future.done() or self.is_ending(call)):
                     overdue.append(call)
             entry.started = None
         return overdue
@@ -261,16 +268,23 @@ class Participants:
         result = self._lost(entry, request, reason, target)
         if not gone or not request.keep:
             return result
-        tools = self._config.for_role(target.roles[0]).tools
+        tools = self._config.for_role(target.roles[0], self._aim).tools
         left = take_up(Path(request.folder), entry.identity.lane(), tools, result.artifacts)
         return msgspec.structs.replace(
             result, artifacts=[msgspec.structs.replace(artifact, step=request.step) for artifact in left]
         )
 
+    def _refused(
+        self, entry: _Participant, request: CaptureRequest, reason: str, target: Target
+    ) -> CaptureResult:
+        """Return the result of a worker that cannot record what the capture is aimed at."""
+        logger.warning("step %d: %s is not captured: %s", request.step, entry.identity, reason)
+        return msgspec.structs.replace(self._lost(entry, request, reason, target), status="skipped")
+
     def _lost(
         self, entry: _Participant, request: CaptureRequest, reason: str, target: Target
     ) -> CaptureResult:
-        role = self._config.for_role(target.roles[0])
+        role = self._config.for_role(target.roles[0], self._aim)
         expected = entry.recorder.expected if entry.recorder is not None else ()
         return CaptureResult(
             identity=entry.identity,

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.messages import Aim, CaptureRequest
 from verl_profiling.controller.calls import Call, Round, Target, Worker
 from verl_profiling.controller.targets import make_targets
 from verl_profiling.errors import ConfigError, choices_hint
@@ -64,14 +64,13 @@ class Roster:
         """The roles that have workers, each once."""
         return list(dict.fromkeys(role for target in self.targets for role in target.roles))
 
-    @property
-    def driven(self) -> list[Target]:
-        """Those of which a role is switched on."""
-        return [t for t in self.targets if any(self._config.for_role(role).enable for role in t.roles)]
+    def driven(self, aim: Aim | None) -> list[Target]:
+        """Return those of which a role is switched on, in a capture with this aim."""
+        return [t for t in self.targets if any(self._config.for_role(role, aim).enable for role in t.roles)]
 
-    def has_windows(self, target: Target) -> bool:
+    def has_windows(self, target: Target, aim: Aim | None) -> bool:
         """Return whether it is recorded from the begin of a rollout to its end, not for the whole step."""
-        return target.is_rollout and self._config.for_role(target.roles[0]).mode == "discrete"
+        return target.is_rollout and self._config.for_role(target.roles[0], aim).mode == "discrete"
 
     def runs_hooks(self, target: Target) -> bool:
         """Return whether a hook of the settings runs on it."""

@@ -30,7 +30,7 @@ class Rounds:
 
     def start(self, live: OpenCapture, request: CaptureRequest) -> Iterator[Round]:
         """Start what a request is for: the engines of a rollout window, or all others that are driven."""
-        targets = self._concerned(request, self._roster.driven)
+        targets = self._concerned(request, self._roster.driven(request.aim))
         round_ = Round(self._roster.send(targets, "start_capture", request), self._timeouts.start_s)
         live.participants.take_calls(round_)
         yield round_
@@ -56,7 +56,7 @@ class Rounds:
 
     def _concerned(self, request: CaptureRequest, targets: Iterable[Target]) -> list[Target]:
         windowed = request.stage is not None
-        return [target for target in targets if self._roster.has_windows(target) is windowed]
+        return [target for target in targets if self._roster.has_windows(target, request.aim) is windowed]
 
     def _shake_hands(
         self, live: OpenCapture, method: str, argument: CaptureRequest | str, targets: Iterable[Target]

@@ -67,11 +67,14 @@ def make_recorder(
             "for an engine of your own, requests=RequestLog()"
         )
     tool: EngineTool | None = None
+    elsewhere = ""
     adapter: EngineAdapter | None = None
     if package == "vllm" and not records_in_process(engine):
+        elsewhere = VLLMAdapter.name
         if (tool := engine_tool(settings, VLLMAdapter.name, RANGE_APIS)) is not None:
             adapter = VLLMAdapter(engine, config, identity, tool)
     elif package == "sglang":
+        elsewhere = SGLangAdapter.name
         tool = engine_tool(settings, SGLangAdapter.name)
         if tool is not None and not isinstance(tool, RangeTool):
             adapter = SGLangAdapter(engine, config, identity, tool)
@@ -80,7 +83,7 @@ def make_recorder(
     if requests is None:
         _watch(engine, package, log, identity)
     if adapter is None or tool is None:
-        return SessionRecorder(config, identity, log), identity
+        return SessionRecorder(config, identity, log, elsewhere), identity
     check_device(tool, adapter, role)
     identity = WorkerIdentity(
         role=role,

@@ -14,10 +14,11 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.capture.replies import start_reply
+from verl_profiling.capture.replies import cannot_be_had, start_reply
 from verl_profiling.capture.session import process_session
 from verl_profiling.engines.recorder import Recorder
 from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Request
 from verl_profiling.settings.config import ProfilingConfig
@@ -32,9 +33,14 @@ class SessionRecorder(Recorder):
         config: All settings.
         identity: The replica.
         requests: The log of its requests.
+        elsewhere: Name of the engine, if it computes in other processes, of which nothing is recorded.
     """
 
-    def __init__(self, config: ProfilingConfig, identity: WorkerIdentity, requests: RequestLog) -> None:
+    def __init__(
+        self, config: ProfilingConfig, identity: WorkerIdentity, requests: RequestLog, elsewhere: str = ""
+    ) -> None:
+        self._config = config
+        self._elsewhere = elsewhere
         self._identity = identity
         self._requests = requests
         self._capture_id = ""
@@ -46,12 +52,26 @@ class SessionRecorder(Recorder):
         if request.stage is not None and not self._open and process_session().sink is not None:
             reason = f"another role of this process records by stage: mark this with stage({request.stage!r})"
             return start_reply(self._identity, "skipped", clock.now_ns(), reason=reason)
+        if why := self._refusal(request):
+            return start_reply(self._identity, "refused", clock.now_ns(), reason=why)
         reply = process_session().start(request, self._identity)
         self._open = reply.status in ("recording", "joined")
         if self._open and self._capture_id != request.capture_id:
             self._capture_id, self._noted = request.capture_id, None
             self._requests.begin(request.policy_version)
         return reply
+
+    def _refusal(self, request: CaptureRequest) -> str:
+        """Return why a capture cannot be had that is aimed at the processes of an engine."""
+        if not self._elsewhere or request.aim is None:
+            return ""
+        try:
+            role = self._config.for_role(self._identity.role, request.aim)
+        except ConfigError as error:
+            return cannot_be_had(request, error)
+        if not (role.enable and any(tool.suffix for tool in role.tools)):
+            return ""
+        return cannot_be_had(request, f"{self._elsewhere} was started to be recorded without a trace")
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         reply = process_session().stop(capture_id)

@@ -23,14 +23,20 @@ from verl_profiling.capture.artifact_size import ByteBudget
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.cost import CostMeter
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
-from verl_profiling.capture.replies import another_is_open, nothing_to_stop, start_reply, stop_reply
+from verl_profiling.capture.replies import (
+    another_is_open,
+    cannot_be_had,
+    nothing_to_stop,
+    start_reply,
+    stop_reply,
+)
 from verl_profiling.capture.states import ENGINE_TRANSITIONS, Event, State, StateMachine
 from verl_profiling.devices import Device
 from verl_profiling.engines.base import EngineAdapter
 from verl_profiling.engines.death import death_of, while_alive
 from verl_profiling.engines.recording import EngineRecording, RecordingMaker
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.errors import CaptureStateError
+from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, worst_fate
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
@@ -71,8 +77,9 @@ def _itself(artifact: Artifact) -> Artifact:
 class _OpenCapture:
     """One open capture: what was expected, and how far stopping is."""
 
-    def __init__(self, request: CaptureRequest, recording: EngineRecording) -> None:
+    def __init__(self, request: CaptureRequest, role: RoleConfig, recording: EngineRecording) -> None:
         self.request = request
+        self.role = role
         self.recording = recording
         self.end_ns = 0
         self.meter = CostMeter()
@@ -109,13 +116,11 @@ class EngineRecorder(Recorder):
         self._engine = engine
         self._identity = identity
         self._role = role
+        self._config = config
         self._recording = recording
         self._requests = requests
         self._rollout = config.rollout
         self._stop_s = min(config.rollout.stop_s, _SHARE_OF_TIMEOUT * config.timeouts.stop_s)
-        self._ranks = [
-            rank for rank in range(engine.ranks) if role.selects(identity.rank + rank, identity.replica)
-        ]
         self._machine = StateMachine(ENGINE_TRANSITIONS, str(identity))
         self._open_capture: _OpenCapture | None = None
         self._last: CaptureResult | None = None
@@ -125,7 +130,11 @@ class EngineRecorder(Recorder):
 
     async def start(self, request: CaptureRequest) -> StartReply:
         received_ns = clock.now_ns()
-        if not self._ranks:
+        try:
+            role = self._role_for(request)
+        except ConfigError as error:
+            return self._reply("refused", received_ns, reason=cannot_be_had(request, error))
+        if not self._ranks(role):
             self._hooks.begun(request, self._identity, recorded=False)
             return self._reply("skipped", received_ns, reason="not selected")
         async with self._starting:
@@ -141,7 +150,7 @@ class EngineRecorder(Recorder):
                     f"start_capture(step={request.step}): {self._engine.name} is still writing an earlier "
                     f"capture ({self._identity}); {_RECORD_LESS}"
                 )
-            capture = await self._open(request)
+            capture = await self._open(request, role)
             self._hooks.begun(request, self._identity)
         return self._reply("recording", received_ns, expected=capture.recording.expected)
 
@@ -169,11 +178,35 @@ class EngineRecorder(Recorder):
     def set_policy_version(self, version: int) -> None:
         self._requests.set_policy_version(version)
 
-    async def _open(self, request: CaptureRequest) -> _OpenCapture:
+    def _role_for(self, request: CaptureRequest) -> RoleConfig:
+        """Return the settings of a capture.
+
+        Raises:
+            ConfigError: It is aimed at what the engine was not started for.
+        """
+        if request.aim is None:
+            return self._role
+        role = self._config.for_role(self._role.role, request.aim)
+        own, wanted = (
+            [(tool.name, tool.options) for tool in one.tools if tool.suffix] for one in (self._role, role)
+        )
+        if role.enable and own != wanted:
+            tools = ", ".join(name for name, _ in own)
+            raise ConfigError(
+                f"roles.{role.role}.tool", f"{self._engine.name} was started to record with {tools} alone"
+            )
+        return role
+
+    def _ranks(self, role: RoleConfig) -> list[int]:
+        """Return the ranks inside the replica that are selected."""
+        who = self._identity
+        return [rank for rank in range(self._engine.ranks) if role.selects(who.rank + rank, who.replica)]
+
+    async def _open(self, request: CaptureRequest, role: RoleConfig) -> _OpenCapture:
         if request.keep:
             Path(request.folder).mkdir(parents=True, exist_ok=True)
         label = f"step{request.step}-{request.occurrence}-{clock.now_ns():x}"
-        capture = _OpenCapture(request, self._recording(request, label, self._ranks))
+        capture = _OpenCapture(request, role, self._recording(request, label, self._ranks(role)))
         try:
             with capture.meter.starting(request.stage):
                 await while_alive(self._engine, self._engine.start(label))
@@ -262,7 +295,7 @@ class EngineRecorder(Recorder):
             logger.error("%s: step %d: %s", self._identity, request.step, error)
             capture.recording.drop()
             return _failed(capture, f"{self._engine.name} recorded it, but it cannot be moved: {error}")
-        budget = ByteBudget(self._role.limits, request, len(outputs))
+        budget = ByteBudget(capture.role.limits, request, len(outputs))
         for output in outputs:
             artifact, finish = uploaded(budget.bound(output), request.folder, request.upload)
             artifacts.append(artifact)
@@ -283,7 +316,7 @@ class EngineRecorder(Recorder):
             roles=[self._identity.role],
             capture_id=capture.request.capture_id,
             step=capture.request.step,
-            mode=self._role.mode,
+            mode=capture.role.mode,
             tools=[capture.recording.tool],
             status=status,
             reason=reason,

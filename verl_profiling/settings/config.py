@@ -9,20 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from verl_profiling.aim import Aim
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.ranks import Ranks
 from verl_profiling.remote import check_url, is_url
 from verl_profiling.settings.after import AfterHook
 from verl_profiling.settings.limits import Limits
 from verl_profiling.settings.remote import RemoteOptions
+from verl_profiling.settings.role import TRAJECTORIES, Mode, RoleConfig, RoleOverride, aimed
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
-from verl_profiling.settings.selection import Chosen, Coordinates, Selection, choose
+from verl_profiling.settings.selection import Selection, choose
 from verl_profiling.settings.timeouts import Timeouts
 from verl_profiling.settings.tool_names import load_tool
 from verl_profiling.settings.typed_values import build, field_types, value_of
@@ -30,60 +31,6 @@ from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import TOOLS, Tool
 
 __all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts"]
-
-Mode = Literal["e2e", "discrete"]
-TRAJECTORIES = "trajectories"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoleOverride(Coordinates):
-    """Settings that differ for one role. ``None``: the same as for all roles.
-
-    Attributes:
-        enable: ``False`` leaves the role out.
-        tool: Name or names of the tools.
-        mode: ``e2e`` or ``discrete``.
-        ranks: As ``select.ranks``.
-        replicas: As ``select.replicas``.
-        stages: As ``select.stages``.
-        tools: Options by tool name; they replace the common options key by key.
-    """
-
-    enable: bool = True
-    tool: str | tuple[str, ...] | None = None
-    mode: Mode | None = None
-    ranks: Ranks = None
-    replicas: Ranks = None
-    stages: tuple[str, ...] | None = None
-    tools: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoleConfig:
-    """The configuration of one role: overrides applied, ranks parsed, tools built."""
-
-    role: str
-    enable: bool
-    tools: tuple[Tool, ...]
-    mode: Mode
-    chosen: Chosen
-    stages: frozenset[str] | None
-    limits: Limits = field(default_factory=Limits)
-
-    @property
-    def launched_tool(self) -> Tool | None:
-        """The chosen tool that has to start the role's processes, if there is one."""
-        return next((tool for tool in self.tools if tool.launch is not None), None)
-
-    def selects(
-        self,
-        rank: int,
-        replica: int | None = None,
-        topology: Mapping[str, int] | None = None,
-        sizes: Mapping[str, int] | None = None,
-    ) -> bool:
-        """Return whether a worker takes part in captures: see :meth:`Chosen.includes`."""
-        return self.enable and self.chosen.includes(rank, replica, topology, sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +89,12 @@ class ProfilingConfig:
         if self.run_id is not None and (not self.run_id or "\0" in self.run_id):
             problem = "holds a NUL character" if self.run_id else "is empty; leave it out, or name the run"
             raise ConfigError("run_id", problem)
+        if self.schedule.steps == () and not self.watch.enable:
+            raise ConfigError(
+                "schedule.steps",
+                "is empty, so nothing would be captured; set enable=false instead, or watch.enable=true to "
+                "capture what is asked for",
+            )
         if not self.enable:
             return
         used = {name for role in ("", *self.roles) for name in self._tool_names(role)}
@@ -196,40 +149,45 @@ class ProfilingConfig:
             return config
         return build(cls, config if config is not None else {}, "")
 
-    def for_role(self, role: str) -> RoleConfig:
+    def for_role(self, role: str, aim: Aim | None = None) -> RoleConfig:
         """Return the settings of one role, computed once.
 
+        Args:
+            role: The role.
+            aim: What one capture does differently.
+
         Raises:
-            ConfigError: The role's settings are wrong.
+            ConfigError: The role's settings are wrong, or the aim is.
         """
-        known = self._by_role.get(role)
-        return known if known is not None else self._by_role.setdefault(role, self._resolve(role))
+        known = self._by_role.get((role, aim))
+        return known if known is not None else self._by_role.setdefault((role, aim), self._resolve(role, aim))
 
     @cached_property
-    def _by_role(self) -> dict[str, RoleConfig]:
+    def _by_role(self) -> dict[tuple[str, Aim | None], RoleConfig]:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is computed: it holds tools, and one of the user's own may not be picklable."""
         return {name: getattr(self, name) for name in field_types(ProfilingConfig)}
 
-    def _resolve(self, role: str) -> RoleConfig:
-        override = self.roles.get(role, RoleOverride())
+    def _resolve(self, role: str, aim: Aim | None) -> RoleConfig:
+        override, select = self.roles.get(role, RoleOverride()), self.select
         key = f"roles.{role}." if role in self.roles else ""
         names = self._tool_names(role)
+        if aim is not None:
+            override, select = aimed(aim, role, override, select, names)
+            names = self._names_of(override, key)
         tools = tuple(self._build_tool(name, override, key) for name in names)
         for tool in tools:
             if clash := sorted(tool.conflicts.intersection(names)):
                 raise ConfigError(f"{key}tool", f"{tool.name} cannot record together with {', '.join(clash)}")
-        stages = override.stages if override.stages is not None else self.select.stages
+        stages = override.stages if override.stages is not None else select.stages
         return RoleConfig(
             role=role,
-            enable=self.enable
-            and override.enable
-            and (self.select.roles is None or role in self.select.roles),
+            enable=self.enable and override.enable and (select.roles is None or role in select.roles),
             tools=tools,
             mode=override.mode or self.mode,
-            chosen=choose(override, self.select, key),
+            chosen=choose(override, select, key),
             stages=frozenset(stages) if stages is not None else None,
             limits=self.limits,
         )
@@ -259,9 +217,11 @@ class ProfilingConfig:
         return typing.cast("dict[str, Any]", msgspec.to_builtins(self))
 
     def _tool_names(self, role: str) -> tuple[str, ...]:
-        override = self.roles.get(role)
-        tool = override.tool if override is not None and override.tool is not None else self.tool
-        key = f"roles.{role}.tool" if override is not None and override.tool is not None else "tool"
+        return self._names_of(self.roles.get(role, RoleOverride()), f"roles.{role}.")
+
+    def _names_of(self, override: RoleOverride, key: str) -> tuple[str, ...]:
+        """Return the names of a role's tools, its own or those of all roles."""
+        tool, key = (self.tool, "tool") if override.tool is None else (override.tool, f"{key}tool")
         names = (tool,) if isinstance(tool, str) else tuple(tool)
         if not names:
             raise ConfigError(key, "is empty; set enable=false to record nothing")

@@ -43,7 +43,7 @@ class Schedule:
     With nothing set, every step from ``first_step`` on is captured.
 
     Attributes:
-        steps: Listed steps. Excludes ``every`` and the cycle fields.
+        steps: Listed steps; there may be none with ``watch.enable``. Excludes ``every`` and the cycle fields.
         every: Captures the steps that are divisible by it. Excludes the cycle fields.
         first_step: Number of the loop's first step (verl counts from 1). Cycles count from it.
         skip_first: Steps before the first cycle.
@@ -71,9 +71,7 @@ class Schedule:
             if self.every is not None or changed:
                 other = "every" if self.every is not None else changed[0]
                 raise ConfigError("steps", f"excludes schedule.{other}; remove one of them")
-            if not self.steps:
-                raise ConfigError("steps", "is empty, so nothing would be captured; set enable=false instead")
-            if min(self.steps) < 0:
+            if self.steps and min(self.steps) < 0:
                 raise ConfigError("steps", f"step {min(self.steps)} is negative")
         if self.every is not None:
             if changed:
@@ -111,6 +109,8 @@ class Schedule:
 
     def in_words(self) -> str:
         """Return which steps these settings choose, e.g. ``schedule.every=10``."""
+        if self.steps == ():
+            return "schedule.steps is empty: only what is asked for"
         given = [
             f"schedule.{field.name}={value}"
             for field in fields(self)
@@ -126,7 +126,7 @@ class Schedule:
         """
         ends = [] if limit is None else [limit]
         if self.steps is not None:
-            ends.append(max(self.steps))
+            ends.append(max(self.steps, default=0))
         elif self.every is None and self.repeat:
             cycle = self.wait + self.warmup + self.active
             ends.append(self.first_step + self.skip_first + self.repeat * cycle - 1)

@@ -17,6 +17,8 @@ from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["CaptureMixin"]
 
+_UNLESS_RECORDING = {"refused": 1, "skipped": 2}
+
 
 class CaptureMixin:
     """Adds ``start_capture`` and ``stop_capture`` to a worker.
@@ -84,7 +86,7 @@ class CaptureMixin:
             raise not_set_up(request, type(self).__name__, "config, role=..., rank=...")
         added = [role for role in request.roles if role in self._capture_roles]
         replies = [self._start_role(request, role) for role in dict.fromkeys([*added, *self._capture_roles])]
-        reply = next((reply for reply in replies if reply.status != "skipped"), replies[0])
+        reply = min(replies, key=lambda reply: _UNLESS_RECORDING.get(reply.status, 0))
         return msgspec.structs.replace(
             reply,
             finished=[finished for reply in replies for finished in reply.finished],

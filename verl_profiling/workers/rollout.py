@@ -127,8 +127,13 @@ class RolloutCaptureMixin:
             raise not_set_up(request, type(self).__name__, "config, engine=..., replica=...")
         if self._capture_recorder is not None:
             return await self._capture_recorder.start(request)
+        identity, named = self._capture_identity, request.aim.roles if request.aim is not None else None
+        refuses = identity.node_rank == 0 and identity.role in (named or ())
         return start_reply(
-            self._capture_identity, "skipped", clock.now_ns(), reason=self._capture_idle_reason
+            identity,
+            "refused" if refuses else "skipped",
+            clock.now_ns(),
+            reason=self._capture_idle_reason,
         )
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:

@@ -1,0 +1,304 @@
+"""One capture that differs from the settings: what it asks of a role, of a session and of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from example_loops import settings
+
+from verl_profiling import ConfigError, stage
+from verl_profiling.aim import Aim
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.session import Session
+from verl_profiling.engines.base import EngineAdapter, EngineTrace, TraceTool
+from verl_profiling.engines.factory import make_recorder
+from verl_profiling.engines.recorder import EngineRecorder
+from verl_profiling.engines.recording import TraceRecording
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.settings.role import RoleConfig
+from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.tools.torch_profiler import TorchOptions
+from verl_profiling.workers import AgentLoopCaptureMixin, RolloutCaptureMixin
+
+ACTOR = WorkerIdentity(role="actor")
+REPLICA = WorkerIdentity(role="rollout", rank=2, replica=1)
+
+
+def request(folder: Path, number: int, aim: Aim | None) -> CaptureRequest:
+    """Return a request for one step."""
+    return CaptureRequest(capture_id=f"run-{number}", run_id="run", step=number, folder=str(folder), aim=aim)
+
+
+def names(role: RoleConfig) -> list[str]:
+    """Return the names of a role's tools."""
+    return [tool.name for tool in role.tools]
+
+
+# What it asks of a role
+
+
+def test_an_aim_takes_the_place_of_all_settings_of_a_role() -> None:
+    """Its own as well as the common ones, also coordinates and being left out; the settings stay."""
+    config = settings(
+        mode="e2e",
+        select={"roles": ["actor"], "ranks": "0", "stages": ["update_actor"]},
+        roles={"ref": {"enable": False, "mode": "e2e", "tool": "spans", "ranks": "7", "pp": [0]}},
+    )
+    aim = Aim(mode="discrete", tools=("torch_memory",), roles=("ref",), ranks=(3,), stages=("ref_log_prob",))
+    ref = config.for_role("ref", aim)
+    assert (ref.enable, ref.mode, names(ref), ref.stages) == (
+        True,
+        "discrete",
+        ["torch_memory"],
+        {"ref_log_prob"},
+    )
+    assert ref.selects(3, topology={"pp": 1})
+    assert not ref.selects(7)
+    assert not config.for_role("actor", aim).enable
+    assert not config.for_role("ref").enable
+    assert config.for_role("actor").selects(0)
+    assert config.for_role("ref", aim) is ref, "computed once"
+
+
+def test_what_an_aim_does_not_name_is_as_the_settings_say() -> None:
+    """An aim at a mode keeps the ranks, an aim at ranks the tools and the roles."""
+    config = settings(select={"roles": ["actor"], "ranks": "1"}, tool="spans")
+    assert config.for_role("actor", Aim(mode="discrete")).chosen.ranks == {1}
+    assert names(config.for_role("actor", Aim(ranks=(2,)))) == ["spans"]
+    assert not config.for_role("critic", Aim(ranks=(2,))).enable
+
+
+def test_stages_mean_discrete_mode_and_leave_engines_out() -> None:
+    """Unless the rollout is one of them; with e2e mode they contradict each other."""
+    config = settings(tool="spans")
+    assert config.for_role("actor", Aim(stages=("update_actor",))).mode == "discrete"
+    assert not config.for_role("rollout", Aim(stages=("update_actor",))).enable
+    assert config.for_role("rollout", Aim(stages=("rollout",))).enable
+    with pytest.raises(ConfigError, match="discrete mode"):
+        config.for_role("actor", Aim(stages=("update_actor",), mode="e2e"))
+
+
+def test_replicas_are_those_of_the_rollout_and_ranks_those_of_the_others() -> None:
+    """So that one capture can be aimed at a rank and at an engine."""
+    config, aim = settings(select={"ranks": "0"}), Aim(ranks=(3,), replicas=(1,))
+    assert config.for_role("rollout", aim).selects(9, replica=1)
+    assert not config.for_role("rollout", aim).selects(3, replica=0)
+    assert config.for_role("actor", aim).selects(3)
+    assert config.for_role("actor", Aim(replicas=(1,))).selects(0)
+    assert not config.for_role("actor", Aim(replicas=(1,))).selects(1)
+    assert config.for_role("rollout", Aim(ranks=(3,))).selects(3, replica=0)
+
+
+def test_trajectories_go_on_unless_their_role_is_named() -> None:
+    """A process of agent loops gets no profiler because somebody asks for one of the ranks."""
+    config = settings(tool="spans").with_trajectories("agent_loop")
+    aim = Aim(tools=("torch",), mode="discrete")
+    kept = config.for_role("agent_loop", aim)
+    assert (names(kept), kept.mode) == (["trajectories"], "e2e")
+    named = config.for_role("agent_loop", Aim(tools=("torch",), roles=("agent_loop",)))
+    assert names(named) == ["torch", "trajectories"]
+
+
+@pytest.mark.parametrize(
+    ("aim", "problem"),
+    [
+        (Aim(tools=("tporch",)), "did you mean 'torch'"),
+        (Aim(tools=("torch", "nsys")), "cannot record together"),
+        (Aim(tools=("torch", "torch")), "twice"),
+    ],
+)
+def test_a_wrong_aim_is_refused_like_wrong_settings(aim: Aim, problem: str) -> None:
+    """The checks of a role's settings apply."""
+    with pytest.raises(ConfigError, match=problem):
+        settings().for_role("actor", aim)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"mode":"both"}',
+        b'{"ranks":[-1]}',
+        b'{"ranks":[]}',
+        b'{"tools":[""]}',
+        b'{"roles":"actor"}',
+        b'{"folder":"/etc"}',
+        b'{"stages":[1]}',
+    ],
+)
+def test_an_aim_that_was_sent_is_checked(data: bytes) -> None:
+    """Types, bounds and names."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(data, type=Aim)
+
+
+def test_an_aim_in_words() -> None:
+    """As settings are written; nothing for one that changes nothing."""
+    assert Aim(mode="e2e", ranks=(0, 3), roles=("actor",)).in_words() == "mode=e2e, roles=actor, ranks=0,3"
+    assert Aim().in_words() == ""
+
+
+# What it asks of a session
+
+
+def test_one_capture_is_discrete_and_the_next_is_not(session: Session, tmp_path: Path) -> None:
+    """An aim is of one capture."""
+    session.register(settings(tool="torch"), ACTOR)
+    found = []
+    for number, aim in enumerate((Aim(stages=("b",)), None), 1):
+        session.start(request(tmp_path / str(number), number, aim), ACTOR)
+        for name in "ab":
+            with stage(name):
+                pass
+        result = session.stop(finish_s=20).result
+        found.append((result.mode, [artifact.stage for artifact in result.artifacts]))
+    assert found == [("discrete", ["b"]), ("e2e", [None])]
+
+
+@pytest.mark.parametrize(
+    ("aim", "reason"),
+    [
+        (Aim(tools=("nsys",)), "asked for tools=nsys, which this process cannot: "),
+        (Aim(tools=("npu",)), "torch_npu"),
+        (Aim(tools=("torch", "nsys")), "cannot record together"),
+    ],
+)
+def test_what_cannot_be_had_here_is_refused_with_its_reason(
+    session: Session, tmp_path: Path, aim: Aim, reason: str
+) -> None:
+    """No exception, no file, and the next capture works."""
+    session.register(settings(tool="spans"), ACTOR)
+    refused = session.start(request(tmp_path / "1", 1, aim), ACTOR)
+    assert refused.status == "refused"
+    assert reason in refused.reason
+    assert session.sink is None
+    assert not (tmp_path / "1").exists()
+    assert session.start(request(tmp_path / "2", 2, None), ACTOR).status == "recording"
+
+
+def test_a_role_that_was_switched_off_records_when_it_is_asked_for(session: Session, tmp_path: Path) -> None:
+    """And one that is on does not, when another is."""
+    session.register(settings(tool="spans", select={"roles": ["critic"]}), ACTOR)
+    assert session.start(request(tmp_path, 1, Aim(roles=("actor",))), ACTOR).status == "recording"
+    session.stop()
+    other = session.start(request(tmp_path, 2, Aim(roles=("critic",))), ACTOR)
+    assert (other.status, other.reason) == ("skipped", "not asked for")
+
+
+def test_an_agent_loop_goes_on_with_its_trajectories(session: Session, tmp_path: Path) -> None:
+    """Its mixin adds the tool to the settings that it registers."""
+    worker = AgentLoopCaptureMixin()
+    worker.init_capture(settings(tool="spans"))
+    assert worker.start_capture(request(tmp_path, 1, Aim(tools=("torch",)))).status == "recording"
+    assert worker.stop_capture("run-1").result.tools == ["trajectories"]
+
+
+# What it asks of an engine
+
+
+class Engine(EngineAdapter):
+    """Records with two ranks, and writes nothing."""
+
+    name = "noting"
+    window = RolloutOptions()
+    ranks = 2
+    device = "cpu"
+
+    def __init__(self, spool: Path) -> None:
+        self.spool = spool
+        self.starts = 0
+
+    async def start(self, label: str) -> None:
+        self.starts += 1
+
+    async def stop(self) -> None: ...
+
+    def identify(self, path: Path, label: str) -> EngineTrace | None:
+        return None
+
+
+def ask(recorder: EngineRecorder, folder: Path, aim: Aim | None) -> Any:
+    """Start and stop a capture; return both answers."""
+
+    async def both() -> Any:
+        started = await recorder.start(request(folder, 1, aim))
+        return started, await recorder.stop(None, 0.0)
+
+    return asyncio.run(both())
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> tuple[Engine, EngineRecorder]:
+    """An engine of replica 1, ranks 2 and 3, that was started to be recorded with torch."""
+    config = settings(tool="torch")
+    noting = Engine(tmp_path / "spool")
+    recording = partial(TraceRecording, noting, REPLICA, TraceTool(TorchOptions()))
+    role = config.for_role("rollout")
+    return noting, EngineRecorder(noting, REPLICA, role, config, recording, RequestLog())
+
+
+def test_an_engine_is_recorded_at_the_ranks_and_in_the_mode_that_are_asked_for(
+    engine: tuple[Engine, EngineRecorder], tmp_path: Path
+) -> None:
+    """Rank 3 alone; then both, as the settings say."""
+    _, recorder = engine
+    for aim, mode, lanes in (
+        (Aim(ranks=(3,), mode="discrete"), "discrete", ["rollout1_rank1"]),
+        (None, "e2e", ["rollout1_rank0", "rollout1_rank1"]),
+    ):
+        started, stopped = ask(recorder, tmp_path / mode, aim)
+        assert [artifact.lane for artifact in started.expected] == lanes
+        assert stopped.result.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("aim", "status", "reason"),
+    [
+        (Aim(tools=("spans",)), "refused", "was started to record with torch alone"),
+        (Aim(tools=("torch", "torch_memory")), "refused", "was started to record with torch alone"),
+        (Aim(tools=("tporch",)), "refused", "unknown tool"),
+        (Aim(replicas=(0,)), "skipped", "not selected"),
+        (Aim(roles=("actor",)), "skipped", "not selected"),
+    ],
+)
+def test_an_engine_refuses_what_it_was_not_started_for(
+    engine: tuple[Engine, EngineRecorder], tmp_path: Path, aim: Aim, status: str, reason: str
+) -> None:
+    """Its profiler stays off."""
+    noting, recorder = engine
+    started, _ = ask(recorder, tmp_path / "step", aim)
+    assert started.status == status
+    assert reason in started.reason
+    assert noting.starts == 0
+
+
+def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tmp_path: Path) -> None:
+    """An engine that was started to be recorded without a trace has none, whatever is asked."""
+    recorder, _ = make_recorder(
+        "http://127.0.0.1:1",
+        settings(tool="spans"),
+        role="rollout",
+        replica=0,
+        rank=None,
+        requests=RequestLog(),
+    )
+    refused = asyncio.run(recorder.start(request(tmp_path, 1, Aim(tools=("torch",)))))
+    assert (refused.status, "SGLang was started to be recorded without a trace" in refused.reason) == (
+        "refused",
+        True,
+    )
+    assert session.sink is None
+
+
+def test_a_server_that_was_switched_off_refuses_when_it_is_named(session: Session, tmp_path: Path) -> None:
+    """Else it is skipped, as without an aim."""
+    server = RolloutCaptureMixin()
+    server.init_capture(settings(roles={"rollout": {"enable": False}}), engine=object())
+    for aim, status in ((Aim(roles=("rollout",)), "refused"), (Aim(mode="e2e"), "skipped")):
+        started = asyncio.run(server.start_capture(request(tmp_path, 1, aim)))
+        assert (started.status, "switched off" in started.reason) == (status, True)

@@ -1,0 +1,112 @@
+"""The settings of one role: those that differ for it, and those that result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from verl_profiling.aim import Aim
+from verl_profiling.errors import ConfigError
+from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.ranks import Ranks
+from verl_profiling.settings.limits import Limits
+from verl_profiling.settings.selection import Chosen, Coordinates, Selection
+from verl_profiling.tools import Tool
+
+__all__ = ["TRAJECTORIES", "Mode", "RoleConfig", "RoleOverride", "aimed"]
+
+Mode = Literal["e2e", "discrete"]
+TRAJECTORIES = "trajectories"
+_ROLLOUT_STAGE = "rollout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleOverride(Coordinates):
+    """Settings that differ for one role. ``None``: the same as for all roles.
+
+    Attributes:
+        enable: ``False`` leaves the role out.
+        tool: Name or names of the tools.
+        mode: ``e2e`` or ``discrete``.
+        ranks: As ``select.ranks``.
+        replicas: As ``select.replicas``.
+        stages: As ``select.stages``.
+        tools: Options by tool name; they replace the common options key by key.
+    """
+
+    enable: bool = True
+    tool: str | tuple[str, ...] | None = None
+    mode: Mode | None = None
+    ranks: Ranks = None
+    replicas: Ranks = None
+    stages: tuple[str, ...] | None = None
+    tools: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleConfig:
+    """The configuration of one role: overrides applied, ranks parsed, tools built."""
+
+    role: str
+    enable: bool
+    tools: tuple[Tool, ...]
+    mode: Mode
+    chosen: Chosen
+    stages: frozenset[str] | None
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def launched_tool(self) -> Tool | None:
+        """The chosen tool that has to start the role's processes, if there is one."""
+        return next((tool for tool in self.tools if tool.launch is not None), None)
+
+    def selects(
+        self,
+        rank: int,
+        replica: int | None = None,
+        topology: Mapping[str, int] | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> bool:
+        """Return whether a worker takes part in captures: see :meth:`Chosen.includes`."""
+        return self.enable and self.chosen.includes(rank, replica, topology, sizes)
+
+
+def aimed(
+    aim: Aim, role: str, override: RoleOverride, select: Selection, tools: tuple[str, ...]
+) -> tuple[RoleOverride, Selection]:
+    """Return what holds for a role, and for all, while one capture is aimed.
+
+    Args:
+        aim: What the capture does differently.
+        role: The role.
+        override: What differs for it.
+        select: What holds for all roles.
+        tools: Names of its tools.
+
+    Raises:
+        ConfigError: The aim contradicts itself.
+    """
+    if aim.stages is not None and aim.mode == "e2e":
+        raise ConfigError("stages", "are recorded by themselves in discrete mode, and mode is e2e")
+    changes: dict[str, Any] = {}
+    if aim.roles is not None:
+        changes["enable"] = role in aim.roles
+        select = replace(select, roles=None)
+    if aim.stages is not None:
+        changes["stages"] = aim.stages
+        if role == ROLLOUT_ROLE and _ROLLOUT_STAGE not in aim.stages:
+            changes["enable"] = False
+    mode = aim.mode or ("discrete" if aim.stages is not None else None)
+    if TRAJECTORIES not in tools or role in (aim.roles or ()):
+        if mode is not None:
+            changes["mode"] = mode
+        if aim.tools is not None:
+            kept = {TRAJECTORIES} & set(tools) - set(aim.tools)
+            changes["tool"] = (*aim.tools, *kept)
+    by_replica = role == ROLLOUT_ROLE and aim.replicas is not None
+    if by_replica or aim.ranks is not None:
+        everywhere = dict.fromkeys((one.name for one in fields(Coordinates)), None)
+        select = Selection(roles=select.roles, stages=select.stages)
+        changes |= everywhere | {"ranks": None if by_replica else aim.ranks, "replicas": aim.replicas}
+    return replace(override, **changes), select
