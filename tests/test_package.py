@@ -28,10 +28,11 @@ HEAVY = (
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
     ("errors", "clock", "devices", "termination", "aim", "trigger", "units"),
-    ("named_files", "visible"),
+    ("named_files", "visible", "event_file"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
     ("run_files", "remote", "trajectory_log", "step_account"),
+    ("watch_log",),
     ("trajectories",),
     ("timeline",),
     ("report",),
@@ -51,6 +52,7 @@ TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
 SHARED = (
     *("errors", "clock", "devices", "units", "named_files", "visible", "identity", "ranks"),
     *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_account", "aim", "trigger"),
+    *("watch_log", "event_file"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.

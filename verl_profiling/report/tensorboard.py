@@ -7,7 +7,6 @@ go into one TensorBoard run.
 from __future__ import annotations
 
 import io
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.event_file import EventFile
 from verl_profiling.report.model import Report
 from verl_profiling.report.scalars import scalars
 from verl_profiling.report.terminal import print_report
@@ -38,24 +38,20 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
         raise ConfigError("--tensorboard", f"needs steps with numbers, or one recording; there are: {titles}")
     try:
         from matplotlib.figure import Figure
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError as error:
         raise ToolUnavailableError(
             f"--tensorboard needs {error.name}: pip install 'verl-profiling[tensorboard]'"
         ) from error
-    writer = EventFileWriter(str(logdir))
+    file = EventFile(logdir, "--tensorboard")
     text_plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     for report in reports:
-        values = [
-            Summary.Value(tag=f"profiling/{name}", simple_value=value) for name, value in scalars(report)
-        ]
+        pictures = []
         if report.gantt:
             image = Summary.Image(**_gantt(report, Figure(figsize=(12, 6), layout="tight")))
-            values.append(Summary.Value(tag="profiling/gantt", image=image))
+            pictures.append(Summary.Value(tag="profiling/gantt", image=image))
         text = io.StringIO()
         print_report(report, Console(file=text))
         tensor = TensorProto(
@@ -63,9 +59,10 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
             string_val=[f"```\n{text.getvalue()}\n```".encode()],
             tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
         )
-        values.append(Summary.Value(tag="profiling/report", tensor=tensor, metadata=text_plugin))
-        writer.add_event(Event(wall_time=time.time(), step=report.step or 0, summary=Summary(value=values)))
-    writer.close()
+        page = Summary.Value(tag="profiling/report", tensor=tensor, metadata=text_plugin)
+        numbers = {f"profiling/{name}": value for name, value in scalars(report)}
+        file.add(report.step or 0, numbers, (*pictures, page))
+    file.close()
 
 
 def _gantt(report: Report, figure: Any) -> dict[str, Any]:

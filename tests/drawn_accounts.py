@@ -1,0 +1,65 @@
+"""Accounts of steps as the watch makes them, for tests of what becomes of them."""
+
+from __future__ import annotations
+
+from verl_profiling.step_account import Doubt, ExposedStage, RankUse, StageUse, StepAccount
+
+MS = 1_000_000
+BEGIN_NS = 1_700_000_000_000_000_000
+STAGES = {"rollout": 5000, "old_log_prob": 1000, "update_actor": 3000}
+
+
+def account(
+    step: int,
+    exposed_ms: dict[str, float] | None = None,
+    *,
+    leader: str = "actor_rank2",
+    doubt: Doubt = "",
+    captured: str = "",
+    peak_bytes: int | None = 6_000_000_000,
+    totals: dict[str, float] | None = None,
+) -> StepAccount:
+    """Return the account of a step of a loop that calls four ranks of an actor.
+
+    Args:
+        step: Its number; each step begins a minute after the one before.
+        exposed_ms: Exposed time by stage; a half second is added that lies in no stage.
+        leader: Who leads in each stage.
+        doubt: Why that may not be the cause.
+        captured: Name of its step folder.
+        peak_bytes: Of the first rank; each other one has a GB more.
+        totals: Numbers that others add.
+    """
+    times = {**(STAGES if exposed_ms is None else exposed_ms), "": 500}
+    begin_ns = BEGIN_NS + step * 60_000 * MS
+    return StepAccount(
+        step=step,
+        begin_ns=begin_ns,
+        end_ns=begin_ns + round(sum(times.values()) * MS),
+        loop=[RankUse(lane="controller", role="controller", stages=[StageUse("rollout", 5000 * MS)])],
+        workers=[
+            RankUse(
+                lane=f"actor_rank{rank}",
+                role="actor",
+                rank=rank,
+                stages=[StageUse("update_actor", 3000 * MS)],
+                peak_bytes=None if peak_bytes is None else peak_bytes + rank * 10**9,
+                held_bytes=None if peak_bytes is None else peak_bytes // 2,
+            )
+            for rank in range(4)
+        ],
+        exposed=[
+            ExposedStage(
+                name=name,
+                exposed_ns=round(ms * MS),
+                role="actor" if name else "controller",
+                leader=leader if name else "",
+                lead_ns=round(ms * MS / 10) if name else 0,
+                imbalance=1.25 if name else 1.0,
+                doubt=doubt if name else "",
+            )
+            for name, ms in times.items()
+        ],
+        captured=captured,
+        totals=totals or {},
+    )
