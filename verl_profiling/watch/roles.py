@@ -73,11 +73,21 @@ class _Work(NamedTuple):
 def _work(
     stage: StageUse, role: str, uses: Sequence[RankUse], parts: dict[str, list[StageUse]]
 ) -> _Work | None:
-    """Return what a role did inside a stage; the leader is that of the part in which one led by most."""
+    """Return what a role did inside a stage; the leader is that of the part in which one led by most.
+
+    Runs side by side in one process, such as requests of a server, can add up to more than the stage took.
+    Then the times of all are scaled so that the longest is as long as the stage.
+    """
     known = [part for use in uses for part in parts.get(use.lane, ())]
     if not known:
         return None
     ways = [Way(use.lane, own_time(parts.get(use.lane, ()))) for use in uses]
+    longest_ns = max(sum(way.durations.values()) for way in ways)
+    room_ns = max(0, stage.duration_ns)
+    if longest_ns > (1 + TIED) * room_ns:
+        ways = [
+            Way(lane, {name: ns * room_ns // longest_ns for name, ns in own.items()}) for lane, own in ways
+        ]
     standing = max(
         (advance.standing for advance in frontier(role, ways)),
         key=lambda standing: (standing.lead_ns, max(standing.durations.values())),

@@ -1,0 +1,324 @@
+"""What the watch notices: once, in the step in which it begins, with the processes that it comes from."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+
+from verl_profiling.settings.watch import Anomaly
+from verl_profiling.step_account import RankUse, StageUse, StepAccount
+from verl_profiling.watch.anomaly import Detector
+from verl_profiling.watch.frontier import exposed
+from verl_profiling.watch.suspicion import Suspicion
+
+MS = 1_000_000
+USUAL = {"rollout": 500.0, "reward": 50.0, "update_actor": 300.0, "update_weights": 100.0}
+RANKS = 4
+
+
+def account(
+    step: int,
+    times: Mapping[str, float] = USUAL,
+    *,
+    slow: Mapping[str, float] | None = None,
+    held: Mapping[str, int] | None = None,
+    noise: random.Random | None = None,
+    read: bool = True,
+    captured: str = "",
+) -> StepAccount:
+    """Return a step of a controller with engines and training ranks.
+
+    Args:
+        step: Its number.
+        times: How long the processes are in each stage, in milliseconds.
+        slow: By which factor one is longer in what it does, by its lane.
+        held: What the processes have of memory, by lane.
+        noise: Whence the durations vary by 2%.
+        read: Whether the workers were.
+        captured: Its folder, if it was.
+    """
+    begin_ns = step * 10_000 * MS
+    now_ns = begin_ns + MS
+    loop, lanes = [], {}
+    for stage, usual in times.items():
+        role = "rollout" if stage == "rollout" else "actor"
+        longest = 0
+        for rank in range(RANKS if stage != "reward" else 0):
+            lane = f"rollout{rank}_rank0" if role == "rollout" else f"actor_rank{rank}"
+            factor = (slow or {}).get(lane, 1.0) * (
+                noise.lognormvariate(0, 0.02) if noise else 1 + rank / 1e3
+            )
+            own = StageUse(stage, int(usual * factor * MS), 1, now_ns)
+            lanes.setdefault(lane, RankUse(lane=lane, role=role, rank=rank, stages=[])).stages.append(own)
+            longest = max(longest, own.duration_ns)
+        duration_ns = MS + (longest or int(usual * MS))
+        loop.append(StageUse(stage, duration_ns, 1, now_ns))
+        now_ns += duration_ns
+    workers = [msgspec.structs.replace(use, held_bytes=(held or {}).get(use.lane)) for use in lanes.values()]
+    found = StepAccount(
+        step=step,
+        begin_ns=begin_ns,
+        end_ns=now_ns + MS,
+        loop=[RankUse(lane="controller", role="controller", stages=loop)],
+        workers=workers if read else [],
+        captured=captured,
+    )
+    return msgspec.structs.replace(found, exposed=exposed(found))
+
+
+def quiet(detector: Detector, steps: int = 30, first: int = 1) -> int:
+    """Let a detector see quiet steps; return the number of the next."""
+    for step in range(first, first + steps):
+        assert detector.observe(account(step)) is None
+    return first + steps
+
+
+def longer(stage: str, ratio: float) -> dict[str, float]:
+    """Return the usual times, with one stage longer."""
+    return {**USUAL, stage: USUAL[stage] * ratio}
+
+
+def test_a_slow_replica_is_noticed_in_its_first_step() -> None:
+    """With the stage, the replica first, a healthy one to compare it with, and what was before."""
+    detector = Detector(Anomaly())
+    step = quiet(detector)
+    found = detector.observe(account(step, slow={"rollout2_rank0": 2.5}))
+    assert found is not None
+    assert (found.sign, found.stage, found.step) == ("slow_stage", "rollout", step)
+    assert found.suspects == ["rollout2_rank0"]
+    assert found.peers == ["rollout1_rank0"]
+    assert found.value == pytest.approx(1.2535)
+    assert found.median == pytest.approx(0.5025, abs=0.002)
+    assert len(found.history) == 21
+    assert found.history[-1] == found.value
+    assert found.reason == (
+        "step 31: stage rollout took 1.26 s of the step, 2.5 times the median in the 20 times before; "
+        "longest there: rollout2_rank0"
+    )
+
+
+def test_a_trigger_says_what_was_noticed() -> None:
+    """All of it is in the manifest of the capture that it leads to."""
+    detector = Detector(Anomaly())
+    step = quiet(detector)
+    found = detector.observe(account(step, slow={"rollout2_rank0": 2.5}))
+    assert found is not None
+    trigger = found.trigger()
+    assert (trigger.kind, trigger.sign, trigger.noticed, trigger.stage) == (
+        "anomaly",
+        "slow_stage",
+        step,
+        "rollout",
+    )
+    assert (trigger.reason, trigger.suspects, trigger.peers) == (found.reason, found.suspects, found.peers)
+    assert (trigger.value, trigger.median, trigger.history) == (found.value, found.median, found.history)
+
+
+def test_what_was_noticed_before_the_workers_were_read_is_aimed_when_they_are() -> None:
+    """The step's times are judged once, when it ends; the same suspicion comes again with the suspects."""
+    detector = Detector(Anomaly())
+    step = 0
+    for step in range(1, 31):
+        assert detector.observe(account(step, read=False)) is None
+    early = detector.observe(account(step + 1, slow={"actor_rank1": 3.0}, read=False))
+    assert early is not None
+    assert (early.aimed, early.suspects, early.stage) == (False, [], "update_actor")
+    for seen in range(1, step + 1):
+        assert detector.observe(account(seen)) is None
+    late = detector.observe(account(step + 1, slow={"actor_rank1": 3.0}))
+    assert late is not None
+    assert (late.aimed, late.suspects, late.peers) == (True, ["actor_rank1"], ["actor_rank2"])
+    assert (late.step, late.value) == (early.step, early.value)
+    assert detector.observe(account(step + 2, read=False)) is None
+
+
+def test_a_step_that_is_slow_everywhere_is_a_slow_step() -> None:
+    """No stage is twice as long; the one that grew most is named."""
+    detector = Detector(Anomaly())
+    step = quiet(detector)
+    found = detector.observe(account(step, {stage: usual * 1.7 for stage, usual in USUAL.items()}))
+    assert found is not None
+    assert (found.sign, found.stage, found.suspects) == ("slow_step", "rollout", [])
+    assert found.reason.endswith("no process stands out there")
+
+
+def test_time_that_lies_in_no_stage_is_noticed() -> None:
+    """The loop itself was slow: there is nobody to aim at."""
+    detector = Detector(Anomaly())
+    step = quiet(detector)
+    late = account(step)
+    late = msgspec.structs.replace(late, end_ns=late.end_ns + 900 * MS)
+    found = detector.observe(msgspec.structs.replace(late, exposed=exposed(late)))
+    assert found is not None
+    assert (found.sign, found.stage, found.suspects) == ("slow_stage", "", [])
+
+
+def test_what_goes_on_is_noticed_once() -> None:
+    """A stage that stays slow becomes the usual; slower still is news."""
+    detector = Detector(Anomaly())
+    step = quiet(detector)
+    found = [detector.observe(account(at, longer("reward", 4))) for at in range(step, step + 40)]
+    assert [at for at, each in enumerate(found) if each is not None] == [0]
+    assert detector.observe(account(step + 40, longer("reward", 12))) is not None
+
+
+def test_a_small_stage_may_vary() -> None:
+    """Five times as long is nothing where that is 1% of the step."""
+    detector = Detector(Anomaly())
+    times = {**USUAL, "log": 2.0}
+    for step in range(1, 40):
+        assert detector.observe(account(step, times if step % 3 else {**times, "log": 10.0})) is None
+
+
+@pytest.mark.parametrize("period", [7, 10, 25, 60])
+def test_a_checkpoint_now_and_then_is_no_news(period: int) -> None:
+    """A stage that runs seldom is no part of what a step is compared by, from the first time on."""
+    detector = Detector(Anomaly())
+    for step in range(1, 300):
+        times = {**USUAL, "save_checkpoint": 4_000.0} if step % period == 0 else USUAL
+        assert detector.observe(account(step, times)) is None
+
+
+@pytest.mark.parametrize("period", [7, 10, 60])
+def test_what_recurs_inside_a_stage_is_noticed_once(period: int) -> None:
+    """A periodic stall that no stage of its own shows; when it comes in two steps together, it is news."""
+    detector = Detector(Anomaly())
+    found = []
+    for step in range(1, 400):
+        late = step > 30 and step % period == 0
+        found.append(detector.observe(account(step, longer("update_actor", 4) if late else USUAL)))
+    assert sum(each is not None for each in found) == 1
+    assert detector.observe(account(400)) is None
+    assert detector.observe(account(401, longer("update_actor", 4))) is None
+    assert detector.observe(account(402, longer("update_actor", 4))) is not None
+
+
+def test_a_process_that_leads_three_times_is_noticed() -> None:
+    """Though no step is slow: the others have waited for it all along. Once."""
+    detector = Detector(Anomaly())
+    found = [detector.observe(account(step, slow={"actor_rank3": 1.6})) for step in range(1, 30)]
+    [(at, first)] = [(at, each) for at, each in enumerate(found) if each is not None]
+    assert at == 2
+    assert (first.sign, first.stage) == ("leader", "update_actor")
+    assert (first.suspects, first.peers) == (["actor_rank3"], ["actor_rank1"])
+    assert 0.1 < first.value < 0.2
+    assert detector.observe(account(40, slow={"actor_rank3": 2.5})) is None
+    found = [detector.observe(account(step, slow={"actor_rank3": 2.5})) for step in (41, 42)]
+    assert [each is not None for each in found] == [False, True]
+
+
+def test_memory_that_grows_in_every_step_is_noticed() -> None:
+    """By a fifth in the window; a process that has it back once is none."""
+    detector = Detector(Anomaly())
+    found = []
+    for step in range(1, 40):
+        held = {f"actor_rank{rank}": 10_000_000 for rank in range(RANKS)}
+        held["actor_rank1"] += step * 200_000
+        held["actor_rank2"] += (step % 19) * 900_000
+        found.append(detector.observe(account(step, held=held)))
+    [first] = [each for each in found if each is not None]
+    assert (first.sign, first.suspects, first.step) == ("memory", ["actor_rank1"], 21)
+    assert first.peers == ["actor_rank0"]
+    assert first.reason == (
+        "step 21: actor_rank1 has 14.2 MB, 39% more than 20 steps ago, and more after every one of them"
+    )
+
+
+def test_there_is_no_verdict_without_a_past() -> None:
+    """Not before half of the window, and three steps, have been seen."""
+    for window, needed in ((20, 10), (3, 3)):
+        for before in range(needed + 1):
+            detector = Detector(Anomaly(window=window))
+            quiet(detector, before)
+            found = detector.observe(account(before + 1, longer("rollout", 5)))
+            assert (found is not None) == (before >= needed), (window, before)
+
+
+def test_a_captured_step_is_not_judged() -> None:
+    """What its capture cost is in its times; it does not count as a step before others either."""
+    detector = Detector(Anomaly())
+    step = quiet(detector)
+    for at in range(40):
+        assert detector.observe(account(step + at, longer("rollout", 9), captured="step_000031")) is None
+    assert detector.observe(account(step + 40, longer("rollout", 9))) is not None
+
+
+def test_signs_can_be_switched_off() -> None:
+    """Each by ``null``; then nothing is noticed of it."""
+    everything = {"slow": {"actor_rank3": 1.6}, "times": longer("rollout", 9)}
+    for off, sign in (
+        ({}, "slow_stage"),
+        ({"slow_stage": None}, "slow_step"),
+        ({"slow_stage": None, "slow_step": None}, ""),
+    ):
+        detector = Detector(Anomaly(**off, leader=None))
+        step = quiet(detector)
+        found = detector.observe(account(step, **everything))
+        assert (found.sign if found else "") == sign
+
+
+def test_a_loop_of_several_ranks_is_judged_by_all_of_them() -> None:
+    """Rank 0 sees its own waiting become longer; with the others it is the late rank and its stage."""
+
+    def ranks(step: int, late_ms: int, known: int) -> StepAccount:
+        begin_ns = step * 1_000 * MS
+        loop = [
+            RankUse(
+                lane=f"actor_rank{rank}",
+                role="actor",
+                rank=rank,
+                stages=[
+                    StageUse("generate", (50 + late_ms * (rank == 2)) * MS, 1, begin_ns),
+                    StageUse("update_actor", (40 + late_ms * (rank != 2)) * MS, 1, begin_ns + 50 * MS),
+                ],
+            )
+            for rank in range(known)
+        ]
+        found = StepAccount(step=step, begin_ns=begin_ns, end_ns=begin_ns + (95 + late_ms) * MS, loop=loop)
+        return msgspec.structs.replace(found, exposed=exposed(found))
+
+    detector = Detector(Anomaly())
+    for step in range(1, 31):
+        assert detector.observe(ranks(step, 0, 1)) is None
+        assert detector.observe(ranks(step, 0, 4)) is None
+    early = detector.observe(ranks(31, 60, 1))
+    assert early is not None
+    assert (early.stage, early.suspects) == ("update_actor", [])
+    late = detector.observe(ranks(31, 60, 4))
+    assert late is not None
+    assert (late.stage, late.suspects, late.peers) == ("generate", ["actor_rank2"], ["actor_rank0"])
+
+
+def test_an_account_of_nothing_is_nothing() -> None:
+    """Steps without stages, of no length, or of a clock that was set back."""
+    detector = Detector(Anomaly(window=3))
+    for step in (1, 2, 3, 2, 1, 0, -1):
+        empty = StepAccount(step=step, begin_ns=step, end_ns=step)
+        assert detector.observe(empty) is None
+        assert detector.observe(account(step, {})) is None
+
+
+def test_noise_alone_is_quiet() -> None:
+    """A thousand steps in which everything varies by some percent: nothing is noticed."""
+    noise = random.Random(7)
+    detector = Detector(Anomaly())
+    found: list[Suspicion] = []
+    for step in range(1, 1_001):
+        times = {stage: usual * noise.lognormvariate(0, 0.05) for stage, usual in USUAL.items()}
+        if suspicion := detector.observe(account(step, times, noise=noise)):
+            found.append(suspicion)
+    assert found == []
+
+
+def test_judging_a_step_costs_microseconds() -> None:
+    """Of a controller of five stages, with its window full."""
+    detector = Detector(Anomaly())
+    accounts = [account(step) for step in range(1, 501)]
+    begin = time.process_time()
+    for each in accounts:
+        detector.observe(each)
+    assert (time.process_time() - begin) / len(accounts) < 2e-3

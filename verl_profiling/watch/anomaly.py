@@ -1,0 +1,63 @@
+"""Notices what a step has that the steps before it had not. It looks at accounts, and at nothing else."""
+
+from __future__ import annotations
+
+from verl_profiling.settings.watch import Anomaly
+from verl_profiling.step_account import StepAccount
+from verl_profiling.watch.growth import Growth
+from verl_profiling.watch.leading import Leading
+from verl_profiling.watch.slowness import Slowness
+from verl_profiling.watch.suspicion import Suspicion
+
+__all__ = ["Detector"]
+
+
+class Detector:
+    """Judges the account of every step by those of the steps before it.
+
+    An account may come twice: when the step ends, without its workers, and with them. Its times are judged
+    once; with the workers it is known whom they come from, who leads, and whose memory grows. Steps that are
+    captured are not judged: what that costs is in their times.
+
+    Args:
+        options: From where on something is a sign.
+    """
+
+    def __init__(self, options: Anomaly) -> None:
+        self._own = Slowness(options)
+        self._all = Slowness(options)
+        self._leading = Leading(options)
+        self._growth = Growth(options)
+        self._judged_ns: int | None = None
+        self._read_ns: int | None = None
+        self._unaimed: Suspicion | None = None
+
+    def observe(self, account: StepAccount) -> Suspicion | None:
+        """Return what is noticed in a step, if anything is; it costs as much as the window is long.
+
+        What was noticed when a step ended is returned again, aimed, when its workers are known. In a loop of
+        several ranks it is then noticed by the times of all of them.
+
+        Args:
+            account: The next step, or one before it again, now with its workers.
+        """
+        if account.captured:
+            return None
+        found = None
+        several = len(account.loop) > 1
+        if not several and (self._judged_ns is None or account.begin_ns > self._judged_ns):
+            self._judged_ns = account.begin_ns
+            found = self._own.observe(account)
+            self._unaimed = found if found is not None and not found.aimed else self._unaimed
+        if not (account.workers or several):
+            return found
+        if self._unaimed is not None and self._unaimed.step == account.step:
+            found, self._unaimed = self._unaimed.aimed_with(account), None
+        if self._read_ns is not None and account.begin_ns <= self._read_ns:
+            return found
+        self._read_ns = account.begin_ns
+        if several and (slow := self._all.observe(account)) is not None:
+            found = slow if slow.aimed else slow.aimed_with(account)
+        leading = self._leading.observe(account, quiet=found is not None)
+        growing = self._growth.observe(account, quiet=(found or leading) is not None)
+        return found or leading or growing

@@ -1,0 +1,70 @@
+"""Notices memory that grows step by step."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from verl_profiling.settings.watch import Anomaly
+from verl_profiling.step_account import RankUse, StepAccount
+from verl_profiling.units import byte_size
+from verl_profiling.watch.suspicion import Suspicion, healthiest
+
+__all__ = ["Growth"]
+
+
+class Growth:
+    """Follows what every process holds at the end of its steps.
+
+    Args:
+        options: By which share it must grow, and in how many steps.
+    """
+
+    def __init__(self, options: Anomaly) -> None:
+        self._share = options.memory
+        self._window = options.window
+        self._held: dict[str, deque[int]] = {}
+
+    def observe(self, account: StepAccount, quiet: bool) -> Suspicion | None:
+        """Return whose memory has grown in every step of the window, by the share in all.
+
+        Args:
+            account: The account of a step whose workers were read.
+            quiet: Only follow: something else is noticed in this step.
+        """
+        uses = {use.lane: use for use in (*account.loop, *account.workers)}
+        for lane in [lane for lane in self._held if lane not in uses]:
+            del self._held[lane]
+        found: tuple[float, RankUse] | None = None
+        for lane, use in uses.items():
+            held = self._held.setdefault(lane, deque(maxlen=self._window + 1))
+            if not use.held_bytes or (held and use.held_bytes <= held[-1]):
+                held.clear()
+            if use.held_bytes:
+                held.append(use.held_bytes)
+            share = held[-1] / held[0] - 1 if held else 0.0
+            if self._share is not None and len(held) > self._window and share >= self._share:
+                found = max(found or (share, use), (share, use), key=lambda each: each[0])
+        if found is None or quiet:
+            return None
+        return self._suspicion(account, *found, list(uses.values()))
+
+    def _suspicion(self, account: StepAccount, share: float, use: RankUse, uses: list[RankUse]) -> Suspicion:
+        history = list(self._held[use.lane])
+        growth = {
+            other.lane: held[-1] - held[0]
+            for other in uses
+            if other.role == use.role and (held := self._held[other.lane])
+        }
+        self._held[use.lane].clear()
+        return Suspicion(
+            step=account.step,
+            sign="memory",
+            suspects=[use.lane],
+            peers=healthiest(growth, [use.lane]),
+            value=history[-1],
+            median=median(history[:-1]),
+            history=list(map(float, history)),
+            reason=f"step {account.step}: {use.lane} has {byte_size(history[-1])}, {share:.0%} more than "
+            f"{self._window} steps ago, and more after every one of them",
+        )

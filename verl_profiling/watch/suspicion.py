@@ -1,0 +1,98 @@
+"""What the watch suspects: the sign, the stage, and the processes that may be the cause."""
+
+from __future__ import annotations
+
+import msgspec
+
+from verl_profiling.step_account import StepAccount
+from verl_profiling.trigger import Sign, Trigger
+from verl_profiling.watch.advance import TIED, Standing
+from verl_profiling.watch.frontier import standings
+
+__all__ = ["Suspicion", "healthiest", "stand_out"]
+
+MOST_SUSPECTS = 4
+_BESIDE_THE_LEADER = 0.5
+
+
+class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that the watch noticed in a step, and whom it may come from.
+
+    Attributes:
+        step: The step.
+        sign: What was noticed.
+        reason: It, as a sentence.
+        stage: The stage in which it shows; empty for none, or for the time that lies in none.
+        suspects: Lanes that may be the cause, the likeliest first; empty if none stands out.
+        peers: Lanes of healthy processes of the same role, to compare them with.
+        value: What the step had: seconds, a share of the step, or bytes.
+        median: What the steps before it had.
+        history: Their values and that of the step, in order.
+        aimed: Whether the workers were known when the suspects were looked for.
+    """
+
+    step: int
+    sign: Sign
+    reason: str
+    stage: str = ""
+    suspects: list[str] = []
+    peers: list[str] = []
+    value: float = 0.0
+    median: float = 0.0
+    history: list[float] = []
+    aimed: bool = True
+
+    def trigger(self) -> Trigger:
+        """Return what the manifest of a capture says that is made because of it."""
+        return Trigger(
+            kind="anomaly",
+            reason=self.reason,
+            sign=self.sign,
+            noticed=self.step,
+            stage=self.stage,
+            suspects=self.suspects,
+            peers=self.peers,
+            value=self.value,
+            median=self.median,
+            history=self.history,
+        )
+
+    def aimed_with(self, account: StepAccount) -> Suspicion:
+        """Return it with those who stand out in its stage of this account."""
+        suspects: list[str] = []
+        peers: list[str] = []
+        for standing in standings(account).get(self.stage, ()):
+            found = stand_out(standing)
+            if found and not suspects:
+                peers = healthiest(standing.durations, found)
+            suspects += [lane for lane in found if lane not in suspects]
+        suspects = suspects[:MOST_SUSPECTS]
+        who = f"longest there: {', '.join(suspects)}" if suspects else "no process stands out there"
+        reason = f"{self.reason}; {who}" if self.stage else self.reason
+        return msgspec.structs.replace(self, suspects=suspects, peers=peers, reason=reason, aimed=True)
+
+
+def stand_out(standing: Standing) -> list[str]:
+    """Return the processes of a role that were longer in a stage than the others, the leader first.
+
+    They are the leader, if it leads by more than what counts as equal, and those that are behind the median
+    by half as much or more. The only process of a role is one, too.
+    """
+    durations = standing.durations
+    if len(durations) == 1:
+        return [standing.leader]
+    if standing.lead_ns <= TIED * max(durations.values()):
+        return []
+    ordered = sorted(durations, key=durations.__getitem__, reverse=True)
+    middle_ns = durations[ordered[len(ordered) // 2]]
+    enough_ns = middle_ns + _BESIDE_THE_LEADER * standing.lead_ns
+    beside = [lane for lane in ordered if lane != standing.leader and durations[lane] > enough_ns]
+    return [standing.leader, *beside][:MOST_SUSPECTS]
+
+
+def healthiest(values: dict[str, int], suspects: list[str]) -> list[str]:
+    """Return the lane that is nearest to the median of all, and no suspect; none if there is no other."""
+    ordered = sorted(values, key=values.__getitem__)
+    middle = values[ordered[(len(ordered) - 1) // 2]]
+    others = [lane for lane in ordered if lane not in suspects]
+    return [min(others, key=lambda lane: abs(values[lane] - middle))] if others else []
