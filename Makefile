@@ -240,6 +240,7 @@ bench-verl: .venv-verl/.ready ## Measure what profiling costs a real verl run (a
 	.venv-verl/bin/python benchmarks/bench_verl.py
 
 pictures: browser .venv-vllm/.ready ## Run the recipe with vLLM and take the documentation's pictures of it
+	.venv/bin/python docs/draw_exposed.py docs/images/exposed.png
 	rm -rf outputs/pictures outputs/pictures-agent
 	.venv-vllm/bin/python -m recipes.grpo_tiny.train profiling=e2e profiling.schedule.steps=[5,10,15,20,25,30] \
 	  rollout.engine=vllm output_dir=outputs/pictures

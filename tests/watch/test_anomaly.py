@@ -96,7 +96,7 @@ def test_a_slow_replica_is_noticed_in_its_first_step() -> None:
     assert len(found.history) == 21
     assert found.history[-1] == found.value
     assert found.reason == (
-        "step 31: stage rollout took 1.26 s of the step, 2.5 times the median in the 20 times before; "
+        "step 31: stage rollout took 1.25 s of the step, 2.5 times the median in the 20 times before; "
         "longest there: rollout2_rank0"
     )
 

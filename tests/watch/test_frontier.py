@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from verl_profiling.step_account import ExposedStage, RankUse, StageUse, StepAccount
 from verl_profiling.watch.frontier import exposed, standings
 
+DOCS = Path(__file__).parents[2] / "docs"
 MS = 1_000_000
 BEGIN_NS = 1_700_000_000_000_000_000
 
@@ -285,3 +288,20 @@ def test_a_thousand_ranks_take_milliseconds() -> None:
         begin = time.process_time()
         assert len(exposed(step)) == 17
         assert time.process_time() - begin < 1
+
+
+def test_the_picture_of_the_page_shows_what_the_page_says(tmp_path: Path) -> None:
+    """The numbers that docs/watch.md quotes are those of the example that is drawn; and it can be drawn."""
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("draw_exposed", DOCS / "draw_exposed.py")
+    assert spec is not None
+    assert spec.loader is not None
+    drawing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawing)
+    rows = exposed(drawing.ranks_of_one_program())
+    assert [(row.name, row.exposed_ns // 10**9) for row in rows[:2]] == [("generate", 14), ("forward", 5)]
+    assert [row.doubt for row in rows] == ["", "evened out", "evened out", ""]
+    rows = exposed(drawing.loop_that_calls_workers())
+    assert [row.leader for row in rows] == ["rollout1_rank0", "controller", "actor_rank1", ""]
+    drawing.draw(tmp_path / "exposed.png")
+    assert (tmp_path / "exposed.png").stat().st_size > 10_000

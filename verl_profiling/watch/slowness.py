@@ -13,10 +13,13 @@ from verl_profiling.units import duration
 from verl_profiling.watch.news import News
 from verl_profiling.watch.suspicion import Suspicion
 
-__all__ = ["MATTERS", "Slowness"]
+__all__ = ["MATTERS", "REMEMBERED", "Slowness"]
 
 MATTERS = 0.05
 """Share of a usual step by which a stage must be longer than usual, to be slow."""
+
+REMEMBERED = 10
+"""For each step of the window, so many slow values of a stage are remembered, whenever they were."""
 
 
 @dataclass
@@ -100,7 +103,7 @@ class Slowness:
 
     def _is_news(self, what: str | None, value: float, slow: bool) -> bool:
         if what not in self._news:
-            self._news[what] = News(self._options.window)
+            self._news[what] = News(REMEMBERED * self._options.window)
         return self._news[what].notice(value, slow)
 
 

@@ -1,0 +1,147 @@
+"""Draws how exposed time adds up: ``python docs/draw_exposed.py docs/images/exposed.png``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from verl_profiling.step_account import ExposedStage, RankUse, StageUse, StepAccount
+from verl_profiling.watch.frontier import exposed
+
+S = 1_000_000_000
+COLORS = {
+    "generate": "#d9822b",
+    "forward": "#1f5fbf",
+    "backward": "#2e8b57",
+    "rollout": "#d9822b",
+    "reward": "#8e6bbf",
+    "update_actor": "#1f5fbf",
+    "": "#c8c8c8",
+}
+
+
+def ranks_of_one_program() -> StepAccount:
+    """Return a step of three ranks that run one program; rank 2 is late, and the others wait for it."""
+    durations = ((10, 9, 6), (10, 9, 6), (14, 5, 6))
+    return StepAccount(
+        step=1,
+        begin_ns=0,
+        end_ns=26 * S,
+        loop=[
+            RankUse(
+                lane=f"actor_rank{rank}",
+                role="actor",
+                rank=rank,
+                stages=[
+                    StageUse(stage, length * S)
+                    for stage, length in zip(("generate", "forward", "backward"), row, strict=True)
+                ],
+            )
+            for rank, row in enumerate(durations)
+        ],
+    )
+
+
+def loop_that_calls_workers() -> StepAccount:
+    """Return a step of a controller: a slow replica in its rollout, a slow rank in its update."""
+
+    def use(lane: str, role: str, *stages: tuple[str, float, float]) -> RankUse:
+        found = [StageUse(name, int(length * S), 1, int((1 + begin) * S)) for name, begin, length in stages]
+        return RankUse(lane=lane, role=role, stages=found)
+
+    return StepAccount(
+        step=1,
+        begin_ns=S,
+        end_ns=27 * S,
+        loop=[
+            use(
+                "controller", "controller", ("rollout", 0.5, 13), ("reward", 14, 2), ("update_actor", 16.5, 9)
+            )
+        ],
+        workers=[
+            use("rollout0_rank0", "rollout", ("rollout", 0.7, 8)),
+            use("rollout1_rank0", "rollout", ("rollout", 0.7, 12.7)),
+            use("rollout2_rank0", "rollout", ("rollout", 0.7, 8.4)),
+            use("actor_rank0", "actor", ("update_actor", 16.7, 6)),
+            use("actor_rank1", "actor", ("update_actor", 16.7, 8.7)),
+        ],
+    )
+
+
+def draw_lanes(axes: Axes, lanes: Sequence[tuple[str, Sequence[tuple[str, float, float]]]]) -> None:
+    """Draw processes with their stages: name, begin and length in seconds."""
+    for place, (_lane, stages) in enumerate(lanes):
+        for name, begin, length in stages:
+            axes.barh(-place, length, 0.62, left=begin, color=COLORS[name], edgecolor="white", lw=0.8)
+    axes.set_yticks([-place for place in range(len(lanes))], [lane for lane, _ in lanes])
+    axes.tick_params(length=0)
+
+
+def draw_rows(axes: Axes, place: float, rows: Sequence[ExposedStage]) -> None:
+    """Draw the exposed time of a step as one bar, and who led below it."""
+    begin = 0.0
+    for row in rows:
+        length = row.exposed_ns / S
+        axes.barh(place, length, 0.8, left=begin, color=COLORS[row.name], edgecolor="black", lw=1)
+        middle = begin + length / 2
+        if row.name:
+            text = f"{row.name}\n{length:g} s"
+            axes.text(middle, place, text, ha="center", va="center", color="white", fontsize=7.5)
+            leads = row.doubt or f"{row.leader} +{row.lead_ns / S:.2g} s"
+            axes.text(middle, place - 0.72, leads, ha="center", va="center", fontsize=7.5)
+        else:
+            axes.text(middle, place, f"{length:g} s", ha="center", va="center", fontsize=7.5)
+        begin += length
+
+
+def draw(picture: Path) -> None:
+    """Draw both kinds of loop above each other."""
+    figure, (program, calls) = plt.subplots(
+        2, 1, figsize=(8, 5.4), dpi=150, layout="constrained", height_ratios=(4.9, 7.9)
+    )
+    account = ranks_of_one_program()
+    rows = exposed(account)
+    lanes = []
+    for use in account.loop:
+        begin, stages = 0.0, []
+        for stage in use.stages:
+            stages.append((stage.name, begin, stage.duration_ns / S))
+            begin += stage.duration_ns / S
+        lanes.append((use.lane, stages))
+    program.set_title("Ranks of one program: how far the furthest is", fontsize=9, loc="left")
+    draw_lanes(program, lanes)
+    draw_rows(program, -3.2, rows)
+    front = 0.0
+    for row in rows[:-1]:
+        front += row.exposed_ns / S
+        program.plot([front, front], [-3.6, 0.45], color="black", lw=1, ls=":")
+
+    account = loop_that_calls_workers()
+    calls.set_title("A loop that calls workers: who worked in its stages", fontsize=9, loc="left")
+    draw_lanes(
+        calls,
+        [
+            (use.lane, [(s.name, s.begin_ns / S - 1, s.duration_ns / S) for s in use.stages])
+            for use in (*account.loop, *account.workers)
+        ],
+    )
+    draw_rows(calls, -6.2, exposed(account))
+    for axes, place in ((program, -3.2), (calls, -6.2)):
+        ticks, labels = list(axes.get_yticks()), [text.get_text() for text in axes.get_yticklabels()]
+        axes.set_yticks([*ticks, place], [*labels, "exposed"])
+        axes.set(xlim=(0, 26), ylim=(place - 1.05, 0.5))
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    calls.set_xlabel("seconds of the step", fontsize=8)
+    figure.savefig(picture)
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]))
