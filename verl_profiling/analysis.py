@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 FrameName = Literal[
+    "suspects",
     "stages",
     "outside",
     "workers",

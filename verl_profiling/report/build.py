@@ -15,6 +15,7 @@ from verl_profiling.report.activity import Activity, read_activities
 from verl_profiling.report.anatomy import anatomy, capture_time
 from verl_profiling.report.capture_rows import anchors, clock_notes, core_notes, costs, measures, requests
 from verl_profiling.report.collectives import collective_rows, matched_calls, waiting_by_lane
+from verl_profiling.report.compared_process import Activities
 from verl_profiling.report.device_rows import device_row, lost_of_device, shared_devices, unknown_devices
 from verl_profiling.report.findings import find
 from verl_profiling.report.gantt import gantt
@@ -41,6 +42,7 @@ from verl_profiling.report.replicas import replica_rows
 from verl_profiling.report.rollout.explain import few_causes
 from verl_profiling.report.rollout.section import rollout_of
 from verl_profiling.report.stragglers import stragglers
+from verl_profiling.report.suspects import asked_of
 from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.step_inputs import StepInputs
@@ -169,6 +171,8 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
                 explanation.of(np.concatenate((EMPTY, *(of[cause] for of in lost_together))))
             )
     idle = [causes["other_stages"] for causes in lost]
+    measured = measures(manifest) if manifest else []
+    asked, suspects = asked_of(step, measured, Activities(lost_of, waiting)) or (None, [])
     engines = [engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     served = requests(manifest) if manifest else []
     running = requests(_from(step.begin_ns, step.capture)) if step.capture else []
@@ -205,7 +209,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         ),
         metrics=manifest.metrics if manifest else {},
         notes=[*(_notes(manifest, step) if manifest else []), *found.notes],
-        measures=measures(manifest) if manifest else [],
+        measures=measured,
         costs=costs(manifest, inputs.directory) if manifest else [],
         capture_us=length(capture_time(step)) / 1000,
         anchors=anchors(manifest) if manifest else [],
@@ -216,6 +220,8 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         outside=outside_rows(manifest) if manifest else [],
         devices=devices,
         timeline_begin_ns=step.begin_ns - zero_ns(step.capture.begin_ns) if step.capture else None,
+        asked=asked,
+        suspects=suspects,
     )
     return visible_text_of(find(report))
 

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from verl_profiling.report.asked import SuspectRow
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import Report
 from verl_profiling.report.rollout.rows import (
@@ -41,6 +42,7 @@ from verl_profiling.report.rows import (
 __all__ = ["REPORT_TABLES", "columns", "flat_rows", "rows_of"]
 
 REPORT_TABLES: Mapping[str, type[msgspec.Struct]] = {
+    "suspects": SuspectRow,
     "stages": StageRow,
     "outside": OutsideRow,
     "workers": WorkerRow,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from verl_profiling.report.asked import SuspectRow, asked_sentence, compared, shown_history
 from verl_profiling.report.model import Report
 from verl_profiling.report.page.document import document
 from verl_profiling.report.page.picture import picture
 from verl_profiling.report.page.summary import summary
 from verl_profiling.report.page.tables import (
     Cell,
+    Shown,
     count,
     number,
     percent,
@@ -50,7 +52,9 @@ def page_title(report: Report) -> str:
 
 
 def _sections(report: Report) -> Iterable[str]:
+    yield _asked(report)
     yield summary(report)
+    yield _suspects(report.suspects)
     yield _picture(report)
     yield _stages(report)
     yield _outside(report)
@@ -71,6 +75,27 @@ def _sections(report: Report) -> Iterable[str]:
     yield _clocks(report)
     yield _reported(report)
     yield _about(report)
+
+
+def _asked(report: Report) -> str:
+    if report.asked is None:
+        return ""
+    lines = [asked_sentence(report.asked), shown_history(report.asked), report.asked.verdict]
+    said = "".join(f'<p class="note">{escape(line)}</p>' for line in lines if line)
+    return f'<section id="asked" aria-label="Who asked for the capture">{said}</section>'
+
+
+def _suspects(rows: Sequence[SuspectRow]) -> str:
+    cells: list[tuple[Cell, ...]] = []
+    for row in rows:
+        numbers = (row.value, row.peer_value, row.difference)
+        shown = zip(compared(row), numbers, strict=True)
+        value, peer, difference = (None if n is None else Shown(text, n) for text, n in shown)
+        cells.append((row.suspect, row.kind, row.name, value, row.peers, peer, difference))
+    headings = ("suspect", "what", "name", "suspect's", "peers", "peers'", "difference")
+    title = "Suspects beside their peers"
+    note = "Time in a stage is without waiting for other ranks; the rest of the time is in its parts."
+    return section(title, table(title, headings, cells), note)
 
 
 def _picture(report: Report) -> str:

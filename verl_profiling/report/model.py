@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from verl_profiling.report.asked import Asked, SuspectRow
 from verl_profiling.report.rollout.rows import Rollout
 from verl_profiling.report.rows import (
     AnchorRow,
@@ -239,6 +240,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         outside: What the loop did around the step: pauses of the capture, and stages such as ``validate``.
         devices: One row per device; lanes that share it are one. Empty in older reports.
         timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
+        asked: Who asked for the capture and what it says of the reason; ``None`` where the schedule did.
+        suspects: The suspects of an aimed capture beside their peers.
     """
 
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -275,6 +278,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[DeviceRow] = []
     timeline_begin_ns: int | None = None
     name: str = ""
+    asked: Asked | None = None
+    suspects: list[SuspectRow] = []
 
     @property
     def title(self) -> str:

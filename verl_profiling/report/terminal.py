@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from verl_profiling.report.asked import asked_sentence, compared, shown_history
 from verl_profiling.report.columns import Sentence, fitting_console, shortened, table_of
 from verl_profiling.report.model import Report, Tail, Throughput
 from verl_profiling.report.outside import outside_sentences
@@ -29,6 +30,11 @@ def print_report(report: Report, console: Console) -> None:
     console = fitting_console(console)
     policy = f", policy version {report.policy_version}" if report.policy_version is not None else ""
     console.print(f"[bold]{escape(report.title)}[/bold]{policy}: {_time(report.span_us)}")
+    if asked := report.asked:
+        for line in filter(None, (asked_sentence(asked), shown_history(asked))):
+            console.print(Sentence.of(f"[dim]{escape(line)}[/dim]"))
+        if asked.verdict:
+            console.print(Sentence.of(f"[bold]{escape(asked.verdict)}[/bold]"))
     if not report.complete:
         console.print("[yellow]The step ended early; this is what was recorded until then.[/yellow]")
     findings = Table.grid(padding=(0, 1))
@@ -41,6 +47,7 @@ def print_report(report: Report, console: Console) -> None:
     engines = [row for row in report.workers if row.replica is not None]
     others = [row for row in report.workers if row.replica is None]
     for table in (
+        _suspects(report),
         _stages(report.stages),
         _workers("Workers", others),
         _workers("Rollout engines", engines),
@@ -127,6 +134,16 @@ def rollout_sentence(tail: Tail) -> str:
         f"rollout: the last of {tail.replicas} replicas was done after {last}, {tail.ratio:.2f} times the "
         f"median; {tail.tail_share:.1%} of the step lies between"
     )
+
+
+def _suspects(report: Report) -> Table:
+    table = table_of("Suspects beside their peers", "suspect", "what", "", "peers", "", "difference")
+    table.columns[1].justify = table.columns[3].justify = "left"
+    for row in report.suspects:
+        value, peer, difference = compared(row)
+        what = escape(shortened(f"{row.kind}: {row.name}"))
+        table.add_row(escape(row.suspect), what, value, escape(row.peers), peer, difference)
+    return table
 
 
 def _stages(rows: list[StageRow]) -> Table:

@@ -1,0 +1,233 @@
+"""What a capture that was asked for says: who asked, why, and what sets the suspect apart from its peer."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from drawn_steps import Drawn, Worker, drawn_inputs
+from rich.console import Console
+
+from verl_profiling.report.asked import Asked, sparkline
+from verl_profiling.report.build import build_report
+from verl_profiling.report.csv import write_csv
+from verl_profiling.report.html import render_html
+from verl_profiling.report.model import Report
+from verl_profiling.report.terminal import print_report
+from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.trigger import Trigger
+
+SLOW_STAGE = Trigger(
+    kind="anomaly",
+    reason="update_actor took 6.00 s, 2.00 times the median of 20 steps",
+    sign="slow_stage",
+    noticed=41,
+    stage="update_actor",
+    suspects=["actor_rank1"],
+    peers=["actor_rank0"],
+    value=6.0,
+    median=3.0,
+    history=[3.0, 3.1, 2.9, 3.0, 6.0],
+)
+STAGES = [("rollout", 0.0, 2.0), ("update_actor", 2.0, 8.0)]
+
+
+def rank(index: int, kernels: list[Drawn], stages: list[Drawn] | None = None) -> Worker:
+    """Return a rank of the actor that is in ``update_actor`` from 2 to 8 s."""
+    return Worker("actor", rank=index, stages=stages or [("update_actor", 2, 8)], kernels=kernels)
+
+
+def asked_by(trigger: Trigger, inputs: StepInputs) -> Report:
+    """Return the report of a capture that this asked for."""
+    assert inputs.manifest is not None
+    manifest = msgspec.structs.replace(inputs.manifest, trigger=trigger)
+    return build_report(msgspec.structs.replace(inputs, manifest=manifest))
+
+
+def two_ranks(folder: Path, trigger: Trigger, slow: float = 3.0) -> Report:
+    """Rank 1 multiplies for some seconds longer than rank 0, which then waits for it in a collective."""
+    workers = [
+        rank(0, [("gemm", 2, 4), ("ncclDevKernel_AllReduce", 4, 5 + slow)]),
+        rank(1, [("gemm", 2, 4 + slow), ("ncclDevKernel_AllReduce", 4 + slow, 5 + slow)]),
+    ]
+    return asked_by(trigger, drawn_inputs(folder, STAGES, workers, 8.0))
+
+
+def asked(report: Report) -> Asked:
+    assert report.asked is not None
+    return report.asked
+
+
+def printed(report: Report) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    print_report(report, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_suspect_is_told_from_the_peer_that_waits_for_it(tmp_path: Path) -> None:
+    """Both are in the stage equally long; what the peer waits in a collective is no work of its own."""
+    report = two_ranks(tmp_path, SLOW_STAGE)
+    rows = {(row.kind, row.name): row for row in report.suspects}
+    stage = rows["stage", "update_actor"]
+    assert (stage.value, stage.peer_value, stage.difference) == pytest.approx((6.0, 3.0, 3.0))
+    assert rows["time", "computing and copying"].difference == pytest.approx(3.0)
+    assert rows["time", "waiting for other ranks"].difference == pytest.approx(-3.0)
+    assert rows["kernel", "gemm"].difference == pytest.approx(3.0)
+    assert asked(report).shows == "difference"
+    assert "update_actor took 6.00 s, 2.00 times the median before (3.00 s)." in asked(report).verdict
+    assert (
+        "actor_rank1 worked 6.00 s in update_actor, actor_rank0 3.00 s (+3.00 s), most of it computing and "
+        "copying +3.00 s, gemm +3.00 s." in asked(report).verdict
+    )
+
+
+def test_the_parts_of_the_time_add_up_to_the_stage(tmp_path: Path) -> None:
+    """Computing, communicating, waiting and idle time by cause leave nothing of the stage out."""
+    workers = [rank(0, [("gemm", 2, 3)]), rank(1, [("gemm", 2, 4), ("copy", 5, 6)])]
+    report = asked_by(SLOW_STAGE, drawn_inputs(tmp_path, STAGES, workers, 8.0))
+    parts = [row for row in report.suspects if row.kind == "time"]
+    assert sum(row.value for row in parts) == pytest.approx(6.0)
+    assert sum(row.peer_value or 0.0 for row in parts) == pytest.approx(6.0)
+
+
+def test_a_slowness_that_was_gone_is_said_to_be(tmp_path: Path) -> None:
+    """Within a tenth of the median before, the capture shows nothing, whatever the ranks' difference."""
+    report = two_ranks(tmp_path, msgspec.structs.replace(SLOW_STAGE, median=5.8, value=11.0))
+    assert asked(report).shows == "nothing"
+    assert asked(report).verdict.startswith(
+        "The capture shows nothing of what was noticed: update_actor took"
+    )
+    assert "it was gone" in printed(report)
+
+
+def test_a_suspect_like_its_peer_is_no_cause_of_a_stage_that_is_still_slow(tmp_path: Path) -> None:
+    """The stage is slow in all ranks; that is said, and no kernel of the suspect is blamed."""
+    report = two_ranks(tmp_path, SLOW_STAGE, slow=0.0)
+    assert asked(report).shows == "difference"
+    assert "no more than a tenth longer" in asked(report).verdict
+    assert asked(report).verdict.endswith("So the cause is not that process alone.")
+
+
+def test_a_leader_is_judged_by_its_peer(tmp_path: Path) -> None:
+    """A rank that led by a share of the step has no history in seconds; it has peers."""
+    leader = msgspec.structs.replace(SLOW_STAGE, sign="leader", value=0.4, median=0.0, history=[0.4, 0.4])
+    for folder in ("slow", "fast"):
+        (tmp_path / folder).mkdir()
+    assert asked(two_ranks(tmp_path / "slow", leader)).shows == "difference"
+    assert asked(two_ranks(tmp_path / "fast", leader, slow=0.0)).shows == "nothing"
+    assert "▁" not in printed(two_ranks(tmp_path / "fast", leader))
+
+
+def test_a_slow_step_without_a_suspect_is_compared_with_the_steps_before(tmp_path: Path) -> None:
+    """There is nobody to compare, so no table; the step's own past decides."""
+    slow = Trigger(kind="anomaly", sign="slow_step", noticed=7, value=8.0, median=4.0, history=[4.0, 8.0])
+    report = two_ranks(tmp_path, slow)
+    assert (asked(report).shows, report.suspects) == ("difference", [])
+    assert asked(report).verdict == "the step took 8.00 s, 2.00 times the median before (4.00 s)."
+    gone = two_ranks(tmp_path, msgspec.structs.replace(slow, median=7.9))
+    assert asked(gone).shows == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"suspects": ["actor_rank7"]}, "actor_rank7 is not in this capture."),
+        ({"suspects": ["actor_rank2"]}, "actor_rank2 recorded nothing."),
+        ({"suspects": ["critic_rank0"], "peers": []}, "No peer of critic_rank0 recorded"),
+        ({"sign": "slow_stage", "stage": "reward"}, "reward did not run in the captured step."),
+        ({"sign": "memory", "median": 1e9}, "No memory of actor_rank1 and a peer was measured."),
+        ({"sign": "leader", "suspects": [], "history": []}, "Whether it is still there is not known."),
+    ],
+)
+def test_what_cannot_be_compared_is_said(tmp_path: Path, change: dict[str, object], says: str) -> None:
+    """A lane that nobody knows, a process without a recording or a peer, and no history end no report."""
+    workers = [rank(0, [("gemm", 2, 4)]), rank(1, [("gemm", 2, 7)]), rank(2, []), Worker("critic")]
+    workers[3].kernels.append(("gemm", 2.0, 3.0))
+    inputs = drawn_inputs(tmp_path, STAGES, workers, 8.0)
+    assert inputs.manifest is not None
+    (silent,) = [worker for worker in inputs.manifest.workers if worker.name == "actor_rank2"]
+    results = [
+        msgspec.structs.replace(worker, stages=[], artifacts=[]) if worker is silent else worker
+        for worker in inputs.manifest.workers
+    ]
+    sources = [source for source in inputs.sources if source.worker != "actor_rank2"]
+    manifest = msgspec.structs.replace(inputs.manifest, workers=results)
+    inputs = msgspec.structs.replace(inputs, manifest=manifest, sources=sources)
+    report = asked_by(msgspec.structs.replace(SLOW_STAGE, **change), inputs)
+    assert says in asked(report).verdict
+    assert says in printed(report)
+
+
+def test_without_a_named_peer_the_others_of_the_role_are_the_peers(tmp_path: Path) -> None:
+    """A peer that is unknown is none; of several others the median is taken."""
+    workers = [rank(index, [("gemm", 2, 7 if index == 1 else 4)]) for index in range(4)]
+    trigger = msgspec.structs.replace(SLOW_STAGE, peers=["actor_rank9"])
+    report = asked_by(trigger, drawn_inputs(tmp_path, STAGES, workers, 8.0))
+    assert asked(report).peers == ["actor_rank0", "actor_rank2", "actor_rank3"]
+    assert {row.peers for row in report.suspects} == {"median of 3"}
+
+
+def test_an_engine_is_compared_by_what_its_lane_was_busy(tmp_path: Path) -> None:
+    """A replica has no stages of its own; its lane is named, and the loop's stage is the window."""
+    workers = [
+        Worker("rollout", replica=index, kernels=[("attention", 0, 1.9 if index else 0.5)])
+        for index in range(2)
+    ]
+    trigger = msgspec.structs.replace(
+        SLOW_STAGE, sign="leader", stage="rollout", suspects=["rollout1_rank0"], peers=["rollout0_rank0"]
+    )
+    report = asked_by(trigger, drawn_inputs(tmp_path, STAGES, workers, 8.0))
+    stage = next(row for row in report.suspects if row.kind == "stage")
+    assert (stage.value, stage.peer_value) == pytest.approx((1.9, 0.5))
+    assert asked(report).shows == "difference"
+
+
+def test_who_asked_is_the_first_line(tmp_path: Path) -> None:
+    """Of a capture on demand the person is named and when; of a scheduled one there is nothing to say."""
+    demand = Trigger(kind="demand", by="root@node1", request="ab12", reason="looks slow")
+    report = two_ranks(tmp_path, demand)
+    line = printed(report).splitlines()[1]
+    assert line.startswith("asked for on demand by root@node1 (request ab12), captured 20")
+    assert line.endswith(": looks slow")
+    assert "asked for on demand by root@node1" in render_html(report)
+    assert asked(report).verdict == ""
+    assert two_ranks(tmp_path, Trigger()).asked is None
+    shown = printed(two_ranks(tmp_path, SLOW_STAGE)).splitlines()
+    assert shown[1].startswith("asked for by the watch, which noticed slow_stage in step 41: update_actor")
+    assert "▅▅▄▅█ 6.00 s, median before 3.00 s" in shown
+
+
+def test_every_face_has_the_comparison(tmp_path: Path) -> None:
+    """The page has it before all else, JSON comes back as it was, and CSV has a table."""
+    report = two_ranks(tmp_path, SLOW_STAGE)
+    page = render_html(report)
+    assert page.index('id="asked"') < page.index('id="figures"') < page.index("Suspects beside their peers")
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+    write_csv([report], tmp_path / "csv")
+    first, *rows = (tmp_path / "csv/suspects.csv").read_text().splitlines()
+    assert first.startswith("title,directory,step,suspect,peers,kind,name,unit,value,peer_value")
+    assert len(rows) == len(report.suspects)
+
+
+def test_hostile_names_do_no_harm(tmp_path: Path) -> None:
+    """A manifest comes from anybody: names are shown, and neither markup nor control characters work."""
+    name = "<script>alert(1)</script>[red]\x1b[2J\u202e"
+    trigger = Trigger(
+        kind="anomaly", sign="leader", reason=name, stage=name, suspects=[name] * 500, peers=[name], by=name
+    )
+    report = two_ranks(tmp_path, trigger)
+    assert "<script>alert" not in render_html(report)
+    assert "\x1b" not in printed(report)
+    assert "\u202e" not in printed(report)
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [([], ""), ([0.0, 0.0], "▁▁"), ([1.0, -5.0, 2.0], "▅▁█"), ([1e308, 1e-308], "█▁")],
+)
+def test_a_history_of_any_numbers_has_bars(values: list[float], bars: str) -> None:
+    """Nothing, zeros, negative and huge numbers are drawn; of a long history the end is."""
+    assert sparkline(values) == bars
+    assert len(sparkline([1.0] * 1000)) == 60

@@ -1,0 +1,145 @@
+"""Who asked for a capture and why, and what an aimed one says: as data, and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from verl_profiling.trigger import Sign, TriggerKind
+from verl_profiling.units import byte_size, duration
+
+__all__ = [
+    "Asked",
+    "Shows",
+    "SuspectRow",
+    "Unit",
+    "asked_sentence",
+    "compared",
+    "in_unit",
+    "shown_history",
+    "sparkline",
+]
+
+Shows = Literal["difference", "nothing", "unknown"]
+Unit = Literal["s", "bytes", "share"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_MOST_BARS = 60
+
+
+class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One quantity of a suspect, against its peers'.
+
+    Attributes:
+        suspect: Lane or worker that may be the cause.
+        peers: What it is compared with; of several, the median.
+        kind: ``stage``: time in it without waiting for other ranks. ``time``: what the lane did in the stage
+            that was slow, or else in the step; these add up to it. ``kernel``: self time. ``memory``: a peak.
+        name: Name of the stage, the part of the time, the kernel or the measure.
+        unit: Unit of the numbers.
+        value: The suspect's.
+        peer_value: The peers'; ``None`` where they have none.
+    """
+
+    suspect: str
+    peers: str
+    kind: Literal["stage", "time", "kernel", "memory"]
+    name: str
+    unit: Unit = "s"
+    value: float
+    peer_value: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """By how much the suspect has more."""
+        return None if self.peer_value is None else self.value - self.peer_value
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asked for the capture, and what it says of the reason.
+
+    Attributes:
+        kind: ``demand``, or ``anomaly`` for the watch.
+        reason: Why, as a sentence.
+        by: Who asked on demand.
+        request: Id of the request on demand.
+        when: When the capture began, on the clock of the loop's host, as a date and time.
+        sign: What the watch noticed.
+        noticed: The step in which it noticed that.
+        stage: The stage that was slow.
+        suspects: Processes that may be the cause.
+        peers: Processes that they are compared with.
+        unit: Unit of the next three.
+        value: What the step that was noticed had.
+        median: What the steps before it had.
+        history: These steps' values, and at the end that of the one that was noticed.
+        shows: Whether the capture shows what was noticed; ``unknown`` where it cannot tell.
+        verdict: What differs, and by how much; or that nothing does.
+    """
+
+    kind: TriggerKind
+    reason: str
+    by: str = ""
+    request: str = ""
+    when: str = ""
+    sign: Sign = ""
+    noticed: int | None = None
+    stage: str = ""
+    suspects: list[str] = []
+    peers: list[str] = []
+    unit: Unit = "s"
+    value: float = 0.0
+    median: float = 0.0
+    history: list[float] = []
+    shows: Shows = "unknown"
+    verdict: str = ""
+
+
+def asked_sentence(asked: Asked) -> str:
+    """Return who asked for a capture, and why."""
+    why = f": {asked.reason}" if asked.reason else ""
+    if asked.kind == "demand":
+        by = f" by {asked.by}" if asked.by else ""
+        named = f" (request {asked.request})" if asked.request else ""
+        return f"asked for on demand{by}{named}, captured {asked.when}{why}"
+    noticed = "" if asked.noticed is None else f" in step {asked.noticed}"
+    return f"asked for by the watch, which noticed {asked.sign or 'something'}{noticed}{why}"
+
+
+def shown_history(asked: Asked) -> str:
+    """Return the values before and at what was noticed, with a bar for each; empty without a history."""
+    if not asked.history:
+        return ""
+    return (
+        f"{sparkline(asked.history)} {in_unit(asked.history[-1], asked.unit)}, "
+        f"median before {in_unit(asked.median, asked.unit)}"
+    )
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return a bar for each of the last 60 values, from 0 to the largest."""
+    last = values[-_MOST_BARS:]
+    most = max(last, default=0.0)
+    return "".join(map(_bar, last, [most] * len(last)))
+
+
+def _bar(value: float, most: float) -> str:
+    return _BARS[round(max(value, 0.0) / most * (len(_BARS) - 1))] if most > 0 else _BARS[0]
+
+
+def in_unit(value: float, unit: Unit) -> str:
+    """Return a number as a person reads it."""
+    if unit == "bytes":
+        return byte_size(value)
+    return f"{value:.1%}" if unit == "share" else duration(value)
+
+
+def compared(row: SuspectRow) -> tuple[str, str, str]:
+    """Return the suspect's number, its peers' and the difference, as a person reads them."""
+    more = row.difference
+    if more is None or row.peer_value is None:
+        return in_unit(row.value, row.unit), "", ""
+    sign = "+" if more > 0 else ""
+    return in_unit(row.value, row.unit), in_unit(row.peer_value, row.unit), f"{sign}{in_unit(more, row.unit)}"
