@@ -19,6 +19,7 @@ COMMANDS = {
     "merge": "write one timeline of a step, to open in Perfetto",
     "report": "show where the time of a step went",
     "view": "open a step's timeline and report in the browser",
+    "top": "show a running job, live: its steps, their stages, who leads, the captures so far",
     "diff": "compare two steps or two runs",
     "split": "cut an e2e trace into its stages",
     "collect": "fetch reports that Nsight Systems finished after the run",

@@ -1,0 +1,340 @@
+"""``verl-profiling top``: a running job in a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import msgspec
+import pytest
+from drawn_accounts import account
+from rich.console import Console
+from step_folders import build_step
+
+from verl_profiling.cli import main
+from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import RunInfo
+from verl_profiling.report.captures_so_far import CapturesSoFar
+from verl_profiling.report.sparkline import sparkline
+from verl_profiling.report.watch_frame import Pulse, WatchFrame
+from verl_profiling.report.watch_history import WatchHistory
+from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.trigger import Trigger
+from verl_profiling.watch.log import WatchLog
+from verl_profiling.watch_log import WATCH_LOG, logged
+
+ENTERS, LEAVES = b"\x1b[?1049h", b"\x1b[?1049l"
+
+
+def write_run(
+    run: Path, *, process: ProcessId | None = None, end_ns: int | None = None, enable: bool = True
+) -> None:
+    """Write ``run.json``; the process that runs the loop is by default this one."""
+    run.mkdir(exist_ok=True)
+    info = RunInfo(
+        run_id="abc",
+        begin_ns=1,
+        process=process or ProcessId.current(),
+        config={"watch": {"enable": enable}},
+        versions={},
+        end_ns=end_ns,
+    )
+    write_json_atomically(run / "run.json", info)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of this process with 30 steps, of which step 20 is slow and step 12 was captured."""
+    folder = tmp_path / "run"
+    write_run(folder)
+    log = WatchLog(folder)
+    for number in range(30):
+        slow = {"rollout": 9000} if number == 20 else {}
+        log(account(number, {"rollout": 5000, "update_actor": 3000, **slow}))
+    manifest = read_manifest(build_step(folder, step=12))
+    asked = Trigger(kind="anomaly", reason="rollout took 9.00 s, 1.8 times its median")
+    write_json_atomically(
+        folder / "step_000012" / "manifest.json", msgspec.structs.replace(manifest, trigger=asked)
+    )
+    return folder
+
+
+def drawn(frame: WatchFrame, width: int = 100, encoding: str = "utf-8") -> list[str]:
+    """Return the lines of a frame in a terminal."""
+    stream = TextIOWrapper(BytesIO(), encoding=encoding)
+    console = Console(file=stream, width=width, color_system=None)
+    console.print(frame)
+    stream.seek(0)
+    return stream.read().splitlines()
+
+
+def frame_of(*steps: object, **fields: object) -> WatchFrame:
+    """Return a frame of some accounts."""
+    logs = [logged(step) for step in steps]  # type: ignore[arg-type]
+    return WatchFrame(run="r", pulse=Pulse(says="lives"), steps=logs, **fields)  # type: ignore[arg-type]
+
+
+class TestOneFrame:
+    """``--once``, and what a frame holds."""
+
+    def test_it_shows_the_step_its_stages_memory_and_captures(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Who leads, by how much, and who asked for the captures; without colours when piped."""
+        assert main(["top", str(run), "--once"]) == EXIT_OK
+        printed = capsys.readouterr().out
+        assert "\x1b" not in printed
+        for text in (
+            f"run: {ProcessId.current()}, last heard of ",
+            "step 29: 8.50 s, median of 30 8.50 s",
+            "actor_rank2 +500 ms",
+            "(in no stage)",
+            "one process alone is late for 9.4% of step 29",
+            "9 GB  3 GB  actor_rank3",
+            "1 capture:",
+            "step_000012: anomaly: rollout took 9.00 s, 1.8 times its median",
+        ):
+            assert text in printed
+        (rollout,) = [line for line in printed.splitlines() if line.startswith("rollout")]
+        assert rollout.split()[1:6] == ["5.00", "s", "58.8%", "5.00", "s"]
+        assert rollout.count("▅") == 19
+        assert rollout.count("█") == 1
+
+    def test_output_that_is_no_terminal_gets_one_frame(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """As if ``--once`` had been said: nothing hangs in a pipe."""
+        assert main(["top", str(run)]) == EXIT_OK
+        assert "step 29" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("width", [30, 40, 64, 84, 100, 300])
+    def test_it_fits_the_terminal(self, width: int) -> None:
+        """Down to 30 columns, whatever stages and processes are called."""
+        long = account(
+            1, {"rollout": 5000, "a_stage_with_a_name_that_is_longer_than_most": 3}, leader="x" * 60
+        )
+        lines = drawn(frame_of(long), width)
+        assert max(map(len, lines)) <= min(width, 100)
+        assert any("rollout" in line for line in lines)
+        assert any("5.00 s" in line for line in lines)
+
+    def test_a_terminal_without_unicode_gets_ascii(self) -> None:
+        """Over a connection with an old locale, too."""
+        lines = drawn(frame_of(account(1), account(2, {"stúfe": 3})), encoding="ascii")
+        assert "".join(lines).isascii()
+
+    def test_the_leaders_are_of_the_last_step_whose_workers_were_read(self) -> None:
+        """Which is named, where it is not the last one."""
+        lines = drawn(frame_of(account(4, leader="actor_rank1"), account(5, leader="", doubt="not read")))
+        assert any("leads (step 4)" in line for line in lines)
+        assert any("actor_rank1 +500 ms" in line for line in lines)
+        assert any(line.startswith("step 5") for line in lines)
+
+    def test_doubt_is_said(self) -> None:
+        """And what is in doubt does not count as late."""
+        lines = drawn(frame_of(account(5, doubt="tied")))
+        assert any("actor_rank2 +500 ms (tied)" in line for line in lines)
+        assert not any("late" in line for line in lines)
+
+    def test_names_cannot_steer_the_terminal(self) -> None:
+        """Nor mean markup."""
+        lines = drawn(frame_of(account(1, {"\x1b[2J[red]": 10}, leader="\x07[/]")))
+        assert any(r"\x1b[2J[red]" in line for line in lines)
+        assert not any("\x1b" in line or "\x07" in line for line in lines)
+
+    def test_many_stages_are_counted(self) -> None:
+        """A screen has an end."""
+        assert any(
+            "and 85 more" in line for line in drawn(frame_of(account(1, {f"s{n}": 1 for n in range(100)})))
+        )
+
+    def test_a_step_of_no_time_is_shown(self) -> None:
+        """A loop that does nothing divides by nothing."""
+        nothing = msgspec.structs.replace(account(1), begin_ns=5, end_ns=5)
+        assert any("step 1: 0 s" in line for line in drawn(frame_of(nothing)))
+
+
+class TestExitCodes:
+    """What a script learns."""
+
+    def test_a_run_that_has_ended_is_well(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """It says so, and exits with 0."""
+        write_run(run, end_ns=2)
+        assert main(["top", str(run), "--once"]) == EXIT_OK
+        assert "run: has ended; last heard of" in capsys.readouterr().out
+
+    def test_a_process_that_is_gone_is_a_finding(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Killed, or its machine was restarted."""
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        write_run(run, process=msgspec.structs.replace(ProcessId.current(), pid=gone.pid))
+        assert main(["top", str(run), "--once"]) == EXIT_FINDING
+        assert f"pid {gone.pid} on" in capsys.readouterr().out
+
+    def test_a_run_without_a_watch_says_how_to_switch_it_on(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """One line, and exit 2."""
+        write_run(tmp_path / "run", enable=False)
+        assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_BAD_INPUT
+        assert "has no watch.jsonl; start the run with watch.enable=true" in capsys.readouterr().err
+
+    def test_a_watch_that_has_logged_nothing_yet_is_waited_for(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The first step can take an hour."""
+        write_run(tmp_path / "run")
+        assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_OK
+        assert "No step has ended yet." in capsys.readouterr().out
+
+    @pytest.mark.parametrize("harm", ["nowhere", "file", "log is a folder", "run.json is none"])
+    def test_what_is_no_run_is_one_line(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str
+    ) -> None:
+        """And exit 2."""
+        run = tmp_path / "run"
+        if harm == "file":
+            run.write_text("")
+        elif harm != "nowhere":
+            (run / WATCH_LOG).mkdir(parents=True)
+        if harm == "run.json is none":
+            (run / "run.json").write_text("{")
+        assert main(["top", str(run), "--once"]) == EXIT_BAD_INPUT
+        error = capsys.readouterr().err
+        assert error.startswith("verl-profiling: error: ")
+        assert error.count("\n") == 1
+
+
+class TestLive:
+    """In a terminal."""
+
+    @contextmanager
+    def top(self, run: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+        """Run it in a terminal of its own; yield the process and the other end."""
+        ours, theirs = pty.openpty()
+        before = termios.tcgetattr(theirs)
+        command = [sys.executable, "-m", "verl_profiling.cli", "top", str(run), "--interval", "0.2"]
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "90", "LINES": "30"}
+        process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        )
+        try:
+            yield process, ours
+            assert termios.tcgetattr(theirs) == before
+        finally:
+            process.kill()
+            process.wait()
+            os.close(ours)
+            os.close(theirs)
+
+    def until(self, terminal: int, text: bytes, seen: bytes = b"") -> bytes:
+        """Return what the terminal shows until some text is there."""
+        end = time.monotonic() + 20
+        while text not in seen and time.monotonic() < end:
+            if select.select([terminal], [], [], 0.2)[0]:
+                seen += os.read(terminal, 1 << 16)
+        assert text in seen, seen
+        return seen
+
+    @pytest.mark.parametrize("how", ["q", "SIGINT", "SIGTERM", "SIGHUP"])
+    def test_it_is_left_cleanly(self, run: Path, how: str) -> None:
+        """The terminal is as it was, with what it showed before; the last frame is not left in it."""
+        with self.top(run) as (process, terminal):
+            seen = self.until(terminal, b"q quits")
+            assert ENTERS in seen
+            if how == "q":
+                os.write(terminal, b"q")
+            else:
+                process.send_signal(signal.Signals[how])
+            self.until(terminal, LEAVES, seen)
+            assert process.wait(10) == EXIT_OK
+
+    def test_it_follows_the_run_to_its_end(self, run: Path) -> None:
+        """New steps come up by themselves; at the end the last frame stays in the terminal."""
+        with self.top(run) as (process, terminal):
+            self.until(terminal, b"step 29")
+            WatchLog(run)(account(30))
+            self.until(terminal, b"step 30")
+            write_run(run, end_ns=5)
+            seen = self.until(terminal, LEAVES)
+            seen = self.until(terminal, b"step_000012: anomaly", seen.partition(LEAVES)[2])
+            assert b"has ended" in seen
+            assert process.wait(10) == EXIT_OK
+
+
+class TestHistory:
+    """What lines of the log mean together."""
+
+    def test_the_last_line_of_a_step_counts(self) -> None:
+        """The account that is complete comes later than the first one."""
+        history = WatchHistory()
+        whole, early = logged(account(1)), logged(account(1, doubt="not read"))
+        assert history.add([early, logged(account(2, doubt="not read")), whole])
+        assert [step.exposed[0].doubt for step in history.steps] == ["", "not read"]
+        assert not history.add([])
+
+    def test_a_resumed_run_replaces_what_it_runs_again(self) -> None:
+        """Steps that the start before had come to are not its future."""
+        history = WatchHistory()
+        history.add(logged(account(number)) for number in range(10))
+        later = 10**12
+        again = [account(number) for number in (5, 6)]
+        again = [
+            msgspec.structs.replace(step, begin_ns=step.begin_ns + later, end_ns=step.end_ns + later)
+            for step in again
+        ]
+        history.add(map(logged, again))
+        assert [step.step for step in history.steps] == [0, 1, 2, 3, 4, 5, 6]
+
+    def test_only_the_latest_are_kept(self) -> None:
+        """Of a long run, and a late line of a step that is no longer kept changes nothing."""
+        history = WatchHistory(3)
+        history.add(logged(account(number)) for number in range(10))
+        history.add([logged(account(2))])
+        assert [step.step for step in history.steps] == [7, 8, 9]
+
+
+class TestCaptures:
+    """Step folders of a run that goes on."""
+
+    def test_a_capture_that_goes_on_is_shown_as_such(self, tmp_path: Path) -> None:
+        """And is looked at again when its manifest is written."""
+        folder = build_step(tmp_path, step=3)
+        whole = read_manifest(folder)
+        write_json_atomically(folder / "manifest.json", msgspec.structs.replace(whole, state="begun"))
+        captures = CapturesSoFar(tmp_path, 5)
+        assert [capture.goes_on for capture in captures.look()[1]] == [True]
+        time.sleep(0.01)
+        write_json_atomically(folder / "manifest.json", whole)
+        assert [capture.goes_on for capture in captures.look()[1]] == [False]
+
+    def test_manifests_that_cannot_be_read_are_no_matter(self, tmp_path: Path) -> None:
+        """A link that leads out, a pipe, nonsense, none at all, a run that vanished."""
+        for number in range(4):
+            (tmp_path / f"step_{number:06d}").mkdir()
+        (tmp_path / "step_000000" / "manifest.json").symlink_to("/etc/passwd")
+        os.mkfifo(tmp_path / "step_000001" / "manifest.json")
+        (tmp_path / "step_000002" / "manifest.json").write_text('{"trigger": 3}')
+        count, found = CapturesSoFar(tmp_path, 3).look()
+        assert count == 4
+        assert [(capture.step, capture.trigger) for capture in found] == [(1, None), (2, None), (3, None)]
+        assert CapturesSoFar(tmp_path / "gone", 3).look() == (0, [])
+
+
+def test_a_sparkline_is_as_high_as_its_numbers() -> None:
+    """Of the last ones, measured by the highest of them."""
+    assert sparkline([100, 0, 4, 8, 1], 4) == "▁▅█▂"
+    assert sparkline([0, 8], 4, ascii_only=True) == "_#"
+    assert sparkline([0, 0], 4) == "▁▁"
+    assert sparkline([], 4) == ""

@@ -1,0 +1,198 @@
+"""``verl-profiling top``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.live import Live
+
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.commands.arguments import at_least_0, local_path
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import RUN_NAME
+from verl_profiling.report.captures_so_far import CapturesSoFar
+from verl_profiling.report.columns import fitting_console
+from verl_profiling.report.watch_frame import Pulse, WatchFrame
+from verl_profiling.report.watch_history import WatchHistory
+from verl_profiling.run_files import read_starts
+from verl_profiling.timeline.inputs import the_run
+from verl_profiling.units import duration
+from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, WatchLogReader, has_watch_log
+
+__all__ = ["configure", "run"]
+
+_STEPS = 200
+_CAPTURES = 5
+_FASTEST_S = 0.1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = (
+        "Shows a running job, live: its last step, and whether steps get longer; where the time of a step "
+        "goes (exposed time, by stage), and which process leads there; memory, and the captures so far. It "
+        f"reads {WATCH_LOG} in the run's folder, which a run with watch.enable=true writes, and asks nothing "
+        "of the job. q or Ctrl-C quits; it ends by itself when the run does. Where the output is no "
+        "terminal, it prints one frame."
+    )
+    parser.epilog = (
+        "example: verl-profiling top outputs/run --interval 5. exit codes: 0 quit, or the run has ended; "
+        "1 its process is gone without a word; 2 there is no such run, or it has no watch"
+    )
+    parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help="folder of a run")
+    parser.add_argument("--once", action="store_true", help="print one frame and exit")
+    parser.add_argument(
+        "--interval",
+        type=at_least_0("a time in seconds such as 2"),
+        default=2.0,
+        metavar="SECONDS",
+        help="time between two looks (default: %(default)g)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the run until the user has seen enough."""
+    run_dir = the_run(arguments.run_dir)
+    if not run_dir.is_dir():
+        raise TraceFormatError(run_dir, "no such folder of a run")
+    view = _View(run_dir)
+    console = Console(highlight=False)
+    left, frame = False, view.frame()
+    if arguments.once or not console.is_terminal:
+        fitting_console(console).print(frame)
+        return _exit_code(frame.pulse)
+    shown = Live(view.frame("q quits"), console=console, screen=True, auto_refresh=False)
+    with _quitting() as quits, shown as live:
+        while not (frame.pulse.is_over or (left := quits(max(arguments.interval, _FASTEST_S)))):
+            frame = view.frame("q quits")
+            live.update(frame, refresh=True)
+    if left:
+        return EXIT_OK
+    console.print(view.frame())
+    return _exit_code(frame.pulse)
+
+
+def _exit_code(pulse: Pulse) -> int:
+    return EXIT_OK if pulse.is_well else EXIT_FINDING
+
+
+class _View:
+    """Follows a run.
+
+    Raises:
+        TraceFormatError: It has no log of its watch, and will not have one.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run = run_dir
+        self._log = WatchLogReader(run_dir)
+        self._history = WatchHistory(_STEPS)
+        self._captures = CapturesSoFar(run_dir, _CAPTURES)
+        if not (has_watch_log(run_dir) or _is_watched(run_dir)):
+            raise TraceFormatError(
+                run_dir, f"has no {WATCH_LOG}; start the run with watch.enable=true to have its steps logged"
+            )
+
+    def frame(self, footer: str = "") -> WatchFrame:
+        """Return what there is to show now."""
+        self._history.add(self._log.read())
+        captures, latest = self._captures.look()
+        return WatchFrame(
+            run=self._run.resolve().name,
+            pulse=self._pulse(),
+            steps=self._history.steps,
+            captures=captures,
+            latest=latest,
+            footer=footer,
+        )
+
+    def _pulse(self) -> Pulse:
+        heard = _heard(self._run)
+        starts = read_starts(self._run)
+        if not starts:
+            return Pulse(says=f"has no {RUN_NAME}; {heard}")
+        last = starts[-1]
+        if last.end_ns is not None:
+            return Pulse(says=f"has ended; {heard}", is_over=True)
+        if last.process.alive() is False:
+            return Pulse(says=f"{last.process} is gone; {heard}", is_over=True, is_well=False)
+        return Pulse(says=f"{last.process}, {heard}")
+
+
+def _heard(run_dir: Path) -> str:
+    """Return when the run was last heard of."""
+    written = [
+        path.stat().st_mtime for name in (WATCH_LOG, OLDER_WATCH_LOG) if (path := run_dir / name).exists()
+    ]
+    if not written:
+        return "nothing logged yet"
+    return f"last heard of {duration(max(round(time.time() - max(written)), 0))} ago"
+
+
+def _is_watched(run_dir: Path) -> bool:
+    """Return whether the settings of the run's last start switch the watch on."""
+    starts = read_starts(run_dir)
+    watch = starts[-1].config.get("watch") if starts else None
+    return isinstance(watch, dict) and watch.get("enable") is True
+
+
+@contextmanager
+def _quitting() -> Iterator[Callable[[float], bool]]:
+    """Yield what waits some seconds and returns whether the user quits; the terminal is left as it was.
+
+    A signal that ends the process, or says that its terminal was closed, counts as ``q``.
+    """
+    signalled, signals = os.pipe()
+
+    def leave(number: int, stack: FrameType | None) -> None:
+        os.write(signals, b"q")
+
+    before = {number: signal.signal(number, leave) for number in _SIGNALS}
+    try:
+        with _single_keys() as terminal:
+            yield partial(_quits, [signalled, *terminal])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(signalled)
+        os.close(signals)
+
+
+@contextmanager
+def _single_keys() -> Iterator[list[int]]:
+    """Yield the terminal, if there is one, from which keys can be read one by one."""
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (OSError, ValueError, termios.error):
+        yield []
+        return
+    try:
+        tty.setcbreak(terminal)
+        yield [terminal]
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _quits(inputs: list[int], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        for source in select.select(inputs, [], [], left)[0]:
+            pressed = os.read(source, 64)
+            if not pressed or b"q" in pressed.lower():
+                return True
+    return False

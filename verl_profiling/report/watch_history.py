@@ -1,0 +1,64 @@
+"""The latest steps of a run's watch, whatever is logged later or again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from verl_profiling.watch_log import LoggedStage, LoggedStep
+
+__all__ = ["IN_NO_STAGE", "WatchHistory", "main_rows", "was_read"]
+
+IN_NO_STAGE = "(in no stage)"
+"""What the part of a step is called that lies in no stage."""
+
+
+class WatchHistory:
+    """The accounts of a run, in order of its steps.
+
+    Of a step that was logged again, the last line counts. Where a run was resumed from an earlier step, the
+    steps that it runs again replace those that its start before had run.
+
+    Args:
+        most: How many steps are kept; ``None``: all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self._steps: dict[int, LoggedStep] = {}
+
+    def add(self, lines: Iterable[LoggedStep]) -> bool:
+        """Add lines of the log, in the order in which they were logged; return whether there was any."""
+        added = False
+        for line in lines:
+            while self._steps and self._is_of_a_start_before(line):
+                self._steps.popitem()
+            if line.step in self._steps or not self._steps or line.step > next(reversed(self._steps)):
+                self._steps[line.step] = line
+            if self._most is not None and len(self._steps) > self._most:
+                del self._steps[next(iter(self._steps))]
+            added = True
+        return added
+
+    @property
+    def steps(self) -> list[LoggedStep]:
+        """The steps that are kept."""
+        return list(self._steps.values())
+
+    def _is_of_a_start_before(self, line: LoggedStep) -> bool:
+        """Return whether the last step is one that the run comes to again."""
+        last, kept = next(reversed(self._steps.items()))
+        return last > line.step and kept.begin_ns < line.begin_ns
+
+
+def was_read(step: LoggedStep) -> bool:
+    """Return whether the stages of the workers are in a step's account."""
+    return all(stage.doubt != "not read" for stage in step.exposed)
+
+
+def main_rows(step: LoggedStep) -> dict[str, LoggedStage]:
+    """Return, by name of the stage, the row of a step that is exposed longest."""
+    rows: dict[str, LoggedStage] = {}
+    for row in step.exposed:
+        if row.name not in rows or row.exposed_ns > rows[row.name].exposed_ns:
+            rows[row.name] = row
+    return rows
