@@ -27,6 +27,7 @@ COMMANDS = {
     "recover": "complete the steps of a run whose process was killed",
     "check": "verify that every expected artifact is there and whole",
     "plan": "print what a configuration would capture, and in how many files",
+    "trigger": "ask a running job to capture its next step",
     "doctor": "show what this machine can record, and whether a config can run here",
 }
 """Purpose of each command, in the order of ``--help``."""

@@ -13,6 +13,7 @@ from verl_profiling import ConfigError, ProfilingCallback
 from verl_profiling.aim import Aim
 from verl_profiling.capture.session import Session
 from verl_profiling.controller.decision import Decision
+from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.schedule import Schedule, StepRange
 from verl_profiling.trigger import Trigger
@@ -25,8 +26,16 @@ class Asking:
         self.step, self.aim = step, aim
         self.refusals: list[str] = []
 
+    def step_begins(self, step: int) -> None: ...
+
+    def begun(self, folder: str) -> None: ...
+
+    def concluded(self, manifest: Manifest) -> None: ...
+
+    def train_ends(self) -> None: ...
+
     def asks(self, step: int, scheduled: bool) -> Decision | None:
-        if step != self.step or scheduled:
+        if step != self.step:
             return None
         return Decision(StepRange(step, step), Trigger(kind="demand", reason="somebody asked"), self.aim)
 
@@ -101,6 +110,7 @@ def test_the_schedule_comes_first(tmp_path: Path, session: Session) -> None:
     run(asked(tmp_path, Asking(2, Aim(mode="discrete")), schedule={"steps": [2]}))
     written = read_manifest(tmp_path / "step_000002")
     assert (written.trigger.kind, written.workers[0].mode) == ("schedule", "e2e")
+    assert written.trigger.reason == "schedule.steps=(2,); besides somebody asked"
 
 
 def test_a_warm_up_gives_way(tmp_path: Path, session: Session) -> None:

@@ -25,6 +25,7 @@ from verl_profiling.controller.calls import Round, Waiting
 from verl_profiling.controller.decision import Decision, Decisions
 from verl_profiling.controller.ending import LoopEnding
 from verl_profiling.controller.late_answers import DYING_S, OverdueStops
+from verl_profiling.controller.listening import Listening
 from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture, OpenStep
 from verl_profiling.controller.order import LoopOrder
@@ -76,6 +77,7 @@ class Controller:
         self._peers: Alone | None = None
         self._identity = WorkerIdentity(role="controller")
         self._roster = Roster(config)
+        self._listening = Listening(config, self._roster, self._folders, self.decisions)
         self._rounds = Rounds(self._roster, config.timeouts)
         self._captures = count(1)
         self._left: Outside | None = None
@@ -113,9 +115,11 @@ class Controller:
 
     def _decide(self, step: int) -> bool:
         """Decide on a step, unless the open capture goes on in it; return whether it is recorded."""
+        if not self._listening.begun:
+            self._listening.begin()
         live = self.live
         goes_on = live is not None and live.step.step < step <= live.step_range.last
-        self._decision = decision = None if goes_on else self.decisions.at(step)
+        self._decision = decision = self.decisions.at(step, goes_on)
         return decision is not None and decision.step_range.action is Action.RECORD
 
     def check_selection(self, capturing: bool = False) -> None:
@@ -134,6 +138,7 @@ class Controller:
         self.check_selection()
         if leads(self.config, self._roster.targets):
             self._folders.train_begins()
+        self._listening.begin()
 
     def step_begin(self, step: int, policy_version: int | None) -> Iterator[Round]:
         """Open a capture, or go on with one that covers several steps."""
@@ -293,6 +298,7 @@ class Controller:
                 whole = yield from self._peers.conclude(manifest, live.folder, participants.finished)
                 if whole is not None:
                     manifest = self._written(live, whole)
+                    self.decisions.concluded(manifest)
                 self.last_folder = live.folder
             self._hooks.ended(live.request.capture_id, lambda: self._folders.is_written(live.folder))
         finally:  # a manifest that cannot be written costs no news of earlier steps
@@ -312,6 +318,8 @@ class Controller:
         self._ending.ended()
         yield from self.close(complete=False, why=why)
         self._follow_no_more()
+        self.decisions.train_ends()
+        self._listening.end()
         finish_s = self.config.timeouts.finish_s
         if calls := self._late.calls:
             yield Round(calls, finish_s)
@@ -356,6 +364,8 @@ class Controller:
                 self.decisions.refused(decision, why)
                 return None
             folder = self._folders.make(step) if keep else self._folders.path(step)
+            if keep:
+                self.decisions.begun(folder.name)
             return CaptureRequest(
                 capture_id=f"{self._token}-{next(self._captures)}",
                 run_id=self._folders.run.run_id,

@@ -14,6 +14,7 @@ from verl_profiling.controller.targets import make_targets
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.tools import TOOLS
 
 __all__ = ["Roster"]
 
@@ -71,6 +72,37 @@ class Roster:
     def has_windows(self, target: Target, aim: Aim | None) -> bool:
         """Return whether it is recorded from the begin of a rollout to its end, not for the whole step."""
         return target.is_rollout and self._config.for_role(target.roles[0], aim).mode == "discrete"
+
+    def check_aim(self, aim: Aim) -> None:
+        """Check that a capture with this aim can be had of these workers.
+
+        Raises:
+            ConfigError: It cannot; the key is the aim's.
+        """
+        roles = self.roles
+        for role in aim.roles or ():
+            if role not in roles:
+                raise ConfigError("roles", f"no workers were added as {role!r}; {choices_hint(role, roles)}")
+        allowed = {*TOOLS, *(name for role in ("", *roles) for name in self._config.tool_names(role))}
+        for tool in aim.tools or ():
+            if tool not in allowed:
+                raise ConfigError("tools", f"unknown tool {tool!r}; {choices_hint(tool, allowed)}")
+        for role in roles:
+            self._config.for_role(role, aim)
+        driven = self.driven(aim)
+        self._check_numbers("replicas", aim.replicas, [one for one in driven if one.is_rollout])
+        if not any(one.is_rollout for one in driven):
+            self._check_numbers("ranks", aim.ranks, driven)
+        if not driven:
+            raise ConfigError("", "nobody would record: no worker has a role that takes part")
+
+    @staticmethod
+    def _check_numbers(key: str, numbers: tuple[int, ...] | None, targets: list[Target]) -> None:
+        """Check that one of them is the number of a worker."""
+        count = max((target.first + target.size for target in targets), default=0)
+        if numbers and not any(number < count for number in numbers):
+            have = f"0 to {count - 1}" if count else "none"
+            raise ConfigError(key, f"nobody has {', '.join(map(str, numbers))}; there are {have}")
 
     def runs_hooks(self, target: Target) -> bool:
         """Return whether a hook of the settings runs on it."""

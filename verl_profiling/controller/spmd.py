@@ -36,7 +36,7 @@ from verl_profiling.manifest import CaptureResult, HostClock, Manifest
 from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["Alone", "find_peers", "leads"]
+__all__ = ["Alone", "find_peers", "has_peers", "leads"]
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +159,11 @@ def leads(config: ProfilingConfig, targets: list[Target]) -> bool:
     """Return whether this callback writes what a run has one of: it is alone, or rank 0."""
     place = _place(config, targets)
     return place is None or place[0] == 0
+
+
+def has_peers(config: ProfilingConfig, targets: list[Target]) -> bool:
+    """Return whether several callbacks record together."""
+    return _place(config, targets) is not None
 
 
 def _place(config: ProfilingConfig, targets: list[Target]) -> tuple[int, int] | None:

@@ -97,7 +97,7 @@ class ProfilingConfig:
             )
         if not self.enable:
             return
-        used = {name for role in ("", *self.roles) for name in self._tool_names(role)}
+        used = {name for role in ("", *self.roles) for name in self.tool_names(role)}
         for name in self.tools:
             if name not in used and name not in TOOLS:
                 raise ConfigError(
@@ -173,7 +173,7 @@ class ProfilingConfig:
     def _resolve(self, role: str, aim: Aim | None) -> RoleConfig:
         override, select = self.roles.get(role, RoleOverride()), self.select
         key = f"roles.{role}." if role in self.roles else ""
-        names = self._tool_names(role)
+        names = self.tool_names(role)
         if aim is not None:
             override, select = aimed(aim, role, override, select, names)
             names = self._names_of(override, key)
@@ -199,7 +199,7 @@ class ProfilingConfig:
             ConfigError: A tool that the role is told cannot record beside it.
         """
         override = self.roles.get(role, RoleOverride())
-        told = () if override.tool is None else self._tool_names(role)
+        told = () if override.tool is None else self.tool_names(role)
         tools = (*(name for name in told if name != TRAJECTORIES), TRAJECTORIES)
         recording = replace(override, tool=tools, mode=override.mode or "e2e")
         return replace(self, roles={**self.roles, role: recording})
@@ -216,7 +216,8 @@ class ProfilingConfig:
         """Return plain, JSON-compatible values, as :meth:`from_any` takes them."""
         return typing.cast("dict[str, Any]", msgspec.to_builtins(self))
 
-    def _tool_names(self, role: str) -> tuple[str, ...]:
+    def tool_names(self, role: str) -> tuple[str, ...]:
+        """Return the names of a role's tools in the settings; of an empty role, those of all others."""
         return self._names_of(self.roles.get(role, RoleOverride()), f"roles.{role}.")
 
     def _names_of(self, override: RoleOverride, key: str) -> tuple[str, ...]:

@@ -1,0 +1,595 @@
+"""A running loop is asked for captures, through the folder of its run: real loops, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from conftest import Pool
+from example_loops import settings
+from fleet import TrainWorker
+
+from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig
+from verl_profiling.aim import Aim
+from verl_profiling.capture.session import Session
+from verl_profiling.cli import main
+from verl_profiling.commands.asking import find_job
+from verl_profiling.controller.control_folder import MOST_REJECTED
+from verl_profiling.demand import Answer, Demand, read_message, write_message
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.run_files import read_manifest
+
+Loop = Callable[[int], None]
+
+
+def configured(tmp_path: Path, **given: Any) -> ProfilingConfig:
+    """Return settings of a job that captures what it is asked for."""
+    asked = {"schedule": {"steps": []}, "watch": {"enable": True}, "tool": "spans"}
+    return settings(save_path=str(tmp_path / "run"), **{**asked, **given})
+
+
+class Job:
+    """A loop with a local worker that the test steps by hand."""
+
+    def __init__(self, config: ProfilingConfig, *, worker: Any = None) -> None:
+        self.run = Path(config.save_path)
+        self.callback = ProfilingCallback(config)
+        if worker is None:
+            worker = TrainWorker()
+            worker.set_up(config)
+        self.callback.add_workers("actor", worker)
+        self.callback.on_train_begin()
+        self.at = 0
+
+    def step(self, times: int = 1) -> None:
+        """Run steps."""
+        for _ in range(times):
+            self.at += 1
+            self.callback.on_step_begin(self.at, policy_version=10 + self.at)
+            with self.callback.stage("update_actor"):
+                pass
+            self.callback.on_step_end()
+
+    def ask(self, aim: Aim | None = None, steps: int = 1, at: int | None = None) -> Callable[[], Answer]:
+        """Ask for captures; return what returns the last answer."""
+        found = find_job(self.run)
+        demand = found.ask(aim or Aim(), steps, at)
+
+        def answer() -> Answer:
+            given = found.answer(demand.id)
+            assert given is not None
+            return given
+
+        return answer
+
+    def captured(self) -> list[int]:
+        """Return the steps that have folders."""
+        return [int(path.name[5:11]) for path in sorted(self.run.glob("step_*"))]
+
+
+@pytest.fixture
+def job(tmp_path: Path, session: Session) -> Iterator[Job]:
+    """A job that nobody has asked for anything yet."""
+    started = Job(configured(tmp_path))
+    yield started
+    started.callback.on_train_end()
+
+
+def state_of(job: Job) -> str:
+    """Return what a person reads of the job, once the sign of its last step is written."""
+    return find_job(job.run, must_run=False).in_words()
+
+
+# Asking
+
+
+def test_the_next_step_is_captured_and_the_answer_says_so(job: Job) -> None:
+    """Accepted with the folder when it begins, done with workers and policy version when it has ended."""
+    job.step(2)
+    answer = job.ask()
+    job.callback.on_step_begin(3, policy_version=13)
+    accepted = answer()
+    assert (accepted.state, accepted.folders, accepted.made) == ("accepted", ["step_000003"], 0)
+    job.callback.on_step_end()
+    done = answer()
+    assert (done.state, done.folders, done.complete, done.policy_versions) == (
+        "done",
+        ["step_000003"],
+        True,
+        [13],
+    )
+    assert [(worker.name, worker.status) for worker in done.workers] == [("actor_rank0", "ok")]
+    trigger = read_manifest(job.run / "step_000003").trigger
+    assert (trigger.kind, trigger.request) == ("demand", done.demand.id)
+    assert trigger.by == done.demand.by != ""
+
+
+def test_several_steps_are_one_folder_each(job: Job) -> None:
+    """One after another from the step that is named; in between the answer counts."""
+    answer = job.ask(steps=2, at=3)
+    job.step(3)
+    assert (answer().state, answer().made, answer().folders) == (
+        "accepted",
+        1,
+        ["step_000003", "step_000004"],
+    )
+    job.step(3)
+    assert (answer().state, job.captured()) == ("done", [3, 4])
+
+
+def test_continuous_steps_are_one_folder(tmp_path: Path, session: Session) -> None:
+    """As of the schedule."""
+    job = Job(configured(tmp_path, schedule={"steps": [], "continuous": True}))
+    answer = job.ask(steps=3)
+    job.step(4)
+    job.callback.on_train_end()
+    assert (job.captured(), answer().state) == ([1], "done")
+    assert read_manifest(job.run / "step_000001").steps == [1, 2, 3]
+
+
+def test_an_aim_holds_for_what_was_asked_alone(job: Job) -> None:
+    """The next capture is as the settings say."""
+    job.ask(Aim(mode="discrete"))
+    job.step()
+    job.ask()
+    job.step()
+    modes = [read_manifest(job.run / f"step_{step:06d}").workers[0].mode for step in (1, 2)]
+    assert modes == ["discrete", "e2e"]
+
+
+@pytest.mark.parametrize(
+    ("aim", "more", "reason"),
+    [
+        (Aim(roles=("actr",)), {}, "did you mean 'actor'"),
+        (Aim(tools=("tensor",)), {}, "unknown tool"),
+        (Aim(tools=("os:system",)), {}, "unknown tool 'os:system'"),
+        (Aim(tools=("torch", "nsys")), {}, "cannot record together"),
+        (Aim(ranks=(7,)), {}, "nobody has 7; there are 0 to 0"),
+        (Aim(replicas=(1,)), {}, "nobody has 1; there are none"),
+        (Aim(stages=("a",), mode="e2e"), {}, "discrete mode"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_its_reason(
+    job: Job, caplog: pytest.LogCaptureFixture, aim: Aim, more: dict[str, Any], reason: str
+) -> None:
+    """At the next step's begin; the loop goes on, and says it once."""
+    answer = job.ask(aim, **more)
+    job.step(2)
+    assert answer().state == "refused"
+    assert reason in answer().reason
+    assert job.captured() == []
+    assert len([message for message in caplog.messages if "is refused" in message]) == 1
+
+
+def test_a_step_that_is_over_is_refused(job: Job) -> None:
+    """Whether the command knows it, or the loop alone."""
+    answer = job.ask(at=2)
+    job.step()
+    job.at = 4
+    job.step()
+    assert answer().reason == "step 2 never came; the loop went on with step 5"
+    later = job.ask()
+    demand = Demand(id="0123456789ab", at=1)
+    write_message(job.run / "control" / "requests" / f"{demand.id}.json", demand)
+    job.step()
+    assert later().state == "done"
+    given = find_job(job.run).answer(demand.id)
+    assert given is not None
+    assert given.reason == "step 1 is over; the loop begins step 6"
+
+
+def test_a_step_that_never_comes_is_refused_when_training_ends(job: Job) -> None:
+    """And a request that nobody took."""
+    answers = [job.ask(at=100), job.ask(steps=5)]
+    job.step(2)
+    late = job.ask()
+    job.callback.on_train_end()
+    assert [answer().reason for answer in (*answers, late)] == ["training ended after step 2"] * 3
+    assert (answers[1]().made, answers[1]().folders) == (2, ["step_000001", "step_000002"])
+
+
+def test_equal_requests_share_a_capture_and_others_wait(job: Job) -> None:
+    """Of two that want the same step in different ways, the second is refused if it names that step."""
+    answers = [job.ask(), job.ask(), job.ask(Aim(mode="discrete")), job.ask(Aim(mode="e2e"), at=1)]
+    job.step(2)
+    assert [answer().state for answer in answers] == ["done", "done", "done", "refused"]
+    assert [answer().folders for answer in answers[:3]] == [["step_000001"], ["step_000001"], ["step_000002"]]
+    assert "captured for request" in answers[3]().reason
+    assert len(read_manifest(job.run / "step_000001").trigger.request.split(", ")) == 2
+
+
+def test_the_schedule_comes_first_and_a_request_joins_it(tmp_path: Path, session: Session) -> None:
+    """Without an aim; one with an aim takes the next step that the schedule leaves alone."""
+    job = Job(configured(tmp_path, schedule={"steps": [1, 2]}))
+    plain, aimed, named = job.ask(), job.ask(Aim(mode="discrete")), job.ask(Aim(mode="discrete"), at=2)
+    job.step(4)
+    job.callback.on_train_end()
+    assert [answer().folders for answer in (plain, aimed, named)] == [
+        ["step_000001"],
+        ["step_000003"],
+        ["step_000002"],
+    ]
+    first, second, third = (read_manifest(job.run / f"step_{step:06d}") for step in (1, 2, 3))
+    assert [one.trigger.kind for one in (first, second, third)] == ["schedule", "schedule", "demand"]
+    assert first.trigger.request == plain().demand.id
+    assert [one.workers[0].mode for one in (first, second, third)] == ["e2e", "e2e", "discrete"]
+
+
+def test_a_schedule_of_every_step_starves_nobody(tmp_path: Path, session: Session) -> None:
+    """An aim is not used where no step is left for it."""
+    job = Job(configured(tmp_path, schedule={"every": 1}))
+    answer = job.ask(Aim(mode="discrete"), steps=2)
+    job.step(3)
+    job.callback.on_train_end()
+    assert (answer().state, answer().folders) == ("done", ["step_000001", "step_000002"])
+
+
+def test_no_room_is_said_to_who_asked(tmp_path: Path, session: Session) -> None:
+    """As it is logged for the schedule."""
+    job = Job(configured(tmp_path, limits={"min_free_bytes": "1000000TB"}))
+    answer = job.ask()
+    job.step()
+    job.callback.on_train_end()
+    assert (answer().state, "min_free_bytes" in answer().reason) == ("refused", True)
+
+
+def test_an_exception_in_the_step_is_part_of_the_answer(job: Job) -> None:
+    """What was recorded is kept, and is not complete."""
+    answer = job.ask()
+    job.callback.on_step_begin(1)
+    job.callback.on_exception(ValueError("no memory"))
+    assert (answer().state, answer().complete) == ("done", False)
+
+
+def test_a_request_is_cancelled(job: Job) -> None:
+    """Before it is taken, after it was, and not when it is done."""
+    for steps_before in (0, 1):
+        answer = job.ask(at=job.at + 10)
+        job.step(steps_before)
+        find_job(job.run).cancel(_only_id(job))
+        job.step()
+        assert answer().state == "cancelled"
+    assert job.captured() == []
+    done = job.ask()
+    job.step()
+    assert main(["trigger", str(job.run), "--cancel", done().demand.id]) == 2
+    assert main(["trigger", str(job.run), "--cancel", "nobody"]) == 2
+
+
+def _only_id(job: Job) -> str:
+    """Return the id of the one request that is open."""
+    found = find_job(job.run)
+    open_ = [answer.demand.id for answer in found.answers() if answer.state == "accepted"]
+    [request] = [*open_, *(demand.id for demand in found.waiting())]
+    return request
+
+
+def test_of_too_many_requests_the_last_are_refused(job: Job) -> None:
+    """Forty at once, for a step far away."""
+    answers = [job.ask(at=1000) for _ in range(40)]
+    job.step()
+    states = [answer().state for answer in answers]
+    assert (states.count("accepted"), states.count("refused")) == (32, 8)
+
+
+def test_many_ask_at_once(job: Job) -> None:
+    """From threads, while the loop runs: each has one answer."""
+    answers: list[Callable[[], Answer]] = []
+    threads = [threading.Thread(target=lambda: answers.append(job.ask())) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        job.step()
+    job.step()
+    assert [answer().state for answer in answers] == ["done"] * 16
+
+
+# The loop's process
+
+
+def test_a_signal_captures_the_next_step(job: Job) -> None:
+    """And no other; the manifest says that it was one."""
+    job.step()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    job.step(2)
+    assert job.captured() == [2]
+    assert read_manifest(job.run / "step_000002").trigger.by == "SIGUSR2"
+
+
+def test_a_handler_of_the_user_stays(tmp_path: Path, session: Session) -> None:
+    """And ours is gone when training has ended, or was never there without the watch."""
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    signal.signal(signal.SIGUSR2, mine := lambda *_: None)
+    try:
+        job = Job(configured(tmp_path))
+        assert signal.getsignal(signal.SIGUSR2) is mine
+        job.callback.on_train_end()
+        assert signal.getsignal(signal.SIGUSR2) is mine
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    job = Job(configured(tmp_path))
+    assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
+    job.callback.on_train_end()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_without_the_watch_nobody_listens(tmp_path: Path, session: Session) -> None:
+    """No folder, no handler."""
+    job = Job(configured(tmp_path, watch={}, schedule={"steps": [9]}))
+    job.step()
+    job.callback.on_train_end()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    assert not job.run.exists()
+
+
+async def test_a_loop_that_is_a_coroutine_answers_with_the_policy_version(
+    tmp_path: Path, session: Session
+) -> None:
+    """The same decision, awaited."""
+    config = configured(tmp_path)
+    worker = TrainWorker()
+    worker.set_up(config)
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    async with callback:
+        found = find_job(Path(config.save_path))
+        demand = found.ask(Aim(), 1, None)
+        await callback.on_step_begin(7, policy_version=41)
+        await callback.on_step_end()
+    answer = found.answer(demand.id)
+    assert answer is not None
+    assert (answer.state, answer.policy_versions, answer.folders) == ("done", [41], ["step_000007"])
+
+
+def test_ray_actors_record_what_was_asked_for(tmp_path: Path, pool: Pool) -> None:
+    """Rank 1 alone, by stage; the others are not in the capture."""
+    config = configured(tmp_path, tool="torch")
+    ray.get([worker.set_up.remote(config, "actor", rank) for rank, worker in enumerate(pool.sync)])
+    job = Job(config, worker=pool.sync)
+    answer = job.ask(Aim(ranks=(1,), stages=("update_actor",)))
+    job.callback.on_step_begin(1)
+    ray.get([worker.work.remote() for worker in pool.sync])
+    job.callback.on_step_end()
+    job.callback.on_train_end()
+    assert [(worker.name, worker.status) for worker in answer().workers] == [("actor_rank1", "ok")]
+    [result] = read_manifest(job.run / "step_000001").workers
+    assert [artifact.path for artifact in result.artifacts] == ["actor_rank1.update_actor.torch.json.gz"]
+
+
+# Hostile files
+
+
+def put(job: Job, name: str, data: bytes) -> Path:
+    """Write a file where requests are."""
+    path = job.run / "control" / "requests" / name
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[" * 20_000,
+        b'{"id":"0123456789ab","aim":' + b'{"mode":' * 900 + b"}",
+        b'{"id":"0123456789ab","by":"' + b"x" * 20_000 + b'"}',
+        b'{"id":"../../../x"}',
+        b'{"id":"0123456789ac"}',
+        b'{"id":"0123456789ab","command":"rm"}',
+        b'{"id":"0123456789ab","steps":1000000}',
+        b'{"id":"0123456789ab","at":-1}',
+        b'{"id":"0123456789ab","at":1e400}',
+        b'{"id":"0123456789ab","aim":{"tools":"torch"}}',
+        b"\xff\xfe\x00",
+    ],
+)
+def test_what_is_no_request_is_kept_aside(job: Job, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
+    """It is named once, and the loop goes on."""
+    put(job, "0123456789ab.json", data)
+    job.step(3)
+    aside = list((job.run / "control" / "rejected").iterdir())
+    assert [path.read_bytes() for path in aside] == [data]
+    assert len([message for message in caplog.messages if "kept aside" in message]) == 1
+    assert job.captured() == []
+    answer = job.ask()
+    job.step()
+    assert answer().state == "done"
+
+
+def test_links_pipes_and_folders_are_not_opened(job: Job, tmp_path: Path) -> None:
+    """A link to a good request neither; nothing waits for a pipe."""
+    requests = job.run / "control" / "requests"
+    good = tmp_path / "0123456789ab.json"
+    write_message(good, Demand(id="0123456789ab"))
+    (requests / good.name).symlink_to(good)
+    os.mkfifo(requests / "pipe.json")
+    (requests / "folder.json").mkdir()
+    (requests / "loop.json").symlink_to(requests / "loop.json")
+    begin = time.monotonic()
+    job.step(2)
+    assert time.monotonic() - begin < 2
+    assert (job.captured(), list(requests.iterdir()), good.exists()) == ([], [], True)
+    assert len(list((job.run / "control" / "rejected").iterdir())) == 4
+
+
+def test_ten_thousand_files_delay_no_step(job: Job) -> None:
+    """A few are looked at in each step, few are kept, and a request gets through in the end."""
+    for number in range(10_000):
+        put(job, f"{number}.json", b"x")
+    longest_s = 0.0
+    answer = job.ask()
+    for _ in range(200):
+        begin = time.monotonic()
+        job.step()
+        longest_s = max(longest_s, time.monotonic() - begin)
+    assert answer().state == "done"
+    assert len(list((job.run / "control" / "rejected").iterdir())) == MOST_REJECTED
+    assert longest_s < 0.5
+
+
+def test_a_folder_that_is_gone_ends_nothing(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said once."""
+    import shutil
+
+    job.step()
+    shutil.rmtree(job.run / "control")
+    job.step(3)
+    assert len([message for message in caplog.messages if "cannot be seen" in message]) == 1
+    os.kill(os.getpid(), signal.SIGUSR2)
+    job.step()
+    assert job.captured() == [5]
+
+
+def test_a_folder_that_cannot_be_made_is_said(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file is in its place, or a link to somewhere else."""
+    places = (lambda path: path.write_text(""), lambda path: path.symlink_to(tmp_path))
+    for number, place in enumerate(places):
+        run = tmp_path / str(number)
+        run.mkdir()
+        place(run / "control")
+        job = Job(settings(save_path=str(run), schedule={"steps": [1]}, watch={"enable": True}, tool="spans"))
+        job.step()
+        job.callback.on_train_end()
+        assert job.captured() == [1]
+    assert len([message for message in caplog.messages if "cannot be asked for" in message]) == 2
+
+
+def test_a_message_is_a_regular_file_of_bounded_size(tmp_path: Path) -> None:
+    """For whoever reads it."""
+    path = tmp_path / "answer.json"
+    path.write_bytes(b" " * (5 << 20))
+    with pytest.raises(TraceFormatError, match="more than"):
+        read_message(path, Answer)
+
+
+# Whether a job runs
+
+
+def test_a_job_is_alive_then_ended(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command says so at once."""
+    job.step(2)
+    begin = time.monotonic()
+    assert main(["trigger", str(job.run)]) == 0
+    assert time.monotonic() - begin < 1
+    assert "the job runs (pid" in capsys.readouterr().out
+    job.callback.on_train_end()
+    begin = time.monotonic()
+    assert main(["trigger", str(job.run)]) == 2
+    assert time.monotonic() - begin < 1
+    assert "no job runs here: training ended after step 2" in capsys.readouterr().err
+    assert main(["trigger", str(job.run), "--list"]) == 0
+    assert "refused: training ended after step 2" in capsys.readouterr().out
+
+
+def test_no_job_was_ever_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder without one, and none at all."""
+    assert main(["trigger", str(tmp_path)]) == 2
+    assert "needs watch.enable=true" in capsys.readouterr().err
+    assert main(["trigger", str(tmp_path / "none")]) == 2
+
+
+LOOP = """
+import sys, time
+from example_loops import settings
+from fleet import TrainWorker
+from verl_profiling import ProfilingCallback
+
+config = settings(
+    save_path=sys.argv[1], run_id=sys.argv[2], tool="spans", schedule={"steps": []}, watch={"enable": True}
+)
+worker = TrainWorker()
+worker.set_up(config)
+profiling = ProfilingCallback(config)
+profiling.add_workers("actor", worker)
+with profiling:
+    for step in range(1, 2000):
+        profiling.on_step_begin(step)
+        time.sleep(0.02)
+        profiling.on_step_end()
+"""
+
+
+@pytest.fixture
+def start_loop(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start a loop of 20 ms a step in a process of its own."""
+    processes = []
+    here = Path(__file__).parents[1]
+
+    def start(run: Path, run_id: str = "a") -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": f"{here.parent}:{here}"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOOP, str(run), run_id], env=environment, cwd=tmp_path
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait for something."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_of_two_jobs_in_one_folder_one_is_named(
+    tmp_path: Path, start_loop: Callable[..., subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its folder or its name; without that they are listed."""
+    save_path = tmp_path / "run"
+    start_loop(save_path, "a")
+    wait_until((save_path / "control" / "loop.json").exists)
+    start_loop(save_path, "b")
+    wait_until((save_path / "run_2" / "control" / "loop.json").exists)
+    assert main(["trigger", str(save_path)]) == 2
+    said = f"name one with --run: {save_path} (run a), {save_path}/run_2 (run b)"
+    assert said in capsys.readouterr().err
+    assert main(["trigger", str(save_path), "--run", "c"]) == 2
+    assert main(["trigger", str(save_path), "--run", "a", "--wait", "20"]) == 0
+    assert f"done: {save_path}/step_" in capsys.readouterr().out
+    assert main(["trigger", str(save_path / "run_2"), "--wait", "20", "--json"]) == 0
+    answered = json.loads(capsys.readouterr().out)["answer"]
+    assert (answered["state"], answered["complete"]) == ("done", True)
+    assert (save_path / "run_2" / answered["folders"][0] / "manifest.json").exists()
+
+
+def test_a_killed_loop_is_seen_at_once_and_its_next_start_answers(
+    tmp_path: Path, start_loop: Callable[..., subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was accepted before is refused by the start that goes on."""
+    run = tmp_path / "run"
+    loop = start_loop(run)
+    wait_until((run / "control" / "loop.json").exists)
+    job = find_job(run)
+    accepted = job.ask(Aim(), 1, 1900)
+    wait_until(lambda: job.answer(accepted.id))
+    loop.kill()
+    loop.wait()
+    assert main(["trigger", str(run)]) == 2
+    assert "is gone" in capsys.readouterr().err
+    start_loop(run)
+    wait_until(lambda: not (find_job(run, must_run=False)).gone)
+    wait_until(lambda: (answer := job.answer(accepted.id)) is not None and answer.state == "refused")
+    answer = job.answer(accepted.id)
+    assert answer is not None
+    assert answer.reason == "the job ended before it was done"
+    assert main(["trigger", str(run), "--wait", "20"]) == 0
+    assert "done: " in capsys.readouterr().out

@@ -1,0 +1,178 @@
+"""``verl-profiling trigger``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_profiling.aim import Aim
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.commands.arguments import at_least_0, count, local_path
+from verl_profiling.commands.asking import Job, find_job
+from verl_profiling.demand import MOST_STEPS, Answer, Demand
+from verl_profiling.errors import ConfigError
+from verl_profiling.ranks import parse_ranks
+from verl_profiling.visible import visible
+
+__all__ = ["configure", "run"]
+
+_SOON_S = 0.5
+_MOST_RANKS = 4096
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = (
+        "Asks a running job, whose watch is on (watch.enable=true), to capture steps: the next one unless "
+        "--at names one. Without options it is captured as the settings say; the options hold for these "
+        "captures alone. Says at once whether a job runs there. Exits 1 when the request is refused, when a "
+        "step was cut short or a worker failed, and when the time of --wait is up."
+    )
+    parser.epilog = "example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait"
+    parser.add_argument("path", type=local_path, metavar="RUN_DIR", help="the run's folder, or its save_path")
+    parser.add_argument("--run", dest="run_id", metavar="ID", help="the run, where several share the folder")
+    when = parser.add_argument_group("when")
+    when.add_argument("--steps", type=count, default=1, metavar="N", help="consecutive steps (default: 1)")
+    when.add_argument("--at", type=_step, metavar="STEP", help="number of the first one")
+    what = parser.add_argument_group("what, other than the settings say")
+    what.add_argument("--mode", choices=("e2e", "discrete"))
+    what.add_argument("--tool", type=_names, metavar="NAMES", help="e.g. torch or torch,torch_memory")
+    what.add_argument("--roles", type=_names, metavar="NAMES", help="e.g. actor,rollout")
+    what.add_argument("--ranks", metavar="RANKS", help="e.g. 0,8-15")
+    what.add_argument("--replicas", metavar="REPLICAS", help="of the rollout, written like ranks")
+    what.add_argument("--stages", type=_names, metavar="NAMES", help="e.g. update_actor; in discrete mode")
+    then = parser.add_argument_group("and then")
+    then.add_argument(
+        "--wait",
+        type=at_least_0("a number of seconds"),
+        nargs="?",
+        const=math.inf,
+        metavar="SECONDS",
+        help="until the captures are there, or for so long",
+    )
+    then.add_argument("--json", action="store_true", help="print one JSON object")
+    instead = parser.add_argument_group("instead").add_mutually_exclusive_group()
+    instead.add_argument("--cancel", metavar="ID", help="forget a request")
+    instead.add_argument("--list", action="store_true", help="show the requests, and what became of them")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, cancel or list."""
+    job = find_job(arguments.path, arguments.run_id, must_run=not arguments.list)
+    if arguments.list:
+        return _list(job, arguments.json)
+    demand: Demand | None = None
+    if arguments.cancel:
+        job.cancel(arguments.cancel)
+        request: str = arguments.cancel
+    else:
+        demand = job.ask(_aim(arguments), _steps(arguments.steps), arguments.at)
+        request = demand.id
+    if not arguments.json:
+        verb = "cancelling" if demand is None else "asked as"
+        print(visible(f"{verb} {request}; {job.in_words()}"), flush=True)
+    answer: Answer | None = None
+    for answer in job.follow(request, _SOON_S if arguments.wait is None else arguments.wait):
+        if not arguments.json and not (demand is None and answer.state == "accepted"):
+            print(visible(_in_words(answer, job.run)), flush=True)
+    if arguments.json:
+        asked = {"request": request, "run": str(job.run), "job": job.in_words()}
+        print(json.dumps({**asked, "answer": msgspec.to_builtins(answer) if answer is not None else None}))
+    elif answer is None:
+        print("not taken yet: that is done when the next step begins (see --wait, --list)")
+    return _exit_code(answer, cancelling=demand is None, waited=arguments.wait is not None)
+
+
+def _exit_code(answer: Answer | None, cancelling: bool, waited: bool) -> int:
+    if answer is None or answer.state == "accepted":
+        return EXIT_FINDING if waited else EXIT_OK
+    if cancelling:
+        return EXIT_OK if answer.state == "cancelled" else EXIT_FINDING
+    whole = answer.complete and all(worker.status in ("ok", "skipped") for worker in answer.workers)
+    return EXIT_OK if answer.state == "done" and whole else EXIT_FINDING
+
+
+def _list(job: Job, as_json: bool) -> int:
+    answers, waiting = job.answers(), job.waiting()
+    if as_json:
+        about = {"run": str(job.run), "job": job.gone or job.in_words()}
+        print(json.dumps({**about, **_builtins(answers, waiting)}))
+        return EXIT_OK
+    print(visible(job.gone or job.in_words()))
+    for answer in answers:
+        print(visible(f"{_asked(answer.demand)}  {_in_words(answer, job.run)}"))
+    for demand in waiting:
+        print(visible(f"{_asked(demand)}  not taken yet"))
+    return EXIT_OK
+
+
+def _builtins(answers: list[Answer], waiting: list[Demand]) -> dict[str, Any]:
+    return {"answers": msgspec.to_builtins(answers), "waiting": msgspec.to_builtins(waiting)}
+
+
+def _asked(demand: Demand) -> str:
+    return "  ".join(filter(None, (demand.id, demand.by, demand.aim.in_words())))
+
+
+def _in_words(answer: Answer, run: Path) -> str:
+    """Return an answer as a sentence."""
+    if answer.state in ("refused", "cancelled"):
+        return f"{answer.state}: {answer.reason}" if answer.reason else answer.state
+    folders = ", ".join(str(run / name) for name in answer.folders)
+    if answer.state == "accepted":
+        done = f" ({answer.made} of {len(answer.folders)} made)" if answer.made else ""
+        return f"accepted: {folders}{done}"
+    versions = ", ".join(str(version) for version in answer.policy_versions if version is not None)
+    parts = [
+        f"done: {folders}",
+        f"policy version {versions}" if versions else "",
+        "" if answer.complete else "a step was cut short",
+        ", ".join(f"{worker.name} {worker.status}" for worker in answer.workers) or "no worker recorded",
+    ]
+    sentence = "; ".join(filter(None, parts))
+    reasons = [f"\n  {worker.name}: {worker.reason}" for worker in answer.workers if worker.reason]
+    return sentence + "".join(dict.fromkeys(reasons))
+
+
+def _aim(arguments: argparse.Namespace) -> Aim:
+    if arguments.stages and arguments.mode == "e2e":
+        raise ConfigError("--stages", "are recorded in discrete mode, not in e2e")
+    return Aim(
+        mode=arguments.mode,
+        tools=arguments.tool,
+        roles=arguments.roles,
+        ranks=_numbers("--ranks", arguments.ranks),
+        replicas=_numbers("--replicas", arguments.replicas),
+        stages=arguments.stages,
+    )
+
+
+def _steps(number: int) -> int:
+    if number > MOST_STEPS:
+        raise ConfigError("--steps", f"asks for {number} steps; at most {MOST_STEPS} at a time")
+    return number
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    found = parse_ranks(text, option)
+    if found is not None and len(found) > _MOST_RANKS:
+        raise ConfigError(option, f"names {len(found):,}; at most {_MOST_RANKS:,}, or leave it out")
+    return tuple(sorted(found)) if found is not None else None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names such as actor,rollout")
+    return names
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a step")
+    return int(text)

@@ -1,0 +1,259 @@
+"""What people ask of a running job: accepted or refused at a step's begin, and answered when it is done."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.aim import Aim
+from verl_profiling.controller.control_folder import ControlFolder
+from verl_profiling.controller.decision import Decision
+from verl_profiling.demand import Answer, AnsweredWorker, Demand, LoopState, new_request_id
+from verl_profiling.errors import ConfigError
+from verl_profiling.identity import step_folder_name
+from verl_profiling.manifest import Manifest
+from verl_profiling.settings.schedule import Action, Schedule, StepRange
+from verl_profiling.trigger import Trigger
+
+__all__ = ["MOST_PENDING", "Demands"]
+
+logger = logging.getLogger(__name__)
+
+MOST_PENDING = 32
+_FAR = 1000
+_BEAT_NS = 1_000_000_000
+_STEP_TIMES = 16
+
+
+@dataclass
+class _Order:
+    """A request that was accepted.
+
+    Attributes:
+        demand: The request.
+        aim: What its captures do differently; ``None``: nothing.
+        at: The step before which none of it is due.
+        left: How many steps are still to be captured.
+        answer: What was answered last.
+    """
+
+    demand: Demand
+    aim: Aim | None
+    at: int | None
+    left: int
+    answer: Answer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.answer = Answer(demand=self.demand, state="accepted")
+
+
+class Demands:
+    """Takes requests at a step's begin, and says which are due.
+
+    Args:
+        schedule: The settings' schedule.
+        check: Raises ``ConfigError`` for an aim that cannot be had in this job.
+
+    Attributes:
+        folder: Where requests come from, once the run has its folder.
+    """
+
+    def __init__(self, schedule: Schedule, check: Callable[[Aim], None]) -> None:
+        self.folder: ControlFolder | None = None
+        self._schedule = schedule
+        self._check = check
+        self._orders: list[_Order] = []
+        self._now: list[_Order] = []
+        self._signals: deque[str] = deque(maxlen=1)
+        self._state: LoopState | None = None
+        self._beat_ns = 0
+        self._begun_ns = 0
+        self._step: int | None = None
+        self._step_times: deque[int] = deque(maxlen=_STEP_TIMES)
+
+    def open(self, folder: ControlFolder, state: LoopState) -> None:
+        """Begin to take requests; those that were asked of an earlier start of the run are refused."""
+        for answer in folder.answers():
+            if answer.state == "accepted":
+                why = "the job ended before it was done"
+                folder.answer(msgspec.structs.replace(answer, state="refused", reason=why))
+        for demand in folder.take()[0]:
+            why = "it was asked before this start of the run began"
+            folder.answer(Answer(demand=demand, state="refused", reason=why, answered_ns=clock.now_ns()))
+        self.folder, self._state = folder, msgspec.structs.replace(state, begun_ns=clock.now_ns())
+        folder.beat(self._state, wait=True)
+
+    def signal(self, name: str) -> None:
+        """Ask for the next step; a signal handler may call this."""
+        self._signals.append(name)
+
+    def step_begins(self, step: int) -> None:
+        """Note that a step begins; once a second at most, leave a sign of it."""
+        now_ns = time.monotonic_ns()
+        if self._begun_ns:
+            self._step_times.append(now_ns - self._begun_ns)
+        self._begun_ns, self._step = now_ns, step
+        if now_ns - self._beat_ns >= _BEAT_NS and self.folder is not None and self._state is not None:
+            self._beat_ns = now_ns
+            self._state = msgspec.structs.replace(self._seen(), begun_ns=clock.now_ns())
+            self.folder.beat(self._state)
+
+    def asks(self, step: int, scheduled: bool) -> Decision | None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+        for order in self._now:
+            self._refuse(order, "its capture failed, and the log of the job says why")
+        self._now = []
+        if self._signals:
+            self._accept(Demand(id=new_request_id(), by=self._signals.popleft()), step)
+        if self.folder is not None and self.folder.has_changed():
+            demands, cancelled = self.folder.take()
+            for demand in demands:
+                self._accept(demand, step)
+            for request in cancelled:
+                self._cancel(request)
+        return self._due(step, scheduled) if self._orders else None
+
+    def begun(self, folder: str) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+        for order in self._now:
+            answer = order.answer
+            folders = [*answer.folders[: answer.made], folder, *answer.folders[answer.made + 1 :]]
+            self._answer(order, folders=folders)
+
+    def refused(self, decision: Decision, why: str) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+        for order in self._now:
+            self._refuse(order, why)
+        self._now = []
+
+    def concluded(self, manifest: Manifest) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+        now, self._now = self._now, []
+        workers = [AnsweredWorker(one.name, one.status, one.reason) for one in manifest.workers]
+        for order in now:
+            order.left -= len(manifest.steps)
+            order.at = None
+            if order.aim is not None and order.demand.at is None:
+                order.at = self._free_step(manifest.steps[-1] + 1)
+            answer = order.answer
+            done = order.left <= 0 or not manifest.complete
+            self._answer(
+                order,
+                state="done" if done else "accepted",
+                made=answer.made + 1,
+                complete=(answer.complete is not False) and manifest.complete,
+                policy_versions=[*answer.policy_versions, manifest.policy_version],
+                workers=workers,
+            )
+            if done:
+                self._orders.remove(order)
+
+    def train_ends(self) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`; leave the last sign of life."""
+        if self.folder is not None:
+            for demand in self.folder.take()[0]:
+                self._accept(demand, (self._step or 0) + 1)
+        last = f" after step {self._step}" if self._step is not None else ""
+        for order in list(self._orders):
+            self._refuse(order, f"training ended{last}")
+        if self.folder is not None and self._state is not None:
+            self.folder.beat(msgspec.structs.replace(self._seen(), ended_ns=clock.now_ns()), wait=True)
+
+    def _seen(self) -> LoopState:
+        assert self._state is not None
+        step_s = median(self._step_times) / 1e9 if self._step_times else 0.0
+        return msgspec.structs.replace(self._state, step=self._step, step_s=step_s)
+
+    def _accept(self, demand: Demand, step: int) -> None:
+        order = _Order(demand, None if demand.aim == Aim() else demand.aim, demand.at, demand.steps)
+        if why := self._problem(demand, step):
+            self._refuse(order, why)
+            return
+        if order.aim is not None and order.at is None:
+            order.at = self._free_step(step)
+        first = step if order.at is None else order.at
+        self._orders.append(order)
+        logger.info("request %s of %s is accepted from step %d on", demand.id, demand.by or "somebody", first)
+        folders = 1 if self._schedule.continuous else demand.steps
+        self._answer(order, folders=[step_folder_name(first + number) for number in range(folders)])
+
+    def _problem(self, demand: Demand, step: int) -> str:
+        """Return why a request cannot be met; empty if it can."""
+        if any(demand.id == order.demand.id for order in self._orders):
+            return "another request has the same id"
+        if len(self._orders) >= MOST_PENDING:
+            return f"{MOST_PENDING} requests are waiting already; cancel one"
+        if demand.at is not None and demand.at < step:
+            return f"step {demand.at} is over; the loop begins step {step}"
+        try:
+            self._check(demand.aim)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def _free_step(self, step: int) -> int:
+        """Return the next step that the schedule does not record, or this one if it records all."""
+        free = (one for one in range(step, step + _FAR) if self._schedule.action(one) is not Action.RECORD)
+        return next(free, step)
+
+    def _due(self, step: int, scheduled: bool) -> Decision | None:
+        """Return what is captured of the orders that are due; the first one says how."""
+        due = []
+        for order in list(self._orders):
+            if order.demand.at is not None and order.at is not None and order.at < step:
+                self._refuse(order, f"step {order.at} never came; the loop went on with step {step}")
+            elif order.at is None or order.at <= step:
+                due.append(order)
+        if scheduled:
+            self._now = [
+                order for order in due if order.aim is None or order.demand.at is not None or order.at == step
+            ]
+        else:
+            self._now = [order for order in due if order.aim == due[0].aim]
+        if not self._now:
+            return None
+        first = self._now[0]
+        for order in due:
+            if order not in self._now and order.demand.at == step:
+                self._refuse(order, f"step {step} is captured for request {first.demand.id}, otherwise")
+        last = step
+        if self._schedule.continuous:
+            last += first.left - 1
+            self._now = [order for order in self._now if order.left == first.left]
+        trigger = Trigger(
+            kind="demand",
+            reason="; ".join(_in_words(order) for order in self._now),
+            by=", ".join(dict.fromkeys(order.demand.by for order in self._now if order.demand.by)),
+            request=", ".join(order.demand.id for order in self._now),
+        )
+        return Decision(StepRange(step, last), trigger, first.aim)
+
+    def _cancel(self, request: str) -> None:
+        for order in self._orders:
+            if order.demand.id == request and order not in self._now:
+                self._orders.remove(order)
+                self._answer(order, state="cancelled", folders=order.answer.folders[: order.answer.made])
+                return
+
+    def _refuse(self, order: _Order, why: str) -> None:
+        logger.warning("request %s of %s is refused: %s", order.demand.id, order.demand.by or "somebody", why)
+        if order in self._orders:
+            self._orders.remove(order)
+        self._answer(order, state="refused", reason=why, folders=order.answer.folders[: order.answer.made])
+
+    def _answer(self, order: _Order, **changes: object) -> None:
+        order.answer = msgspec.structs.replace(order.answer, answered_ns=clock.now_ns(), **changes)
+        if self.folder is not None:
+            self.folder.answer(order.answer)
+
+
+def _in_words(order: _Order) -> str:
+    aim = f": {order.aim.in_words()}" if order.aim is not None else ""
+    return f"asked for by {order.demand.by or 'somebody'}{aim}"
