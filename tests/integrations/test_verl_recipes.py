@@ -169,6 +169,7 @@ def test_the_torch_example_is_bridged() -> None:
     """The values of verl's examples/profile/run_qwen2_5_7b_torch_profile.sh keep their meaning."""
     settings = verl_settings(
         "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.actor.use_kl_loss=True",
         f"{ACTOR}.enable=True",
         f"{ACTOR}.ranks=[0]",
         f"{ACTOR}.all_ranks=False",
@@ -199,6 +200,7 @@ def test_the_torch_example_is_bridged() -> None:
 def test_the_npu_examples_are_bridged(discrete: bool) -> None:
     """The values of verl's examples/profile/run_qwen3_8b_npu_profile_{discrete,e2e}.sh keep their meaning."""
     overrides = ["actor_rollout_ref.rollout.name=vllm", "trainer.device=npu"]
+    overrides += ["actor_rollout_ref.actor.use_kl_loss=True"]
     overrides += ["global_profiler.tool=npu", "global_profiler.steps=[2,4]", "global_profiler.save_path=here"]
     for role in (ACTOR, REF):
         overrides += [
