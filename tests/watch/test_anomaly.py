@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
 
 import msgspec
 import pytest
+from quiet_steps import MS, RANKS, USUAL, account, longer
 
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_account import RankUse, StageUse, StepAccount
@@ -15,71 +15,12 @@ from verl_profiling.watch.anomaly import Detector
 from verl_profiling.watch.frontier import exposed
 from verl_profiling.watch.suspicion import Suspicion
 
-MS = 1_000_000
-USUAL = {"rollout": 500.0, "reward": 50.0, "update_actor": 300.0, "update_weights": 100.0}
-RANKS = 4
-
-
-def account(
-    step: int,
-    times: Mapping[str, float] = USUAL,
-    *,
-    slow: Mapping[str, float] | None = None,
-    held: Mapping[str, int] | None = None,
-    noise: random.Random | None = None,
-    read: bool = True,
-    captured: str = "",
-) -> StepAccount:
-    """Return a step of a controller with engines and training ranks.
-
-    Args:
-        step: Its number.
-        times: How long the processes are in each stage, in milliseconds.
-        slow: By which factor one is longer in what it does, by its lane.
-        held: What the processes have of memory, by lane.
-        noise: Whence the durations vary by 2%.
-        read: Whether the workers were.
-        captured: Its folder, if it was.
-    """
-    begin_ns = step * 10_000 * MS
-    now_ns = begin_ns + MS
-    loop, lanes = [], {}
-    for stage, usual in times.items():
-        role = "rollout" if stage == "rollout" else "actor"
-        longest = 0
-        for rank in range(RANKS if stage != "reward" else 0):
-            lane = f"rollout{rank}_rank0" if role == "rollout" else f"actor_rank{rank}"
-            factor = (slow or {}).get(lane, 1.0) * (
-                noise.lognormvariate(0, 0.02) if noise else 1 + rank / 1e3
-            )
-            own = StageUse(stage, int(usual * factor * MS), 1, now_ns)
-            lanes.setdefault(lane, RankUse(lane=lane, role=role, rank=rank, stages=[])).stages.append(own)
-            longest = max(longest, own.duration_ns)
-        duration_ns = MS + (longest or int(usual * MS))
-        loop.append(StageUse(stage, duration_ns, 1, now_ns))
-        now_ns += duration_ns
-    workers = [msgspec.structs.replace(use, held_bytes=(held or {}).get(use.lane)) for use in lanes.values()]
-    found = StepAccount(
-        step=step,
-        begin_ns=begin_ns,
-        end_ns=now_ns + MS,
-        loop=[RankUse(lane="controller", role="controller", stages=loop)],
-        workers=workers if read else [],
-        captured=captured,
-    )
-    return msgspec.structs.replace(found, exposed=exposed(found))
-
 
 def quiet(detector: Detector, steps: int = 30, first: int = 1) -> int:
     """Let a detector see quiet steps; return the number of the next."""
     for step in range(first, first + steps):
         assert detector.observe(account(step)) is None
     return first + steps
-
-
-def longer(stage: str, ratio: float) -> dict[str, float]:
-    """Return the usual times, with one stage longer."""
-    return {**USUAL, stage: USUAL[stage] * ratio}
 
 
 def test_a_slow_replica_is_noticed_in_its_first_step() -> None:

@@ -24,6 +24,7 @@ class Standing(NamedTuple):
         lead_ns: By how much it was longer there than the median of the others.
         imbalance: Longest duration over the mean of all.
         doubt: Why the leader may not be the cause.
+        ran: Names of the stages that these processes ran there, where they are others than the loop.
     """
 
     role: str
@@ -32,6 +33,7 @@ class Standing(NamedTuple):
     lead_ns: int
     imbalance: float
     doubt: Doubt
+    ran: tuple[str, ...] = ()
 
 
 class Advance(NamedTuple):

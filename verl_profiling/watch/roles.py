@@ -95,7 +95,7 @@ def _work(
     totals = {way.lane: sum(way.durations.values()) for way in ways}
     once = all(part.runs == 1 and part.begin_ns for part in known)
     return _Work(
-        standing=standing._replace(durations=totals),
+        standing=standing._replace(durations=totals, ran=tuple(dict.fromkeys(part.name for part in known))),
         busy_ns=max(totals.values()),
         begin_ns=min(part.begin_ns for part in known) if once else stage.begin_ns,
         end_ns=max(part.begin_ns + part.duration_ns for part in known)

@@ -25,6 +25,7 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
         stage: The stage in which it shows; empty for none, or for the time that lies in none.
         suspects: Lanes that may be the cause, the likeliest first; empty if none stands out.
         peers: Lanes of healthy processes of the same role, to compare them with.
+        ran: Names of the stages of their own that they ran in it.
         value: What the step had: seconds, a share of the step, or bytes.
         median: What the steps before it had.
         history: Their values and that of the step, in order.
@@ -37,6 +38,7 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = ""
     suspects: list[str] = []
     peers: list[str] = []
+    ran: list[str] = []
     value: float = 0.0
     median: float = 0.0
     history: list[float] = []
@@ -61,15 +63,19 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
         """Return it with those who stand out in its stage of this account."""
         suspects: list[str] = []
         peers: list[str] = []
+        ran: dict[str, None] = {}
         for standing in standings(account).get(self.stage, ()):
             found = stand_out(standing)
             if found and not suspects:
                 peers = healthiest(standing.durations, found)
             suspects += [lane for lane in found if lane not in suspects]
+            ran |= dict.fromkeys(standing.ran) if found else {}
         suspects = suspects[:MOST_SUSPECTS]
         who = f"longest there: {', '.join(suspects)}" if suspects else "no process stands out there"
         reason = f"{self.reason}; {who}" if self.stage else self.reason
-        return msgspec.structs.replace(self, suspects=suspects, peers=peers, reason=reason, aimed=True)
+        return msgspec.structs.replace(
+            self, suspects=suspects, peers=peers, ran=list(ran), reason=reason, aimed=True
+        )
 
 
 def stand_out(standing: Standing) -> list[str]:

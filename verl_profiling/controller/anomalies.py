@@ -1,0 +1,124 @@
+"""What the watch asks for by itself: a capture of the next step, aimed at what became slow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from verl_profiling.aim import Aim
+from verl_profiling.controller.decision import Decision
+from verl_profiling.errors import ConfigError
+from verl_profiling.manifest import Manifest
+from verl_profiling.settings.schedule import StepRange
+from verl_profiling.settings.watch import Anomaly
+from verl_profiling.step_account import RankUse, StepAccount
+from verl_profiling.watch.anomaly import Detector
+from verl_profiling.watch.suspicion import Suspicion
+
+__all__ = ["Anomalies"]
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 1
+"""For so many steps a capture waits for the workers to say whom it should be aimed at."""
+
+_OF_A_STAGE = ("slow_stage", "leader")
+
+
+class Anomalies:
+    """Listens to the watch, and asks for a capture when something is noticed.
+
+    Args:
+        options: The settings ``watch.trigger``.
+        read_soon: Has the workers read at the end of this step.
+        check: Raises ``ConfigError`` for an aim that cannot be had in this job.
+    """
+
+    def __init__(self, options: Anomaly, read_soon: Callable[[], None], check: Callable[[Aim], None]) -> None:
+        self._options = options
+        self._read_soon = read_soon
+        self._check = check
+        self._detector = Detector(options)
+        self._noticed: Suspicion | None = None
+        self._waited = 0
+        self._asked: Suspicion | None = None
+        self._made = 0
+        self._captured: int | None = None
+        self._uses: dict[str, RankUse] = {}
+
+    def listen(self, account: StepAccount) -> None:
+        """Take the account of a step: when it ends, and when its workers are known."""
+        found = self._detector.observe(account)
+        if found is None:
+            return
+        logger.warning("watch: %s", found.reason)
+        if not found.aimed:
+            self._read_soon()
+        if self._noticed is None or self._noticed.step != found.step:
+            self._waited = 0
+        self._noticed = found
+        self._uses = {use.lane: use for use in (*account.loop, *account.workers)}
+
+    def step_begins(self, step: int) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+
+    def asks(self, step: int, scheduled: bool) -> Decision | None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+        noticed, self._asked = self._noticed, None
+        if noticed is None:
+            return None
+        if not noticed.aimed and self._waited < PATIENCE and not scheduled:
+            self._waited += 1
+            return None
+        self._noticed = None
+        if not scheduled and (why := self._refusal(step)):
+            logger.warning("watch: no capture for what was noticed in step %d: %s", noticed.step, why)
+            return None
+        self._asked = noticed
+        return Decision(StepRange(step, step), noticed.trigger(), None if scheduled else self._aim(noticed))
+
+    def begun(self, folder: str) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+
+    def refused(self, decision: Decision, why: str) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+        self._asked = None
+
+    def concluded(self, manifest: Manifest) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+        self._captured = manifest.steps[-1] if manifest.steps else manifest.step
+        if self._asked is not None and manifest.trigger.kind == "anomaly":
+            self._made += 1
+        self._asked = None
+
+    def train_ends(self) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+
+    def _refusal(self, step: int) -> str:
+        """Return why the watch asks for none; empty if it may."""
+        options = self._options
+        if self._made >= options.max_captures:
+            return f"it has asked for {self._made} (watch.trigger.max_captures)"
+        if self._captured is not None and step - self._captured <= options.cooldown:
+            since = f"step {self._captured} was captured"
+            return f"{since}, and it asks for none for {options.cooldown} steps (watch.trigger.cooldown)"
+        return ""
+
+    def _aim(self, noticed: Suspicion) -> Aim | None:
+        """Return what is captured: the suspects and a peer; their stage, if it is that which is slow."""
+        uses = [self._uses[lane] for lane in (*noticed.suspects, *noticed.peers) if lane in self._uses]
+        if not uses:
+            return None
+        of_a_stage = noticed.sign in _OF_A_STAGE and bool(noticed.ran)
+        aim = Aim(
+            mode="discrete" if of_a_stage else "e2e",
+            roles=tuple(dict.fromkeys(use.role for use in uses)),
+            ranks=tuple(dict.fromkeys(use.rank for use in uses)),
+            stages=tuple(noticed.ran) if of_a_stage else None,
+        )
+        try:
+            self._check(aim)
+        except ConfigError as error:
+            logger.warning("watch: the capture is not aimed at %s: %s", ", ".join(noticed.suspects), error)
+            return None
+        return aim
