@@ -24,7 +24,7 @@ from verl_profiling.report.check import CheckResult, check
 from verl_profiling.report.communication_kernels import communicates
 from verl_profiling.run_files import never_came, read_starts
 from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
-from verl_profiling.timeline.inputs import steps_of, the_run
+from verl_profiling.timeline.inputs import absent, steps_of, the_run
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.one_step import one_by_one
@@ -167,7 +167,7 @@ def _opened(
 
 def _existing(path: str | os.PathLike[str]) -> Path:
     if not Path(path).exists():
-        raise TraceFormatError(path, "no such file or folder")
+        raise absent(Path(path))
     return the_run(Path(path))
 
 

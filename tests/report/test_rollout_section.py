@@ -357,6 +357,9 @@ def test_versions_are_those_that_the_loop_says_or_else_those_of_the_requests(tmp
     ]
     assert found == [(6, 0, 1, 3, 1, 7), (5, 1, 1, 0, 0, 0), (4, 2, 1, 0, 1, 7)]
     assert (rollout.versioned, rollout.partial) == (3, 2)
+    newest = rollout.versions[0]
+    assert newest.distance == "0"
+    assert msgspec.structs.replace(newest, behind=-1).distance == "1 newer"
 
 
 def test_what_became_of_trajectories_has_its_cost(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ def test_stages_side_by_side_are_said(report: Report) -> None:
     text = " ".join(printed(msgspec.structs.replace(report, stages=stages), 80).split())
     assert "side by side with others: rollout 2.00 s, update_actor 2.00 s" in text
     assert "divide that time equally" in text
+    short = [msgspec.structs.replace(row, side_by_side_us=0.009 * report.span_us) for row in report.stages]
+    assert "side by side" not in printed(msgspec.structs.replace(report, stages=short), 80)
 
 
 @pytest.mark.parametrize(("us", "shown"), [(0.9, "900 ns"), (3.0, "3.00 us"), (4000.0, "4.00 ms")])

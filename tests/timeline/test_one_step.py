@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 from pathlib import Path
 
 import msgspec
 import pytest
 from drawn_steps import Worker, drawn_inputs, ns
+from rich.console import Console
 
 from verl_profiling.analysis import load_reports, open_run, open_step
 from verl_profiling.cli import main
@@ -17,7 +19,9 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.integrations.verl_tracking import log_reports
 from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, StepSpan
 from verl_profiling.report.build import build_report
+from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
+from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.one_step import one_by_one
 
@@ -247,3 +251,34 @@ def test_the_last_step_of_a_killed_run_ends_with_what_was_recorded(tmp_path: Pat
     manifest = msgspec.structs.replace(read_manifest(folder), state="recovered")
     write_json_atomically(folder / MANIFEST_NAME, manifest)
     assert [report.span_us for report in reports(folder)] == [5e6, 2e6]
+
+
+@pytest.mark.parametrize("command", ["report", "merge", "check", "view", "split"])
+def test_a_step_inside_of_another_folder_is_named_with_it(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 3 has no folder of its own; the error says which one has it, for every command."""
+    folder = capture(tmp_path)
+    assert main([command, str(tmp_path / "step_000003")]) == 2
+    assert f"no such folder; {folder} has steps 2, 3" in " ".join(capsys.readouterr().err.split())
+    assert main([command, str(tmp_path / "step_000009")]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+
+
+def test_numbers_of_the_whole_capture_are_said_to_be(tmp_path: Path) -> None:
+    """Sizes, events and notes are known of all steps together; a capture of one step says nothing."""
+    folder = capture(tmp_path)
+    manifest = read_manifest(folder)
+    engine = msgspec.structs.replace(manifest.workers[1], notes=["rollout0: 80 requests"])
+    changed = msgspec.structs.replace(manifest, steps=[2, 3], workers=[manifest.workers[0], engine])
+    write_json_atomically(folder / MANIFEST_NAME, changed)
+    for report in reports(tmp_path):
+        assert report.capture_steps == [2, 3]
+        assert "of the whole capture, steps 2, 3: rollout0: 80 requests" in report.notes
+        console = Console(file=io.StringIO(), width=200)
+        print_report(report, console)
+        text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+        assert "on disk (of the whole capture, steps 2, 3)" in text
+        assert "events (of the whole capture, steps 2, 3)" in text
+        assert "events (of the whole capture, steps 2, 3)" in render_html(report)
+    assert reports(capture(tmp_path / "alone", STEPS[:1]))[0].capture_steps == []

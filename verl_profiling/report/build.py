@@ -48,6 +48,7 @@ from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.step_inputs import StepInputs
 from verl_profiling.timeline.trajectory_inputs import read_logs
 from verl_profiling.trajectory_log import TrajectoryLog
+from verl_profiling.units import step_list
 from verl_profiling.visible import visible_text_of
 
 __all__ = ["StepRead", "build_report", "read_step"]
@@ -208,7 +209,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
             unrecorded=found.unrecorded,
         ),
         metrics=manifest.metrics if manifest else {},
-        notes=[*(_notes(manifest, step) if manifest else []), *found.notes],
+        notes=[*(_notes(manifest, step, inputs.capture) if manifest else []), *found.notes],
         measures=measured,
         costs=costs(manifest, inputs.directory) if manifest else [],
         capture_us=length(capture_time(step)) / 1000,
@@ -222,6 +223,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         timeline_begin_ns=step.begin_ns - zero_ns(step.capture.begin_ns) if step.capture else None,
         asked=asked,
         suspects=suspects,
+        capture_steps=inputs.capture.steps if inputs.capture else [],
     )
     return visible_text_of(find(report))
 
@@ -276,11 +278,16 @@ def _marks(manifest: Manifest | None, source: Source) -> set[str]:
     return {span.name for worker in workers if worker.name == source.worker for span in worker.stages}
 
 
-def _notes(manifest: Manifest, step: Step) -> list[str]:
-    """Return what the capture noted, what its clocks and hosts show, and what is not known."""
+def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str]:
+    """Return what the capture noted, what its clocks and hosts show, and what is not known.
+
+    Notes of the capture do not say which of its steps they are of.
+    """
     on_cpus = [lane.source.worker for lane in step.lanes if not lane.activity.on_device]
-    of_workers = (note for worker in manifest.workers for note in worker.notes)
-    told = [*manifest.notes, *of_workers, *clock_notes(manifest), *core_notes(manifest, on_cpus)]
+    noted = [*manifest.notes, *(note for worker in manifest.workers for note in worker.notes)]
+    if capture is not None:
+        noted = [f"of the whole capture, {step_list(capture.steps)}: {note}" for note in noted]
+    told = [*noted, *clock_notes(manifest), *core_notes(manifest, on_cpus)]
     return [*told, *unlogged_requests(step), *unknown_devices(step)]
 
 

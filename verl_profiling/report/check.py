@@ -13,6 +13,7 @@ from verl_profiling.run_files import never_came, read_manifest, read_starts, run
 from verl_profiling.timeline.decompress import Blocks
 from verl_profiling.timeline.inputs import (
     UNWRITTEN,
+    absent,
     is_step,
     resolve_artifact,
     step_folders,
@@ -89,7 +90,7 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
     elif path.exists():
         checked = [_check_file(path.name, path, limits)]
     else:
-        raise TraceFormatError(path, "no such file or folder")
+        raise absent(path)
     ok = all(entry.fate in ("ok", "skipped") for entry in checked)
     return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked))
 

@@ -35,13 +35,14 @@ _UNTOLD = (
     "How long requests were queued is not known: no engine tells both when its scheduler got a request "
     "(arrival_ns) and when it took it up (scheduled_ns)."
 )
+_SIZES = "What is on disk is of all steps of the capture."
 _SCRIPTS = ("tip.js", "scale.js", "lanes.js", "pointer.js", "selection.js", "picture.js", "tail.js")
 
 
 def render_html(report: Report) -> str:
     """Return the page."""
     parts = [f"policy version {report.policy_version}"] if report.policy_version is not None else []
-    parts.append(f"{report.coverage.events:,} events")
+    parts.append(f"{report.coverage.events:,} events{report.of_capture}")
     sections = "".join(filter(None, _sections(report)))
     return document(page_title(report), " · ".join(parts), sections, picture(report), _SCRIPTS)
 
@@ -340,7 +341,7 @@ def _costs(report: Report) -> str:
     ]
     note = (
         f"It added {duration(report.capture_us / 1e6)} to the loop, which a step that is not profiled does "
-        "not spend. Writing is part of stopping."
+        f"not spend. Writing is part of stopping. {_SIZES if report.capture_steps else ''}"
     )
     headings = ("worker", "start", "stop", "writing", "on disk")
     return section("Cost of the capture", table("Cost of the capture", headings, rows), note)

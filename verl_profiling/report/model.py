@@ -29,6 +29,7 @@ from verl_profiling.report.rows import (
     StragglerRow,
     WorkerRow,
 )
+from verl_profiling.units import step_list
 
 __all__ = [
     "OTHER_RANKS",
@@ -242,6 +243,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
         asked: Who asked for the capture and what it says of the reason; ``None`` where the schedule did.
         suspects: The suspects of an aimed capture beside their peers.
+        capture_steps: The steps of the continuous capture that the step is one of: sizes in ``costs``, events
+            in ``coverage``, and notes that say so are of all of them.
     """
 
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -280,12 +283,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     asked: Asked | None = None
     suspects: list[SuspectRow] = []
+    capture_steps: list[int] = []
 
     @property
     def title(self) -> str:
         """``step 12``, or the name of the file, the recording or the folder."""
         step = f"step {self.step}" if self.step is not None else ""
         return ", ".join(filter(None, (step, self.name)))
+
+    @property
+    def of_capture(self) -> str:
+        """What to add to numbers of the whole capture, where the step is one of several in it."""
+        return f" (of the whole capture, {step_list(self.capture_steps)})" if self.capture_steps else ""
 
     @property
     def pause_us(self) -> float:

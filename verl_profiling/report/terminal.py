@@ -13,7 +13,7 @@ from verl_profiling.report.columns import Sentence, fitting_console, shortened, 
 from verl_profiling.report.model import Report, Tail, Throughput
 from verl_profiling.report.outside import outside_sentences
 from verl_profiling.report.rollout.terminal import rollout_sentences, rollout_tables
-from verl_profiling.report.rows import AnchorRow, MeasureRow, StageRow, WorkerRow
+from verl_profiling.report.rows import AnchorRow, MeasureRow, WorkerRow
 from verl_profiling.units import byte_size, duration
 
 __all__ = ["print_report", "rollout_sentence", "tokens_sentence"]
@@ -22,6 +22,7 @@ _BAR_CELLS = 24
 _ROWS = 8
 _METRICS = 6
 _PARTS = 4
+_BESIDE = 0.01  # of the step: less is not worth a name
 _DEVICE_HEADINGS = ("observed", "busy", "share", "host-bound", "exposed\ncomm", "device")
 
 
@@ -48,7 +49,7 @@ def print_report(report: Report, console: Console) -> None:
     others = [row for row in report.workers if row.replica is None]
     for table in (
         _suspects(report),
-        _stages(report.stages),
+        _stages(report),
         _workers("Workers", others),
         _workers("Rollout engines", engines),
         _devices(report),
@@ -109,7 +110,7 @@ def _closing_lines(report: Report) -> Iterator[str]:
         more = ", ... (all: --save, report.html)" if len(report.metrics) > _METRICS else ""
         yield f"reported by the loop: {some}{more}"
     coverage = report.coverage
-    yield f"{coverage.read} of {coverage.expected} traces read, {coverage.events:,} events"
+    yield f"{coverage.read} of {coverage.expected} traces read, {coverage.events:,} events{report.of_capture}"
     yield from (f"[red]missing:[/red] {escape(sentence)}" for sentence in coverage.missing)
     yield from (f"[yellow]note:[/yellow] {escape(note)}" for note in report.notes)
 
@@ -146,14 +147,18 @@ def _suspects(report: Report) -> Table:
     return table
 
 
-def _stages(rows: list[StageRow]) -> Table:
+def _stages(report: Report) -> Table:
     table = table_of("Step anatomy", "stage", "runs", "time", "share", "of the step")
     table.columns[-1].justify = "left"
-    for row in rows:
+    for row in report.stages:
         bar = f"[cyan]{'█' * round(min(row.share, 1.0) * _BAR_CELLS)}[/cyan]"
         name = escape("  " * row.depth + row.name)
         table.add_row(name, str(row.runs), _time(row.duration_us), f"{row.share:.1%}", bar)
-    if beside := [f"{row.name} {_time(row.side_by_side_us)}" for row in rows if row.side_by_side_us]:
+    least_us = max(_BESIDE * report.span_us, 1e-3)
+    beside = [
+        f"{row.name} {_time(row.side_by_side_us)}" for row in report.stages if row.side_by_side_us >= least_us
+    ]
+    if beside:
         table.caption = escape(
             f"side by side with others: {', '.join(beside[:_ROWS])}; shares divide that time equally"
         )
@@ -312,7 +317,7 @@ def _cost_sentence(report: Report) -> str:
     return (
         f"capture: {_time(report.capture_us)} added to the loop; {most.worker} took longest: "
         f"{duration(most.start_s)} to start, {duration(most.stop_s)} to stop ({duration(most.export_s)} "
-        f"writing); {byte_size(sum(row.bytes for row in report.costs))} on disk"
+        f"writing); {byte_size(sum(row.bytes for row in report.costs))} on disk{report.of_capture}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -24,10 +25,12 @@ from verl_profiling.timeline.lanes import Source, sorted_sources
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.step_inputs import StepInputs
 from verl_profiling.trajectory_log import LOG_SUFFIX
+from verl_profiling.units import step_list
 
 __all__ = [
     "UNWRITTEN",
     "FoundSteps",
+    "absent",
     "find_steps",
     "is_step",
     "resolve_artifact",
@@ -82,7 +85,7 @@ def steps_of(paths: Sequence[Path]) -> FoundSteps:
     plain: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise TraceFormatError(path, "no such file or folder")
+            raise absent(path)
         captured = _captured_steps(path)
         if captured is None:
             plain.append(path)
@@ -94,6 +97,17 @@ def steps_of(paths: Sequence[Path]) -> FoundSteps:
     if not found.steps:
         raise found.damaged[0]
     return found
+
+
+def absent(path: Path) -> TraceFormatError:
+    """Return the error for a path that is not there; it names the folder of a capture that has the step."""
+    if _STEP_FOLDER.fullmatch(path.name) and path.parent.is_dir():
+        for folder in step_folders(path.parent):
+            with suppress(TraceFormatError):
+                steps = read_manifest(folder).steps
+                if step_number(path) in steps:
+                    return TraceFormatError(path, f"no such folder; {folder} has {step_list(steps)}")
+    return TraceFormatError(path, "no such file or folder")
 
 
 def _captured_steps(path: Path) -> FoundSteps | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from zlib import crc32
 
-from verl_profiling.report.page.tables import Cell, count, number, percent, section, table, time
+from verl_profiling.report.page.tables import Cell, Shown, count, number, percent, section, table, time
 from verl_profiling.report.rollout.explain import NO_TRAJECTORY
 from verl_profiling.report.rollout.pieces import LOOP_LAG, OWN_CODE, UNEXPLAINED
 from verl_profiling.report.rollout.rows import CauseRow, PartRow, Rollout
@@ -158,7 +158,7 @@ def _versions(rollout: Rollout) -> str:
     rows: list[tuple[Cell, ...]] = [
         (
             count(row.version),
-            None if row.behind is None else count(row.behind),
+            None if row.behind is None else Shown(row.distance, row.behind),
             *map(count, (row.oldest, row.newest, row.segments, row.segment_tokens)),
         )
         for row in rollout.versions

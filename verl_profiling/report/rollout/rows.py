@@ -180,7 +180,8 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: The version.
-        behind: How many versions the step's is ahead of it; ``None`` if that is not known.
+        behind: How many versions the step's is ahead of it, negative where it is newer than the step's;
+            ``None`` if that is not known.
         oldest: Trajectories of which it is the oldest version.
         newest: Trajectories of which it is the newest version.
         segments: Requests of trajectories that it served.
@@ -193,6 +194,13 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
     newest: int
     segments: int
     segment_tokens: int
+
+    @property
+    def distance(self) -> str:
+        """How far it is behind the step's version, or by how much newer: engines may get the next one."""
+        if self.behind is None:
+            return ""
+        return f"{self.behind:,}" if self.behind >= 0 else f"{-self.behind:,} newer"
 
 
 class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):

@@ -136,8 +136,7 @@ def _versions(rollout: Rollout) -> Table:
     table = table_of("Versions of the weights", "version", *headings)
     for row in rollout.versions[:_FEW]:
         counts = (row.oldest, row.newest, row.segments, row.segment_tokens)
-        behind = "" if row.behind is None else f"{row.behind:,}"
-        table.add_row(f"{row.version:,}", behind, *(f"{count:,}" for count in counts))
+        table.add_row(f"{row.version:,}", row.distance, *(f"{count:,}" for count in counts))
     return _more(table, len(rollout.versions), _FEW)
 
 
