@@ -59,7 +59,7 @@ class TrainWorker(CaptureMixin):
 
     def is_idle(self) -> bool:
         """Return whether nothing records here."""
-        return process_session().sink is None
+        return not process_session().recording
 
     def also(self, config: ProfilingConfig, role: str) -> None:
         """Play another role in the same process."""

@@ -133,7 +133,7 @@ def leaks() -> list[str]:
     An idle background thread is not a leak: it ends by itself after two seconds.
     """
     found = []
-    if process_session().sink is not None:
+    if process_session().recording:
         found.append("a capture is open; call stop_capture()")
     torch = sys.modules.get("torch")
     if torch is not None and torch.autograd.profiler._is_profiler_enabled:

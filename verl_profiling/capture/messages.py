@@ -10,6 +10,7 @@ from verl_profiling.afterwards.uploads import Upload
 from verl_profiling.aim import Aim
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
+from verl_profiling.watch.reading import WatchReading
 
 __all__ = ["Aim", "CaptureRequest", "Finished", "StartReply", "StopReply"]
 
@@ -92,6 +93,7 @@ class StopReply(msgspec.Struct, frozen=True, kw_only=True):
         result: What was recorded. Its status is ``skipped`` if nothing was recording.
         process: The process that answered; another one than at the start if a worker was restarted.
         finished: Artifacts of this and earlier captures that were finished since the last answer.
+        watch: What the watch kept since it was read last.
         received_ns: When the call arrived, on the worker's clock.
         replied_ns: When it returned, on the worker's clock.
     """
@@ -99,5 +101,6 @@ class StopReply(msgspec.Struct, frozen=True, kw_only=True):
     result: CaptureResult
     process: ProcessId
     finished: list[Finished] = []
+    watch: WatchReading | None = None
     received_ns: int
     replied_ns: int

@@ -32,13 +32,16 @@ from verl_profiling.capture.replies import (
     stop_reply,
     switched_off,
 )
-from verl_profiling.capture.stage import Stage, StageSink
+from verl_profiling.capture.stage import Both, Stage, StageSink
 from verl_profiling.capture.states import State
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
+from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import Tool
+from verl_profiling.watch.reading import WatchReading, read_ring
+from verl_profiling.watch.ring import STAGES_OF_A_STEP, StageRing
 
 __all__ = ["Session", "process_session", "stage"]
 
@@ -49,7 +52,8 @@ class Session:
     """Holds at most one capture. All methods may be called from any thread.
 
     Attributes:
-        sink: Receives stages; ``None`` whenever nothing records.
+        sink: Receives stages; ``None`` whenever nothing records and the watch is off.
+        ring: What the watch keeps of every step; ``None`` if it is off.
     """
 
     def __init__(self) -> None:
@@ -58,6 +62,7 @@ class Session:
     def reset(self) -> None:
         """Forget everything. A forked child calls this: it inherits the slot, but records nothing."""
         self.sink: StageSink | None = None
+        self.ring: StageRing | None = None
         self._capture: Capture | None = None
         self._watch: OrphanWatch | None = None
         self._last: CaptureResult | None = None
@@ -89,10 +94,27 @@ class Session:
                     multiprocessing.util.Finalize(None, self.leave, exitpriority=100)
                 self._hooks = FinishHooks(config.after)
             self._configs[identity.name] = config
+            self.keep_every_step(config.watch)
             self._finish_s = max(self._finish_s, config.timeouts.finish_s)
             self._handover_s = min(self._handover_s, config.timeouts.stop_s / 2)
         if role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
             self._prepare(role)
+
+    def keep_every_step(self, options: WatchOptions) -> None:
+        """Keep the stages of this process from now on, if the watch is switched on."""
+        with self._lock:
+            if options.enable and self.ring is None:
+                self.ring = StageRing(options.steps * STAGES_OF_A_STEP)
+                self._pass_stages_to(self._capture)
+
+    def read_watch(self, identity: WorkerIdentity, since_ns: int | None) -> WatchReading | None:
+        """Return what the watch has kept since then, or ``None`` if it is off; see :func:`read_ring`."""
+        return None if self.ring is None else read_ring(self.ring, identity, since_ns)
+
+    @property
+    def recording(self) -> bool:
+        """Whether a capture is open."""
+        return self._capture is not None
 
     def start(self, request: CaptureRequest, identity: WorkerIdentity) -> StartReply:
         """Start the capture that ``request`` describes, or join it if it runs already.
@@ -129,7 +151,7 @@ class Session:
             self._capture = capture
             self._watch = OrphanWatch(request, partial(self._rescue, capture))
             termination.hold()
-            self.sink = capture.sink
+            self._pass_stages_to(capture)
             self._hooks.begun(request, identity)
             status: StartStatus = "armed" if capture.state is State.ARMED else "recording"
         return self._reply(identity, status, received_ns, expected=expected)
@@ -219,12 +241,17 @@ class Session:
         try:
             self._last = capture.close()
         finally:
-            self.sink = None
             self._capture = None
+            self._pass_stages_to(None)
             if self._watch is not None:
                 self._watch.end()
             termination.release()
         return self._last
+
+    def _pass_stages_to(self, capture: Capture | None) -> None:
+        """Set the receiver of stages."""
+        log, ring = capture.sink if capture is not None else None, self.ring
+        self.sink = Both(log, ring) if log is not None and ring is not None else log or ring
 
     def _join(
         self, capture: Capture, request: CaptureRequest, identity: WorkerIdentity, received_ns: int

@@ -22,7 +22,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.manifest import StageSpan
 
-__all__ = ["OpenSpan", "SpanLog", "Stage", "StageSink", "StageSource"]
+__all__ = ["Both", "OpenSpan", "SpanLog", "Stage", "StageSink", "StageSource"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,29 @@ class StageSink(Protocol):
 
     def end(self, name: str, failed: bool) -> object:
         """End it."""
+
+
+class Both:
+    """Passes stages on to the log of a capture and to the ring of the watch.
+
+    What a tool takes to start or stop with a stage is not part of the stage in the ring.
+    """
+
+    __slots__ = ("_log", "_ring")
+
+    def __init__(self, log: StageSink, ring: StageSink) -> None:
+        self._log = log
+        self._ring = ring
+
+    def begin(self, name: str) -> None:
+        """Begin a stage on this thread or task."""
+        self._log.begin(name)
+        self._ring.begin(name)
+
+    def end(self, name: str, failed: bool) -> None:
+        """End it."""
+        self._ring.end(name, failed)
+        self._log.end(name, failed)
 
 
 class StageSource(Protocol):

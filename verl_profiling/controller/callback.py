@@ -26,6 +26,7 @@ from verl_profiling.capture.stage import Stage, StageSink
 from verl_profiling.controller.calls import Round
 from verl_profiling.controller.controller import Controller
 from verl_profiling.controller.order import LoopOrder
+from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig
@@ -117,6 +118,11 @@ class _Callback:
             self._controller.run_notes.append(text)
 
     @property
+    def watch(self) -> Watch | None:
+        """The account of every step; ``None`` if it is switched off."""
+        return self._controller.watch if self._controller is not None else None
+
+    @property
     def capturing(self) -> bool:
         """Whether a step is being captured."""
         return self._live() is not None
@@ -126,16 +132,22 @@ class _Callback:
         """Step folder of the last capture that was written."""
         return self._controller.last_folder if self._controller is not None else None
 
-    def _wanting(self, step: int) -> Controller | None:
+    def _wanting(self, step: int, policy_version: int | None) -> Controller | None:
         controller = self._controller
-        return controller if controller is not None and controller.wants(step) else None
+        return controller if controller is not None and controller.wants(step, policy_version) else None
 
-    def _live(self, event: Callable[[LoopOrder], None] | None = None) -> Controller | None:
+    def _live(
+        self,
+        event: Callable[[LoopOrder], None] | None = None,
+        watched: Callable[[Watch], None] | None = None,
+    ) -> Controller | None:
         controller = self._controller
         if controller is None:
             return None
         if event is not None:
             event(controller.order)
+            if watched is not None and controller.watch is not None:
+                watched(controller.watch)
         return controller if controller.live is not None else None
 
     def _enter(self) -> None:
@@ -232,12 +244,12 @@ class ProfilingCallback(_Callback):
         Raises:
             TypeError: The step is not a whole number.
         """
-        if (controller := self._wanting(step)) is not None:
+        if (controller := self._wanting(step, policy_version)) is not None:
             self._drive("on_step_begin", controller.step_begin(step, policy_version))
 
     def on_rollout_begin(self) -> None:
         """Begin generation: opens the stage ``rollout``, and in discrete mode the engines' window."""
-        if (controller := self._live(LoopOrder.rollout_begins)) is not None:
+        if (controller := self._live(LoopOrder.rollout_begins, Watch.rollout_begins)) is not None:
             self._drive("on_rollout_begin", controller.rollout_begin())
 
     def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> None:
@@ -247,7 +259,7 @@ class ProfilingCallback(_Callback):
             metrics: Numbers to keep with the step. Other values are left out, and ones that are not
                 finite are named in the manifest's notes.
         """
-        if (controller := self._live(LoopOrder.rollout_ends)) is not None:
+        if (controller := self._live(LoopOrder.rollout_ends, Watch.rollout_ends)) is not None:
             self._drive("on_rollout_end", controller.rollout_end(metrics))
 
     def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
@@ -260,7 +272,7 @@ class ProfilingCallback(_Callback):
         Raises:
             ProfilingError: A capture failed, and the settings are strict.
         """
-        if (controller := self._live(LoopOrder.step_ends)) is not None:
+        if (controller := self._live(LoopOrder.step_ends, Watch.step_ends)) is not None:
             self._drive("on_step_end", controller.step_end(metrics))
 
     def on_exception(self, error: BaseException) -> None:
@@ -330,7 +342,7 @@ class AsyncProfilingCallback(_Callback):
 
     async def on_step_begin(self, step: int, policy_version: int | None = None) -> None:
         """See :meth:`ProfilingCallback.on_step_begin`."""
-        if (controller := self._wanting(step)) is not None:
+        if (controller := self._wanting(step, policy_version)) is not None:
             await self._drive("on_step_begin", controller.step_begin(step, policy_version))
 
     async def on_rollout_begin(self, beside: bool = False) -> None:
@@ -340,12 +352,13 @@ class AsyncProfilingCallback(_Callback):
             beside: Generation runs beside the steps: this opens the engines' window alone, and
                 :meth:`on_generation` says when batches are generated.
         """
-        if (controller := self._live(LoopOrder.rollout_begins)) is not None:
+        watched = None if beside else Watch.rollout_begins
+        if (controller := self._live(LoopOrder.rollout_begins, watched)) is not None:
             await self._drive("on_rollout_begin", controller.rollout_begin(beside))
 
     async def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ProfilingCallback.on_rollout_end`."""
-        if (controller := self._live(LoopOrder.rollout_ends)) is not None:
+        if (controller := self._live(LoopOrder.rollout_ends, Watch.rollout_ends)) is not None:
             await self._drive("on_rollout_end", controller.rollout_end(metrics))
 
     def on_generation(self, runs: bool) -> None:
@@ -369,7 +382,7 @@ class AsyncProfilingCallback(_Callback):
 
     async def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ProfilingCallback.on_step_end`."""
-        if (controller := self._live(LoopOrder.step_ends)) is not None:
+        if (controller := self._live(LoopOrder.step_ends, Watch.step_ends)) is not None:
             await self._drive("on_step_end", controller.step_end(metrics))
 
     async def on_exception(self, error: BaseException) -> None:

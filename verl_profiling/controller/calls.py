@@ -62,6 +62,16 @@ class Call:
         """Whether Ray says that, or "unavailable", as it first does of an actor that it restarts."""
         return self.died or self._raised("ActorUnavailableError")
 
+    @property
+    def raised(self) -> bool:
+        """Whether it has returned without an answer."""
+        return self.future.done() and self._error() is not None
+
+    @property
+    def without_method(self) -> bool:
+        """Whether the worker has no such method."""
+        return self._raised("AttributeError")
+
     def _raised(self, kind: str) -> bool:
         return self.future.done() and type(self._error()).__name__ == kind
 

@@ -20,7 +20,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.messages import Aim, CaptureRequest
-from verl_profiling.capture.stage import SpanLog
+from verl_profiling.capture.stage import SpanLog, StageSink
 from verl_profiling.controller.calls import Round, Waiting
 from verl_profiling.controller.decision import Decision, Decisions
 from verl_profiling.controller.ending import LoopEnding
@@ -36,6 +36,7 @@ from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.rounds import Rounds
 from verl_profiling.controller.spmd import Alone, find_peers, leads
 from verl_profiling.controller.step_folders import StepFolders
+from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import ProfilingError
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, Manifest
@@ -53,7 +54,8 @@ class Controller:
     Attributes:
         live: The capture that is open; ``None`` whenever nothing records.
         sink: Receives the controller's stages, while a capture is open and from then until the next step
-            begins; else ``None``.
+            begins; else ``None``, unless the watch is on.
+        watch: Accounts for every step; ``None`` if it is off.
         last_folder: Step folder of the last capture, once written.
         order: The order of the loop's calls.
         run_notes: What the loop has to say in every manifest.
@@ -61,7 +63,6 @@ class Controller:
 
     def __init__(self, config: ProfilingConfig) -> None:
         self.config = config
-        self.sink: SpanLog | None = None
         self.live: OpenCapture | None = None
         self.last_folder: Path | None = None
         self._token = uuid.uuid4().hex[:12]
@@ -78,7 +79,10 @@ class Controller:
         self._identity = WorkerIdentity(role="controller")
         self._roster = Roster(config)
         self._listening = Listening(config, self._roster, self._folders, self.decisions)
-        self._rounds = Rounds(self._roster, config.timeouts)
+        watch = config.watch
+        self.watch = Watch(watch, self._roster, config.timeouts.start_s) if watch.enable else None
+        self.sink: StageSink | None = self._receiver(None)
+        self._rounds = Rounds(self._roster, config.timeouts, self.watch)
         self._captures = count(1)
         self._left: Outside | None = None
         self.run_notes: list[str] = []
@@ -94,7 +98,7 @@ class Controller:
         """
         self._roster.add(role, workers, loop)
 
-    def wants(self, step: int) -> bool:
+    def wants(self, step: int, policy_version: int | None = None) -> bool:
         """Take note that a step begins; return whether it needs any work at all.
 
         Raises:
@@ -104,6 +108,8 @@ class Controller:
             number = index(step)
         except TypeError:
             raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
+        if self.watch is not None:
+            self.watch.step_is_over()
         action = self._scheduled(number)
         records = action is Action.RECORD
         if self._watching or action is not Action.OFF:
@@ -111,6 +117,8 @@ class Controller:
         self.order.step_begins(number, records)
         if self._left is not None:
             self._follow_no_more()
+        if self.watch is not None:
+            self.watch.step_begins(number, _version(policy_version)[0])
         return self.live is not None or self._decision is not None
 
     def _decide(self, step: int) -> bool:
@@ -150,7 +158,7 @@ class Controller:
                 live.step.end_ns = live.step.end_ns or clock.now_ns()
                 live.steps.append(OpenStep(step, version, clock.now_ns()))
                 self._say_begun(live)
-                live.step.begin_ns = clock.now_ns()
+                self._count_from_here(live)
                 return
             logger.warning("step %d begins while step %d is being captured; closing it", step, live.step.step)
             yield from self.close(complete=False, why=f"step {step} began before this one had ended")
@@ -171,7 +179,13 @@ class Controller:
                 self._peers.begun(live.participants.identities())
         live.step.begin_ns = clock.now_ns()
         self._say_begun(live)
-        live.step.begin_ns = clock.now_ns()  # saying so is no part of the step
+        self._count_from_here(live)
+
+    def _count_from_here(self, live: OpenCapture) -> None:
+        """Let the step begin now: what it took to begin its capture is no part of it."""
+        live.step.begin_ns = clock.now_ns()
+        if self.watch is not None:
+            self.watch.capture_begins(live.folder.name if live.request.keep else "")
 
     def rollout_begin(self, beside: bool = False) -> Iterator[Round]:
         """Open a window on the rollout engines that are captured by stage.
@@ -194,7 +208,9 @@ class Controller:
             live.begin_rollout()
 
     def generation(self, runs: bool) -> None:
-        """Begin or end the stage of a rollout that runs beside the steps, while one is captured."""
+        """Begin or end the stage of a rollout that runs beside the steps."""
+        if self.watch is not None:
+            self.watch.generation(runs)
         live = self.live
         if live is not None and not live.step.end_ns:
             live.end_rollout()
@@ -212,13 +228,15 @@ class Controller:
 
     def step_over(self) -> None:
         """Note that the step ends here, though its capture is closed later."""
+        if self.watch is not None:
+            self.watch.step_ends()
         live = self.live
         if live is None or live.step.end_ns:
             return
         live.step.end_ns = clock.now_ns()
         if live.step.step >= live.step_range.last:
             live.end_rollout()
-            self.sink = live.outside.spans
+            self.sink = self._receiver(live.outside.spans)
 
     def step_end(self, metrics: Mapping[str, Any] | None) -> Iterator[Round]:
         """Close the capture, unless it goes on in the next step."""
@@ -275,7 +293,7 @@ class Controller:
         with live.outside.spans.during(CAPTURE_STOP):
             manifest = yield from self._conclude(live, end_ns, complete)
         if live.outside.folder is not None:
-            self._left, self.sink = live.outside, live.outside.spans
+            self._left, self.sink = live.outside, self._receiver(live.outside.spans)
         failed = [worker for worker in manifest.workers if worker.status not in ("ok", "skipped")]
         if failed and self.config.strict and live.trigger.kind == "schedule":
             raise ProfilingError(
@@ -288,6 +306,8 @@ class Controller:
         window, live.rollout_request = live.rollout_request, None
         yield from self._rounds.stop(live, *([window] if window is not None else []), live.request)
         self._set_live(None)
+        if self.watch is not None:
+            self.watch.capture_ended()
         participants = live.participants
         manifest = live.manifest(self._identity, end_ns, [*self.run_notes, *self._notes])
         manifest = msgspec.structs.replace(
@@ -309,7 +329,7 @@ class Controller:
 
     def _follow_no_more(self) -> None:
         """End the record of what the loop does after a captured step."""
-        left, self._left, self.sink = self._left, None, None
+        left, self._left, self.sink = self._left, None, self._receiver(None)
         if left is not None:
             left.enter(self._folders)
 
@@ -326,6 +346,7 @@ class Controller:
         if self._late.dying:
             yield Waiting(self._late.wait_for_the_dying, min(DYING_S, finish_s))
         self._take_late_answers()
+        yield from self._end_watch()
         pending = self._folders.pending_workers()
         owners = {
             id(target) for (target, _), identity in self._roster.known.items() if identity.name in pending
@@ -444,8 +465,12 @@ class Controller:
         return self._folders.unfinished | self._late.folders | others
 
     def _set_live(self, live: OpenCapture | None) -> None:
-        self.live, self.sink = live, live.spans if live is not None else None
+        self.live, self.sink = live, self._receiver(live.spans if live is not None else None)
         self._ending.records(live is not None)
+
+    def _receiver(self, log: SpanLog | None) -> StageSink | None:
+        """Return what receives the loop's stages while a log does, or none."""
+        return log if self.watch is None else self.watch.receiver(log)
 
     def _say_begun(self, live: OpenCapture) -> None:
         """Write what is expected, so that the folder explains itself whatever becomes of this process."""
@@ -467,6 +492,14 @@ class Controller:
         for call in self._roster.take_answered():
             for finished in getattr(call.reply(), "finished", ()):
                 self._folders.note(finished)
+
+    def _end_watch(self) -> Iterator[Round]:
+        """Complete the accounts of the last steps."""
+        if self.watch is not None:
+            start_s = self.config.timeouts.start_s
+            yield Round(self.watch.calls, start_s)
+            yield Round(self.watch.last_calls(), start_s)
+            self.watch.train_ends()
 
     def _put_end_on_record(self) -> None:
         """Say which steps of the schedule never came, here and in the run's files, if it has any."""

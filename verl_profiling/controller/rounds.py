@@ -9,6 +9,7 @@ from verl_profiling.controller.calls import Round, Target
 from verl_profiling.controller.late_answers import OverdueStop
 from verl_profiling.controller.open_capture import OpenCapture
 from verl_profiling.controller.roster import Roster
+from verl_profiling.controller.watch import Watch
 from verl_profiling.settings.timeouts import Timeouts
 
 __all__ = ["Rounds"]
@@ -22,9 +23,11 @@ class Rounds:
     Args:
         roster: The workers.
         timeouts: How long their answers are waited for.
+        watch: Takes what comes along with them, if it is on.
     """
 
-    def __init__(self, roster: Roster, timeouts: Timeouts) -> None:
+    def __init__(self, roster: Roster, timeouts: Timeouts, watch: Watch | None = None) -> None:
+        self._watch = watch
         self._roster = roster
         self._timeouts = timeouts
 
@@ -51,6 +54,8 @@ class Rounds:
         for round_, request in zip(rounds, requests, strict=True):
             self._roster.remember_unanswered(round_)
             overdue = participants.take_stops(round_, request)
+            if self._watch is not None:
+                self._watch.take(round_.calls)
             live.overdue += [OverdueStop(call, request, participants) for call in overdue]
         yield from self._shake_hands(live, "stop_capture", requests[-1].capture_id, remote)
 

@@ -49,7 +49,7 @@ class SessionRecorder(Recorder):
         process_session().register(config, identity)
 
     async def start(self, request: CaptureRequest) -> StartReply:
-        if request.stage is not None and not self._open and process_session().sink is not None:
+        if request.stage is not None and not self._open and process_session().recording:
             reason = f"another role of this process records by stage: mark this with stage({request.stage!r})"
             return start_reply(self._identity, "skipped", clock.now_ns(), reason=reason)
         if why := self._refusal(request):

@@ -10,6 +10,7 @@ from verl_profiling.capture.messages import CaptureRequest, StartReply, StopRepl
 from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.integrations.hooks import misfits as misfits_here
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.watch.reading import WatchReading
 from verl_profiling.workers import AgentLoopCaptureMixin
 
 __all__ = ["add_actors", "add_capture_methods"]
@@ -33,6 +34,7 @@ def add_capture_methods(actor_class: type[Any], mixin: type[AgentLoopCaptureMixi
     actor_class.init_capture = init_capture
     actor_class.start_capture = _start_capture
     actor_class.stop_capture = _stop_capture
+    actor_class.read_watch = _read_watch
     actor_class._verl_profiling = mixin()
 
 
@@ -46,6 +48,12 @@ def _stop_capture(self: Any, capture_id: str | None = None, finish_s: float = 0.
     """Stop a capture. The callback calls this."""
     capture: AgentLoopCaptureMixin = self._verl_profiling
     return capture.stop_capture(capture_id, finish_s)
+
+
+def _read_watch(self: Any, since_ns: int | None = None) -> WatchReading | None:
+    """Return what the watch keeps of this process. The callback calls this."""
+    capture: AgentLoopCaptureMixin = self._verl_profiling
+    return capture.read_watch(since_ns)
 
 
 def add_actors(

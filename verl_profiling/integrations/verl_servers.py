@@ -14,6 +14,7 @@ from typing import Any
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.integrations.hooks import misfits
 from verl_profiling.integrations.wrapping import wrap
+from verl_profiling.watch.reading import WatchReading
 from verl_profiling.workers import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
 __all__ = [
@@ -127,6 +128,12 @@ async def _stop_capture(self: Any, capture_id: str | None = None, finish_s: floa
     return await capture.stop_capture(capture_id, finish_s)
 
 
+def _read_watch(self: Any, since_ns: int | None = None) -> WatchReading | None:
+    """Return what the watch keeps of this process. The callback calls this."""
+    capture: RolloutCaptureMixin = self._verl_profiling
+    return capture.read_watch(since_ns)
+
+
 async def _capture_misfits(self: Any) -> list[str]:
     """Return what is not recorded in this process, each with the reason."""
     return misfits()
@@ -135,5 +142,6 @@ async def _capture_misfits(self: Any) -> list[str]:
 def _add_methods(server_class: type[Any]) -> None:
     server_class.start_capture = _start_capture
     server_class.stop_capture = _stop_capture
+    server_class.read_watch = _read_watch
     server_class.capture_misfits = _capture_misfits
     server_class._verl_profiling = RolloutCaptureMixin()  # until a subclass sets it up, if it does

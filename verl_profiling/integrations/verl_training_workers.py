@@ -15,6 +15,7 @@ from verl_profiling.capture.session import process_session, stage
 from verl_profiling.integrations.hooks import misfits
 from verl_profiling.integrations.wrapping import wrap
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.watch.reading import WatchReading
 from verl_profiling.workers import CaptureMixin, CaptureTimers, FSDPCaptureMixin, MegatronCaptureMixin
 
 __all__ = [
@@ -93,7 +94,7 @@ def hook_fsdp_engine(module: Any) -> None:
 def _marked_micro_batches(prepare: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_micro_batches(*args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
-        if process_session().sink is None:
+        if not process_session().recording:
             return prepared
         micro_batches, *rest = prepared
         return _MarkedMicroBatches(micro_batches), *rest
@@ -182,6 +183,7 @@ def _add_methods(worker_class: type[Any]) -> None:
     worker_class.init_capture = everywhere()(_init_capture)
     worker_class.start_capture = everywhere(blocking=False)(_start_capture)
     worker_class.stop_capture = everywhere(blocking=False)(_stop_capture)
+    worker_class.read_watch = everywhere(blocking=False)(_read_watch)
 
 
 def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
@@ -220,3 +222,9 @@ def _stop_capture(self: Any, capture_id: str | None = None, finish_s: float = 0.
     """Stop a capture. The callback calls this."""
     capture: CaptureMixin = self._verl_profiling
     return capture.stop_capture(capture_id, finish_s)
+
+
+def _read_watch(self: Any, since_ns: int | None = None) -> WatchReading | None:
+    """Return what the watch keeps of this process. The callback calls this."""
+    capture: CaptureMixin = self._verl_profiling
+    return capture.read_watch(since_ns)

@@ -14,6 +14,7 @@ from verl_profiling.capture.session import Session, process_session
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.watch.reading import WatchReading
 
 __all__ = ["CaptureMixin"]
 
@@ -21,7 +22,7 @@ _UNLESS_RECORDING = {"refused": 1, "skipped": 2}
 
 
 class CaptureMixin:
-    """Adds ``start_capture`` and ``stop_capture`` to a worker.
+    """Adds ``start_capture``, ``stop_capture`` and ``read_watch`` to a worker.
 
     It has no ``__init__``, so it composes with any class. The worker calls
     :meth:`init_capture` once it knows its rank, and marks its own stages with
@@ -107,4 +108,16 @@ class CaptureMixin:
             capture_id: The capture to stop; ``None`` for any that is open.
             finish_s: Seconds to wait for background work on artifacts.
         """
-        return process_session().stop(capture_id, finish_s)
+        reply = process_session().stop(capture_id, finish_s)
+        reading = self.read_watch()
+        return reply if reading is None else msgspec.structs.replace(reply, watch=reading)
+
+    def read_watch(self, since_ns: int | None = None) -> WatchReading | None:
+        """Return what the watch keeps of this process, or ``None`` if it is off. The callback calls this.
+
+        Args:
+            since_ns: Stages that have ended since then, on this process's clock; ``None``: since they were
+                told last.
+        """
+        identity = next((identity for identity, enabled in self._capture_roles.values() if enabled), None)
+        return None if identity is None else process_session().read_watch(identity, since_ns)

@@ -1,25 +1,29 @@
-"""The mixins for rollout servers: two async methods in front of an engine."""
+"""The mixins for rollout servers: the methods of a capture in front of an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import msgspec
+
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.replies import not_set_up, skipped, start_reply, stop_reply, switched_off
+from verl_profiling.capture.session import process_session
 from verl_profiling.engines.factory import ENGINES, make_recorder, node_rank_of
 from verl_profiling.engines.recorder import Recorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.watch.reading import WatchReading
 
 __all__ = ["RolloutCaptureMixin", "SGLangCaptureMixin", "VLLMCaptureMixin"]
 
 
 class RolloutCaptureMixin:
-    """Adds ``start_capture`` and ``stop_capture`` to a rollout server.
+    """Adds ``start_capture``, ``stop_capture`` and ``read_watch`` to a rollout server.
 
     It has no ``__init__``, so it composes with any class, Ray actors included. The server
     passes :meth:`engine_args` to the engine's constructor and calls :meth:`init_capture` once
@@ -115,6 +119,7 @@ class RolloutCaptureMixin:
             self._capture_recorder, self._capture_identity = make_recorder(
                 found, settings, role=role, replica=replica, rank=rank, requests=requests, devices=devices
             )
+            process_session().keep_every_step(settings.watch)
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:
         """Start or join a capture. The callback calls this.
@@ -144,10 +149,18 @@ class RolloutCaptureMixin:
             finish_s: Seconds to wait for background work on artifacts.
         """
         if self._capture_recorder is not None:
-            return await self._capture_recorder.stop(capture_id, finish_s)
+            reply = await self._capture_recorder.stop(capture_id, finish_s)
+            reading = self.read_watch()
+            return reply if reading is None else msgspec.structs.replace(reply, watch=reading)
         identity = self._capture_identity or WorkerIdentity(role="unknown")
         reason = self._capture_idle_reason or "stop_capture: not set up; call init_capture(...) first"
         return stop_reply(skipped(identity, reason, capture_id), clock.now_ns())
+
+    def read_watch(self, since_ns: int | None = None) -> WatchReading | None:
+        """Return what the watch keeps of the server's process; see :meth:`CaptureMixin.read_watch`."""
+        if self._capture_identity is None or self._capture_recorder is None:
+            return None
+        return process_session().read_watch(self._capture_identity, since_ns)
 
     def set_policy_version(self, version: int) -> None:
         """Record that the engine has new weights from now on, if the server is notified of that.

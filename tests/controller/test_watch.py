@@ -1,0 +1,451 @@
+"""The watch in the loop's process: an account of every step, though it waits for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from conftest import Pool
+from fleet import Reborn, WorkerGroup
+from test_callback import configured, local_worker, manifest, run, set_up
+
+from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig
+from verl_profiling.capture.session import Session
+from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.step_account import RankUse, StepAccount
+from verl_profiling.watch.reading import WatchReading
+
+Accounts = list[StepAccount]
+
+
+def watched(tmp_path: Path, every: int = 2, **given: Any) -> ProfilingConfig:
+    """Return settings with the watch switched on."""
+    return configured(tmp_path, watch={"enable": True, "every": every}, **given)
+
+
+def followed(
+    config: ProfilingConfig, *roles: tuple[str, Any]
+) -> tuple[ProfilingCallback, Accounts, Accounts]:
+    """Return a callback with workers, and the accounts that its listeners get: early ones, and whole ones."""
+    callback = ProfilingCallback(config)
+    for role, workers in roles:
+        callback.add_workers(role, workers)
+    early: Accounts = []
+    whole: Accounts = []
+    assert callback.watch is not None
+    callback.watch.early.append(early.append)
+    callback.watch.listeners.append(whole.append)
+    return callback, early, whole
+
+
+def names(uses: list[RankUse]) -> dict[str, list[str]]:
+    """Return the names of the stages by lane."""
+    return {use.lane: [stage.name for stage in use.stages] for use in uses}
+
+
+def after_a_while(look: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Return whether something holds before the time is up."""
+    deadline = time.monotonic() + seconds
+    while not look() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return look()
+
+
+def test_every_step_of_a_local_worker_has_an_account(tmp_path: Path, session: Session) -> None:
+    """Captured or not: the stages of the loop and of the worker, and exposed times that add up to it."""
+    config = watched(tmp_path)
+    worker = local_worker(config)
+    callback, early, whole = followed(config, ("actor", worker))
+    run(callback, lambda step: worker.work(["update_actor", "save"]), steps=5)
+    assert callback.watch is not None
+    assert [account.step for account in early] == [account.step for account in whole] == [1, 2, 3, 4, 5]
+    assert list(callback.watch.accounts) == whole
+    for account in whole:
+        assert names(account.loop) == {"controller": ["rollout", "update_actor"]}
+        assert names(account.workers) == {"actor_rank0": ["update_actor", "save"]}
+        assert account.policy_version == account.step - 1
+        assert sum(row.exposed_ns for row in account.exposed) == account.duration_ns
+        update = account.loop[0].stages[1]
+        inside = account.workers[0].stages
+        assert sum(use.duration_ns for use in inside) <= update.duration_ns
+        assert account.begin_ns <= update.begin_ns <= inside[0].begin_ns <= account.end_ns
+        assert account.loop[0].peak_bytes is None or account.loop[0].peak_bytes > 1_000_000
+    assert [account.captured for account in whole] == ["", "step_000002", "", "", ""]
+    assert all(not account.workers for account in early)
+    assert [span.name for span in manifest(config).stages] == ["rollout", "update_actor"]
+
+
+def test_without_the_watch_nobody_is_called_and_nothing_is_kept(tmp_path: Path, pool: Pool) -> None:
+    """The calls of a run are those of before: nothing reads a ring, and a worker has none."""
+    config = configured(tmp_path)
+    set_up(config, pool.sync[:2])
+    group = WorkerGroup(pool.sync[:2])
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", group)
+    run(callback, lambda step: ray.get([worker.work.remote() for worker in pool.sync[:2]]), steps=5)
+    assert group.calls == ["start_capture", "stop_capture"]
+    assert callback.watch is None
+    assert ray.get([worker.read_watch.remote(0) for worker in pool.sync[:2]]) == [None, None]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_rings_of_ray_actors_are_read_every_few_steps(tmp_path: Path, pool: Pool, grouped: bool) -> None:
+    """By one call for each, or one for a group, and by the answers to the end of a capture."""
+    config = watched(tmp_path, every=3)
+    set_up(config, pool.sync)
+    group = WorkerGroup(pool.sync)
+    callback, _, whole = followed(config, ("actor", group if grouped else pool.sync))
+    run(callback, lambda step: ray.get([worker.work.remote() for worker in pool.sync]), steps=8)
+    if grouped:
+        assert group.calls.count("read_watch") == 3, "after steps 3 and 6, and at the end"
+    assert [account.step for account in whole] == list(range(1, 9))
+    for account in whole:
+        assert names(account.workers) == {f"actor_rank{rank}": ["update_actor"] for rank in range(3)}
+        assert sum(row.exposed_ns for row in account.exposed) == account.duration_ns
+
+
+def test_a_worker_that_never_answers_is_named_once_and_holds_up_nothing(
+    tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The accounts of the others are complete without it; it is not asked again until it has answered."""
+    switches = tmp_path / "switches"
+    switches.mkdir()
+    config = watched(
+        tmp_path, schedule={"steps": [100]}, timeouts={"start_s": 0.2, "stop_s": 20, "finish_s": 20}
+    )
+    set_up(config, pool.sync, switches=switches)
+    callback, _, whole = followed(config, ("actor", pool.sync))
+    (switches / "work").touch()
+    hanging = pool.sync[2].work.remote()
+    begin_s = time.monotonic()
+    for step in range(1, 13):
+        callback.on_step_begin(step)
+        with callback.stage("update_actor"):
+            ray.get([worker.is_idle.remote() for worker in pool.sync[:2]])
+        callback.on_step_end()
+        time.sleep(0.1)
+    assert time.monotonic() - begin_s < 10
+    assert [account.step for account in whole[:8]] == list(range(1, 9))
+    silent = [record.message for record in caplog.records if "has not answered read_watch" in record.message]
+    assert len(silent) == 1, silent
+    assert "worker 2 of role actor" in silent[0]
+    (switches / "work").unlink()
+    ray.get(hanging)
+    for step in range(13, 17):
+        callback.on_step_begin(step)
+        with callback.stage("update_actor"):
+            ray.get([worker.work.remote() for worker in pool.sync])
+        callback.on_step_end()
+    callback.on_train_end()
+    assert set(names(whole[-1].workers)) == {"actor_rank0", "actor_rank1", "actor_rank2"}
+
+
+def test_a_worker_that_is_restarted_is_read_again_and_one_that_is_dead_is_named_once(
+    tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new process numbers its stages anew; a process that is gone holds nothing up."""
+    config = watched(tmp_path, every=1, schedule={"steps": [100]})
+    ray.get(pool.sync[0].set_up.remote(config, "critic"))
+    actor = ray.remote(num_cpus=0, max_restarts=1)(Reborn).remote(config)
+    ray.get([actor.work.remote(["early"]) for _ in range(3)])
+    callback, _, whole = followed(config, ("actor", actor), ("critic", pool.sync[0]))
+    for step in range(1, 9):
+        callback.on_step_begin(step)
+        if step == 3:
+            actor.die.remote()
+            assert after_a_while(lambda: _answers(actor))
+        if step == 5:
+            ray.kill(actor)
+        workers = [pool.sync[0], actor] if step < 5 else [pool.sync[0]]
+        ray.get([worker.work.remote([f"stage{step}"]) for worker in workers])
+        callback.on_step_end()
+    callback.on_train_end()
+    found = {account.step: names(account.workers) for account in whole}
+    assert list(found) == list(range(1, 9))
+    assert found[1] == {"actor_rank0": ["stage1"], "critic_rank0": ["stage1"]}
+    assert found[3] == {"actor_rank0": ["stage3"], "critic_rank0": ["stage3"]}
+    assert found[8] == {"critic_rank0": ["stage8"]}
+    said = [record.message for record in caplog.records if "is not read" in record.message]
+    assert len(said) == 1, said
+    assert "ActorDiedError" in said[0] or "ActorUnavailableError" in said[0]
+
+
+def _answers(actor: Any) -> bool:
+    try:
+        return bool(ray.get(actor.is_idle.remote()))
+    except ray.exceptions.RayActorError:
+        return False
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+def test_clocks_that_differ_are_corrected(tmp_path: Path, pool: Pool, hours: int) -> None:
+    """A worker whose clock is an hour ahead or behind has its stages in the right steps."""
+    config = watched(tmp_path, every=2, schedule={"steps": [100]})
+    ray.get(pool.sync[0].set_up.remote(config, "actor", 0, clock_ns=hours * 3600 * 10**9))
+    ray.get(pool.sync[1].set_up.remote(config, "actor", 1))
+    callback, _, whole = followed(config, ("actor", pool.sync[:2]))
+    run(
+        callback,
+        lambda step: ray.get([worker.work.remote([f"stage{step}"]) for worker in pool.sync[:2]]),
+        steps=4,
+    )
+    for account in whole:
+        assert [stage for stages in names(account.workers).values() for stage in stages] == [
+            f"stage{account.step}"
+        ] * 2
+    ray.get([worker.set_up.remote(config) for worker in pool.sync[:2]])
+
+
+class Silent:
+    """A worker without a ring: a user's own class."""
+
+    def start_capture(self, request: Any) -> None:
+        """Answer nothing."""
+
+    def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> None:
+        """Answer nothing."""
+
+
+class Answers(Silent):
+    """A worker that answers what it is told to."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.asked = 0
+
+    def read_watch(self, since_ns: int) -> Any:
+        """Answer, or raise."""
+        self.asked += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class Coroutine(Silent):
+    """A local worker that only an event loop can ask."""
+
+    async def read_watch(self, since_ns: int) -> None:
+        """Answer nothing."""
+
+
+def reading(stages: bytes, names: list[str]) -> WatchReading:
+    """Return a reading as a damaged worker may send it."""
+    return WatchReading(
+        identity=WorkerIdentity(role="actor"),
+        process=ProcessId.current(),
+        names=names,
+        stages=stages,
+        received_ns=0,
+        replied_ns=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("worker", "said"),
+    [
+        (Silent(), "no attribute 'read_watch'"),
+        (Coroutine(), "no event loop runs"),
+        (Answers({"stages": []}), "returned dict"),
+        (Answers(ValueError("broken")), "ValueError: broken"),
+        (Answers(asyncio.CancelledError()), "CancelledError"),
+        (Answers(reading(b"no stages", [])), "cannot be read"),
+        (Answers(reading(b"\xff" * 44, [])), "cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_named_once_and_the_account_is_complete_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, worker: Any, said: str
+) -> None:
+    """A user's own class, a wrong answer, damaged bytes: the loop does not notice."""
+    config = watched(tmp_path, every=1, schedule={"steps": [100]})
+    callback, _, whole = followed(config, ("actor", worker))
+    run(callback, lambda step: None, steps=4)
+    found = [record.message for record in caplog.records if record.message.startswith("watch:")]
+    assert len(found) == 1, found
+    assert said in found[0]
+    assert [names(account.loop) for account in whole] == [{"controller": ["rollout", "update_actor"]}] * 4
+    assert {row.doubt for row in whole[0].exposed if row.name} == {"not read"}
+
+
+def test_a_worker_whose_settings_have_no_watch_is_not_complained_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It answers that it keeps nothing."""
+    config = watched(tmp_path, every=1, schedule={"steps": [100]})
+    callback, _, whole = followed(config, ("actor", Answers(None)))
+    run(callback, lambda step: None, steps=2)
+    assert not [record for record in caplog.records if record.message.startswith("watch:")]
+    assert len(whole) == 2
+
+
+def test_a_listener_that_raises_is_said_once_and_the_others_hear(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is done with an account is no matter of the training loop."""
+    config = watched(tmp_path, every=1, schedule={"steps": [100]})
+    callback, early, whole = followed(config)
+    assert callback.watch is not None
+
+    def broken(account: StepAccount) -> None:
+        raise OSError("no space left")
+
+    callback.watch.early.insert(0, broken)
+    callback.watch.listeners.insert(0, broken)
+    run(callback, lambda step: None, steps=3)
+    assert len(early) == len(whole) == 3
+    assert [record.message for record in caplog.records].count("watch: step 1: OSError: no space left") == 1
+
+
+def test_workers_that_are_never_due_are_read_with_captures_alone(tmp_path: Path, session: Session) -> None:
+    """With ``every: 0``; the account of another step is complete at its end."""
+    config = watched(tmp_path, every=0)
+    worker = local_worker(config)
+    callback, _, whole = followed(config, ("actor", worker))
+    ended = []
+    callback.on_train_begin()
+    for step in range(1, 4):
+        callback.on_step_begin(step)
+        worker.work()
+        callback.on_step_end()
+        ended.append(len(whole))
+    callback.on_train_end()
+    assert ended == [1, 2, 3]
+    assert [names(account.workers) for account in whole] == [{}, {"actor_rank0": ["update_actor"]}, {}]
+
+
+def test_workers_are_read_at_once_when_that_is_asked_for(tmp_path: Path, session: Session) -> None:
+    """By a listener of early accounts, say, to which a step looks slow."""
+    config = watched(tmp_path, every=50, schedule={"steps": [100]})
+    worker = local_worker(config)
+    callback, early, whole = followed(config, ("actor", worker))
+    watch = callback.watch
+    assert watch is not None
+    watch.early.append(lambda account: watch.read_soon() if account.step == 2 else None)
+    callback.on_train_begin()
+    for step in range(1, 4):
+        callback.on_step_begin(step)
+        worker.work()
+        callback.on_step_end()
+        assert len(whole) == (0 if step == 1 else 2)
+    callback.on_train_end()
+    assert len(whole) == len(early) == 3
+
+
+def test_what_lies_between_steps_belongs_to_none(tmp_path: Path, session: Session) -> None:
+    """Validation after a step, for one; and a stage over a step's end is in the step where its middle is."""
+    config = watched(tmp_path, every=1, schedule={"steps": [100]})
+    worker = local_worker(config)
+    callback, _, whole = followed(config, ("actor", worker))
+    callback.on_train_begin()
+    callback.on_step_begin(1)
+    worker.work(["update"])
+    callback.on_step_end()
+    worker.work(["validate"])
+    callback.on_step_begin(2)
+    worker.work(["update"])
+    rollout = callback.stage("rollout")
+    rollout.__enter__()
+    callback.on_step_end()
+    time.sleep(0.02)
+    callback.on_step_begin(3)
+    time.sleep(0.06)
+    rollout.__exit__(None, None, None)
+    callback.on_step_end()
+    callback.on_train_end()
+    assert [names(account.workers) for account in whole] == [
+        {"actor_rank0": ["update"]},
+        {"actor_rank0": ["update"]},
+        {"actor_rank0": []},
+    ]
+    assert [names(account.loop) for account in whole] == [
+        {"controller": []},
+        {"controller": []},
+        {"controller": ["rollout"]},
+    ]
+
+
+def test_a_stage_that_runs_often_is_one_use_with_the_number_of_its_runs(
+    tmp_path: Path, session: Session
+) -> None:
+    """Its durations are added up, and it began when it first began."""
+    config = watched(tmp_path, every=1, schedule={"steps": [100]})
+    worker = local_worker(config)
+    callback, _, whole = followed(config, ("actor", worker))
+    run(callback, lambda step: worker.work(["a", "b", "a", "a"]), steps=1)
+    [use] = whole[0].workers
+    assert [(stage.name, stage.runs) for stage in use.stages] == [("a", 3), ("b", 1)]
+    assert use.stages[0].begin_ns < use.stages[1].begin_ns
+
+
+def test_a_loop_without_step_ends_has_accounts_from_begin_to_begin(tmp_path: Path) -> None:
+    """A step that did not end, ends when the next one begins; the last one at the end of training."""
+    config = watched(tmp_path, every=1, schedule={"steps": [100]})
+    callback, _, whole = followed(config)
+    for step in range(1, 4):
+        callback.on_step_begin(step)
+        with callback.stage("update"):
+            pass
+    callback.on_train_end()
+    assert [account.step for account in whole] == [1, 2, 3]
+    assert [names(account.loop) for account in whole] == [{"controller": ["update"]}] * 3
+
+
+def test_only_as_many_steps_are_kept_as_the_settings_say(tmp_path: Path) -> None:
+    """Whatever a run's length, and however seldom its workers are read."""
+    config = configured(
+        tmp_path, schedule={"steps": [10**9]}, watch={"enable": True, "steps": 5, "every": 1000}
+    )
+    callback, _, whole = followed(config)
+    run(callback, lambda step: None, steps=100)
+    assert callback.watch is not None
+    assert [account.step for account in callback.watch.accounts] == [96, 97, 98, 99, 100]
+    assert [account.step for account in whole] == list(range(1, 101))
+
+
+def test_an_async_loop_has_accounts_with_generation_beside_the_steps(tmp_path: Path, pool: Pool) -> None:
+    """Its workers are read without a wait; the stage ``rollout`` covers the generation alone."""
+    config = watched(tmp_path, every=2, schedule={"steps": [3]})
+    set_up(config, pool.sync[:1])
+    whole: Accounts = []
+
+    async def loop() -> None:
+        callback = AsyncProfilingCallback(config)
+        callback.add_workers("actor", pool.sync[:1])
+        assert callback.watch is not None
+        callback.watch.listeners.append(whole.append)
+        async with callback:
+            for step in range(1, 6):
+                await callback.on_step_begin(step, policy_version=10 + step)
+                await callback.on_rollout_begin(beside=True)
+                callback.on_generation(runs=True)
+                with callback.stage("update_actor"):
+                    await asyncio.sleep(0.005)
+                    await pool.sync[0].work.remote()
+                callback.on_generation(runs=False)
+                callback.on_step_over()
+                await asyncio.sleep(0.02)
+                await callback.on_rollout_end()
+                await callback.on_step_end()
+
+    asyncio.run(loop())
+    assert [(account.step, account.policy_version) for account in whole] == [(n, 10 + n) for n in range(1, 6)]
+    for account in whole:
+        assert names(account.loop) == {"controller": ["rollout", "update_actor"]}
+        assert names(account.workers) == {"actor_rank0": ["update_actor"]}
+    assert manifest(config, 3).complete
+
+
+def test_a_captured_step_begins_when_its_workers_record(tmp_path: Path, session: Session) -> None:
+    """What it takes to begin a capture is no part of the step, and so not of its account."""
+    config = watched(tmp_path)
+    worker = local_worker(config)
+    callback, _, whole = followed(config, ("actor", worker))
+    run(callback, lambda step: worker.work(), steps=3)
+    written = manifest(config)
+    assert abs(whole[1].begin_ns - written.begin_ns) < 50_000_000
+    assert whole[1].begin_ns >= written.rpcs[0].end_ns
+    assert whole[1].end_ns <= written.rpcs[1].begin_ns

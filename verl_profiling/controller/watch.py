@@ -1,0 +1,221 @@
+"""The watch in the loop's process: an account of every step, made from the stages of all processes.
+
+Nothing here waits. A step's own account is there when it ends; the stages of the workers come later, and
+with them the account is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.capture.stage import Both, StageSink
+from verl_profiling.controller.calls import Call
+from verl_profiling.controller.open_capture import ROLLOUT
+from verl_profiling.controller.roster import Roster
+from verl_profiling.controller.watched_workers import WatchedWorkers
+from verl_profiling.settings.watch import WatchOptions
+from verl_profiling.step_account import RankUse, StepAccount
+from verl_profiling.watch.frontier import exposed
+from verl_profiling.watch.lane import Lane, StepTime
+from verl_profiling.watch.reading import ended_stages
+from verl_profiling.watch.ring import STAGES_OF_A_STEP, OpenStage, StageRing
+
+__all__ = ["Listener", "Watch"]
+
+logger = logging.getLogger(__name__)
+
+Listener = Callable[[StepAccount], object]
+
+LOOP = "controller"
+"""Lane and role of the process that runs the loop."""
+
+
+class Watch:
+    """Follows the loop, and accounts for every step.
+
+    Workers are asked for their stages when ``watch.every`` steps have ended since they were asked, and what
+    they answer is taken when a later step begins. The answers to the end of a capture carry them, too.
+
+    Args:
+        options: The settings.
+        roster: The workers.
+        patience_s: How long an answer may take before those of the others are taken without it.
+
+    Attributes:
+        ring: The stages of the loop's process.
+        accounts: The accounts of the last steps that are complete.
+        early: Called at the end of every step with its account, in which the workers are still missing.
+        listeners: Called with every account once it is complete: when the workers were read, or are due to
+            be read again and have not answered for long.
+    """
+
+    def __init__(self, options: WatchOptions, roster: Roster, patience_s: float) -> None:
+        kept = options.steps * STAGES_OF_A_STEP
+        self.ring = StageRing(kept)
+        self.accounts: deque[StepAccount] = deque(maxlen=options.steps)
+        self.early: list[Listener] = []
+        self.listeners: list[Listener] = []
+        self._every, self._steps = options.every, options.steps
+        self._patience_ns = int(patience_s * 1e9)
+        self._workers = WatchedWorkers(roster, kept)
+        self._lane = Lane(LOOP, LOOP, 0, kept)
+        self._step: StepTime | None = None
+        self._ended: deque[StepTime] = deque()
+        self._steps_unread = 0
+        self._soon = False
+        self._rollout: OpenStage | None = None
+        self._failed: set[int] = set()
+
+    def receiver(self, log: StageSink | None) -> StageSink:
+        """Return what receives the stages of the loop's process while a log of a capture does, or none."""
+        return self.ring if log is None else Both(log, self.ring)
+
+    def read_soon(self) -> None:
+        """Ask the workers at the end of the step, or at the end of the next one, whenever they are due."""
+        self._soon = True
+
+    def step_is_over(self) -> None:
+        """End the step before, if the loop did not, and take the answers that have come since."""
+        self.step_ends()
+        self._collect()
+
+    def step_begins(self, step: int, policy_version: int | None = None) -> None:
+        """Follow the begin of a step, after :meth:`step_is_over`."""
+        self._step = StepTime(step, clock.now_ns(), policy_version=policy_version)
+
+    def capture_begins(self, folder: str) -> None:
+        """Note that the step is captured; what it took to begin that is no part of the step."""
+        if self._step is not None:
+            self._step.captured = folder
+            self._step.begin_ns = clock.now_ns()
+
+    def step_ends(self) -> None:
+        """Follow the end of a step: make its account, and ask the workers if they are due."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        step.end_ns = clock.now_ns()
+        self._take_own_stages()
+        self._ended.append(step)
+        if self.early:
+            self._tell(self.early, self._account(step, self._lane.uses([step]), []))
+        self._steps_unread += 1
+        if self._soon or (self._every and self._steps_unread >= self._every):
+            self._ask_if_answered()
+        if not self._workers.calls and not self._every and not step.captured:
+            self._complete(list(self._ended))
+        elif len(self._ended) > self._steps:
+            self._complete([self._ended[0]])
+
+    def rollout_begins(self) -> None:
+        """Begin the stage ``rollout``."""
+        self.rollout_ends()
+        self._rollout = self.ring.begin(ROLLOUT)
+
+    def generation(self, runs: bool) -> None:
+        """Begin or end it beside the steps: no other stage of this task is inside of it."""
+        self.rollout_ends()
+        if runs:
+            self._rollout = copy_context().run(self.ring.begin, ROLLOUT)
+
+    def rollout_ends(self) -> None:
+        """End it; it may have begun in another task or thread."""
+        stage, self._rollout = self._rollout, None
+        if stage is not None:
+            self.ring.end_stage(stage)
+
+    def take(self, calls: Sequence[Call]) -> None:
+        """Take what came along with the answers to calls that ended a capture."""
+        for call in calls:
+            self._workers.take(call)
+
+    def capture_ended(self) -> None:
+        """Note that the workers have ended a capture, and have told all until then."""
+        self._complete(list(self._ended))
+
+    @property
+    def calls(self) -> Sequence[Call]:
+        """The calls to workers that are not answered yet."""
+        return self._workers.calls
+
+    def last_calls(self) -> Sequence[Call]:
+        """Ask the workers for the last time, after a wait for :attr:`calls`; return the calls."""
+        self.step_ends()
+        self._collect()
+        self._ask()
+        return self._workers.calls
+
+    def train_ends(self) -> None:
+        """Complete what there is."""
+        self._workers.collect()
+        self._complete(list(self._ended))
+
+    def _collect(self) -> None:
+        """Take the answers that have come; with the last of them, what ended before is complete."""
+        if self._workers.calls:
+            self._workers.collect()
+            if not self._workers.calls:
+                self._complete_until(self._workers.asked_ns)
+
+    def _ask_if_answered(self) -> None:
+        """Ask the workers, unless answers to an earlier call are on the way."""
+        self._collect()
+        if self._workers.calls and clock.now_ns() - self._workers.asked_ns < self._patience_ns:
+            return
+        self._ask()
+
+    def _ask(self) -> None:
+        self._complete_until(self._workers.asked_ns)
+        self._steps_unread, self._soon = 0, False
+        self._workers.ask()
+        if not self._workers.calls:
+            self._complete_until(self._workers.asked_ns)
+
+    def _complete_until(self, time_ns: int) -> None:
+        self._complete([step for step in self._ended if step.end_ns <= time_ns])
+
+    def _complete(self, steps: Sequence[StepTime]) -> None:
+        """Make the whole accounts of steps that have ended, which are the first of all that wait for it."""
+        if not steps:
+            return
+        for _ in steps:
+            self._ended.popleft()
+        own, workers = self._lane.uses(steps), self._workers.uses(steps)
+        self._lane.forget(steps[-1].begin_ns)
+        for step, use, uses in zip(steps, own, workers, strict=True):
+            account = self._account(step, [use], uses)
+            self.accounts.append(account)
+            self._tell(self.listeners, account)
+
+    def _account(self, step: StepTime, loop: Sequence[RankUse | None], workers: list[RankUse]) -> StepAccount:
+        account = StepAccount(
+            step=step.step,
+            begin_ns=step.begin_ns,
+            end_ns=step.end_ns,
+            policy_version=step.policy_version,
+            loop=[use for use in loop if use is not None],
+            workers=workers,
+            captured=step.captured,
+        )
+        return msgspec.structs.replace(account, exposed=exposed(account))
+
+    def _take_own_stages(self) -> None:
+        names, slots = self.ring.read(None)
+        now_ns = clock.now_ns()
+        self._lane.take(ended_stages(names, slots), 0, now_ns)
+
+    def _tell(self, listeners: Sequence[Listener], account: StepAccount) -> None:
+        """Pass an account on. What a listener raises is said once, and is no matter of the loop."""
+        for listener in listeners:
+            try:
+                listener(account)
+            except Exception as error:
+                if id(listener) not in self._failed:
+                    self._failed.add(id(listener))
+                    logger.exception("watch: step %d: %s: %s", account.step, type(error).__name__, error)

@@ -1,0 +1,135 @@
+"""Reads the rings of the workers, and waits for none of them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from verl_profiling import clock
+from verl_profiling.capture.messages import StopReply
+from verl_profiling.clock import Handshake, best_handshake
+from verl_profiling.controller.calls import Call, Target, Worker
+from verl_profiling.controller.local_calls import Postponed
+from verl_profiling.controller.roster import Roster
+from verl_profiling.identity import ProcessId
+from verl_profiling.step_account import RankUse
+from verl_profiling.watch.lane import Lane, StepTime
+from verl_profiling.watch.reading import WatchReading
+
+__all__ = ["WatchedWorkers"]
+
+logger = logging.getLogger(__name__)
+
+_READ = "read_watch"
+_HANDSHAKES = 32
+
+
+class WatchedWorkers:
+    """Asks the workers for their stages, and keeps what they answered until it is in an account.
+
+    Args:
+        roster: The workers.
+        stages: How many stages of a worker are kept at most.
+
+    Attributes:
+        asked_ns: When they were asked last; 0 before.
+    """
+
+    def __init__(self, roster: Roster, stages: int) -> None:
+        self.asked_ns = 0
+        self._roster = roster
+        self._stages = stages
+        self._open: list[Call] = []
+        self._silent: list[Call] = []
+        self._left_out: set[Target] = set()
+        self._named: set[Worker] = set()
+        self._lanes: dict[ProcessId, Lane] = {}
+        self._process: dict[Worker, ProcessId] = {}
+        self._handshakes: dict[str, deque[Handshake]] = {}
+
+    def ask(self) -> None:
+        """Ask all for what they keep, but for those that have not answered since they were asked before."""
+        for call in self._open:
+            waited_s = (clock.now_ns() - call.sent_ns) / 1e9
+            self._name(call, f"has not answered {_READ} for {waited_s:.1f} s; it is not asked until it has")
+        self._silent += self._open
+        busy = {call.target for call in self._silent}
+        targets = [t for t in self._roster.driven(None) if t not in busy and t not in self._left_out]
+        self._open = [
+            call for target in targets for call in self._roster.send([target], _READ, self._told_ns(target))
+        ]
+        self.asked_ns = clock.now_ns()
+        self.collect()
+
+    def collect(self) -> None:
+        """Take the answers that have come."""
+        for calls in (self._open, self._silent):
+            for call in [call for call in calls if call.future.done() or isinstance(call.future, Postponed)]:
+                calls.remove(call)
+                if isinstance(call.future, Postponed):
+                    call.future.fail(RuntimeError("it is a coroutine, and no event loop runs"))
+                if call.without_method:
+                    self._left_out.add(call.target)
+                self.take(call)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that have not been answered, but for those of workers that are silent for long."""
+        return self._open
+
+    def take(self, call: Call) -> None:
+        """Take what a worker answered, or what came along with its answer to something else."""
+        reply = call.reply()
+        reading = reply.watch if isinstance(reply, StopReply) else reply
+        if isinstance(reply, StopReply | WatchReading) and isinstance(reading, WatchReading):
+            handshake = Handshake(call.sent_ns, reply.received_ns, reply.replied_ns, call.returned_ns)
+            try:
+                self._take_reading(call.worker, reading, handshake)
+                self._named.discard(call.worker)
+            except Exception as error:
+                self._name(call, f"cannot be read: {type(error).__name__}: {error}")
+        elif call.method == _READ and (reply is not None or call.raised):
+            self._name(call, f"is not read: {call.problem(0.0)}")
+
+    def uses(self, steps: Sequence[StepTime]) -> list[list[RankUse]]:
+        """Return what the workers did in each step, and forget what was before; see :meth:`Lane.uses`."""
+        found: list[list[RankUse]] = [[] for _ in steps]
+        now = set(self._process.values())
+        for process, lane in list(self._lanes.items()):
+            for uses, use in zip(found, lane.uses(steps), strict=True):
+                if use is not None:
+                    uses.append(use)
+            lane.forget(steps[-1].begin_ns)
+            if process not in now and lane.until_ns < steps[0].begin_ns:
+                del self._lanes[process]
+        return [sorted(uses, key=lambda use: (use.role, use.rank, use.lane)) for uses in found]
+
+    def _take_reading(self, worker: Worker, reading: WatchReading, handshake: Handshake) -> None:
+        process, domain, offset_ns = reading.process, reading.identity.clock_domain, 0
+        if domain != clock.domain():
+            known = self._handshakes.setdefault(domain, deque(maxlen=_HANDSHAKES))
+            known.append(handshake)
+            offset_ns = best_handshake(known).offset_ns
+        lane = self._lanes.get(process)
+        if lane is None:
+            identity = self._roster.known.get(worker, reading.identity)
+            lane = Lane(identity.lane(), identity.role, identity.rank, self._stages)
+            self._lanes[process] = lane
+        self._process[worker] = process
+        lane.take(reading.ended(), offset_ns, reading.received_ns)
+
+    def _name(self, call: Call, what: str) -> None:
+        """Say of a worker, once until it answers, that nothing is known of it."""
+        if call.worker in self._named:
+            return
+        self._named.add(call.worker)
+        known = self._roster.known.get(call.worker)
+        who = known or f"worker {call.target.first + call.index} of role {call.target.roles[0]}"
+        logger.warning("watch: %s %s", who, what)
+
+    def _told_ns(self, target: Target) -> int:
+        """Return up to when all of a target's workers have told their stages, each on its own clock."""
+        workers: Iterable[Worker] = ((target, index) for index in range(target.size))
+        processes = [self._process.get(worker) for worker in workers]
+        return min((self._lanes[p].told_ns if p in self._lanes else 0 for p in processes), default=0)

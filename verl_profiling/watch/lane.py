@@ -1,0 +1,115 @@
+"""The stages of one process on the way into the accounts of the steps."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from verl_profiling.step_account import RankUse, StageUse
+from verl_profiling.watch.reading import EndedStage
+
+__all__ = ["Lane", "StepTime"]
+
+
+@dataclass
+class StepTime:
+    """When a step was, on the clock of the loop's process; ``end_ns`` is 0 until it has ended."""
+
+    step: int
+    begin_ns: int
+    end_ns: int = 0
+    policy_version: int | None = None
+    captured: str = ""
+
+
+class Lane:
+    """Keeps the stages of a process that are not in an account yet.
+
+    Args:
+        name: Name of the process, as in manifests.
+        role: Its role.
+        rank: Its rank in that role.
+        stages: How many are kept at most.
+
+    Attributes:
+        told_ns: Up to when its stages are known, on its own clock.
+    """
+
+    def __init__(self, name: str, role: str, rank: int, stages: int) -> None:
+        self.told_ns = 0
+        self._use = RankUse(lane=name, role=role, rank=rank)
+        self._stages: deque[EndedStage] = deque(maxlen=stages)
+        self._last = 0
+        self._until_ns = 0
+
+    @property
+    def until_ns(self) -> int:
+        """Up to when its stages are known, on the clock of the loop's process."""
+        return self._until_ns
+
+    def take(self, stages: Iterable[EndedStage], offset_ns: int, told_ns: int) -> None:
+        """Take stages, but for those that it has had already.
+
+        Args:
+            stages: The stages.
+            offset_ns: How far the clock of the process is ahead.
+            told_ns: When it told them, on that clock.
+        """
+        for stage in stages:
+            if stage.number > self._last:
+                self._last = stage.number
+                self._stages.append(stage._replace(begin_ns=stage.begin_ns - offset_ns))
+        self.told_ns = told_ns
+        self._until_ns = told_ns - offset_ns
+
+    def uses(self, steps: Sequence[StepTime]) -> list[RankUse | None]:
+        """Return what the process did in each step; ``None`` if that is not known.
+
+        A stage belongs to the step in which its middle lies, also where it began before the step or ended
+        after it. One whose middle lies in no step belongs to none.
+
+        Args:
+            steps: Steps that have ended, in their order.
+        """
+        begins = [step.begin_ns for step in steps]
+        found: list[list[EndedStage]] = [[] for _ in steps]
+        for stage in reversed(self._stages):
+            if stage.begin_ns + stage.duration_ns < begins[0]:
+                break
+            middle_ns = stage.begin_ns + stage.duration_ns // 2
+            place = bisect_right(begins, middle_ns) - 1
+            if place >= 0 and middle_ns < steps[place].end_ns:
+                found[place].append(stage)
+        return [
+            self._of_step(stages[::-1]) if stages or self._until_ns >= step.end_ns else None
+            for step, stages in zip(steps, found, strict=True)
+        ]
+
+    def forget(self, before_ns: int) -> None:
+        """Forget the stages that ended before that."""
+        stages = self._stages
+        while stages and stages[0].begin_ns + stages[0].duration_ns < before_ns:
+            stages.popleft()
+
+    def _of_step(self, stages: list[EndedStage]) -> RankUse:
+        uses: dict[str, StageUse] = {}
+        peak = held = None
+        for stage in stages:
+            _, name, begin_ns, duration_ns, peak_bytes, held_bytes = stage
+            use, runs = uses.get(name), 1
+            if use is not None:
+                duration_ns, runs = use.duration_ns + duration_ns, use.runs + 1
+                begin_ns = min(use.begin_ns, begin_ns)
+            uses[name] = StageUse(name, duration_ns, runs, begin_ns)
+            if peak_bytes:
+                peak, held = max(peak or 0, peak_bytes), held_bytes
+        return RankUse(
+            lane=self._use.lane,
+            role=self._use.role,
+            rank=self._use.rank,
+            stages=sorted(uses.values(), key=lambda use: use.begin_ns),
+            peak_bytes=peak,
+            held_bytes=held,
+        )

@@ -1,0 +1,83 @@
+"""What a process answers when its ring is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.watch.ring import SLOT, StageRing
+
+__all__ = ["EndedStage", "WatchReading", "ended_stages", "read_ring"]
+
+
+class EndedStage(NamedTuple):
+    """An outermost stage that has ended.
+
+    Attributes:
+        number: The process's how many-th it is.
+        name: Its name.
+        begin_ns: When it began, on the clock of the process.
+        duration_ns: How long it took.
+        peak_bytes: The mark of the most memory at its end; 0 if it was too short for that to be read.
+        held_bytes: The memory at its end, likewise.
+    """
+
+    number: int
+    name: str
+    begin_ns: int
+    duration_ns: int
+    peak_bytes: int
+    held_bytes: int
+
+
+class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
+    """The stages of a process that have ended since it was read last.
+
+    Attributes:
+        identity: The worker.
+        process: The process; another one than before if the worker was restarted.
+        names: Names of stages.
+        stages: The stages in the order of their ends, as :data:`~verl_profiling.watch.ring.SLOT`.
+        received_ns: When the call arrived, on the clock of the process.
+        replied_ns: When it returned.
+    """
+
+    identity: WorkerIdentity
+    process: ProcessId
+    names: list[str]
+    stages: bytes
+    received_ns: int
+    replied_ns: int
+
+    def ended(self) -> Iterator[EndedStage]:
+        """Yield the stages; raises as :func:`ended_stages` does."""
+        return ended_stages(self.names, self.stages)
+
+
+def ended_stages(names: Sequence[str], slots: bytes) -> Iterator[EndedStage]:
+    """Yield the stages that :meth:`StageRing.read` returned.
+
+    Raises:
+        struct.error: These are no stages.
+        IndexError: A stage has a name that is not there.
+    """
+    for number, name, *rest in SLOT.iter_unpack(slots):
+        yield EndedStage(number, names[name], *rest)
+
+
+def read_ring(ring: StageRing, identity: WorkerIdentity, since_ns: int | None) -> WatchReading:
+    """Return what a ring of this process has kept since then; see :meth:`StageRing.read`."""
+    received_ns = clock.now_ns()
+    names, stages = ring.read(since_ns)
+    return WatchReading(
+        identity=identity,
+        process=ProcessId.current(),
+        names=names,
+        stages=stages,
+        received_ns=received_ns,
+        replied_ns=clock.now_ns(),
+    )
