@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from browser import needs_browser, run_script
+from drawn_accounts import account
 from drawn_steps import STAGES, report_of, whole_step
 from html_elements import Elements
 from step_folders import build_step
@@ -16,6 +17,11 @@ from verl_profiling.cli import main
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import render_run, runs_of
+from verl_profiling.report.watch_picture import watch_picture
+from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.trigger import Trigger
+from verl_profiling.watch.log import WatchLog
+from verl_profiling.watch_log import logged
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +164,105 @@ class TestInABrowser:
         """By click and by Enter."""
         assert seen["clicked"].startswith("Step 13")
         assert seen["entered"].startswith("Step 10")
+
+
+class TestEveryStep:
+    """What the watch has logged, beside the captured steps."""
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        """A run of 20 steps, of which step 12 was captured because it was slow."""
+        run = tmp_path / "run"
+        manifest = read_manifest(build_step(run, step=12))
+        asked = Trigger(kind="anomaly", reason="rollout took 9.00 s")
+        manifest = msgspec.structs.replace(manifest, trigger=asked)
+        write_json_atomically(run / "step_000012" / "manifest.json", manifest)
+        log = WatchLog(run)
+        for number in range(20):
+            slow = {"rollout": 9000.0} if number == 12 else {}
+            captured = "step_000012" if number == 12 else ""
+            log(account(number, {"rollout": 5000.0, "update_actor": 3000.0, **slow}, captured=captured))
+        return run
+
+    def test_the_page_shows_them_with_the_captures_marked(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """As a picture and as a table, with links to the captured ones; the terminal says one line."""
+        assert main(["report", str(run), "--save"]) == 0
+        said = "20 steps logged, 0 to 19; median 8.50 s, longest step 12 with 12.5 s (rollout +4.00 s)"
+        assert f"watch of {run}: {said}" in capsys.readouterr().out
+        page = (run / "index.html").read_text()
+        text = text_of(page, "exposed-time-by-step")
+        assert "all 20" in text
+        assert "1212.5 s9.00 s3.00 s500 msanomaly: rollout took 9.00 s" in text
+        assert 'id="watch"' in page
+        elements = Elements()
+        elements.feed(page)
+        assert elements.open == []
+        assert set(elements.outside) == {"step_000012/report.html"}
+
+    def test_a_step_alone_and_json_say_nothing_of_it(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The one is not about the run, and the other is for programs."""
+        assert main(["report", str(run / "step_000012")]) == 0
+        assert main(["report", str(run), "--json"]) == 0
+        assert "watch of" not in capsys.readouterr().out
+
+    def test_a_long_run_has_a_bounded_page(self, run: Path) -> None:
+        """All captured steps are on it, and the longest of the others, with and without them beside it."""
+        history = [logged(account(number)) for number in range(20_000)]
+        history[7777] = logged(account(7777, {"rollout": 99_000}))
+        shown = watch_picture(run, history, {12: "a.html", 13: "b.html"})
+        steps = [bar.step.step for bar in shown.bars]
+        assert len(steps) <= 602
+        assert {12, 13, 7777} <= set(steps)
+        assert steps == sorted(steps)
+        assert f"{len(steps)} of 20,000 steps are shown" in shown.picture()
+
+    def test_hundreds_of_stages_are_summed_up(self, run: Path) -> None:
+        """And the sum of a step stays what it is."""
+        history = [logged(account(1, {f"stage {number}": 10 * number for number in range(1, 300)}))]
+        (bar,) = watch_picture(run, history, {}).bars
+        assert len(bar.seconds) == 16
+        assert sum(bar.seconds.values()) == pytest.approx(history[0].seconds)
+        assert bar.seconds["(other stages)"] > 300
+
+    def test_hostile_names_stay_text(self, run: Path) -> None:
+        """Of stages and of reasons."""
+        nasty = "</script><img src=x onerror=alert(1)>\x1b"
+        folder = run / "step_000012" / "manifest.json"
+        manifest = msgspec.structs.replace(read_manifest(run / "step_000012"), trigger=Trigger(reason=nasty))
+        write_json_atomically(folder, manifest)
+        WatchLog(run)(account(20, {nasty: 3.0}))
+        assert main(["report", str(run), "--save"]) == 0
+        elements = Elements()
+        elements.feed((run / "index.html").read_text())
+        assert "img" not in elements.tags
+
+    def test_a_log_that_is_none_costs_its_section_alone(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It is said, and the page is written."""
+        (run / "watch.jsonl").unlink()
+        (run / "watch.jsonl").mkdir()
+        assert main(["report", str(run), "--save"]) == 0
+        assert "watch.jsonl: is not a file" in capsys.readouterr().err
+        assert 'id="watch"' not in (run / "index.html").read_text()
+
+    @pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
+    def test_the_picture_in_a_browser(self, run: Path) -> None:
+        """A bar for each step; the captured one is marked, says why, and leads to its page."""
+        assert main(["report", str(run), "--save"]) == 0
+        seen = run_script("watch.js", str(run / "index.html"))
+        assert seen["problems"] == []
+        assert seen["axe"] == []
+        assert seen["overflow"] <= 0
+        assert (seen["bars"], seen["marks"]) == (20, 1)
+        assert seen["links"] == [
+            "step 12: 12.5 s, captured: anomaly: rollout took 9.00 s, rollout 9.00 s, update_actor 3.00 s, "
+            "(in no stage) 500 ms"
+        ]
+        assert seen["hovered"][0] == "step 3: 8.50 s"
+        assert seen["heights"][12] / seen["heights"][0] == pytest.approx(12.5 / 8.5, rel=0.1)
+        assert seen["entered"].startswith("Step 12")

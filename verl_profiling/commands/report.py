@@ -12,14 +12,18 @@ from rich.console import Console
 from verl_profiling.analysis import CapturedStep, open_run
 from verl_profiling.commands.arguments import add_communication, add_limits, add_paths, limits_of
 from verl_profiling.commands.common import StepByStep, progress, warn
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, render_run, runs_of
 from verl_profiling.report.tensorboard import write_tensorboard
 from verl_profiling.report.terminal import print_report
+from verl_profiling.report.watch_history import WatchHistory, watch_sentence
 from verl_profiling.run_files import naming
 from verl_profiling.timeline.whole_files import whole_file
+from verl_profiling.visible import visible
+from verl_profiling.watch_log import LoggedStep, WatchLogReader
 
 __all__ = ["configure", "run"]
 
@@ -66,6 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     for path in arguments.paths:
         if sentence := open_run(path).never_came():
             warn(sentence)
+    folders = [step.directory for step, _ in reports]
+    runs = {run: steps for path in arguments.paths for run, steps in runs_of(path, folders).items()}
+    watched = {run: _watched(run) for run in runs}
     written = []
     for step, report in reports:
         if arguments.json:
@@ -77,13 +84,14 @@ def run(arguments: argparse.Namespace) -> int:
             _write(step.output("report.json"), data)
             _write(step.output("report.html"), render_html(report).encode())
             written.append(step.output("report.html"))
+    for folder, history in watched.items():
+        if history and not arguments.json:
+            print(visible(f"watch of {folder}: {watch_sentence(history)}"))
     if arguments.save:
-        folders = [step.directory for step, _ in reports]
-        runs = {run: steps for path in arguments.paths for run, steps in runs_of(path, folders).items()}
         for folder, indices in runs.items():
             of_run = sorted((reports[index] for index in indices), key=lambda of: of[1].step or 0)
             pages = [step.output("report.html") for step, _ in of_run]
-            page = render_run(folder, pages, [report for _, report in of_run])
+            page = render_run(folder, pages, [report for _, report in of_run], watched[folder])
             _write(folder / RUN_PAGE, page.encode())
             written.append(folder / RUN_PAGE)
     if arguments.html:
@@ -98,6 +106,18 @@ def run(arguments: argparse.Namespace) -> int:
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
     return work.exit_code
+
+
+def _watched(run: Path) -> list[LoggedStep]:
+    """Return what the watch of a run has logged; a log that cannot be read is said."""
+    history, log = WatchHistory(), WatchLogReader(run)
+    try:
+        history.add(log.read())
+    except TraceFormatError as error:
+        warn(str(error))
+    finally:
+        log.close()
+    return history.steps
 
 
 def _write(path: Path, content: bytes) -> None:

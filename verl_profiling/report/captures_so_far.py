@@ -38,6 +38,15 @@ class CaptureSoFar(msgspec.Struct, frozen=True, kw_only=True):
     trigger: Trigger | None = None
     goes_on: bool = False
 
+    @property
+    def asked(self) -> str:
+        """Who asked for it, and why, as words."""
+        if self.trigger is None:
+            return "no manifest yet"
+        by = f" by {self.trigger.by}" if self.trigger.by else ""
+        reason = f": {self.trigger.reason}" if self.trigger.reason else ""
+        return f"{self.trigger.kind}{by}{reason}{' (goes on)' if self.goes_on else ''}"
+
 
 class CapturesSoFar:
     """Follows the step folders of a run; a manifest is read when it changed.

@@ -22,7 +22,9 @@ from verl_profiling.report.trend import (
     slowest,
     stage_seconds,
 )
+from verl_profiling.report.watch_picture import WatchPicture, watch_picture
 from verl_profiling.units import duration
+from verl_profiling.watch_log import LoggedStep
 
 __all__ = ["RUN_PAGE", "render_run", "runs_of"]
 
@@ -39,23 +41,33 @@ def runs_of(path: Path, folders: Iterable[Path]) -> dict[Path, list[int]]:
     return runs
 
 
-def render_run(directory: Path, pages: Sequence[Path], reports: Sequence[Report]) -> str:
+def render_run(
+    directory: Path, pages: Sequence[Path], reports: Sequence[Report], watched: Sequence[LoggedStep] = ()
+) -> str:
     """Return the page of a run.
 
     Args:
         directory: The run's folder, in which the page will be.
         pages: Page of each captured step, below the run's folder.
         reports: Report of each captured step, in order.
+        watched: What the watch has logged of the run, in order of the steps.
     """
     links = [quote(page.relative_to(directory).as_posix()) for page in pages]
     count = f"{len(reports)} captured step{'s' if len(reports) > 1 else ''}"
-    sections = "".join(_sections(reports, links))
-    return document(directory.resolve().name, count, sections, _data(reports, links), _SCRIPTS)
+    by_step = {
+        report.step: link for report, link in zip(reports, links, strict=True) if report.step is not None
+    }
+    history = watch_picture(directory, watched, by_step) if watched else None
+    sections = "".join(_sections(reports, links, history))
+    data = {**_data(reports, links), **(history.data() if history else {})}
+    return document(directory.resolve().name, count, sections, data, _SCRIPTS)
 
 
-def _sections(reports: Sequence[Report], links: Sequence[str]) -> Iterator[str]:
+def _sections(reports: Sequence[Report], links: Sequence[str], history: WatchPicture | None) -> Iterator[str]:
     yield figures(_figures(reports))
     yield f'<section id="findings" aria-label="What changed">{_story(reports, links)}</section>'
+    if history:
+        yield history.picture()
     yield section("Stages of each step", '<div id="stages" class="trend"></div>')
     if any(report.lost for report in reports):
         note = "Of all devices, by cause."
@@ -66,6 +78,8 @@ def _sections(reports: Sequence[Report], links: Sequence[str]) -> Iterator[str]:
         ("Lost time by step", (report.lost_s for report in reports)),
     ):
         yield section(title, _by_step(title, reports, links, seconds))
+    if history:
+        yield history.table()
 
 
 def _figures(reports: Sequence[Report]) -> Iterator[str]:

@@ -141,7 +141,7 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
         newest = f", the latest {len(self.latest)}:" if self.captures > len(self.latest) else ":"
         yield _line((f"{many}{newest}" if self.captures else "no capture so far", "bold"))
         for capture in self.latest:
-            yield _line(f"  {capture.folder}: {_asked(capture)}")
+            yield _line(f"  {capture.folder}: {capture.asked}")
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:
@@ -176,15 +176,6 @@ def _memory(step: LoggedStep, *, whole: bool) -> Table:
             count = [str(row.processes)] if whole else []
             table.add_row(Text(visible(row.role)), *count, *sizes, Text(visible(row.lane)))
     return table
-
-
-def _asked(capture: CaptureSoFar) -> str:
-    trigger = capture.trigger
-    if trigger is None:
-        return "no manifest yet"
-    by = f" by {trigger.by}" if trigger.by else ""
-    reason = f": {trigger.reason}" if trigger.reason else ""
-    return f"{trigger.kind}{by}{reason}{' (goes on)' if capture.goes_on else ''}"
 
 
 def _in_ascii(text: str) -> str:

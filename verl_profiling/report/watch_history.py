@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from statistics import median
 
+from verl_profiling.units import duration
 from verl_profiling.watch_log import LoggedStage, LoggedStep
 
-__all__ = ["IN_NO_STAGE", "WatchHistory", "main_rows", "was_read"]
+__all__ = ["IN_NO_STAGE", "WatchHistory", "main_rows", "was_read", "watch_sentence"]
 
 IN_NO_STAGE = "(in no stage)"
 """What the part of a step is called that lies in no stage."""
@@ -62,3 +64,19 @@ def main_rows(step: LoggedStep) -> dict[str, LoggedStage]:
         if row.name not in rows or row.exposed_ns > rows[row.name].exposed_ns:
             rows[row.name] = row
     return rows
+
+
+def watch_sentence(steps: Sequence[LoggedStep]) -> str:
+    """Return a sentence on the steps of a run, of which there is at least one."""
+    took = [step.seconds for step in steps]
+    longest = max(steps, key=lambda step: step.seconds)
+    which = (
+        f"{len(steps):,} steps logged, {steps[0].step} to {steps[-1].step}" if steps[1:] else "1 step logged"
+    )
+    typical = f"median {duration(median(took))}, longest step {longest.step} with {duration(longest.seconds)}"
+    stages = longest.exposed_s
+    if not stages or not steps[1:]:
+        return f"{which}; {typical}"
+    over = {name: stages[name] - median(step.exposed_s.get(name, 0.0) for step in steps) for name in stages}
+    most = max(over, key=lambda name: over[name])
+    return f"{which}; {typical} ({most or IN_NO_STAGE} {duration(over[most], signed=True)})"

@@ -1,4 +1,4 @@
-// Stacked bars, one for each captured step: each leads to the page of its step.
+// Stacked bars, one for each step: those of captured steps lead to their pages.
 const HEIGHT = 240;
 const MARGIN = { left: 62, right: 8, top: 8, bottom: 24 };
 const WIDEST = 72;
@@ -10,29 +10,33 @@ function hatching(drawing) {
 }
 
 function makeTrend(container, kind) {
-  const colours = data[kind];
+  const steps = kind === "watch" ? data.watch : data.steps;
+  const colours = data[kind === "watch" ? "exposed" : kind];
   const names = Object.keys(colours);
   const shown = (name) => (kind === "lost" ? name.replaceAll("_", " ") : name);
   const legend = element("ul", { className: "legend" }, ...names.map((name) =>
     element("li", {}, element("i", { className: colours[name] }), element("bdi", { textContent: shown(name) }))));
+  const marks = steps.some((step) => step.captured) ? 12 : 0;
+  if (marks) legend.append(element("li", {}, element("i", { className: "mark" }), "captured"));
   container.append(legend);
   const drawing = d3.select(container).append("svg").attr("height", HEIGHT);
   if (kind === "lost") hatching(drawing);
   const tip = makeTip(container);
-  const layers = d3.stack().keys(names).value((step, name) => step[kind][name] ?? 0)(data.steps);
-  const totals = data.steps.map((_, index) => layers.at(-1)?.[index][1] ?? 0);
+  const layers = d3.stack().keys(names).value((step, name) => step[kind][name] ?? 0)(steps);
+  const totals = steps.map((_, index) => layers.at(-1)?.[index][1] ?? 0);
   const most = Math.max(...totals) || 1;
   const [unit, scale] = timeUnit(most);
 
   function lines(step, index) {
     const parts = names.map((name) => [name, step[kind][name] ?? 0]).filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]);
-    return [`step ${step.name}: ${duration(totals[index])}`, ...parts.map(([name, seconds]) => `${shown(name)} ${duration(seconds)}`)];
+    const captured = step.captured ? [`captured: ${step.captured}`] : [];
+    return [`step ${step.name}: ${duration(totals[index])}`, ...captured, ...parts.map(([name, seconds]) => `${shown(name)} ${duration(seconds)}`)];
   }
 
   function draw() {
     const width = container.clientWidth;
-    const x = d3.scaleBand(data.steps.map((_, index) => index), [MARGIN.left, width - MARGIN.right]).padding(0.15);
-    const y = d3.scaleLinear([0, most / scale], [HEIGHT - MARGIN.bottom, MARGIN.top]).nice();
+    const x = d3.scaleBand(steps.map((_, index) => index), [MARGIN.left, width - MARGIN.right]).padding(0.15);
+    const y = d3.scaleLinear([0, most / scale], [HEIGHT - MARGIN.bottom, MARGIN.top + marks]).nice();
     const every = Math.ceil(46 / x.step());
     const wide = Math.min(x.bandwidth(), WIDEST);
     const left = (index) => x(index) + (x.bandwidth() - wide) / 2;
@@ -40,9 +44,10 @@ function makeTrend(container, kind) {
     drawing.append("g").attr("aria-hidden", "true").attr("transform", `translate(${MARGIN.left},0)`)
       .call(d3.axisLeft(y).ticks(5).tickSizeInner(-(width - MARGIN.left - MARGIN.right)).tickFormat((value) => `${value} ${unit}`));
     drawing.append("g").attr("aria-hidden", "true").attr("transform", `translate(0,${HEIGHT - MARGIN.bottom})`)
-      .call(d3.axisBottom(x).tickValues(x.domain().filter((index) => index % every === 0)).tickFormat((index) => data.steps[index].name).tickSizeOuter(0));
-    const bars = drawing.selectAll("a").data(data.steps).join("a").attr("href", (step) => step.link)
-      .attr("aria-label", (step, index) => lines(step, index).join(", "));
+      .call(d3.axisBottom(x).tickValues(x.domain().filter((index) => index % every === 0)).tickFormat((index) => steps[index].name).tickSizeOuter(0));
+    const bars = drawing.selectAll(".step").data(steps).join((enter) => enter.append((step) => document.createElementNS("http://www.w3.org/2000/svg", step.link ? "a" : "g")))
+      .attr("class", "step").attr("href", (step) => step.link || null);
+    bars.filter((step) => step.link).attr("aria-label", (step) => lines(step, steps.indexOf(step)).join(", "));
     for (const layer of layers) {
       for (const name of [colours[layer.key], ...(kind === "lost" ? ["hatch"] : [])]) {
         bars.append("rect").attr("class", name).attr("x", (_, index) => left(index)).attr("width", wide)
@@ -51,15 +56,17 @@ function makeTrend(container, kind) {
     }
     bars.append("rect").attr("class", "outline").attr("x", (_, index) => left(index)).attr("width", wide)
       .attr("y", (_, index) => y(totals[index] / scale)).attr("height", (_, index) => y(0) - y(totals[index] / scale));
-    bars.on("pointermove", (event, step) => tip.show(lines(step, data.steps.indexOf(step)), ...d3.pointer(event, container)))
+    bars.filter((step) => step.captured).append("path").attr("class", "mark").attr("d", "M-5,-10 L5,-10 L0,-2 Z")
+      .attr("transform", (step) => `translate(${x(steps.indexOf(step)) + x.bandwidth() / 2},${y(totals[steps.indexOf(step)] / scale)})`);
+    bars.on("pointermove", (event, step) => tip.show(lines(step, steps.indexOf(step)), ...d3.pointer(event, container)))
       .on("pointerleave", tip.hide)
-      .on("focus", (_, step) => tip.show(lines(step, data.steps.indexOf(step)), x(data.steps.indexOf(step)), MARGIN.top))
+      .on("focus", (_, step) => tip.show(lines(step, steps.indexOf(step)), x(steps.indexOf(step)), MARGIN.top))
       .on("blur", tip.hide);
   }
   onWidth(container, draw);
 }
 
-for (const kind of ["stages", "lost"]) {
+for (const kind of ["watch", "stages", "lost"]) {
   const place = document.getElementById(kind);
   if (place) makeTrend(place, kind);
 }
