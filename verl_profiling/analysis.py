@@ -65,6 +65,7 @@ FrameName = Literal[
     "kernels",
     "requests",
     "measures",
+    "counters",
     "costs",
     "anchors",
     "trajectory_causes",

@@ -89,3 +89,11 @@ def test_without_a_log_it_is_not_known_and_said(tmp_path: Path) -> None:
     assert seconds(report) == {"host_bound": 7.0}
     assert any("rollout0 were not logged" in note for note in report.notes)
     assert not any("not logged" in note for note in engine(tmp_path, [(0, 9, 1)]).notes)
+
+
+def test_requests_that_none_ended_are_told_from_no_log(tmp_path: Path) -> None:
+    """An asynchronous loop's capture may begin behind all requests that end in it: that is logged."""
+    notes = engine(tmp_path, [], pending=(8.0, 9.0)).notes
+    assert not any("not logged" in note for note in notes)
+    assert any("none that began in the capture ended in it; 2 were on their way" in note for note in notes)
+    assert not any("on their way" in note for note in engine(tmp_path, [(0, 9, 1)], pending=(8.0,)).notes)

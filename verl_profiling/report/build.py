@@ -16,6 +16,7 @@ from verl_profiling.report.anatomy import anatomy, capture_time
 from verl_profiling.report.capture_rows import anchors, clock_notes, core_notes, costs, measures, requests
 from verl_profiling.report.collectives import collective_rows, matched_calls, waiting_by_lane
 from verl_profiling.report.compared_process import Activities
+from verl_profiling.report.counters import Counters
 from verl_profiling.report.device_rows import device_row, lost_of_device, shared_devices, unknown_devices
 from verl_profiling.report.findings import find
 from verl_profiling.report.gantt import gantt
@@ -163,7 +164,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     devices = [
         device_row(lanes, causes, waiting) for lanes, causes in zip(groups, lost_together, strict=True)
     ]
-    logs = _Logs(inputs)
+    logs = _Logs(inputs, Counters(step.begin_ns, step.end_ns))
     rollout, explanation = rollout_of(step, logs.read()) or (None, None)
     parts = {}
     if explanation is not None:
@@ -223,6 +224,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         timeline_begin_ns=step.begin_ns - zero_ns(step.capture.begin_ns) if step.capture else None,
         asked=asked,
         suspects=suspects,
+        counters=logs.counters.rows(),
         capture_steps=inputs.capture.steps if inputs.capture else [],
     )
     return visible_text_of(find(report))
@@ -231,8 +233,9 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
 class _Logs:
     """The logs of trajectories of a step, one in memory at a time, and what is wrong with them."""
 
-    def __init__(self, inputs: StepInputs) -> None:
+    def __init__(self, inputs: StepInputs, counters: Counters) -> None:
         self._inputs = inputs
+        self.counters = counters
         self.readable = self.limited = 0
         self.problems: list[str] = []
         self.incomplete: list[str] = []
@@ -244,6 +247,7 @@ class _Logs:
             self.limited += found.limited
             if found.log is not None:
                 self.readable += 1
+                self.counters.add(found.source, found.log)
                 yield found.source, found.log
 
 

@@ -72,6 +72,7 @@ def _sections(report: Report) -> Iterable[str]:
     yield _collectives(report)
     yield _ops(report)
     yield _measures(report)
+    yield _counters(report)
     yield _costs(report)
     yield _clocks(report)
     yield _reported(report)
@@ -332,6 +333,17 @@ def _measures(report: Report) -> str:
     rows = [(*place, *(found.get(name) for name in names)) for place, found in cells.items()]
     note = "The largest value of a stage that ran several times."
     return section("Peaks by stage", table("Peaks by stage", ("worker", "stage", *headings), rows), note)
+
+
+def _counters(report: Report) -> str:
+    rows = [
+        (row.lane, row.name, number(row.last), number(row.mean), number(row.max), count(row.samples))
+        for row in report.counters
+    ]
+    headings = ("of", "count", "last", "mean", "largest", "counted")
+    return section(
+        "Counts", table("Counts", headings, rows), "Each holds until the next; the mean is over time."
+    )
 
 
 def _costs(report: Report) -> str:

@@ -17,6 +17,7 @@ from verl_profiling.report.rows import (
     AnchorRow,
     CollectiveRow,
     CostRow,
+    CounterRow,
     DeviceRow,
     EngineRow,
     LostRow,
@@ -243,6 +244,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
         asked: Who asked for the capture and what it says of the reason; ``None`` where the schedule did.
         suspects: The suspects of an aimed capture beside their peers.
+        counters: Counts of processes that record trajectories, such as the queue of verl's rollouter.
         capture_steps: The steps of the continuous capture that the step is one of: sizes in ``costs``, events
             in ``coverage``, and notes that say so are of all of them.
     """
@@ -283,6 +285,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     asked: Asked | None = None
     suspects: list[SuspectRow] = []
+    counters: list[CounterRow] = []
     capture_steps: list[int] = []
 
     @property

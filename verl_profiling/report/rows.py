@@ -13,6 +13,7 @@ __all__ = [
     "AnchorRow",
     "CollectiveRow",
     "CostRow",
+    "CounterRow",
     "DeviceRow",
     "EngineRow",
     "LostRow",
@@ -408,6 +409,26 @@ class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     name: str
     value: float
+
+
+class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of something a process had in the step, e.g. how long a queue was.
+
+    Attributes:
+        lane: The process that counted, e.g. ``rollouter_rank0``.
+        name: What it counted.
+        samples: How often it did so in the step.
+        last: The last count.
+        mean: Mean over time, from the first count on; each holds until the next.
+        max: The largest.
+    """
+
+    lane: str
+    name: str
+    samples: int
+    last: float
+    mean: float
+    max: float
 
 
 class CostRow(msgspec.Struct, frozen=True, kw_only=True):

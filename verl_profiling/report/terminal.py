@@ -60,6 +60,7 @@ def print_report(report: Report, console: Console) -> None:
         _stragglers(report),
         _ops(report),
         _measures(report),
+        _counters(report),
     ):
         if table.row_count:
             console.print()
@@ -309,6 +310,15 @@ def _measures(report: Report) -> Table:
         cells = (name, quantity(name, most.value), most.worker, quantity(name, least.value))
         table.add_row(escape(stage), *map(escape, cells))
     return table
+
+
+def _counters(report: Report) -> Table:
+    table = table_of("Counts", "of", "count", "last", "mean", "largest")
+    table.columns[1].justify = "left"
+    for row in report.counters[:_ROWS]:
+        numbers = (f"{number:,.6g}" for number in (row.last, row.mean, row.max))
+        table.add_row(escape(row.lane), escape(shortened(row.name)), *numbers)
+    return _with_rest(table, len(report.counters))
 
 
 def _cost_sentence(report: Report) -> str:

@@ -1,0 +1,66 @@
+"""Counts over a step, such as the length of a queue: the last, the mean over time and the largest."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from drawn_logs import add_log
+from drawn_steps import Worker, drawn_inputs, ns
+from rich.console import Console
+
+from verl_profiling.analysis import open_step
+from verl_profiling.report.html import render_html
+from verl_profiling.report.model import Report
+from verl_profiling.report.rows import CounterRow
+from verl_profiling.report.terminal import print_report
+from verl_profiling.trajectory_log import Counted, TrajectoryLog
+
+
+def counted(folder: Path, *counts: tuple[str, float, float], clock_ns: int = 0) -> Report:
+    """Return the report of a step of 10 s in which a process counted, at these seconds."""
+    drawn_inputs(folder, [("rollout", 0, 10)], [Worker("actor")])
+    log = TrajectoryLog(lane="agent_loop_rank0", begin_ns=ns(-5), end_ns=ns(11))
+    log.counts += [Counted(name, ns(at) + clock_ns, value) for name, at, value in counts]
+    add_log(folder, log, clock_ns=clock_ns)
+    return open_step(folder).report()
+
+
+def row(name: str, samples: int, last: float, mean: float, most: float) -> CounterRow:
+    return CounterRow(
+        lane="agent_loop_rank0", name=name, samples=samples, last=last, mean=mean, max=pytest.approx(most)
+    )
+
+
+def test_a_count_holds_until_the_next(tmp_path: Path) -> None:
+    """The mean is over time; what was counted before the step holds at its begin, later ones do not count."""
+    report = counted(tmp_path, ("queue", -4, 99), ("queue", -1, 2), ("queue", 5, 6), ("queue", 10.5, 500))
+    assert report.counters == [row("queue", 1, 6.0, 4.0, 6.0)]
+
+
+def test_each_process_is_on_the_controllers_clock(tmp_path: Path) -> None:
+    """A host whose clock is an hour ahead counts in the same step."""
+    report = counted(tmp_path, ("queue", 5, 6), ("in flight", 6, 3), clock_ns=3600 * 10**9)
+    assert [(one.name, one.samples, one.mean) for one in report.counters] == [
+        ("queue", 1, 6.0),
+        ("in flight", 1, 3.0),
+    ]
+
+
+def test_what_was_counted_after_the_step_alone_is_left_out(tmp_path: Path) -> None:
+    """There is nothing to say of the step then."""
+    assert counted(tmp_path, ("queue", 10.5, 6)).counters == []
+
+
+def test_the_faces_have_the_counts(tmp_path: Path) -> None:
+    """Terminal and page have a table; a name that is none does no harm."""
+    report = counted(tmp_path, ("message queue", 5, 6), ("<b>[red]", 5, 1))
+    console = Console(file=io.StringIO(), width=100)
+    print_report(report, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "message queue" in text
+    assert "<b>[red]" in text
+    page = render_html(report)
+    assert "message queue" in page
+    assert "<b>[red]" not in page
