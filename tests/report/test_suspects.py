@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from conftest import ROOT
 from drawn_steps import Drawn, Worker, drawn_inputs
 from rich.console import Console
 
@@ -16,6 +21,7 @@ from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.terminal import print_report
+from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.step_inputs import StepInputs
 from verl_profiling.trigger import Trigger
 
@@ -231,3 +237,49 @@ def test_a_history_of_any_numbers_has_bars(values: list[float], bars: str) -> No
     """Nothing, zeros, negative and huge numbers are drawn; of a long history the end is."""
     assert sparkline(values) == bars
     assert len(sparkline([1.0] * 1000)) == 60
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real capture of two ranks, of which rank 1 multiplies four times as often."""
+    folder = tmp_path_factory.mktemp("slow_rank")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = str(Path(__file__).with_name("slow_rank.py"))
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, str(folder / "run")],
+            env={**os.environ, **where, "PYTHONPATH": str(ROOT), "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    return folder / "run/step_000002"
+
+
+@pytest.mark.parametrize(
+    ("suspect", "peer"), [("actor_rank1", "actor_rank0"), ("actor_rank0", "actor_rank1")]
+)
+def test_a_rank_that_really_has_more_to_do_is_told_by_what(recorded: Path, suspect: str, peer: str) -> None:
+    """Rank 1's own work sets it apart, and the operator that it is; rank 0, which waits, has nothing."""
+    trigger = msgspec.structs.replace(
+        SLOW_STAGE, sign="leader", value=0.5, median=0.0, history=[], suspects=[suspect], peers=[peer]
+    )
+    (inputs,) = find_steps(recorded)
+    report = asked_by(trigger, inputs)
+    rows = {(row.kind, row.name): row for row in report.suspects}
+    more = rows["stage", "update_actor"].difference
+    assert more is not None
+    if suspect == "actor_rank1":
+        assert asked(report).shows == "difference"
+        assert more > 0.3 * rows["stage", "update_actor"].value
+        assert (rows["kernel", "aten::mm"].difference or 0.0) > 0.3 * more
+        assert "aten::mm +" in asked(report).verdict
+    else:
+        assert asked(report).shows == "nothing"
+        assert more < 0

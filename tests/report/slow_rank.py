@@ -1,0 +1,46 @@
+"""What one rank runs in the test of a slow rank: ``slow_rank.py SAVE_PATH``, started once per rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from verl_profiling import ProfilingCallback, ProfilingConfig, stage
+from verl_profiling.workers import CaptureMixin
+
+RANK = int(os.environ["RANK"])
+
+
+class Actor(CaptureMixin):
+    """Multiplies matrices, four times as often on rank 1, and adds up what all ranks have."""
+
+    @stage("update_actor")
+    def update(self) -> None:
+        matrix = torch.ones(600, 600)
+        for _ in range(40 if RANK else 10):
+            matrix = matrix @ matrix * 1e-3
+        dist.all_reduce(matrix)
+
+
+def main() -> None:
+    """Run three steps, of which the second is captured."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    config = ProfilingConfig(enable=True, save_path=sys.argv[1], schedule={"steps": [2]})  # type: ignore[arg-type]
+    actor = Actor()
+    actor.init_capture(config, role="actor")
+    profiling = ProfilingCallback(config)
+    profiling.add_workers("actor", actor)
+    with profiling:
+        for step in (1, 2, 3):
+            profiling.on_step_begin(step)
+            actor.update()
+            profiling.on_step_end()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
