@@ -55,6 +55,28 @@ def loop(config: ProfilingConfig, scenario: str) -> None:
             profiling.on_step_end({"reward": RANK})
 
 
+def asked_loop(config: ProfilingConfig) -> None:
+    """Run until rank 0 finds a file ``stop``; the ranks meet in every step, as in a collective."""
+    folder = Path(config.save_path).parent
+    profiling = ProfilingCallback(config)
+    worker = TrainWorker()
+    worker.init_capture(config, role="actor")
+    profiling.add_workers("actor", worker)
+    with profiling:
+        for step in itertools.count(1):
+            profiling.on_step_begin(step)
+            with stage("update_actor"):
+                time.sleep(0.05)
+            if RANK == 0 and (folder / "stop").exists():
+                (folder / f"last_{step}").touch()
+            (folder / f"met_{step}_{RANK}").touch()
+            while not (folder / f"met_{step}_{1 - RANK}").exists():
+                time.sleep(0.001)
+            profiling.on_step_end()
+            if (folder / f"last_{step}").exists():
+                break
+
+
 async def async_loop(config: ProfilingConfig) -> None:
     """The same as a coroutine; its event loop goes on while the callback waits."""
     profiling = AsyncProfilingCallback(config)
@@ -98,7 +120,9 @@ def main() -> None:
             import torch.distributed as dist
 
             dist.init_process_group("gloo")
-        if scenario == "async":
+        if scenario.startswith("asked"):
+            asked_loop(config)
+        elif scenario == "async":
             asyncio.run(async_loop(config))
         else:
             with contextlib.suppress(ValueError):

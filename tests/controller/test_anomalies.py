@@ -54,7 +54,7 @@ class Loop:
     def captures(self, decision: Decision) -> None:
         """Make the capture that is asked for."""
         step = decision.step_range.first
-        self.anomalies.begun(f"step_{step:06d}")
+        self.anomalies.begun(decision.trigger, f"step_{step:06d}")
         self.anomalies.concluded(
             Manifest(
                 run_id="r",

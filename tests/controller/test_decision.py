@@ -28,7 +28,7 @@ class Asking:
 
     def step_begins(self, step: int) -> None: ...
 
-    def begun(self, folder: str) -> None: ...
+    def begun(self, trigger: Trigger, folder: str) -> None: ...
 
     def concluded(self, manifest: Manifest) -> None: ...
 
@@ -39,7 +39,7 @@ class Asking:
             return None
         return Decision(StepRange(step, step), Trigger(kind="demand", reason="somebody asked"), self.aim)
 
-    def refused(self, decision: Decision, why: str) -> None:
+    def refused(self, trigger: Trigger, why: str) -> None:
         self.refusals.append(why)
 
 

@@ -185,7 +185,7 @@ def test_a_step_that_is_over_is_refused(job: Job) -> None:
     assert later().state == "done"
     given = find_job(job.run).answer(demand.id)
     assert given is not None
-    assert given.reason == "step 1 is over; the loop begins step 6"
+    assert given.reason == "step 1 is too early: step 6 is the next that can be captured"
 
 
 def test_a_step_that_never_comes_is_refused_when_training_ends(job: Job) -> None:
@@ -232,6 +232,33 @@ def test_a_schedule_of_every_step_starves_nobody(tmp_path: Path, session: Sessio
     job.step(3)
     job.callback.on_train_end()
     assert (answer().state, answer().folders) == ("done", ["step_000001", "step_000002"])
+
+
+def test_a_request_for_a_step_inside_of_a_capture_is_answered_with_it(
+    tmp_path: Path, session: Session
+) -> None:
+    """The schedule's capture goes on in the step that was named."""
+    job = Job(configured(tmp_path, schedule={"steps": [2, 3, 4], "continuous": True}))
+    answer = job.ask(at=3, steps=2)
+    job.step(5)
+    job.callback.on_train_end()
+    assert (answer().state, answer().folders[0], job.captured()) == ("done", "step_000002", [2])
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path, session: Session) -> None:
+    """The capture is lost, and who asked is told."""
+    job = Job(configured(tmp_path))
+    answer = job.ask()
+    job.callback.on_step_begin(1)
+    folder = job.run / "step_000001"
+    time.sleep(0.3)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    folder.write_text("")
+    job.callback.on_step_end()
+    assert (answer().state, "could not be written" in answer().reason) == ("refused", True)
+    job.callback.on_train_end()
 
 
 def test_no_room_is_said_to_who_asked(tmp_path: Path, session: Session) -> None:

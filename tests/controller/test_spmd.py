@@ -20,9 +20,12 @@ from fleet import TrainWorker
 from test_callback import configured, local_worker, manifest, run
 
 from verl_profiling import ConfigError, ProfilingCallback
+from verl_profiling.aim import Aim
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
+from verl_profiling.commands.asking import find_job
 from verl_profiling.controller.channel import FileChannel, StoreChannel, find_leader_files, lead_files
+from verl_profiling.demand import Answer
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import Manifest
 from verl_profiling.report.check import check
@@ -87,6 +90,42 @@ def test_both_ranks_are_in_one_manifest(tmp_path: Path, scenario: str) -> None:
     root = tmp_path / "run"
     assert sorted(path.name for path in root.iterdir()) == ["run.json", "step_000002", "step_000003"]
     assert check(root).ok
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_all_ranks_record_what_rank_0_was_asked_for(tmp_path: Path, distributed: bool) -> None:
+    """Rank 0 tells the others some steps before, over the store or files; the aim holds for all."""
+    answers: list[Answer] = []
+
+    def ask() -> None:
+        loop = tmp_path / "run" / "control" / "loop.json"
+        try:
+            while not (loop.exists() and (find_job(tmp_path / "run").state.step or 0) > 3):
+                time.sleep(0.05)
+            job = find_job(tmp_path / "run")
+            for aim, steps_, at in (
+                (Aim(), 2, None),
+                (Aim(ranks=(1,), mode="discrete"), 1, None),
+                (Aim(), 1, 9),
+            ):
+                demand = job.ask(aim, steps_, job.state.step + 1 if at else None)
+                answers.append([*job.follow(demand.id, 40.0)][-1])
+        finally:
+            (tmp_path / "stop").touch()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    given: dict[str, Any] = {"schedule": {"steps": []}, "watch": {"enable": True}}
+    results = ranks(tmp_path, "asked", distributed=distributed, **given)
+    asking.join()
+    assert [status for status, _ in results] == [0, 0], results
+    both, aimed, early = answers
+    assert (both.state, both.complete, len(both.folders)) == ("done", True, 2), results
+    for name in both.folders:
+        assert fates(read_manifest(tmp_path / "run" / name)) == BOTH
+    assert [(worker.name, worker.status) for worker in aimed.workers] == [("actor_rank1", "ok")]
+    assert read_manifest(tmp_path / "run" / aimed.folders[0]).workers[0].mode == "discrete"
+    assert (early.state, "too early" in early.reason) == ("refused", True)
 
 
 def test_a_second_start_of_all_ranks_is_a_run_of_its_own(tmp_path: Path) -> None:

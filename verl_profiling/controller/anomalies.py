@@ -12,6 +12,7 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_account import RankUse, StepAccount
+from verl_profiling.trigger import Trigger
 from verl_profiling.watch.anomaly import Detector
 from verl_profiling.watch.suspicion import Suspicion
 
@@ -41,7 +42,6 @@ class Anomalies:
         self._detector = Detector(options)
         self._noticed: Suspicion | None = None
         self._waited = 0
-        self._asked: Suspicion | None = None
         self._made = 0
         self._captured: int | None = None
         self._uses: dict[str, RankUse] = {}
@@ -64,7 +64,7 @@ class Anomalies:
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
-        noticed, self._asked = self._noticed, None
+        noticed = self._noticed
         if noticed is None:
             return None
         if not noticed.aimed and self._waited < PATIENCE and not scheduled:
@@ -74,22 +74,19 @@ class Anomalies:
         if not scheduled and (why := self._refusal(step)):
             logger.warning("watch: no capture for what was noticed in step %d: %s", noticed.step, why)
             return None
-        self._asked = noticed
         return Decision(StepRange(step, step), noticed.trigger(), None if scheduled else self._aim(noticed))
 
-    def begun(self, folder: str) -> None:
+    def begun(self, trigger: Trigger, folder: str) -> None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
 
-    def refused(self, decision: Decision, why: str) -> None:
+    def refused(self, trigger: Trigger, why: str) -> None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
-        self._asked = None
 
     def concluded(self, manifest: Manifest) -> None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
         self._captured = manifest.steps[-1] if manifest.steps else manifest.step
-        if self._asked is not None and manifest.trigger.kind == "anomaly":
+        if manifest.trigger.kind == "anomaly":
             self._made += 1
-        self._asked = None
 
     def train_ends(self) -> None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""

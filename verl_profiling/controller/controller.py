@@ -123,8 +123,9 @@ class Controller:
 
     def _decide(self, step: int) -> bool:
         """Decide on a step, unless the open capture goes on in it; return whether it is recorded."""
-        if not self._listening.begun:
+        if self._watching and not self._listening.complete:
             self._listening.begin()
+            self._peers = self._listening.together(self._peers)
         live = self.live
         goes_on = live is not None and live.step.step < step <= live.step_range.last
         self._decision = decision = self.decisions.at(step, goes_on)
@@ -321,6 +322,9 @@ class Controller:
                     self.decisions.concluded(manifest)
                 self.last_folder = live.folder
             self._hooks.ended(live.request.capture_id, lambda: self._folders.is_written(live.folder))
+        except Exception as error:
+            self.decisions.refused(live.trigger, f"what was recorded could not be written: {error}")
+            raise
         finally:  # a manifest that cannot be written costs no news of earlier steps
             self._take_late_answers()
             for finished in participants.finished:
@@ -382,11 +386,11 @@ class Controller:
 
         def make_request() -> CaptureRequest | None:
             if keep and (why := self._refuses(step)):
-                self.decisions.refused(decision, why)
+                self.decisions.refused(decision.trigger, why)
                 return None
             folder = self._folders.make(step) if keep else self._folders.path(step)
             if keep:
-                self.decisions.begun(folder.name)
+                self.decisions.begun(decision.trigger, folder.name)
             return CaptureRequest(
                 capture_id=f"{self._token}-{next(self._captures)}",
                 run_id=self._folders.run.run_id,

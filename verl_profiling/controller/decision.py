@@ -5,6 +5,7 @@ The schedule, a person and the watch may all want a step. The table of docs/watc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,10 +48,10 @@ class Asker(Protocol):
             scheduled: The schedule records it, in its own way; what is returned joins that.
         """
 
-    def refused(self, decision: Decision, why: str) -> None:
-        """Note that the capture is not made: the limits leave no room for it."""
+    def refused(self, trigger: Trigger, why: str) -> None:
+        """Note that a capture is not made, whoever asked for it: the limits leave no room, or it failed."""
 
-    def begun(self, folder: str) -> None:
+    def begun(self, trigger: Trigger, folder: str) -> None:
         """Note the name of the step folder of a capture that begins, whoever asked for it."""
 
     def concluded(self, manifest: Manifest) -> None:
@@ -58,6 +59,16 @@ class Asker(Protocol):
 
     def train_ends(self) -> None:
         """Note that there will be no further step."""
+
+
+class Ahead(Protocol):
+    """Decides a step before it begins, and tells the other ranks of the loop."""
+
+    def look(self, step: int, asked: Callable[[int], Decision | None]) -> None:
+        """Decide the steps that come a little after the one that begins."""
+
+    def at(self, step: int) -> Decision | None:
+        """Return what was decided on a step."""
 
 
 class Decisions:
@@ -68,12 +79,14 @@ class Decisions:
 
     Attributes:
         askers: Who else may ask, the first one first.
+        ahead: Decides some steps before, where other ranks have to be told.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._words = schedule.in_words()
         self.askers: list[Asker] = []
+        self.ahead: Ahead | None = None
 
     def at(self, step: int, goes_on: bool) -> Decision | None:
         """Return the capture that begins with a step, if one does.
@@ -84,14 +97,13 @@ class Decisions:
         """
         for asker in self.askers:
             asker.step_begins(step)
+        if self.ahead is not None:
+            self.ahead.look(step, self._asked)
         if goes_on:
             return None
         found = self._schedule.step_range(step)
-        scheduled = found is not None and found.action is Action.RECORD
-        asked = None
-        for asker in self.askers:
-            asked = asked or asker.asks(step, scheduled)
-        if found is None or (asked is not None and not scheduled):
+        asked = self._asked(step) if self.ahead is None else self.ahead.at(step)
+        if found is None or (asked is not None and found.action is not Action.RECORD):
             return asked
         trigger = Trigger(reason=self._words)
         if asked is not None:
@@ -99,15 +111,23 @@ class Decisions:
             trigger = msgspec.structs.replace(asked.trigger, kind="schedule", reason=reason)
         return Decision(found, trigger)
 
-    def refused(self, decision: Decision, why: str) -> None:
+    def _asked(self, step: int) -> Decision | None:
+        """Return what is asked for at the begin of a step; who comes first, decides."""
+        scheduled = self._schedule.action(step) is Action.RECORD
+        asked = None
+        for asker in self.askers:
+            asked = asked or asker.asks(step, scheduled)
+        return asked
+
+    def refused(self, trigger: Trigger, why: str) -> None:
         """Tell all who may have asked that a capture is not made."""
         for asker in self.askers:
-            asker.refused(decision, why)
+            asker.refused(trigger, why)
 
-    def begun(self, folder: str) -> None:
+    def begun(self, trigger: Trigger, folder: str) -> None:
         """Tell them that a capture begins, and the name of its folder."""
         for asker in self.askers:
-            asker.begun(folder)
+            asker.begun(trigger, folder)
 
     def concluded(self, manifest: Manifest) -> None:
         """Tell them what became of it."""

@@ -30,6 +30,7 @@ MOST_PENDING = 32
 _FAR = 1000
 _BEAT_NS = 1_000_000_000
 _STEP_TIMES = 16
+_SEPARATOR = ", "
 
 
 @dataclass
@@ -40,7 +41,8 @@ class _Order:
         demand: The request.
         aim: What its captures do differently; ``None``: nothing.
         at: The step before which none of it is due.
-        left: How many steps are still to be captured.
+        left: How many steps are still to be decided.
+        flying: How many captures were decided, of which nothing is known yet.
         answer: What was answered last.
     """
 
@@ -48,6 +50,7 @@ class _Order:
     aim: Aim | None
     at: int | None
     left: int
+    flying: int = 0
     answer: Answer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,11 +73,11 @@ class Demands:
         self._schedule = schedule
         self._check = check
         self._orders: list[_Order] = []
-        self._now: list[_Order] = []
         self._signals: deque[str] = deque(maxlen=1)
         self._state: LoopState | None = None
         self._beat_ns = 0
         self._begun_ns = 0
+        self._folder = ""
         self._step: int | None = None
         self._step_times: deque[int] = deque(maxlen=_STEP_TIMES)
 
@@ -107,9 +110,6 @@ class Demands:
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
-        for order in self._now:
-            self._refuse(order, "its capture failed, and the log of the job says why")
-        self._now = []
         if self._signals:
             self._accept(Demand(id=new_request_id(), by=self._signals.popleft()), step)
         if self.folder is not None and self.folder.has_changed():
@@ -120,30 +120,32 @@ class Demands:
                 self._cancel(request)
         return self._due(step, scheduled) if self._orders else None
 
-    def begun(self, folder: str) -> None:
+    def begun(self, trigger: Trigger, folder: str) -> None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
-        for order in self._now:
-            answer = order.answer
-            folders = [*answer.folders[: answer.made], folder, *answer.folders[answer.made + 1 :]]
-            self._answer(order, folders=folders)
+        self._folder = folder
+        for order in self._of(trigger):
+            self._name(order)
 
-    def refused(self, decision: Decision, why: str) -> None:
+    def refused(self, trigger: Trigger, why: str) -> None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
-        for order in self._now:
+        for order in self._of(trigger):
             self._refuse(order, why)
-        self._now = []
 
     def concluded(self, manifest: Manifest) -> None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
-        now, self._now = self._now, []
+        decided = self._of(manifest.trigger)
+        for order in decided:
+            order.flying -= 1
+        last = manifest.steps[-1]
+        for order in self._orders:
+            if order.demand.at is not None and order.at in manifest.steps and order not in decided:
+                self._take(order, last, last - order.at + 1)
+                self._name(order)
+                decided.append(order)
         workers = [AnsweredWorker(one.name, one.status, one.reason) for one in manifest.workers]
-        for order in now:
-            order.left -= len(manifest.steps)
-            order.at = None
-            if order.aim is not None and order.demand.at is None:
-                order.at = self._free_step(manifest.steps[-1] + 1)
+        for order in decided:
             answer = order.answer
-            done = order.left <= 0 or not manifest.complete
+            done = not (order.left or order.flying) or not manifest.complete
             self._answer(
                 order,
                 state="done" if done else "accepted",
@@ -191,7 +193,7 @@ class Demands:
         if len(self._orders) >= MOST_PENDING:
             return f"{MOST_PENDING} requests are waiting already; cancel one"
         if demand.at is not None and demand.at < step:
-            return f"step {demand.at} is over; the loop begins step {step}"
+            return f"step {demand.at} is too early: step {step} is the next that can be captured"
         try:
             self._check(demand.aim)
         except ConfigError as error:
@@ -206,41 +208,66 @@ class Demands:
     def _due(self, step: int, scheduled: bool) -> Decision | None:
         """Return what is captured of the orders that are due; the first one says how."""
         due = []
-        for order in list(self._orders):
+        for order in [order for order in self._orders if order.left]:
             if order.demand.at is not None and order.at is not None and order.at < step:
                 self._refuse(order, f"step {order.at} never came; the loop went on with step {step}")
             elif order.at is None or order.at <= step:
                 due.append(order)
         if scheduled:
-            self._now = [
-                order for order in due if order.aim is None or order.demand.at is not None or order.at == step
-            ]
+            now = [o for o in due if o.aim is None or o.demand.at is not None or o.at == step]
         else:
-            self._now = [order for order in due if order.aim == due[0].aim]
-        if not self._now:
+            now = [order for order in due if order.aim == due[0].aim]
+        if not now:
             return None
-        first = self._now[0]
+        first = now[0]
         for order in due:
-            if order not in self._now and order.demand.at == step:
+            if order not in now and order.demand.at == step:
                 self._refuse(order, f"step {step} is captured for request {first.demand.id}, otherwise")
         last = step
         if self._schedule.continuous:
             last += first.left - 1
-            self._now = [order for order in self._now if order.left == first.left]
+            now = [order for order in now if order.left == first.left]
+        for order in now:
+            order.flying += 1
+            self._take(order, last, last - step + 1)
         trigger = Trigger(
             kind="demand",
-            reason="; ".join(_in_words(order) for order in self._now),
-            by=", ".join(dict.fromkeys(order.demand.by for order in self._now if order.demand.by)),
-            request=", ".join(order.demand.id for order in self._now),
+            reason="; ".join(_in_words(order) for order in now),
+            by=", ".join(dict.fromkeys(order.demand.by for order in now if order.demand.by)),
+            request=_SEPARATOR.join(order.demand.id for order in now),
         )
         return Decision(StepRange(step, last), trigger, first.aim)
 
     def _cancel(self, request: str) -> None:
         for order in self._orders:
-            if order.demand.id == request and order not in self._now:
+            if order.demand.id == request and order.flying:
+                order.left = 0
+                self._answer(order, reason="cancelled, but for what was decided already")
+            elif order.demand.id == request:
                 self._orders.remove(order)
                 self._answer(order, state="cancelled", folders=order.answer.folders[: order.answer.made])
-                return
+            else:
+                continue
+            return
+
+    def _take(self, order: _Order, last: int, steps: int) -> None:
+        """Count steps of an order as decided, up to a last one."""
+        order.left = max(0, order.left - steps)
+        order.at = None
+        if order.aim is not None and order.demand.at is None:
+            order.at = self._free_step(last + 1)
+
+    def _name(self, order: _Order) -> None:
+        """Answer with the folder of the capture that is open."""
+        answer = order.answer
+        self._answer(
+            order, folders=[*answer.folders[: answer.made], self._folder, *answer.folders[answer.made + 1 :]]
+        )
+
+    def _of(self, trigger: Trigger) -> list[_Order]:
+        """Return the orders that a capture is made for."""
+        ids = trigger.request.split(_SEPARATOR)
+        return [order for order in self._orders if order.demand.id in ids]
 
     def _refuse(self, order: _Order, why: str) -> None:
         logger.warning("request %s of %s is refused: %s", order.demand.id, order.demand.by or "somebody", why)

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
-from verl_profiling.aim import Aim
+from verl_profiling.controller.ahead import Announced, Announcing
 from verl_profiling.controller.asked_by_signal import SignalAsking
 from verl_profiling.controller.control_folder import ControlFolder
-from verl_profiling.controller.decision import Decisions
+from verl_profiling.controller.decision import Asker, Decisions
 from verl_profiling.controller.demands import Demands
 from verl_profiling.controller.roster import Roster
-from verl_profiling.controller.spmd import has_peers, leads
+from verl_profiling.controller.spmd import Alone, find_peers, has_peers
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.demand import LoopState
-from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ProcessId
+from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["Listening"]
 
 logger = logging.getLogger(__name__)
-
-_IN_STEP = (
-    "this loop runs on several ranks, each of which decides by the schedule alone: list the step in "
-    "schedule.steps"
-)
 
 
 class Listening:
@@ -35,6 +31,9 @@ class Listening:
         roster: The workers.
         folders: The run's folder.
         decisions: Where what is asked for comes to.
+
+    Attributes:
+        complete: Whether all is done that has to be before the first step.
     """
 
     def __init__(
@@ -44,46 +43,69 @@ class Listening:
         self._roster = roster
         self._folders = folders
         self._decisions = decisions
-        self._demands: Demands | None = None
+        self._added: list[Asker] = []
         self._signal: SignalAsking | None = None
-        self.begun = not config.watch.enable
+        self.complete = False
 
     def begin(self) -> None:
-        """Begin to listen, unless this process follows another rank."""
-        if self.begun:
+        """Begin to listen; where several ranks run the loop, rank 0 does."""
+        if not self._config.watch.enable or self._signal is not None:
             return
-        self.begun = True
-        if not leads(self._config, self._roster.targets):
-            return
-        together = has_peers(self._config, self._roster.targets)
-        check = _refuse if together else self._roster.check_aim
-        self._demands = demands = Demands(self._config.schedule, check)
-        self._decisions.askers.insert(0, demands)
-        if not together:
-            self._signal = SignalAsking(demands.signal)
+        rank, ranks = (process_rank() or (0, 1)) if self._together else (0, 1)
+        if rank:
+            self._signal = SignalAsking(_ask_rank_0)
             self._signal.begin()
+            return
+        check = partial(self._roster.check_aim, ranks=ranks if ranks > 1 else None)
+        demands = Demands(self._config.schedule, check)
+        self._add(demands)
+        self._signal = SignalAsking(demands.signal)
+        self._signal.begin()
         try:
             run = self._folders.run
             if run.remote is not None:
                 logger.info("save_path is a URL: captures are asked for with SIGUSR2 alone")
                 return
-            refuses = _IN_STEP if together else ""
-            state = LoopState(
-                process=ProcessId.current(), run_id=run.run_id, start=run.start, refuses=refuses
-            )
+            state = LoopState(process=ProcessId.current(), run_id=run.run_id, start=run.start)
             demands.open(ControlFolder(run.path), state)
         except OSError as error:
             logger.warning("captures cannot be asked for in the run's folder: %s", error)
+
+    def together(self, peers: Alone | None) -> Alone | None:
+        """Listen together with the other ranks of the loop, if it has any; return them.
+
+        Args:
+            peers: What is known of them.
+        """
+        self.complete = True
+        if not self._together:
+            return peers
+        peers = peers or find_peers(self._config, self._roster.targets, self._folders)
+        if peers.writes:
+            self._decisions.ahead = Announcing(peers, self._decisions.refused)
+        else:
+            self._add(Announced(peers))
+        return peers
 
     def end(self) -> None:
         """Listen no more; the next begin of training may."""
         if self._signal is not None:
             self._signal.end()
-        if self._demands is not None:
-            self._decisions.askers.remove(self._demands)
-        self._signal = self._demands = None
-        self.begun = not self._config.watch.enable
+        for asker in self._added:
+            self._decisions.askers.remove(asker)
+        self._added = []
+        self._signal = self._decisions.ahead = None
+        self.complete = False
+
+    @property
+    def _together(self) -> bool:
+        return has_peers(self._config, self._roster.targets)
+
+    def _add(self, asker: Asker) -> None:
+        """Add somebody who comes before the watch."""
+        self._added.append(asker)
+        self._decisions.askers.insert(0, asker)
 
 
-def _refuse(aim: Aim) -> None:
-    raise ConfigError("", _IN_STEP)
+def _ask_rank_0(name: str) -> None:
+    logger.warning("%s: this rank follows rank 0, whose process is to be asked", name)

@@ -73,8 +73,12 @@ class Roster:
         """Return whether it is recorded from the begin of a rollout to its end, not for the whole step."""
         return target.is_rollout and self._config.for_role(target.roles[0], aim).mode == "discrete"
 
-    def check_aim(self, aim: Aim) -> None:
+    def check_aim(self, aim: Aim, ranks: int | None = None) -> None:
         """Check that a capture with this aim can be had of these workers.
+
+        Args:
+            aim: The aim.
+            ranks: How many ranks there are, where other processes have some of them.
 
         Raises:
             ConfigError: It cannot; the key is the aim's.
@@ -90,16 +94,16 @@ class Roster:
         for role in roles:
             self._config.for_role(role, aim)
         driven = self.driven(aim)
-        self._check_numbers("replicas", aim.replicas, [one for one in driven if one.is_rollout])
-        if not any(one.is_rollout for one in driven):
-            self._check_numbers("ranks", aim.ranks, driven)
         if not driven:
             raise ConfigError("", "nobody would record: no worker has a role that takes part")
+        engines = [target for target in driven if target.is_rollout]
+        self._check_numbers("replicas", aim.replicas, ranks or _count(engines))
+        if not engines:
+            self._check_numbers("ranks", aim.ranks, ranks or _count(driven))
 
     @staticmethod
-    def _check_numbers(key: str, numbers: tuple[int, ...] | None, targets: list[Target]) -> None:
+    def _check_numbers(key: str, numbers: tuple[int, ...] | None, count: int) -> None:
         """Check that one of them is the number of a worker."""
-        count = max((target.first + target.size for target in targets), default=0)
         if numbers and not any(number < count for number in numbers):
             have = f"0 to {count - 1}" if count else "none"
             raise ConfigError(key, f"nobody has {', '.join(map(str, numbers))}; there are {have}")
@@ -144,6 +148,10 @@ class Roster:
         answered = [call for call in self._unanswered if call.future.done()]
         self._unanswered = [call for call in self._unanswered if not call.future.done()]
         return answered
+
+
+def _count(targets: list[Target]) -> int:
+    return max((target.first + target.size for target in targets), default=0)
 
 
 def _addressed(argument: Any, target: Target) -> Any:

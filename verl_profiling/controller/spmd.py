@@ -108,6 +108,13 @@ class Alone:
     def begun(self, workers: Iterable[WorkerIdentity]) -> None:
         """Note that this process's workers have begun the step."""
 
+    def announce(self, first: int, last: int) -> None:
+        """Tell the other ranks of a capture that the schedule does not know."""
+
+    def announced(self) -> tuple[int, int] | None:
+        """Return the steps of the next capture that rank 0 has announced, if there is one."""
+        return None
+
     def conclude(
         self, manifest: Manifest, folder: Path, finished: list[Finished]
     ) -> Generator[Round, None, Manifest | None]:
@@ -184,6 +191,7 @@ class _Peer(Alone):
         self._channel: Channel | None = None
         self._seen: Counter[int] = Counter()
         self._name = ""
+        self._announced = 0
 
     def _next(self, step: int) -> None:
         self._seen[step] += 1
@@ -218,6 +226,15 @@ class _Follower(_Peer):
             return None
         self._patience_s = self._timeouts.start_s
         return self._order.request
+
+    def announced(self) -> tuple[int, int] | None:
+        """See :meth:`Alone.announced`; nobody is waited for."""
+        channel = self._channel = self._channel or self._join()
+        data = channel.get(f"ahead/{self._announced}") if channel is not None else None
+        if data is None:
+            return None
+        self._announced += 1
+        return msgspec.msgpack.decode(data, type=tuple[int, int])
 
     def begun(self, workers: Iterable[WorkerIdentity]) -> None:
         """Tell rank 0 who will answer."""
@@ -313,6 +330,13 @@ class _Leader(_Peer):
             self._channel.put(f"{self._name}/order", msgspec.msgpack.encode(order))
         return made
         yield  # nobody is waited for, and yet it is a generator
+
+    def announce(self, first: int, last: int) -> None:
+        """See :meth:`Alone.announce`."""
+        channel = self._channel = self._channel or self._join()
+        if channel is not None:
+            channel.put(f"ahead/{self._announced}", msgspec.msgpack.encode((first, last)))
+            self._announced += 1
 
     def expected(self, workers: list[CaptureResult]) -> list[CaptureResult]:
         """See :meth:`Alone.expected`; the other ranks are expected to have the workers that this one has."""

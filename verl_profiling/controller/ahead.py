@@ -1,0 +1,114 @@
+"""Captures asked for in a loop of several ranks: rank 0 decides some steps before, and tells the others.
+
+Nobody waits for that. The other ranks look once a second, so rank 0 decides on steps that begin some seconds
+later; a rank that has not heard in time is a failed entry of that step, like one that does not answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+from verl_profiling.controller.decision import Decision
+from verl_profiling.controller.spmd import Alone
+from verl_profiling.manifest import Manifest
+from verl_profiling.settings.schedule import StepRange
+from verl_profiling.trigger import Trigger
+
+__all__ = ["Announced", "Announcing"]
+
+_LEAST_STEPS = 2
+_LOOK_S = 1.0
+_NOTICE_S = 2.5
+_STEP_TIMES = 8
+
+
+class Announcing:
+    """Rank 0's side: decides steps before they begin.
+
+    Args:
+        peers: The other ranks.
+        lost: Called with who asked for a capture that is not made after all, and why.
+    """
+
+    def __init__(self, peers: Alone, lost: Callable[[Trigger, str], None]) -> None:
+        self._peers = peers
+        self._lost = lost
+        self._decided: int | None = None
+        self._later: dict[int, Decision] = {}
+        self._begun_s = 0.0
+        self._step_times: deque[float] = deque(maxlen=_STEP_TIMES)
+
+    def look(self, step: int, asked: Callable[[int], Decision | None]) -> None:
+        """Decide the steps that are far enough away, and announce what is captured of them."""
+        now_s = time.monotonic()
+        if self._begun_s:
+            self._step_times.append(now_s - self._begun_s)
+        self._begun_s = now_s
+        for missed in [one for one in self._later if one < step]:
+            why = f"step {missed} never came, or was part of another capture"
+            self._lost(self._later.pop(missed).trigger, why)
+        first = step + _LEAST_STEPS
+        if self._decided is not None and self._decided > step:
+            first = self._decided + 1
+        last = step + self._notice()
+        while first <= last:
+            if (decision := asked(first)) is not None:
+                self._later[first] = decision
+                self._peers.announce(first, decision.step_range.last)
+                first = decision.step_range.last
+            self._decided = first
+            first += 1
+
+    def at(self, step: int) -> Decision | None:
+        """Return what was decided on a step."""
+        return self._later.pop(step, None)
+
+    def _notice(self) -> int:
+        """Return how many steps before a capture the others have to be told, so that all have looked."""
+        shortest_s = min(self._step_times, default=_NOTICE_S)
+        return _LEAST_STEPS + math.ceil(_NOTICE_S / max(shortest_s, 0.001))
+
+
+class Announced:
+    """The side of the other ranks: asks for what rank 0 has announced.
+
+    Args:
+        peers: Rank 0.
+    """
+
+    def __init__(self, peers: Alone) -> None:
+        self._peers = peers
+        self._steps: dict[int, int] = {}
+        self._look_s = 0.0
+
+    def step_begins(self, step: int) -> None:
+        """Look, once a second at most."""
+        now_s = time.monotonic()
+        if now_s >= self._look_s:
+            self._look_s = now_s + _LOOK_S
+            while (found := self._peers.announced()) is not None:
+                self._steps[found[0]] = found[1]
+        if self._steps:
+            self._steps = {first: last for first, last in self._steps.items() if first >= step}
+
+    def asks(self, step: int, scheduled: bool) -> Decision | None:
+        """See :class:`~verl_profiling.controller.decision.Asker`; rank 0's order says the rest."""
+        last = self._steps.get(step)
+        if last is None or scheduled:
+            return None
+        return Decision(StepRange(step, last), Trigger(kind="demand", reason="rank 0 announced it"))
+
+    def begun(self, trigger: Trigger, folder: str) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+
+    def refused(self, trigger: Trigger, why: str) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+
+    def concluded(self, manifest: Manifest) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+
+    def train_ends(self) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
