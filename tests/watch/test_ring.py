@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from verl_profiling.capture.session import Session
 from verl_profiling.capture.stage import Stage
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.testing import record_step, shifted_clock
+from verl_profiling.watch.busy import Busy
 from verl_profiling.watch.memory import process_memory
-from verl_profiling.watch.reading import EndedStage, ended_stages, read_ring
+from verl_profiling.watch.reading import EndedStage, WatchReading, ended_stages, read_ring
 from verl_profiling.watch.ring import MAX_NAMES, OTHERS, SLOT, StageRing
+from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 WATCHED = {"enable": True, "tool": "spans", "watch": {"enable": True, "steps": 10}}
 
@@ -208,9 +211,8 @@ def test_memory_is_read_at_the_end_of_long_stages_alone() -> None:
     asked = []
     marked = Marked()
     marked.sink = StageRing(100, memory=lambda: asked.append(1) or (200, 100))  # type: ignore[func-returns-value]
-    for seconds in (0.0, 0.003):
-        with marked.stage("update"):
-            time.sleep(seconds)
+    marked.sink.add("short", 0, 999_999)
+    marked.sink.add("long", 0, 1_000_000)
     short, long = marked.kept()
     assert (short.peak_bytes, short.held_bytes) == (0, 0)
     assert (long.peak_bytes, long.held_bytes) == (200, 100)
@@ -271,6 +273,62 @@ def test_a_fork_keeps_nothing_of_its_parent(session: Session) -> None:
         os._exit(0 if session.ring is None and session.sink is None else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert session.ring is not None
+
+
+def test_work_that_overlaps_is_one_stage_while_any_of_it_is_under_way(marked: Marked) -> None:
+    """Whatever order it ends in, on any thread, also where a stream is dropped before its end."""
+
+    async def stream() -> AsyncIterator[int]:
+        yield 1
+
+    busy = Busy(marked.sink, "generate")
+    with busy:
+        other = threading.Thread(target=busy.__enter__)
+        other.start()
+        other.join()
+        busy.while_alive(response := stream())
+    busy.__exit__(None, None, None)
+    assert marked.names() == []
+    del response
+    assert marked.names() == ["generate"]
+    with busy:
+        pass
+    assert marked.names() == ["generate", "generate"]
+
+
+def test_work_without_a_pause_is_kept_in_pieces(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of an asynchronous loop is never idle; its pieces lie in the steps that they are of."""
+    monkeypatch.setattr("verl_profiling.watch.busy.PIECE_NS", 1_000_000)
+    busy = Busy(marked.sink, "generate")
+    busy.__enter__()
+    for _ in range(3):
+        with busy:
+            time.sleep(0.002)
+    first, second, third = marked.kept()
+    assert first.begin_ns + first.duration_ns == second.begin_ns
+    assert second.begin_ns + second.duration_ns == third.begin_ns
+    assert all(ended.duration_ns >= 2_000_000 for ended in (first, second, third))
+
+
+def test_a_server_with_an_engine_of_its_own_tells_when_it_had_requests(session: Session) -> None:
+    """Between captures, too; without the watch nothing is counted."""
+
+    async def serve(config: object) -> WatchReading | None:
+        server, log = RolloutCaptureMixin(), RequestLog()
+        server.init_capture(config, requests=log, replica=1)  # type: ignore[arg-type]
+        for _ in range(2):
+            with log.open(id="a"), log.open(id="b"):
+                await asyncio.sleep(0.002)
+        assert log.begin(None) is None
+        assert log.end() == []
+        return server.read_watch()
+
+    assert asyncio.run(serve({**WATCHED, "watch": {"enable": False}})) is None
+    session.reset()
+    reading = asyncio.run(serve(WATCHED))
+    assert reading is not None
+    assert reading.identity.lane() == "rollout1_rank0"
+    assert [ended.name for ended in reading.ended()] == ["generate", "generate"]
 
 
 def test_a_reading_is_as_large_as_its_stages(marked: Marked) -> None:

@@ -40,6 +40,7 @@ from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import Tool
+from verl_profiling.watch.busy import Busy
 from verl_profiling.watch.reading import WatchReading, read_ring
 from verl_profiling.watch.ring import STAGES_OF_A_STEP, StageRing
 
@@ -63,6 +64,7 @@ class Session:
         """Forget everything. A forked child calls this: it inherits the slot, but records nothing."""
         self.sink: StageSink | None = None
         self.ring: StageRing | None = None
+        self._busy: dict[str, Busy] = {}
         self._capture: Capture | None = None
         self._watch: OrphanWatch | None = None
         self._last: CaptureResult | None = None
@@ -110,6 +112,13 @@ class Session:
     def read_watch(self, identity: WorkerIdentity, since_ns: int | None) -> WatchReading | None:
         """Return what the watch has kept since then, or ``None`` if it is off; see :func:`read_ring`."""
         return None if self.ring is None else read_ring(self.ring, identity, since_ns)
+
+    def busy(self, name: str) -> Busy | None:
+        """Return what keeps when anything of a kind is under way; ``None`` if the watch is off."""
+        if self.ring is None:
+            return None
+        with self._lock:
+            return self._busy.setdefault(name, Busy(self.ring, name))
 
     @property
     def recording(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from verl_profiling.capture.session import process_session
 from verl_profiling.devices import engine_devices
 from verl_profiling.engines.base import EngineAdapter, EngineTool, RangeTool, check_device, engine_tool
 from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
@@ -57,6 +58,8 @@ def make_recorder(
     """
     log = requests or RequestLog()
     log.serve(replica, config.rollout.requests)
+    process_session().keep_every_step(config.watch)
+    log.busy = process_session().busy("generate")
     settings = config.for_role(role)
     identity = WorkerIdentity(role=role, rank=replica if rank is None else rank, replica=replica)
     package = _package(engine)

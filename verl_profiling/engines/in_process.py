@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -110,6 +111,10 @@ def watch_transformers(model: Any, log: RequestLog) -> None:
 
     @functools.wraps(generate)
     def watched(*args: Any, **kwargs: Any) -> Any:
+        with log.busy or nullcontext():
+            return noted(*args, **kwargs)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
         if not log.noting:
             return generate(*args, **kwargs)
         record = log.open()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from verl_profiling import clock
 from verl_profiling.manifest import Request
+from verl_profiling.watch.busy import Busy
 
 __all__ = ["OpenRequest", "RequestLog"]
 
@@ -31,10 +32,14 @@ class RequestLog:
                 request.response_tokens += 1
 
     Tasks and threads may use it at the same time. Until a capture is open nothing is kept, and a
-    record reads no clock.
+    record reads no clock, unless the watch is on.
+
+    Attributes:
+        busy: Keeps when any request was under way, captured or not; ``None`` if the watch is off.
     """
 
     def __init__(self) -> None:
+        self.busy: Busy | None = None
         self._replica = 0
         self._enable = False
         self._noted: _Noted | None = None
@@ -118,7 +123,7 @@ class RequestLog:
             prompt_tokens: Length of the prompt, if it is known already.
             id: What the client calls it: a span with ``request=id`` finds it by this.
         """
-        return OpenRequest(self._noted, self._replica, self._policy_version, prompt_tokens, id)
+        return OpenRequest(self._noted, self._replica, self._policy_version, prompt_tokens, id, self.busy)
 
 
 class _Noted:
@@ -149,6 +154,7 @@ class OpenRequest:
     """
 
     __slots__ = (
+        "_busy",
         "_closed",
         "_first_output_ns",
         "_noted",
@@ -173,8 +179,10 @@ class OpenRequest:
         policy_version: int | None,
         prompt_tokens: int,
         id: str,
+        busy: Busy | None = None,
     ) -> None:
         self.id = id
+        self._busy = busy
         self.prompt_tokens = prompt_tokens
         self.response_tokens = 0
         self.arrival_ns = self.scheduled_ns = self.first_token_ns = self.last_token_ns = 0
@@ -190,9 +198,13 @@ class OpenRequest:
             noted.open.add(self)
 
     def __enter__(self) -> OpenRequest:
+        if self._busy is not None:
+            self._busy.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._busy is not None:
+            self._busy.__exit__(None, None, None)
         if not self._closed:
             self.close(self.prompt_tokens, self.response_tokens, failed=kind is not None)
 

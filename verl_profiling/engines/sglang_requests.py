@@ -25,6 +25,8 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
     @functools.wraps(generate)
     def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
+        if log.busy is not None:
+            log.busy.while_alive(stream)
         if not log.noting:
             return stream
         rid = getattr(kwargs.get("obj", args[0] if args else None), "rid", None)

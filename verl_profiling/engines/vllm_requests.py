@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from typing import Any
 
 from verl_profiling import clock
@@ -34,6 +35,8 @@ def _watch_async_llm(engine: Any, log: RequestLog) -> None:
     @functools.wraps(generate)
     def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
+        if log.busy is not None:
+            log.busy.while_alive(stream)
         if not log.noting:
             return stream
         record = log.open(id=kwargs.get("request_id", args[2] if len(args) > 2 else ""))
@@ -49,6 +52,10 @@ def _watch_llm(engine: Any, log: RequestLog) -> None:
 
     @functools.wraps(generate)
     def watched(*args: Any, **kwargs: Any) -> Any:
+        with log.busy or nullcontext():
+            return noted(*args, **kwargs)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
         if not log.noting:
             return generate(*args, **kwargs)
         batch = log.open()

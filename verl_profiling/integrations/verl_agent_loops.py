@@ -7,11 +7,12 @@ and its own :func:`verl_profiling.span` is inside of the trajectory that the wor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
+from verl_profiling.capture.session import process_session
 from verl_profiling.integrations.verl_actors import add_capture_methods
 from verl_profiling.integrations.wrapping import around, around_async, wrap
 from verl_profiling.trajectories import current_trajectory, span, trajectory, trajectory_fate
@@ -61,7 +62,7 @@ def hook_simple_timer(module: Any) -> None:
 def _as_trajectory(run_agent_loop: Callable[..., Any]) -> Callable[..., Any]:
     async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         info = kwargs.get("trajectory", args[1] if len(args) > 1 else {})
-        with trajectory(**_identity(info, kwargs)):
+        with process_session().busy("trajectories") or nullcontext(), trajectory(**_identity(info, kwargs)):
             return await run_agent_loop(self, *args, **kwargs)
 
     return run

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+from verl_profiling.capture.session import process_session
 from verl_profiling.integrations.verl_actors import add_capture_methods
 from verl_profiling.integrations.wrapping import wrap
 from verl_profiling.trajectories import span
@@ -21,7 +23,7 @@ def hook_reward_loops(module: Any) -> None:
 
 def _scored(compute_score: Callable[..., Any]) -> Callable[..., Any]:
     async def score(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        with span("reward", **_sample_of(data)):
+        with process_session().busy("reward") or nullcontext(), span("reward", **_sample_of(data)):
             return await compute_score(self, data, *args, **kwargs)
 
     return score

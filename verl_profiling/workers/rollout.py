@@ -119,7 +119,6 @@ class RolloutCaptureMixin:
             self._capture_recorder, self._capture_identity = make_recorder(
                 found, settings, role=role, replica=replica, rank=rank, requests=requests, devices=devices
             )
-            process_session().keep_every_step(settings.watch)
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:
         """Start or join a capture. The callback calls this.
