@@ -15,12 +15,14 @@ from conftest import ROOT
 from drawn_steps import Drawn, Worker, drawn_inputs
 from rich.console import Console
 
+from verl_profiling.cli import main
 from verl_profiling.report.asked import Asked, sparkline
 from verl_profiling.report.build import build_report
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.terminal import print_report
+from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.step_inputs import StepInputs
 from verl_profiling.trigger import Trigger
@@ -237,6 +239,48 @@ def test_a_history_of_any_numbers_has_bars(values: list[float], bars: str) -> No
     """Nothing, zeros, negative and huge numbers are drawn; of a long history the end is."""
     assert sparkline(values) == bars
     assert len(sparkline([1.0] * 1000)) == 60
+
+
+def test_a_scheduled_step_that_the_watch_had_asked_for_is_compared_too(tmp_path: Path) -> None:
+    """The schedule comes first, and the suspects are in the manifest all the same."""
+    both = msgspec.structs.replace(
+        SLOW_STAGE, kind="schedule", reason="schedule.every=10; besides it is slow"
+    )
+    report = two_ranks(tmp_path, both)
+    assert printed(report).splitlines()[1].startswith("captured by the schedule: schedule.every=10; besides")
+    assert asked(report).shows == "difference"
+    assert report.suspects
+
+
+def test_time_in_no_stage_is_compared_with_its_past(tmp_path: Path) -> None:
+    """The watch names no stage where the loop was in none: here, the last second of nine."""
+    trigger = Trigger(kind="anomaly", sign="slow_stage", value=3.0, median=0.2, history=[0.2, 3.0])
+    inputs = drawn_inputs(tmp_path, STAGES, [rank(0, [("gemm", 2, 4)])], 9.0)
+    assert asked(asked_by(trigger, inputs)).verdict.startswith(
+        "what lies in no stage took 1.00 s, 5.00 times"
+    )
+    gone = asked_by(msgspec.structs.replace(trigger, median=1.0), inputs)
+    assert asked(gone).shows == "nothing"
+
+
+def test_other_commands_take_a_capture_that_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``check``, ``diff`` and the page of a run read its manifest like any other."""
+    folders = []
+    for step in (2, 3):
+        folder = tmp_path / f"run/step_{step:06d}"
+        folder.mkdir(parents=True)
+        inputs = drawn_inputs(folder, STAGES, [rank(0, [("gemm", 2, 4)]), rank(1, [("gemm", 2, 7)])], 8.0)
+        assert inputs.manifest is not None
+        asked_for = msgspec.structs.replace(inputs.manifest, step=step, steps=[step], trigger=SLOW_STAGE)
+        write_json_atomically(folder / "manifest.json", asked_for)
+        folders.append(str(folder))
+    assert main(["check", str(tmp_path / "run")]) in (0, 1)
+    assert main(["diff", *folders]) == 0
+    assert main(["report", str(tmp_path / "run"), "--save"]) == 0
+    assert "asked for by the watch" in capsys.readouterr().out
+    assert (tmp_path / "run/index.html").is_file()
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Who asked for the capture, and what it says of the reason.
 
     Attributes:
-        kind: ``demand``, or ``anomaly`` for the watch.
+        kind: ``demand``, ``anomaly`` for the watch, or ``schedule`` where one of them had asked as well.
         reason: Why, as a sentence.
         by: Who asked on demand.
         request: Id of the request on demand.
@@ -104,6 +104,8 @@ def asked_sentence(asked: Asked) -> str:
         by = f" by {asked.by}" if asked.by else ""
         named = f" (request {asked.request})" if asked.request else ""
         return f"asked for on demand{by}{named}, captured {asked.when}{why}"
+    if asked.kind == "schedule":
+        return f"captured by the schedule{why}"
     noticed = "" if asked.noticed is None else f" in step {asked.noticed}"
     return f"asked for by the watch, which noticed {asked.sign or 'something'}{noticed}{why}"
 

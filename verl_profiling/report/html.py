@@ -82,9 +82,10 @@ def _sections(report: Report) -> Iterable[str]:
 def _asked(report: Report) -> str:
     if report.asked is None:
         return ""
-    lines = [asked_sentence(report.asked), shown_history(report.asked), report.asked.verdict]
-    said = "".join(f'<p class="note">{escape(line)}</p>' for line in lines if line)
-    return f'<section id="asked" aria-label="Who asked for the capture">{said}</section>'
+    asked = report.asked
+    said = "".join(f"<p>{escape(line)}</p>" for line in (asked_sentence(asked), shown_history(asked)) if line)
+    verdict = f"<p><strong>{escape(asked.verdict)}</strong></p>" if asked.verdict else ""
+    return f'<section id="asked" aria-label="Who asked for the capture">{said}{verdict}</section>'
 
 
 def _suspects(rows: Sequence[SuspectRow]) -> str:

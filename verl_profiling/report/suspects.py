@@ -18,7 +18,7 @@ import msgspec
 
 from verl_profiling.report.asked import Asked, Shows, SuspectRow, Unit, in_unit
 from verl_profiling.report.compared_process import Activities, ComparedProcess
-from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of
+from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of, subtract
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.rows import MeasureRow
 from verl_profiling.trigger import Sign, Trigger
@@ -37,7 +37,7 @@ _STEP = "the step"
 def asked_of(
     step: Step, measures: Sequence[MeasureRow], activities: Activities
 ) -> tuple[Asked, list[SuspectRow]] | None:
-    """Return who asked for a capture, and the suspects beside their peers; ``None`` for the schedule.
+    """Return who asked for a capture, and the suspects beside their peers; ``None`` for the schedule alone.
 
     Args:
         step: The step.
@@ -45,11 +45,11 @@ def asked_of(
         activities: What its lanes did.
     """
     manifest = step.manifest
-    if manifest is None or manifest.trigger.kind == "schedule":
+    trigger = manifest.trigger if manifest is not None else Trigger()
+    if manifest is None or (trigger.kind == "schedule" and not (trigger.sign or trigger.request)):
         return None
-    trigger = manifest.trigger
     found = _Comparison(step, trigger, measures, activities)
-    shows, verdict = found.verdict() if trigger.kind == "anomaly" else ("unknown", "")
+    shows, verdict = found.verdict() if trigger.sign else ("unknown", "")
     began = time.localtime(manifest.begin_ns / 1e9)
     asked = Asked(
         kind=trigger.kind,
@@ -173,11 +173,15 @@ class _Comparison:
         trigger = self._trigger
         if trigger.sign not in ("slow_step", "slow_stage") or trigger.median <= 0:
             return "unknown", ""
-        what, now_s = _STEP, self._step.span_ns / 1e9
-        if trigger.sign == "slow_stage":
-            what, now_s = trigger.stage, length(self._longest_window()) / 1e9
-            if not now_s:
+        whole = spans_of([(self._step.begin_ns, self._step.end_ns)])
+        what, now = _STEP, whole
+        if trigger.sign == "slow_stage" and not trigger.stage:
+            what, now = "what lies in no stage", subtract(whole, self._step.during())
+        elif trigger.sign == "slow_stage":
+            what, now = trigger.stage, self._longest_window()
+            if not len(now):
                 return "unknown", f"{what} did not run in the captured step."
+        now_s = length(now) / 1e9
         ratio = now_s / trigger.median
         took = f"{what} took {duration(now_s)}"
         if ratio <= 1 + _SAME:
