@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-agent lint repository docs tables bench bench-instructions bench-verl clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-agent lint repository docs tables bench bench-instructions bench-verl watch-faults clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -235,6 +235,9 @@ bench: .venv-bench/.ready .venv-hta/.ready ## Measure all but verl, against name
 
 bench-instructions: .venv-bench/.ready ## Hold the three cheapest ratios, counted in instructions (needs valgrind)
 	.venv-bench/bin/python benchmarks/bench_instructions.py
+
+watch-faults: .venv/.ready ## Put faults into running loops, and print what the watch notices (an hour)
+	.venv/bin/python benchmarks/watch_faults.py
 
 bench-verl: .venv-verl/.ready ## Measure what profiling costs a real verl run (an hour)
 	.venv-verl/bin/python benchmarks/bench_verl.py

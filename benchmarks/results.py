@@ -66,7 +66,7 @@ def record(
     """
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results[table] = {
-        "measured": _here(),
+        "measured": here(),
         "method": method,
         "peers": peers,
         "code": {path: digest(path) for path in code},
@@ -105,7 +105,7 @@ def releases_since(measured_version: str, changelog: str) -> int:
     return re.findall(r"^## (\d\S*)", changelog, re.MULTILINE).index(measured_version)
 
 
-def _here() -> dict[str, Any]:
+def here() -> dict[str, Any]:
     from verl_profiling import __version__
 
     return {

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import logging
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
-from quiet_steps import account, longer
+from example_loops import settings
+from fleet import TrainWorker
+from quiet_steps import USUAL, account, longer
 
+from verl_profiling import ProfilingCallback, stage
 from verl_profiling.aim import Aim
+from verl_profiling.capture.session import Session
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.decision import Decision
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest
+from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_account import StepAccount
 
@@ -51,6 +59,11 @@ class Loop:
             assert self.goes(account(step)) is None
         return self.step + 1
 
+    def is_slow(self, step: int, scheduled: bool = False, **given: Any) -> Decision | None:
+        """End two steps that are alike; return what is asked for when the one after them begins."""
+        assert self.goes(account(step, **given)) is None
+        return self.goes(account(step + 1, **given), scheduled=scheduled)
+
     def captures(self, decision: Decision) -> None:
         """Make the capture that is asked for."""
         step = decision.step_range.first
@@ -73,20 +86,20 @@ def test_the_next_step_is_captured_of_the_suspect_and_its_peer() -> None:
     """By stage, where it is a stage that is slow; the trigger says all that was noticed."""
     loop = Loop()
     step = loop.quiet()
-    decision = loop.goes(account(step, slow=SLOW))
+    decision = loop.is_slow(step, slow=SLOW)
     assert decision is not None
-    assert (decision.step_range.first, decision.step_range.last) == (step + 1, step + 1)
+    assert (decision.step_range.first, decision.step_range.last) == (step + 2, step + 2)
     assert decision.aim == Aim(mode="discrete", roles=("rollout",), ranks=(2, 1), stages=("rollout",))
-    assert (decision.trigger.kind, decision.trigger.noticed) == ("anomaly", step)
+    assert (decision.trigger.kind, decision.trigger.noticed) == ("anomaly", step + 1)
     assert decision.trigger.suspects == ["rollout2_rank0"]
-    assert loop.goes(account(step + 1)) is None
+    assert loop.goes(account(step + 2)) is None
 
 
 def test_a_step_that_is_slow_is_captured_whole() -> None:
     """Nobody stands out, so it is captured as the settings say."""
     loop = Loop()
     step = loop.quiet()
-    decision = loop.goes(account(step, {stage: 1.8 * usual for stage, usual in longer("rollout", 1).items()}))
+    decision = loop.is_slow(step, times={name: 1.8 * usual for name, usual in USUAL.items()})
     assert decision is not None
     assert (decision.trigger.sign, decision.aim) == ("slow_step", None)
 
@@ -98,36 +111,36 @@ def test_workers_are_read_at_once_and_waited_for_one_step() -> None:
         for step in range(1, 31):
             assert loop.goes(account(step, read=False)) is None
         assert loop.reads == 0
-        assert loop.goes(account(31, slow=SLOW, read=False)) is None
+        assert loop.is_slow(31, slow=SLOW, read=False) is None
         assert loop.reads == 1
-        late = [account(31, slow=SLOW)] if answered else []
-        decision = loop.goes(account(32, slow=SLOW, read=False), *late)
+        late = [account(32, slow=SLOW)] if answered else []
+        decision = loop.goes(account(33, slow=SLOW, read=False), *late)
         assert decision is not None
         assert (decision.aim is not None) == answered
-        assert decision.trigger.noticed == 31
+        assert decision.trigger.noticed == 32
 
 
 def test_after_a_capture_the_watch_asks_for_none(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever asked for that one; the refusal is in the log, with the setting."""
     loop = Loop(Anomaly(cooldown=10))
     step = loop.quiet()
-    decision = loop.goes(account(step, slow=SLOW))
+    decision = loop.is_slow(step, slow=SLOW)
     assert decision is not None
     loop.captures(decision)
     step = loop.quiet(5)
     with caplog.at_level(logging.WARNING):
-        assert loop.goes(account(step, longer("reward", 9))) is None
+        assert loop.is_slow(step, times=longer("reward", 9)) is None
     assert "watch.trigger.cooldown" in caplog.text
     step = loop.quiet(10)
-    assert loop.goes(account(step, longer("update_actor", 9))) is not None
+    assert loop.is_slow(step, times=longer("update_actor", 9)) is not None
 
 
 def test_the_watch_asks_for_so_many_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
     """``max_captures`` counts what was made of what it asked for."""
     loop = Loop(Anomaly(cooldown=0, max_captures=2))
     step = loop.quiet()
-    for stage, made in (("rollout", True), ("reward", True), ("update_actor", False)):
-        decision = loop.goes(account(step, longer(stage, 9)))
+    for name, made in (("rollout", True), ("reward", True), ("update_actor", False)):
+        decision = loop.is_slow(step, times=longer(name, 9))
         assert (decision is not None) == made
         if decision is not None:
             loop.captures(decision)
@@ -139,7 +152,7 @@ def test_a_scheduled_capture_says_what_the_watch_noticed() -> None:
     """It is made as the schedule has it, even right after another one."""
     loop = Loop()
     step = loop.quiet()
-    decision = loop.goes(account(step, slow=SLOW), scheduled=True)
+    decision = loop.is_slow(step, slow=SLOW, scheduled=True)
     assert decision is not None
     assert (decision.aim, decision.trigger.sign) == (None, "slow_stage")
 
@@ -148,6 +161,54 @@ def test_an_aim_that_cannot_be_had_costs_no_capture() -> None:
     """It is made as the settings say."""
     loop = Loop(allowed=False)
     step = loop.quiet()
-    decision = loop.goes(account(step, slow=SLOW))
+    decision = loop.is_slow(step, slow=SLOW)
     assert decision is not None
     assert decision.aim is None
+
+
+def test_a_stage_that_becomes_slow_in_a_running_loop_is_captured(tmp_path: Path, session: Session) -> None:
+    """With the watch on and no schedule: the manifest says what was noticed, and the suspect recorded."""
+    config = settings(
+        save_path=str(tmp_path),
+        tool="spans",
+        schedule={"steps": []},
+        watch={"enable": True, "every": 4, "trigger": {"window": 6}},
+    )
+    worker = TrainWorker()
+    worker.set_up(config)
+    profiling = ProfilingCallback(config)
+    profiling.add_workers("actor", worker)
+    with profiling:
+        for step in range(1, 16):
+            profiling.on_step_begin(step)
+            with profiling.stage("update"), stage("update_actor"):
+                time.sleep(0.2 if step > 10 else 0.01)
+            profiling.on_step_end()
+    [folder] = sorted(tmp_path.glob("step_*"))
+    manifest = read_manifest(folder)
+    assert manifest.step in (13, 14)
+    trigger = manifest.trigger
+    assert (trigger.kind, trigger.sign, trigger.stage, trigger.noticed) == (
+        "anomaly",
+        "slow_stage",
+        "update",
+        12,
+    )
+    assert trigger.suspects == ["actor_rank0"]
+    assert [span.name for span in manifest.workers[0].stages] == ["update_actor"]
+
+
+@pytest.mark.parametrize("trigger", [None, {"slow_step": None, "slow_stage": None}])
+def test_nothing_is_captured_where_the_watch_may_not_ask(
+    tmp_path: Path, session: Session, trigger: dict[str, None] | None
+) -> None:
+    """Without ``watch.trigger``, or with its signs switched off, there is only what people ask for."""
+    watch = {"enable": True, "trigger": trigger}
+    profiling = ProfilingCallback(settings(save_path=str(tmp_path), schedule={"steps": []}, watch=watch))
+    with profiling:
+        for step in range(1, 16):
+            profiling.on_step_begin(step)
+            with profiling.stage("update"):
+                time.sleep(0.02 if step > 12 else 0.001)
+            profiling.on_step_end()
+    assert not list(tmp_path.glob("step_*"))

@@ -78,9 +78,9 @@ class Controller:
         self._peers: Alone | None = None
         self._identity = WorkerIdentity(role="controller")
         self._roster = Roster(config)
-        self._listening = Listening(config, self._roster, self._folders, self.decisions)
         watch = config.watch
         self.watch = Watch(watch, self._roster, config.timeouts.start_s) if watch.enable else None
+        self._listening = Listening(config, self._roster, self._folders, self.decisions, self.watch)
         self.sink: StageSink | None = self._receiver(None)
         self._rounds = Rounds(self._roster, config.timeouts, self.watch)
         self._captures = count(1)

@@ -1,4 +1,4 @@
-"""From the begin of training to its end: the ways in which people may ask a running job for captures."""
+"""From the begin of training to its end: the ways in which people and the watch may ask for captures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from functools import partial
 
 from verl_profiling.controller.ahead import Announced, Announcing
+from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.asked_by_signal import SignalAsking
 from verl_profiling.controller.control_folder import ControlFolder
 from verl_profiling.controller.decision import Asker, Decisions
@@ -13,6 +14,7 @@ from verl_profiling.controller.demands import Demands
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Alone, find_peers, has_peers
 from verl_profiling.controller.step_folders import StepFolders
+from verl_profiling.controller.watch import Watch
 from verl_profiling.demand import LoopState
 from verl_profiling.identity import ProcessId
 from verl_profiling.ranks import process_rank
@@ -31,18 +33,26 @@ class Listening:
         roster: The workers.
         folders: The run's folder.
         decisions: Where what is asked for comes to.
+        watch: What accounts for the steps; ``None`` if it is off.
 
     Attributes:
         complete: Whether all is done that has to be before the first step.
     """
 
     def __init__(
-        self, config: ProfilingConfig, roster: Roster, folders: StepFolders, decisions: Decisions
+        self,
+        config: ProfilingConfig,
+        roster: Roster,
+        folders: StepFolders,
+        decisions: Decisions,
+        watch: Watch | None,
     ) -> None:
         self._config = config
         self._roster = roster
         self._folders = folders
         self._decisions = decisions
+        self._watch = watch
+        self._anomalies: Anomalies | None = None
         self._added: list[Asker] = []
         self._signal: SignalAsking | None = None
         self.complete = False
@@ -59,6 +69,7 @@ class Listening:
         check = partial(self._roster.check_aim, ranks=ranks if ranks > 1 else None)
         demands = Demands(self._config.schedule, check)
         self._add(demands)
+        self._let_the_watch_ask()
         self._signal = SignalAsking(demands.signal)
         self._signal.begin()
         try:
@@ -94,7 +105,10 @@ class Listening:
         for asker in self._added:
             self._decisions.askers.remove(asker)
         self._added = []
-        self._signal = self._decisions.ahead = None
+        if self._watch is not None and self._anomalies is not None:
+            self._watch.early.remove(self._anomalies.listen)
+            self._watch.listeners.remove(self._anomalies.listen)
+        self._signal = self._decisions.ahead = self._anomalies = None
         self.complete = False
 
     @property
@@ -105,6 +119,17 @@ class Listening:
         """Add somebody who comes before the watch."""
         self._added.append(asker)
         self._decisions.askers.insert(0, asker)
+
+    def _let_the_watch_ask(self) -> None:
+        """Let it say what it notices, and ask for captures when people do not."""
+        options = self._config.watch.trigger
+        if self._watch is None or options is None:
+            return
+        self._anomalies = anomalies = Anomalies(options, self._watch.read_soon, self._roster.check_aim)
+        self._watch.early.append(anomalies.listen)
+        self._watch.listeners.append(anomalies.listen)
+        self._added.append(anomalies)
+        self._decisions.askers.append(anomalies)
 
 
 def _ask_rank_0(name: str) -> None:

@@ -14,8 +14,9 @@ class Anomaly:
     """When the watch asks for a capture. ``None`` switches one of the signs off.
 
     Attributes:
-        slow_step: A step takes longer than the median of the window by this ratio.
-        slow_stage: The exposed time of a stage is more than its median by this ratio.
+        slow_step: Two steps one after another take longer than the median of the window by this ratio.
+        slow_stage: The exposed time of a stage is more than its median by this ratio, two times one after
+            another.
         leader: One process leads in a stage by this share of the step, in three steps one after another.
         memory: Memory that a process holds grows in every step of the window, by this share in all.
         window: Number of steps before that a step is compared with.

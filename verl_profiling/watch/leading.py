@@ -8,13 +8,15 @@ from statistics import median
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_account import StepAccount
 from verl_profiling.units import duration
-from verl_profiling.watch.news import NEWS
 from verl_profiling.watch.suspicion import Suspicion
 
 __all__ = ["IN_A_ROW", "Leading"]
 
 IN_A_ROW = 3
 """In so many steps that were read, one after another, a process must lead to be noticed."""
+
+NEWS = 1.25
+"""By this ratio a process must lead by more than when it was noticed, to be noticed again."""
 
 
 class Leading:

@@ -10,16 +10,15 @@ from statistics import median
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_account import StepAccount
 from verl_profiling.units import duration
-from verl_profiling.watch.news import News
 from verl_profiling.watch.suspicion import Suspicion
 
-__all__ = ["MATTERS", "REMEMBERED", "Slowness"]
+__all__ = ["IN_A_ROW", "MATTERS", "Slowness"]
 
 MATTERS = 0.05
 """Share of a usual step by which a stage must be longer than usual, to be slow."""
 
-REMEMBERED = 10
-"""For each step of the window, so many slow values of a stage are remembered, whenever they were."""
+IN_A_ROW = 2
+"""So many times one after another something must be slow: what is slow once is over when it is captured."""
 
 
 @dataclass
@@ -50,8 +49,9 @@ class _Slow:
 class Slowness:
     """Compares every step with those before it, and every stage with the times that it ran before.
 
-    Stages that run in less than half of the steps, such as a checkpoint, are no part of what is compared of
-    the step: each is compared with itself alone.
+    Something is noticed when it is slow for the second time one after another, and not again until it was
+    not. Stages that run in less than half of the steps, such as a checkpoint, are no part of what is compared
+    of the step: each is compared with itself alone.
 
     Args:
         options: From where on something is slow.
@@ -62,7 +62,7 @@ class Slowness:
         self._enough = max(3, options.window // 2)
         self._steps: deque[_Seen] = deque(maxlen=options.window)
         self._stages: dict[str, deque[float]] = {}
-        self._news: dict[str | None, News] = {}
+        self._in_a_row: Counter[str | None] = Counter()
 
     def observe(self, account: StepAccount) -> Suspicion | None:
         """Return what is slow in a step and was not before, if anything is."""
@@ -79,7 +79,7 @@ class Slowness:
         history = [before.without(seldom) for before in self._steps]
         value, usual = seen.without(seldom), median(history)
         ratio = self._options.slow_step
-        step_is_news = self._is_news(None, value, ratio is not None and value > ratio * usual)
+        step_is_news = self._is_news(None, ratio is not None and value > ratio * usual)
         slow = self._slow_stages(seen, MATTERS * usual)
         worst = max((stage for stage in slow if stage.news), key=lambda stage: stage.excess, default=None)
         if worst is not None and (not step_is_news or worst.excess >= (value - usual) / 2):
@@ -98,13 +98,13 @@ class Slowness:
             if len(past) >= self._enough:
                 usual = median(past)
                 slow = ratio is not None and value > ratio * usual and value - usual >= matters
-                found.append(_Slow(stage, value, list(past), self._is_news(stage, value, slow)))
+                found.append(_Slow(stage, value, list(past), self._is_news(stage, slow)))
         return found
 
-    def _is_news(self, what: str | None, value: float, slow: bool) -> bool:
-        if what not in self._news:
-            self._news[what] = News(REMEMBERED * self._options.window)
-        return self._news[what].notice(value, slow)
+    def _is_news(self, what: str | None, slow: bool) -> bool:
+        """Return whether a stage, or the step, has been slow often enough now, and was not before."""
+        self._in_a_row[what] = self._in_a_row[what] + 1 if slow else 0
+        return self._in_a_row[what] == IN_A_ROW
 
 
 def _of_stage(step: int, slow: _Slow) -> Suspicion:
