@@ -111,7 +111,6 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         process: The process.
         run_id: The run.
         start: Which start of it.
-        refuses: Why it takes no requests; empty if it does.
         step: The step that began last.
         begun_ns: When it began, or when training did if none has begun yet.
         step_s: How long a step takes from its begin to the next one's, as the median of the last ones; 0.0
@@ -122,7 +121,6 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     process: ProcessId
     run_id: str
     start: int = 1
-    refuses: str = ""
     step: int | None = None
     begun_ns: Ns = 0
     step_s: float = 0.0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 from conftest import Pool
@@ -25,8 +26,9 @@ from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.commands.asking import find_job
 from verl_profiling.controller.control_folder import MOST_REJECTED
-from verl_profiling.demand import Answer, Demand, read_message, write_message
+from verl_profiling.demand import Answer, Demand, LoopState, read_message, write_message
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.identity import ProcessId
 from verl_profiling.run_files import read_manifest
 
 Loop = Callable[[int], None]
@@ -83,11 +85,6 @@ def job(tmp_path: Path, session: Session) -> Iterator[Job]:
     started = Job(configured(tmp_path))
     yield started
     started.callback.on_train_end()
-
-
-def state_of(job: Job) -> str:
-    """Return what a person reads of the job, once the sign of its last step is written."""
-    return find_job(job.run, must_run=False).in_words()
 
 
 # Asking
@@ -526,6 +523,62 @@ def test_no_job_was_ever_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["trigger", str(tmp_path)]) == 2
     assert "needs watch.enable=true" in capsys.readouterr().err
     assert main(["trigger", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--steps", "101"], "at most 100 at a time"),
+        (["--ranks", "0-99999"], "at most 4,096"),
+        (["--ranks", "x"], "is not a list of ranks"),
+        (["--at", "2"], "step 2 is over or has begun; the job is in step 2"),
+        (["--stages", "a", "--mode", "e2e"], "discrete mode"),
+        (["--run", "other"], "has no run 'other'"),
+    ],
+)
+def test_what_is_known_to_be_wrong_is_said_at_once(
+    job: Job, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    """The job is not asked."""
+    state = find_job(job.run).state
+    write_message(job.run / "control" / "loop.json", msgspec.structs.replace(state, step=2))
+    assert main(["trigger", str(job.run), *options]) == 2
+    assert said in capsys.readouterr().err
+    assert find_job(job.run).waiting() == []
+
+
+def test_of_a_job_on_another_host_the_last_step_tells(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is asked while its steps come, between two for long as well, and is gone after ten minutes."""
+    elsewhere = msgspec.structs.replace(ProcessId.current(), clock_domain="elsewhere", host="node7")
+    loop = job.run / "control" / "loop.json"
+    for quiet_s, code, said in (
+        (3, 0, "step 5 began 3."),
+        (100, 0, "it is in a long step, or between two (validation, a checkpoint)"),
+        (2000, 2, "nothing was heard of pid"),
+    ):
+        begun_ns = time.time_ns() - quiet_s * 10**9
+        write_message(loop, LoopState(process=elsewhere, run_id="r", step=5, begun_ns=begun_ns, step_s=2.0))
+        assert main(["trigger", str(job.run)]) == code
+        assert said in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 100_000, b'{"process": 1}', b"[" * 60_000])
+def test_a_sign_of_life_that_is_none_is_one_line(
+    job: Job, capsys: pytest.CaptureFixture[str], data: bytes
+) -> None:
+    """The command reads what anybody may have written."""
+    (job.run / "control" / "loop.json").write_bytes(data)
+    assert main(["trigger", str(job.run)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_command_writes_nothing_behind_a_link(job: Job, tmp_path: Path) -> None:
+    """Neither a request nor a cancellation."""
+    requests = job.run / "control" / "requests"
+    requests.rename(tmp_path / "elsewhere")
+    requests.symlink_to(tmp_path / "elsewhere")
+    assert main(["trigger", str(job.run)]) == 2
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 LOOP = """

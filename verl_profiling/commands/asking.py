@@ -87,15 +87,14 @@ class Job:
 
         Raises:
             ConfigError: What is asked for is known to be refused.
+            TraceFormatError: The folder is a link to another one.
             OSError: The folder cannot be written.
         """
-        if self.state.refuses:
-            raise ConfigError("", self.state.refuses)
         if at is not None and self.state.step is not None and at <= self.state.step:
             raise ConfigError("--at", f"step {at} is over or has begun; the job is in step {self.state.step}")
         by = f"{_user()}@{socket.gethostname()}"[:200]
         demand = Demand(id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, at=at, aim=aim)
-        control = self.run / CONTROL
+        control = self._control()
         write_message(control / REQUESTS / f"{demand.id}.json", demand, beside=control)
         return demand
 
@@ -104,6 +103,7 @@ class Job:
 
         Raises:
             ConfigError: There is no such request, or it is over.
+            TraceFormatError: The folder is a link to another one.
             OSError: The folder cannot be written.
         """
         known = self.answer(request)
@@ -111,7 +111,15 @@ class Job:
             raise ConfigError("--cancel", f"the run has no request {request!r}; see --list")
         if known is not None and known.state in _FINAL:
             raise ConfigError("--cancel", f"request {request} is {known.state} already")
-        (self.run / CONTROL / REQUESTS / f"{request}{CANCEL_SUFFIX}").touch()
+        (self._control() / REQUESTS / f"{request}{CANCEL_SUFFIX}").touch()
+
+    def _control(self) -> Path:
+        """Return the folder to write to, which leads nowhere else."""
+        control = self.run / CONTROL
+        for folder in (control, control / REQUESTS):
+            if folder.is_symlink():
+                raise TraceFormatError(folder, "is a link")
+        return control
 
     def answer(self, request: str) -> Answer | None:
         """Return what the job has answered to a request so far."""
