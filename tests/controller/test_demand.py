@@ -518,6 +518,21 @@ def test_a_job_is_alive_then_ended(job: Job, capsys: pytest.CaptureFixture[str])
     assert "refused: training ended after step 2" in capsys.readouterr().out
 
 
+def test_the_answer_names_a_worker_that_could_not(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the list of requests too; and the exit code says so."""
+    job.ask(Aim(tools=("nsys",)))
+    job.step()
+    assert main(["trigger", str(job.run), "--list"]) == 0
+    _, request, reason = capsys.readouterr().out.splitlines()
+    assert "tools=nsys  done: " in request
+    assert request.endswith("policy version 11; actor_rank0 skipped")
+    assert reason.startswith("  actor_rank0: asked for tools=nsys, which this process cannot: ")
+    stepping = threading.Timer(0.5, job.step)
+    stepping.start()
+    assert main(["trigger", str(job.run), "--tool", "nsys", "--wait", "20"]) == 1
+    stepping.join()
+
+
 def test_no_job_was_ever_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder without one, and none at all."""
     assert main(["trigger", str(tmp_path)]) == 2

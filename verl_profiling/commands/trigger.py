@@ -21,7 +21,7 @@ from verl_profiling.visible import visible
 
 __all__ = ["configure", "run"]
 
-_SOON_S = 0.5
+_SOON_S = 0.3
 _MOST_RANKS = 4096
 
 
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Asks a running job, whose watch is on (watch.enable=true), to capture steps: the next one unless "
         "--at names one. Without options it is captured as the settings say; the options hold for these "
         "captures alone. Says at once whether a job runs there. Exits 1 when the request is refused, when a "
-        "step was cut short or a worker failed, and when the time of --wait is up."
+        "step was cut short or a worker has nothing, and when the time of --wait is up."
     )
     parser.epilog = "example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait"
     parser.add_argument("path", type=local_path, metavar="RUN_DIR", help="the run's folder, or its save_path")
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     answer: Answer | None = None
     for answer in job.follow(request, _SOON_S if arguments.wait is None else arguments.wait):
         if not arguments.json and not (demand is None and answer.state == "accepted"):
-            print(visible(_in_words(answer, job.run)), flush=True)
+            _print(_in_words(answer, job.run))
     if arguments.json:
         asked = {"request": request, "run": str(job.run), "job": job.in_words()}
         print(json.dumps({**asked, "answer": msgspec.to_builtins(answer) if answer is not None else None}))
@@ -93,7 +93,7 @@ def _exit_code(answer: Answer | None, cancelling: bool, waited: bool) -> int:
         return EXIT_FINDING if waited else EXIT_OK
     if cancelling:
         return EXIT_OK if answer.state == "cancelled" else EXIT_FINDING
-    whole = answer.complete and all(worker.status in ("ok", "skipped") for worker in answer.workers)
+    whole = answer.complete and all(worker.status == "ok" for worker in answer.workers)
     return EXIT_OK if answer.state == "done" and whole else EXIT_FINDING
 
 
@@ -105,7 +105,8 @@ def _list(job: Job, as_json: bool) -> int:
         return EXIT_OK
     print(visible(job.gone or job.in_words()))
     for answer in answers:
-        print(visible(f"{_asked(answer.demand)}  {_in_words(answer, job.run)}"))
+        first, *reasons = _in_words(answer, job.run)
+        _print([f"{_asked(answer.demand)}  {first}", *reasons])
     for demand in waiting:
         print(visible(f"{_asked(demand)}  not taken yet"))
     return EXIT_OK
@@ -119,14 +120,19 @@ def _asked(demand: Demand) -> str:
     return "  ".join(filter(None, (demand.id, demand.by, demand.aim.in_words())))
 
 
-def _in_words(answer: Answer, run: Path) -> str:
-    """Return an answer as a sentence."""
+def _print(lines: list[str]) -> None:
+    for line in lines:
+        print(visible(line), flush=True)
+
+
+def _in_words(answer: Answer, run: Path) -> list[str]:
+    """Return an answer as a line, and a line for each worker that has nothing."""
     if answer.state in ("refused", "cancelled"):
-        return f"{answer.state}: {answer.reason}" if answer.reason else answer.state
+        return [f"{answer.state}: {answer.reason}" if answer.reason else answer.state]
     folders = ", ".join(str(run / name) for name in answer.folders)
     if answer.state == "accepted":
         done = f" ({answer.made} of {len(answer.folders)} made)" if answer.made else ""
-        return f"accepted: {folders}{done}"
+        return [f"accepted: {folders}{done}"]
     versions = ", ".join(str(version) for version in answer.policy_versions if version is not None)
     parts = [
         f"done: {folders}",
@@ -134,9 +140,8 @@ def _in_words(answer: Answer, run: Path) -> str:
         "" if answer.complete else "a step was cut short",
         ", ".join(f"{worker.name} {worker.status}" for worker in answer.workers) or "no worker recorded",
     ]
-    sentence = "; ".join(filter(None, parts))
-    reasons = [f"\n  {worker.name}: {worker.reason}" for worker in answer.workers if worker.reason]
-    return sentence + "".join(dict.fromkeys(reasons))
+    reasons = [f"  {worker.name}: {worker.reason}" for worker in answer.workers if worker.reason]
+    return ["; ".join(filter(None, parts)), *reasons]
 
 
 def _aim(arguments: argparse.Namespace) -> Aim:

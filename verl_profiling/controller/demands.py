@@ -111,7 +111,9 @@ class Demands:
     def asks(self, step: int, scheduled: bool) -> Decision | None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
         if self._signals:
-            self._accept(Demand(id=new_request_id(), by=self._signals.popleft()), step)
+            asked_ns = clock.now_ns()
+            by = self._signals.popleft()
+            self._accept(Demand(id=new_request_id(), by=by, asked_ns=asked_ns), step)
         if self.folder is not None and self.folder.has_changed():
             demands, cancelled = self.folder.take()
             for demand in demands:
