@@ -16,7 +16,7 @@ from drawn_steps import Drawn, Worker, drawn_inputs
 from rich.console import Console
 
 from verl_profiling.cli import main
-from verl_profiling.report.asked import Asked, sparkline
+from verl_profiling.report.asked import Asked, asked_sentence, sparkline
 from verl_profiling.report.build import build_report
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
@@ -204,6 +204,8 @@ def test_who_asked_is_the_first_line(tmp_path: Path) -> None:
     assert two_ranks(tmp_path, Trigger()).asked is None
     shown = printed(two_ranks(tmp_path, SLOW_STAGE)).splitlines()
     assert shown[1].startswith("asked for by the watch, which noticed slow_stage in step 41: update_actor")
+    named = msgspec.structs.replace(asked(two_ranks(tmp_path, SLOW_STAGE)), reason="step 41: it was slow")
+    assert asked_sentence(named) == "asked for by the watch, which noticed slow_stage: step 41: it was slow"
     assert "▅▅▄▅█ 6.00 s, median before 3.00 s" in shown
 
 
@@ -281,6 +283,19 @@ def test_other_commands_take_a_capture_that_was_asked_for(
     assert main(["report", str(tmp_path / "run"), "--save"]) == 0
     assert "asked for by the watch" in capsys.readouterr().out
     assert (tmp_path / "run/index.html").is_file()
+
+
+def test_starts_and_stops_of_the_capture_do_not_count(tmp_path: Path) -> None:
+    """In discrete mode they lie inside the stage: without them it took what it took before, and was gone."""
+    tool = [("start", 2.0, 4.0, "update_actor"), ("stop", 7.0, 8.0, "update_actor")]
+    workers = [rank(0, [("gemm", 4, 7)]), rank(1, [("gemm", 4, 7)])]
+    for worker in workers:
+        worker.tool, worker.mode, worker.recorded = list(tool), "discrete", (4.0, 7.0)
+    report = asked_by(SLOW_STAGE, drawn_inputs(tmp_path, STAGES, workers, 8.0))
+    assert asked(report).shows == "nothing"
+    assert "update_actor took 3.00 s, and the median before was 3.00 s: it was gone." in asked(report).verdict
+    stage = next(row for row in report.suspects if row.kind == "stage")
+    assert (stage.value, stage.peer_value) == pytest.approx((3.0, 3.0))
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,8 @@ def asked_sentence(asked: Asked) -> str:
         return f"asked for on demand{by}{named}, captured {asked.when}{why}"
     if asked.kind == "schedule":
         return f"captured by the schedule{why}"
-    noticed = "" if asked.noticed is None else f" in step {asked.noticed}"
+    step = f"step {asked.noticed}"
+    noticed = "" if asked.noticed is None or asked.reason.startswith(f"{step}:") else f" in {step}"
     return f"asked for by the watch, which noticed {asked.sign or 'something'}{noticed}{why}"
 
 

@@ -52,6 +52,9 @@ class ComparedProcess:
         named = [lane for lane in of_worker if name in (lane.name, lane.source.lane)]
         self.lanes: list[Lane] = [lane for lane in named or of_worker if not lane.activity.is_unknown]
         results = [result for result in step.workers if result.name == worker]
+        self._tools = spans_of(
+            (span.begin_ns, span.end_ns) for result in results for span in step.tool_spans_of(result)
+        )
         self.role = results[0].identity.role if results else worker
         self.stages: list[StageSpan] = (
             [span for result in results for span in step.stages_of(result)] if results else step.stages
@@ -63,11 +66,15 @@ class ComparedProcess:
         return bool(self.stages or self.lanes)
 
     def window(self, stage: str) -> Spans:
-        """Return when it was in a stage: its own, else the loop's; the whole step without one."""
+        """Return when it was in a stage, its own or else the loop's, or in the step where none is named.
+
+        The starts and stops of its tools are no part of it.
+        """
         own = spans_of((span.begin_ns, span.end_ns) for span in self.stages if span.name == stage)
-        if len(own):
-            return own
-        return self._step.during(stage) if stage else spans_of([(self._step.begin_ns, self._step.end_ns)])
+        if not len(own):
+            whole = spans_of([(self._step.begin_ns, self._step.end_ns)])
+            own = self._step.during(stage) if stage else whole
+        return subtract(own, self._tools)
 
     def worked_s(self, stage: str) -> float | None:
         """Return its time in a stage without waiting; of what has no such stage, the time it was busy."""

@@ -16,6 +16,7 @@ from statistics import median
 
 import msgspec
 
+from verl_profiling.report.anatomy import capture_time
 from verl_profiling.report.asked import Asked, Shows, SuspectRow, Unit, in_unit
 from verl_profiling.report.compared_process import Activities, ComparedProcess
 from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of, subtract
@@ -181,7 +182,7 @@ class _Comparison:
             what, now = trigger.stage, self._longest_window()
             if not len(now):
                 return "unknown", f"{what} did not run in the captured step."
-        now_s = length(now) / 1e9
+        now_s = length(subtract(now, capture_time(self._step))) / 1e9
         ratio = now_s / trigger.median
         took = f"{what} took {duration(now_s)}"
         if ratio <= 1 + _SAME:
