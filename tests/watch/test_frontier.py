@@ -6,6 +6,7 @@ import importlib.util
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -215,6 +216,16 @@ def test_in_an_asynchronous_loop_rollout_is_exposed_as_the_waiting_of_the_traine
     assert (rows[1].leader, rows[1].doubt) == ("actor_rank1", "")
 
 
+def test_a_loop_waits_for_what_was_under_way_since_the_step_before() -> None:
+    """One step off: its batch was generated beside the last update; who was late with it leads."""
+    engines = [(f"rollout{replica}_rank0", length) for replica, length in enumerate((150, 90, 92))]
+    before = account(100, controller(), *(use(lane, ("generate", 5, length)) for lane, length in engines))
+    after = account(150, controller(("wait_rollout", 102, 54), ("update_actor", 160, 80)), use("actor_rank0"))
+    [wait, *_] = exposed(after, before)
+    assert (wait.role, wait.leader, wait.lead_ns) == ("rollout", "rollout0_rank0", 53 * MS)
+    assert exposed(after)[0].leader == "controller"
+
+
 def test_stages_of_the_loop_at_the_same_time_are_counted_once() -> None:
     """Two tasks of an asynchronous loop: what of the second lies in the first is not exposed again."""
     rows = exposed(account(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0")))
@@ -274,7 +285,7 @@ def test_rows_add_up_to_the_step(
 ) -> None:
     """To the nanosecond, and none is negative, whatever the clocks and the stages are."""
     step = StepAccount(step=1, begin_ns=begin_ns, end_ns=end_ns, loop=loop, workers=workers)
-    rows = exposed(step)
+    rows = exposed(step, msgspec.structs.replace(step, workers=loop))
     assert sum(row.exposed_ns for row in rows) == max(0, step.duration_ns)
     assert all(row.exposed_ns >= 0 and row.lead_ns >= 0 and row.imbalance >= 1 for row in rows)
     assert len({row.name for row in rows}) >= len(rows) - 1

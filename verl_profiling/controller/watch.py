@@ -203,7 +203,8 @@ class Watch:
             workers=workers,
             captured=step.captured,
         )
-        return msgspec.structs.replace(account, exposed=exposed(account))
+        before = self.accounts[-1] if self.accounts else None
+        return msgspec.structs.replace(account, exposed=exposed(account, before))
 
     def _take_own_stages(self) -> None:
         names, slots = self.ring.read(None)

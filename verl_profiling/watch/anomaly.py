@@ -31,6 +31,7 @@ class Detector:
         self._judged_ns: int | None = None
         self._read_ns: int | None = None
         self._unaimed: Suspicion | None = None
+        self._before: StepAccount | None = None
 
     def observe(self, account: StepAccount) -> Suspicion | None:
         """Return what is noticed in a step, if anything is; it costs as much as the window is long.
@@ -42,6 +43,7 @@ class Detector:
             account: The next step, or one before it again, now with its workers.
         """
         if account.captured:
+            self._before = account
             return None
         found = None
         several = len(account.loop) > 1
@@ -52,12 +54,13 @@ class Detector:
         if not (account.workers or several):
             return found
         if self._unaimed is not None and self._unaimed.step == account.step:
-            found, self._unaimed = self._unaimed.aimed_with(account), None
+            found, self._unaimed = self._unaimed.aimed_with(account, self._before), None
         if self._read_ns is not None and account.begin_ns <= self._read_ns:
             return found
         self._read_ns = account.begin_ns
         if several and (slow := self._all.observe(account)) is not None:
-            found = slow if slow.aimed else slow.aimed_with(account)
-        leading = self._leading.observe(account, quiet=found is not None)
+            found = slow if slow.aimed else slow.aimed_with(account, self._before)
+        leading = self._leading.observe(account, self._before, quiet=found is not None)
         growing = self._growth.observe(account, quiet=(found or leading) is not None)
+        self._before = account
         return found or leading or growing

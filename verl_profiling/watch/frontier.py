@@ -16,16 +16,20 @@ from verl_profiling.watch.roles import working_in
 __all__ = ["exposed", "standings"]
 
 
-def exposed(account: StepAccount) -> list[ExposedStage]:
+def exposed(account: StepAccount, before: StepAccount | None = None) -> list[ExposedStage]:
     """Return where a step's time went, in order of the loop's stages; the last row lies in no stage.
 
     ``C_r(s)`` is how far process ``r`` of the loop is after stage ``s``, ``F(s)`` the largest of them, and
     the exposed time ``F(s) - F(s-1)``. A frontier beyond the end of the step is cut off there, so the rows
     add up to the step to the nanosecond, whatever the account holds.
+
+    Args:
+        account: The account of the step.
+        before: That of the step before, whose workers may have gone on in this one.
     """
     duration_ns = max(0, account.duration_ns)
     advances = _advances(account.loop)
-    standing_in = _standings(account, advances)
+    standing_in = _standings(account, advances, before)
     rows: list[ExposedStage] = []
     before_ns = 0
     for advance in advances:
@@ -49,18 +53,22 @@ def exposed(account: StepAccount) -> list[ExposedStage]:
     return rows
 
 
-def standings(account: StepAccount) -> dict[str, list[Standing]]:
+def standings(account: StepAccount, before: StepAccount | None = None) -> dict[str, list[Standing]]:
     """Return, for each stage of the loop, how those who worked in it stand; whom its row names, first."""
-    return _standings(account, _advances(account.loop))
+    return _standings(account, _advances(account.loop), before)
 
 
-def _standings(account: StepAccount, advances: Iterable[Advance]) -> dict[str, list[Standing]]:
+def _standings(
+    account: StepAccount, advances: Iterable[Advance], before: StepAccount | None
+) -> dict[str, list[Standing]]:
     found = {advance.name: [advance.standing] for advance in advances}
     if len(account.loop) != 1:
         return found
     if not account.workers:
         return {name: [own._replace(doubt="not read")] for name, [own] in found.items()}
-    working = working_in(account.loop[0].stages, account.workers)
+    working = working_in(
+        account.loop[0].stages, account.workers, before.workers if before is not None else ()
+    )
     for name, [own] in found.items():
         if name in working:
             first, *others = working[name]

@@ -34,11 +34,12 @@ class Leading:
         self._shares: dict[tuple[str, str], deque[float]] = {}
         self._noticed: dict[tuple[str, str], float] = {}
 
-    def observe(self, account: StepAccount, quiet: bool) -> Suspicion | None:
+    def observe(self, account: StepAccount, before: StepAccount | None, quiet: bool) -> Suspicion | None:
         """Return who leads in a step, if it has led long enough.
 
         Args:
             account: The account of a step whose workers were read.
+            before: That of the step before.
             quiet: Only follow: something else is noticed in this step.
         """
         leads = {
@@ -56,7 +57,7 @@ class Leading:
                 del self._shares[who]
             elif not quiet and found is None and self._is_news(who, past):
                 self._noticed[who] = share
-                found = _suspicion(account, who, lead_ns, past)
+                found = _suspicion(account, who, lead_ns, past).aimed_with(account, before)
         return found
 
     def _is_news(self, who: tuple[str, str], past: deque[float]) -> bool:
@@ -69,7 +70,7 @@ class Leading:
 def _suspicion(account: StepAccount, who: tuple[str, str], lead_ns: int, past: deque[float]) -> Suspicion:
     stage, lane = who
     share = past[-1]
-    found = Suspicion(
+    return Suspicion(
         step=account.step,
         sign="leader",
         stage=stage,
@@ -79,4 +80,3 @@ def _suspicion(account: StepAccount, who: tuple[str, str], lead_ns: int, past: d
         reason=f"step {account.step}: {lane} was in stage {stage} {duration(lead_ns / 1e9)} longer than its "
         f"peers, {share:.0%} of the step, and so it was in the {IN_A_ROW - 1} steps before",
     )
-    return found.aimed_with(account)

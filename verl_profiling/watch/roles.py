@@ -12,21 +12,35 @@ from verl_profiling.watch.advance import TIED, Standing, Way, frontier, own_time
 __all__ = ["working_in"]
 
 
-def working_in(stages: Sequence[StageUse], workers: Sequence[RankUse]) -> dict[str, list[Standing]]:
+def working_in(
+    stages: Sequence[StageUse], workers: Sequence[RankUse], before: Sequence[RankUse]
+) -> dict[str, list[Standing]]:
     """Return who worked in each stage of the loop; of several roles first the one that it waited for.
+
+    In a stage in which no worker's has its middle, the loop may have waited for what was under way already.
 
     Args:
         stages: The stages of the loop.
         workers: The processes that it called, as far as they were read.
+        before: What they did in the step before.
     """
     roles: dict[str, list[RankUse]] = {}
-    for use in workers:
+    for use in {use.lane: use for use in (*before, *workers)}.values():
         roles.setdefault(use.role, []).append(use)
     by_name = {stage.name: stage for stage in stages}
+    inside = _inside(stages, workers)
+    under_way: dict[str, list[StageUse]] = {}
+    for use in (*before, *workers):
+        under_way.setdefault(use.lane, []).extend(use.stages)
     found = {}
-    for name, parts in _inside(stages, workers).items():
-        works = [_work(by_name[name], role, uses, parts) for role, uses in roles.items()]
-        found[name] = _by_weight(by_name[name], [work for work in works if work is not None])
+    for name, stage in by_name.items():
+        if name in inside:
+            works = [_work(stage, role, uses, inside[name]) for role, uses in roles.items()]
+        else:
+            waited_for = {lane: _end_of(stage, parts) for lane, parts in under_way.items()}
+            works = [_work(stage, role, uses, waited_for) for role, uses in roles.items()]
+        if known := [work for work in works if work is not None]:
+            found[name] = _by_weight(stage, known)
     return found
 
 
@@ -59,6 +73,22 @@ def _home(part: StageUse, stages: Sequence[StageUse], begins: Sequence[int]) -> 
         elif middle_ns < stage.begin_ns + stage.duration_ns:
             return stage.name
     return perhaps
+
+
+def _end_of(stage: StageUse, parts: Iterable[StageUse]) -> list[StageUse]:
+    """Return what lies in a stage of stages that were under way when it began, and ended in it."""
+    begin_ns, end_ns = stage.begin_ns, stage.begin_ns + stage.duration_ns
+    slack_ns = int(TIED * max(0, stage.duration_ns))
+    return [
+        StageUse(part.name, min(ended_ns, end_ns) - begin_ns, 1, begin_ns)
+        for part in parts
+        if stage.runs == part.runs == 1
+        and 0
+        != part.begin_ns
+        < begin_ns
+        < (ended_ns := part.begin_ns + part.duration_ns)
+        <= end_ns + slack_ns
+    ]
 
 
 class _Work(NamedTuple):

@@ -59,12 +59,12 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
             history=self.history,
         )
 
-    def aimed_with(self, account: StepAccount) -> Suspicion:
-        """Return it with those who stand out in its stage of this account."""
+    def aimed_with(self, account: StepAccount, before: StepAccount | None) -> Suspicion:
+        """Return it with those who stand out in its stage of this account; see :func:`standings`."""
         suspects: list[str] = []
         peers: list[str] = []
         ran: dict[str, None] = {}
-        for standing in standings(account).get(self.stage, ()):
+        for standing in standings(account, before).get(self.stage, ()):
             found = stand_out(standing)
             if found and not suspects:
                 peers = healthiest(standing.durations, found)
