@@ -117,7 +117,7 @@ class WatchedWorkers:
             lane = Lane(identity.lane(), identity.role, identity.rank, self._stages)
             self._lanes[process] = lane
         self._process[worker] = process
-        lane.take(reading.ended(), offset_ns, reading.received_ns)
+        lane.take(reading.ended(offset_ns), offset_ns, reading.received_ns)
 
     def _name(self, call: Call, what: str) -> None:
         """Say of a worker, once until it answers, that nothing is known of it."""

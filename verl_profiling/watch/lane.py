@@ -53,14 +53,14 @@ class Lane:
         """Take stages, but for those that it has had already.
 
         Args:
-            stages: The stages.
-            offset_ns: How far the clock of the process is ahead.
-            told_ns: When it told them, on that clock.
+            stages: The stages, on the clock of the loop's process.
+            offset_ns: How far the clock of their own process is ahead.
+            told_ns: When it told them, on its own clock.
         """
         for stage in stages:
             if stage.number > self._last:
                 self._last = stage.number
-                self._stages.append(stage._replace(begin_ns=stage.begin_ns - offset_ns))
+                self._stages.append(stage)
         self.told_ns = told_ns
         self._until_ns = told_ns - offset_ns
 

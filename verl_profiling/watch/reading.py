@@ -53,20 +53,25 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
     received_ns: int
     replied_ns: int
 
-    def ended(self) -> Iterator[EndedStage]:
-        """Yield the stages; raises as :func:`ended_stages` does."""
-        return ended_stages(self.names, self.stages)
+    def ended(self, offset_ns: int = 0) -> Iterator[EndedStage]:
+        """Yield the stages; see :func:`ended_stages`."""
+        return ended_stages(self.names, self.stages, offset_ns)
 
 
-def ended_stages(names: Sequence[str], slots: bytes) -> Iterator[EndedStage]:
+def ended_stages(names: Sequence[str], slots: bytes, offset_ns: int = 0) -> Iterator[EndedStage]:
     """Yield the stages that :meth:`StageRing.read` returned.
+
+    Args:
+        names: The names.
+        slots: The stages.
+        offset_ns: How far the clock of their process is ahead; it is taken off.
 
     Raises:
         struct.error: These are no stages.
         IndexError: A stage has a name that is not there.
     """
-    for number, name, *rest in SLOT.iter_unpack(slots):
-        yield EndedStage(number, names[name], *rest)
+    for number, name, begin_ns, duration_ns, peak, held in SLOT.iter_unpack(slots):
+        yield EndedStage(number, names[name], begin_ns - offset_ns, duration_ns, peak, held)
 
 
 def read_ring(ring: StageRing, identity: WorkerIdentity, since_ns: int | None) -> WatchReading:
