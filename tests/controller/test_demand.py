@@ -635,6 +635,8 @@ def start_loop(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]
     for process in processes:
         process.kill()
         process.wait()
+    for part in tmp_path.rglob(".*.part"):  # what was being written
+        part.unlink()
 
 
 def wait_until(holds: Callable[[], object], seconds: float = 30.0) -> None:

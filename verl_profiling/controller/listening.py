@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 
+from verl_profiling.aim import Aim
 from verl_profiling.controller.ahead import Announced, Announcing
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.asked_by_signal import SignalAsking
@@ -69,7 +71,7 @@ class Listening:
         check = partial(self._roster.check_aim, ranks=ranks if ranks > 1 else None)
         demands = Demands(self._config.schedule, check)
         self._add(demands)
-        self._let_the_watch_ask()
+        self._let_the_watch_ask(check)
         self._signal = SignalAsking(demands.signal)
         self._signal.begin()
         try:
@@ -120,12 +122,12 @@ class Listening:
         self._added.append(asker)
         self._decisions.askers.insert(0, asker)
 
-    def _let_the_watch_ask(self) -> None:
+    def _let_the_watch_ask(self, check: Callable[[Aim], None]) -> None:
         """Let it say what it notices, and ask for captures when people do not."""
         options = self._config.watch.trigger
         if self._watch is None or options is None:
             return
-        self._anomalies = anomalies = Anomalies(options, self._watch.read_soon, self._roster.check_aim)
+        self._anomalies = anomalies = Anomalies(options, self._watch.read_soon, check)
         self._watch.early.append(anomalies.listen)
         self._watch.listeners.append(anomalies.listen)
         self._added.append(anomalies)
