@@ -37,6 +37,7 @@ from verl_profiling.controller.rounds import Rounds
 from verl_profiling.controller.spmd import Alone, find_peers, leads
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.controller.watch import Watch
+from verl_profiling.controller.watch_outlet import WatchOutlet
 from verl_profiling.errors import ProfilingError
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, Manifest
@@ -81,6 +82,7 @@ class Controller:
         watch = config.watch
         self.watch = Watch(watch, self._roster, config.timeouts.start_s) if watch.enable else None
         self._listening = Listening(config, self._roster, self._folders, self.decisions, self.watch)
+        self._outlet = WatchOutlet(config, self._roster, self._folders, self.watch)
         self.sink: StageSink | None = self._receiver(None)
         self._rounds = Rounds(self._roster, config.timeouts, self.watch)
         self._captures = count(1)
@@ -126,6 +128,7 @@ class Controller:
         if self._watching and not self._listening.complete:
             self._listening.begin()
             self._peers = self._listening.together(self._peers)
+            self._outlet.begin()
         live = self.live
         goes_on = live is not None and live.step.step < step <= live.step_range.last
         self._decision = decision = self.decisions.at(step, goes_on)
@@ -148,6 +151,7 @@ class Controller:
         if leads(self.config, self._roster.targets):
             self._folders.train_begins()
         self._listening.begin()
+        self._outlet.begin()
 
     def step_begin(self, step: int, policy_version: int | None) -> Iterator[Round]:
         """Open a capture, or go on with one that covers several steps."""
@@ -504,6 +508,7 @@ class Controller:
             yield Round(self.watch.calls, start_s)
             yield Round(self.watch.last_calls(), start_s)
             self.watch.train_ends()
+            yield Waiting(self._outlet.end, self.config.timeouts.finish_s)
 
     def _put_end_on_record(self) -> None:
         """Say which steps of the schedule never came, here and in the run's files, if it has any."""

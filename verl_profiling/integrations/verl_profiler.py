@@ -13,6 +13,7 @@ from verl_profiling.controller.callback import AsyncProfilingCallback, Profiling
 from verl_profiling.integrations.hooks import misfits
 from verl_profiling.integrations.verl_support import give_up, notes_on
 from verl_profiling.integrations.verl_targets import Targets
+from verl_profiling.integrations.verl_watch import WatchTracking
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["TIMED_STAGES", "Fates", "Profiler", "active_profiler", "say_fates", "trainer_stage"]
@@ -68,6 +69,7 @@ class Profiler:
         self._folders: dict[int, Path] = {}
         self._tracking: Any = None
         self._logged_step = 0
+        self._watched: WatchTracking | None = None
 
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
@@ -99,6 +101,8 @@ class Profiler:
         """Keep the metrics that verl logs after a step, and the tracker that they go to."""
         self._tracking, self._logged_step = tracking, step
         self._told.add_metrics(step, data)
+        if self._watched is not None:
+            self._watched.log(tracking, step)
 
     def begin(self, agent_loops: Any) -> None:
         """Add the workers, and say what is not recorded.
@@ -110,6 +114,10 @@ class Profiler:
             ToolUnavailableError: Something is not recorded, and the settings are strict.
         """
         self._targets.add(self.trainer, agent_loops)
+        watch = self._told.watch
+        if watch is not None:
+            self._watched = WatchTracking()
+            watch.listeners.append(self._watched.completed)
         found = [*misfits(self.trainer.config), *self._targets.misfits]
         for note in notes_on(found, strict=self._settings.strict):
             self._told.add_note(note)
@@ -139,6 +147,8 @@ class Profiler:
 
     def _log_reports(self) -> None:
         """Log the numbers of the reports. Reading traces takes a while, and training must not wait for it."""
+        if self._tracking is not None and self._watched is not None:
+            self._watched.log_rest(self._tracking, self._logged_step)
         if self._tracking is not None and self._folders:
             from verl_profiling.integrations.verl_tracking import log_reports
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.integrations.verl_watch import ONWARD_ONLY
 from verl_profiling.report.build import build_report
 from verl_profiling.report.scalars import scalars
 from verl_profiling.timeline.inputs import find_steps
@@ -16,8 +17,6 @@ from verl_profiling.timeline.one_step import one_by_one
 __all__ = ["log_reports"]
 
 logger = logging.getLogger(__name__)
-
-_ONWARD_ONLY = ("wandb", "vemlp_wandb")
 
 
 def log_reports(tracking: Any, folders: Mapping[int, Path], last_step: int) -> None:
@@ -31,8 +30,8 @@ def log_reports(tracking: Any, folders: Mapping[int, Path], last_step: int) -> N
         folders: Step folders by step; one of a continuous capture has several.
         last_step: Number of the last step that was logged.
     """
-    onward = [name for name in tracking.logger if name in _ONWARD_ONLY]
-    anywhere = [name for name in tracking.logger if name not in _ONWARD_ONLY]
+    onward = [name for name in tracking.logger if name in ONWARD_ONLY]
+    anywhere = [name for name in tracking.logger if name not in ONWARD_ONLY]
     data: dict[str, float] = {}
     for last, folder in sorted(folders.items()):
         try:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 
-from verl_profiling.errors import ConfigError
+from verl_profiling.errors import ConfigError, choices_hint
 
-__all__ = ["Anomaly", "WatchOptions"]
+__all__ = ["SINKS", "Anomaly", "WatchOptions"]
+
+SINKS = ("tensorboard", "wandb", "mlflow")
+"""The sinks that have names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +61,35 @@ class WatchOptions:
         steps: Number of steps that are kept.
         every: Workers are read after so many steps, besides with every capture. 0: with captures alone.
         trigger: When the watch asks for a capture by itself; ``null``: never.
+        sinks: What gets the numbers of each step besides ``watch.jsonl``: ``tensorboard``; ``wandb`` or
+            ``mlflow``, where the process of the loop has an active run; ``"package.module:Class"``.
     """
 
     enable: bool = False
     steps: int = 200
     every: int = 20
     trigger: Anomaly | None = None
+    sinks: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= 100_000:
             raise ConfigError("steps", f"is between 1 and 100000, not {self.steps}")
         if self.every < 0:
             raise ConfigError("every", f"must not be negative, is {self.every}")
+        for name in self.sinks or ():
+            _check_sink(name)
+
+
+def _check_sink(name: str) -> None:
+    module, separator, attribute = name.partition(":")
+    if name in SINKS:
+        return
+    if not separator:
+        hint = f"{choices_hint(name, SINKS)}, or 'package.module:Class'"
+        raise ConfigError("sinks", f"unknown sink {name!r}; {hint}")
+    try:
+        found = getattr(import_module(module), attribute)
+    except Exception as error:  # importing a module may raise anything
+        raise ConfigError("sinks", f"{name!r} cannot be imported: {error}") from error
+    if not all(callable(getattr(found, method, None)) for method in ("write", "close")):
+        raise ConfigError("sinks", f"{name!r} is no class with the methods write(step, values) and close()")

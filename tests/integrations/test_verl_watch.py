@@ -1,0 +1,51 @@
+"""The numbers of the watch in verl's own trackers."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from drawn_accounts import account
+
+from verl_profiling.integrations.verl_watch import WatchTracking
+
+
+class Tracker:
+    """One of verl's."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, float]] = []
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        """Keep the step that it is called by, and the one that it is of."""
+        self.logged.append((step, data["profiling/watch/step"]))
+
+
+def test_one_account_goes_with_each_step_of_verl_and_the_rest_at_the_end() -> None:
+    """Each under its own step; where steps only go onward, with the last one. The console gets none."""
+    trackers = {name: Tracker() for name in ("console", "tensorboard", "wandb")}
+    tracking = SimpleNamespace(logger=trackers)
+    watched = WatchTracking()
+    watched.log(tracking, 9)
+    for number in (1, 2, 3):
+        watched.completed(account(number))
+    watched.log(tracking, 10)
+    watched.log_rest(tracking, 11)
+    assert trackers["tensorboard"].logged == [(1, 1), (2, 2), (3, 3)]
+    assert trackers["wandb"].logged == [(10, 1), (11, 2), (11, 3)]
+    assert trackers["console"].logged == []
+
+
+def test_a_tracker_that_raises_gets_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    """It is named once, and the others go on."""
+    good = Tracker()
+    tracking = SimpleNamespace(logger={"bad": SimpleNamespace(log=1 / 2), "good": good})
+    watched = WatchTracking()
+    with caplog.at_level(logging.WARNING):
+        for number in (1, 2):
+            watched.completed(account(number))
+            watched.log(tracking, number)
+    assert [record.getMessage()[:35] for record in caplog.records] == ["watch: bad gets nothing more: TypeE"]
+    assert good.logged == [(1, 1), (2, 2)]

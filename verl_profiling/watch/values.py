@@ -1,0 +1,38 @@
+"""The account of a step as numbers with names, for whatever draws numbers by step."""
+
+from __future__ import annotations
+
+from verl_profiling.step_account import StepAccount
+
+__all__ = ["PREFIX", "values_of"]
+
+PREFIX = "profiling/watch/"
+_IN_NO_STAGE = "in_no_stage"
+
+
+def values_of(account: StepAccount) -> dict[str, float]:
+    """Return the numbers of a step: its duration, exposed time and leader by stage, memory by role.
+
+    The leader of a stage is left out where it is in doubt: a curve of ranks that only happened to be first
+    says nothing.
+    """
+    processes = [*account.loop, *account.workers]
+    ranks = {process.lane: process.rank for process in processes}
+    values = {f"{PREFIX}step_s": account.duration_ns / 1e9}
+    longest: dict[str, int] = {}
+    for row in account.exposed:
+        stage = f"{PREFIX}{row.name or _IN_NO_STAGE}"
+        values[f"{stage}/exposed_s"] = values.get(f"{stage}/exposed_s", 0.0) + row.exposed_ns / 1e9
+        if row.exposed_ns < longest.setdefault(stage, row.exposed_ns) or not row.name:
+            continue
+        longest[stage] = row.exposed_ns
+        values[f"{stage}/imbalance"] = row.imbalance
+        values.pop(f"{stage}/leader_rank", None)
+        if not row.doubt and row.leader in ranks:
+            values[f"{stage}/leader_rank"] = float(ranks[row.leader])
+    for process in processes:
+        for name, size in (("peak", process.peak_bytes), ("held", process.held_bytes)):
+            if size is not None:
+                key = f"{PREFIX}memory/{process.role}/{name}_bytes"
+                values[key] = max(values.get(key, 0.0), float(size))
+    return values
