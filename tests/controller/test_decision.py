@@ -113,6 +113,35 @@ def test_the_schedule_comes_first(tmp_path: Path, session: Session) -> None:
     assert written.trigger.reason == "schedule.steps=(2,); besides somebody asked"
 
 
+class Waiting(Asking):
+    """Asks from a step on, until it gets one."""
+
+    def asks(self, step: int, scheduled: bool) -> Decision | None:
+        if step < self.step:
+            return None
+        self.step = 1000
+        return Decision(StepRange(step, step), Trigger(kind="anomaly", reason="it is slow"), self.aim)
+
+
+def test_a_person_comes_before_the_watch_which_waits(tmp_path: Path, session: Session) -> None:
+    """One capture a step: the watch gets the next one."""
+    callback = asked(tmp_path, Asking(2))
+    assert callback._controller is not None
+    callback._controller.decisions.askers.append(Waiting(2, Aim(mode="discrete")))
+    run(callback)
+    found = [read_manifest(tmp_path / f"step_{step:06d}") for step in (2, 3)]
+    assert [one.trigger.kind for one in found] == ["demand", "anomaly"]
+    assert [one.workers[0].mode for one in found] == ["e2e", "discrete"]
+
+
+def test_a_capture_that_goes_on_is_not_interrupted(tmp_path: Path, session: Session) -> None:
+    """Who asks meanwhile gets the step after it."""
+    callback = asked(tmp_path, Waiting(2), schedule={"steps": [1, 2, 3], "continuous": True})
+    run(callback, 4)
+    assert steps_of(tmp_path) == ["step_000001", "step_000004"]
+    assert read_manifest(tmp_path / "step_000001").steps == [1, 2, 3]
+
+
 def test_a_warm_up_gives_way(tmp_path: Path, session: Session) -> None:
     """It would be discarded."""
     run(asked(tmp_path, Asking(1), schedule={"warmup": 1, "wait": 0, "active": 1, "repeat": 1}), 2)
