@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-agent lint repository docs tables bench bench-instructions bench-verl watch-faults clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint repository docs tables bench bench-instructions bench-verl watch-faults clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -156,7 +156,7 @@ test-releases: .venv/.ready ## Hold the adapters against releases that are not i
 	  .venv-verl/bin/python -m pytest -m "releases and verl" $(verl_TESTS) $(PYTEST_ARGS); \
 	fi
 
-demo: demo-e2e demo-discrete ## Profile the recipe in both modes, merge, report, check [ENGINE=vllm|sglang]
+demo: demo-e2e demo-discrete demo-watch ## Profile the recipe in both modes and on demand, merge, report, check [ENGINE=vllm|sglang]
 	@echo
 	@echo "Timelines, for https://ui.perfetto.dev (it reads the file in your browser and sends it nowhere):"
 	@ls $(DEMO)/*/profiling/*/timeline.json.gz
@@ -164,6 +164,8 @@ demo: demo-e2e demo-discrete ## Profile the recipe in both modes, merge, report,
 	@ls $(DEMO)/*/profiling/*/report.html
 	@echo "Both at once, in your browser:"
 	@echo "$(REPORT) view $(DEMO)/e2e/profiling/step_000003"
+	@echo "What a person and the watch asked for:"
+	@ls -d $(DEMO)/watch/profiling/step_*
 
 demo-e2e demo-discrete: demo-%: $(DEMO_ENV)/.ready
 	rm -rf $(DEMO)/$*
@@ -172,6 +174,18 @@ demo-e2e demo-discrete: demo-%: $(DEMO_ENV)/.ready
 	$(REPORT) merge $(DEMO)/$*/profiling
 	$(REPORT) report $(DEMO)/$*/profiling --save
 	$(REPORT) check $(DEMO)/$*/profiling
+
+demo-watch: $(DEMO_ENV)/.ready ## Ask a running job for a capture, and let its watch ask for another [ENGINE=vllm|sglang]
+	rm -rf $(DEMO)/watch
+	$(DEMO_PYTHON) -m recipes.grpo_tiny.train profiling=e2e profiling.schedule.steps=[] profiling.watch.enable=true \
+	  'profiling.watch.trigger={cooldown: 5}' fault.replica=1 fault.seconds=2 steps=30 rollout.engine=$(ENGINE) \
+	  output_dir=$(DEMO)/watch & job=$$!; \
+	until [ -e $(DEMO)/watch/profiling/control/loop.json ] || ! kill -0 $$job 2>/dev/null; do sleep 0.2; done; \
+	$(REPORT) trigger $(DEMO)/watch/profiling --wait; asked=$$?; wait $$job && exit $$asked
+	$(REPORT) merge $(DEMO)/watch/profiling
+	$(REPORT) report $(DEMO)/watch/profiling --save
+	$(REPORT) top $(DEMO)/watch/profiling --once
+	$(REPORT) check $(DEMO)/watch/profiling
 
 demo-agent: $(DEMO_ENV)/.ready ## Profile the recipe of an agent, merge, report, check [ENGINE=vllm|sglang]
 	rm -rf $(DEMO)/agent

@@ -192,6 +192,7 @@ class RolloutServer(RolloutCaptureMixin):
     def __init__(self, config: DictConfig, replica: int) -> None:
         self.config = config
         self.replica = replica
+        self.batches = 0
 
     async def start(self) -> None:
         """Start the engine, inside the actor's event loop."""
@@ -211,6 +212,10 @@ class RolloutServer(RolloutCaptureMixin):
     @stage("rollout")
     async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return one sampled response per prompt."""
+        fault = self.config.fault
+        self.batches += 1
+        if self.replica == fault.replica and self.batches >= fault.step:
+            await asyncio.sleep(fault.seconds)
         return await self.engine.generate(prompts)
 
     async def complete(self, prompt: list[int], request_id: str) -> list[int]:
