@@ -44,7 +44,8 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True):
         role: Its role.
         rank: Its rank in that role.
         stages: Its outermost stages, in order of their first begin.
-        peak_bytes: The most memory that it had in the step: of its device, or of the host where it has none.
+        peak_bytes: The most memory that it has had by the step's end, of its device, or of the host where it
+            has none: since it began, or since the program reset torch's mark.
         held_bytes: What it had of that memory at the end of the last stage of the step.
     """
 
