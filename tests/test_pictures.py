@@ -3,21 +3,28 @@
 By default they are taken of a small capture and thrown away, which shows that they can be
 taken. ``make pictures`` takes those of the documentation: ``VERL_PROFILING_PICTURES`` names the
 folder to write, ``VERL_PROFILING_PICTURES_OF`` the run of the recipe to picture, and
-``VERL_PROFILING_PICTURES_OF_AGENT`` that of the recipe of an agent.
+``VERL_PROFILING_PICTURES_OF_AGENT`` that of the recipe of an agent. The pictures of the watch are of the
+first, too.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 import threading
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from browser import needs_browser, run_script
+from drawn_accounts import account
+from rich.console import Console
 from step_folders import build_step
 
 from recipes.grpo_tiny.plot import plot_reward
+from verl_profiling.cli import main
+from verl_profiling.commands.top import View
 from verl_profiling.report.build import build_report
 from verl_profiling.report.html import render_html
 from verl_profiling.report.run_page import RUN_PAGE, render_run
@@ -25,6 +32,7 @@ from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.server import TimelineServer, bundled_ui
 from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.watch.log import WatchLog
 
 RUN = os.environ.get("VERL_PROFILING_PICTURES_OF")
 AGENT = os.environ.get("VERL_PROFILING_PICTURES_OF_AGENT")
@@ -140,6 +148,41 @@ class TestInABrowser:
         )
         assert shown == ["controller stages", *rows]
         assert size_of(folder / "trajectories.png")[0] == 2 * 1150
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Path:
+    """A run with its watch on."""
+    if RUN:
+        return Path(RUN) / "profiling"
+    run = tmp_path / "run"
+    build_step(run, step=12)
+    log = WatchLog(run)
+    for number in range(30):
+        log(account(number, captured="step_000012" if number == 12 else ""))
+    return run
+
+
+def test_top(watched: Path, folder: Path) -> None:
+    """As a terminal shows it."""
+    console = Console(record=True, width=100, file=StringIO(), force_terminal=True, highlight=False)
+    console.print(View(watched).frame("q quits"))
+    console.save_svg(str(folder / "top.svg"), title=f"verl-profiling top {watched.name}")
+    text = (folder / "top.svg").read_text()
+    assert "rollout" in text
+    assert "captures" in text or "capture" in text
+
+
+@pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
+def test_every_step_on_the_page_of_a_run(watched: Path, folder: Path, tmp_path: Path) -> None:
+    """Exposed time by stage, with the captures marked."""
+    page = tmp_path / "copy"
+    shutil.copytree(watched, page)
+    assert main(["report", str(page), "--save"]) == 0
+    seen = run_script("watch.js", str(page / RUN_PAGE), str(folder / "watch.png"))
+    assert seen["problems"] == []
+    assert seen["marks"] == len(seen["links"])
+    assert size_of(folder / "watch.png")[0] > 1000
 
 
 @pytest.mark.skipif(RUN is None, reason="pictures the reward of a whole run (`make pictures`)")

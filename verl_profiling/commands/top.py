@@ -21,8 +21,10 @@ from rich.live import Live
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.arguments import at_least_0, local_path
+from verl_profiling.demand import CONTROL, LOOP_NAME, LoopState, read_message
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import RUN_NAME
+from verl_profiling.named_files import named_file
 from verl_profiling.report.captures_so_far import CapturesSoFar
 from verl_profiling.report.columns import fitting_console
 from verl_profiling.report.watch_frame import Pulse, WatchFrame
@@ -32,7 +34,7 @@ from verl_profiling.timeline.inputs import the_run
 from verl_profiling.units import duration
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, WatchLogReader, has_watch_log
 
-__all__ = ["configure", "run"]
+__all__ = ["View", "configure", "run"]
 
 _STEPS = 200
 _CAPTURES = 5
@@ -69,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = the_run(arguments.run_dir)
     if not run_dir.is_dir():
         raise TraceFormatError(run_dir, "no such folder of a run")
-    view = _View(run_dir)
+    view = View(run_dir)
     console = Console(highlight=False)
     left, frame = False, view.frame()
     if arguments.once or not console.is_terminal:
@@ -90,7 +92,7 @@ def _exit_code(pulse: Pulse) -> int:
     return EXIT_OK if pulse.is_well else EXIT_FINDING
 
 
-class _View:
+class View:
     """Follows a run.
 
     Raises:
@@ -134,13 +136,17 @@ class _View:
 
 
 def _heard(run_dir: Path) -> str:
-    """Return when the run was last heard of."""
-    written = [
-        path.stat().st_mtime for name in (WATCH_LOG, OLDER_WATCH_LOG) if (path := run_dir / name).exists()
-    ]
+    """Return when the run was last heard of, and in which step it is."""
+    signs = (WATCH_LOG, OLDER_WATCH_LOG, f"{CONTROL}/{LOOP_NAME}")
+    written = [path.stat().st_mtime for sign in signs if (path := run_dir / sign).exists()]
     if not written:
-        return "nothing logged yet"
-    return f"last heard of {duration(max(round(time.time() - max(written)), 0))} ago"
+        return "nothing heard of it yet"
+    ago = f"last heard of {duration(max(round(time.time() - max(written)), 0))} ago"
+    try:
+        state = read_message(named_file(run_dir, CONTROL) / LOOP_NAME, LoopState)
+    except (TraceFormatError, OSError):
+        return ago
+    return ago if state.step is None or state.ended_ns is not None else f"in step {state.step}, {ago}"
 
 
 def _is_watched(run_dir: Path) -> bool:
