@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,21 @@ def markdown(results: dict[str, Any]) -> str:
         f"{quiet:,} quiet steps, of all runs before their fault and of those without one, "
         f"with {false} false alarms: {1000 * false / quiet:.2f} per 1,000.",
         "",
-        *(f"- {run['fault']}, {run['loop']}: {run['miss']}" for run in results["runs"] if run["miss"]),
+        *(
+            f"- Missed: {run['fault']}, {run['loop']}: {run['miss']}"
+            for run in results["runs"]
+            if run["miss"]
+        ),
+    ]
+    lines += [
+        "",
+        "| simulated quiet steps | stages vary by | longer by a tail | false alarms per 1,000 |",
+        "|---|---|---|---|",
+        *(
+            f"| {one['steps']:,} | {one['spread']:.0%} | {one['tail']:.0%} "
+            f"| {1000 * one['noticed'] / one['steps']:.3f} |"
+            for one in results["simulated"]
+        ),
     ]
     measured = results["measured"]
     lines += [
@@ -54,9 +67,3 @@ def markdown(results: dict[str, Any]) -> str:
 def _share(right: Any) -> str:
     told = [one for one in right if one is not None]
     return f"{sum(told)} of {len(told)}" if told else ""
-
-
-def load() -> dict[str, Any]:
-    """Return the results."""
-    found: dict[str, Any] = json.loads(RESULTS.read_text())
-    return found

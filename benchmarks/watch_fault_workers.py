@@ -7,7 +7,7 @@ import random
 import time
 from typing import Any
 
-from verl_profiling import stage
+from verl_profiling import span, stage, trajectory
 from verl_profiling.capture.session import process_session
 from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
 
@@ -60,7 +60,7 @@ class Trainer(Works, CaptureMixin):
         with stage(name):
             time.sleep(self.seconds(name, USUAL_MS[name]))
             if self.more_mb and name == "update_actor":
-                self.held.append(random.randbytes(int(self.more_mb * 1e6)))
+                self.held.append(b"\1" * int(self.more_mb * 1e6))
 
 
 class Rater(Works, CaptureMixin):
@@ -102,13 +102,15 @@ class AgentLoop(Works, AgentLoopCaptureMixin):
         """Run some at once; each has its own server."""
         with stage("rollout"):
             await asyncio.gather(
-                *(self._trajectory(servers[at % len(servers)]) for at in range(trajectories))
+                *(self._trajectory(at, servers[at % len(servers)]) for at in range(trajectories))
             )
 
-    async def _trajectory(self, server: Any) -> None:
-        await server.generate.remote(20)
-        if "tool" in self.factors:
-            time.sleep(self.seconds("tool", 5))  # blocks the loop, and every trajectory of it
-        else:
-            await asyncio.sleep(self.seconds("tool", 5))
-        await server.generate.remote(20)
+    async def _trajectory(self, sample: int, server: Any) -> None:
+        async with trajectory(group="prompt", sample=sample):
+            await server.generate.remote(20)
+            async with span("tool:search"):
+                if "tool" in self.factors:
+                    time.sleep(self.seconds("tool", 5))  # blocks the loop, and every trajectory of it
+                else:
+                    await asyncio.sleep(self.seconds("tool", 5))
+            await server.generate.remote(20)

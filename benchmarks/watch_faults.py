@@ -23,6 +23,7 @@ import ray
 import results
 from watch_fault_table import RESULTS, markdown
 from watch_fault_workers import USUAL_MS, AgentLoop, Rater, Server, Trainer
+from watch_noise import simulated
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.manifest import Manifest
@@ -281,6 +282,8 @@ def verdict(fault: Fault, manifests: list[Manifest], texts: list[str]) -> dict[s
         "said": texts,
     }
     made = [one for one in manifests if one.trigger.kind == "anomaly" and (one.trigger.noticed or 0) >= begin]
+    if fault.what == "memory":  # what else a longer run may have shown is not what was put into it
+        made = [one for one in made if one.trigger.sign == "memory"]
     if not noticeable or not made:
         found["miss"] = "not noticed" if noticeable else ""
         return found
@@ -319,7 +322,13 @@ def main() -> None:
                 print(
                     f"{fault.name}, {fault.loop}, {fault.who} {fault.what} x{fault.by:g}: {shown}", flush=True
                 )
-    found = {"measured": results.here(), "runs": runs}
+    noises = ((0.05, 0.0), (0.05, 0.01), (0.15, 0.01))
+    steps = 100 * given.quiet_steps
+    found = {
+        "measured": results.here(),
+        "runs": runs,
+        "simulated": [simulated(steps, spread, tail) for spread, tail in noises],
+    }
     if not given.only:
         RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     print(markdown(found))

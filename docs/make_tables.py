@@ -7,11 +7,13 @@ every reader renders::
     <!-- file: ../tests/tools/example_tool.py python -->
     <!-- results: hooks -->
     <!-- rows: verl_profiling.report.communication_kernels:PATTERNS -->
+    <!-- faults: watch_faults.json -->
     <!-- end -->
 
 A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning that its
 docstring gives. Results are a table of ``benchmarks/results.json``, with where it was measured; its columns
-are made in ``benchmarks/results.py``. Rows are a tuple of named tuples, one column per field.
+are made in ``benchmarks/results.py``. Rows are a tuple of named tuples, one column per field. Faults are what
+``make watch-faults`` found, with a table of their own.
 With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
 """
 
@@ -34,7 +36,7 @@ from verl_profiling.settings.typed_values import Size
 from verl_profiling.units import byte_size
 
 DOCS = Path(__file__).parent
-BLOCK = re.compile(r"(<!-- (table|file|results|rows): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (table|file|results|rows|faults): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
 ATTRIBUTE = re.compile(r"^    (\w+): (.*)$")
 TYPE_NAMES = {
     bool: "true or false",
@@ -142,6 +144,15 @@ def measured(name: str) -> str:
     return found
 
 
+def faults(name: str) -> str:
+    """Return what was noticed of faults in running loops."""
+    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+    found: str = import_module("watch_fault_table").markdown(
+        json.loads((DOCS.parent / "benchmarks" / name).read_text())
+    )
+    return found
+
+
 def listed(location: str) -> str:
     """Return the table of a tuple of named tuples."""
     module, _, name = location.partition(":")
@@ -180,6 +191,7 @@ def filled(page: Path) -> str:
             "file": lambda: quoted(page, what, extra),
             "results": lambda: measured(what),
             "rows": lambda: listed(what),
+            "faults": lambda: faults(what),
         }[kind]()
         return f"{begin}\n{content}\n\n{end}"
 

@@ -51,7 +51,7 @@ class Anomalies:
         found = self._detector.observe(account)
         if found is None:
             return
-        logger.warning("watch: %s", found.reason)
+        logger.log(logging.WARNING if found.aimed else logging.INFO, "watch: %s", found.reason)
         if not found.aimed:
             self._read_soon()
         if self._noticed is None or self._noticed.step != found.step:

@@ -14,7 +14,7 @@ from verl_profiling.watch.suspicion import Suspicion
 
 __all__ = ["IN_A_ROW", "MATTERS", "Slowness"]
 
-MATTERS = 0.05
+MATTERS = 0.1
 """Share of a usual step by which a stage must be longer than usual, to be slow."""
 
 IN_A_ROW = 2
