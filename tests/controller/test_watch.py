@@ -175,6 +175,29 @@ def test_a_worker_that_is_restarted_is_read_again_and_one_that_is_dead_is_named_
     assert "ActorDiedError" in said[0] or "ActorUnavailableError" in said[0]
 
 
+def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(
+    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that raised because a worker hangs must end, whatever the timeouts of captures are."""
+    monkeypatch.setattr("verl_profiling.controller.controller.LAST_READ_S", 0.3)
+    switches = tmp_path / "switches"
+    switches.mkdir()
+    config = watched(tmp_path, schedule={"steps": [100]})
+    set_up(config, pool.sync[:2], switches=switches)
+    callback, _, whole = followed(config, ("actor", pool.sync[:2]))
+    callback.on_step_begin(1)
+    ray.get(pool.sync[0].work.remote())
+    (switches / "work").touch()
+    hanging = pool.sync[1].work.remote()
+    callback.on_step_end()
+    begin_s = time.monotonic()
+    callback.on_train_end()
+    assert time.monotonic() - begin_s < 10
+    (switches / "work").unlink()
+    ray.get(hanging)
+    assert [names(account.workers) for account in whole] == [{"actor_rank0": ["update_actor"]}]
+
+
 def _answers(actor: Any) -> bool:
     try:
         return bool(ray.get(actor.is_idle.remote()))

@@ -46,6 +46,8 @@ from verl_profiling.settings.schedule import Action, StepRange
 
 __all__ = ["Controller"]
 
+LAST_READ_S = 5.0  # training may have ended because a worker hangs
+
 logger = logging.getLogger(__name__)
 
 
@@ -504,9 +506,9 @@ class Controller:
     def _end_watch(self) -> Iterator[Round]:
         """Complete the accounts of the last steps."""
         if self.watch is not None:
-            start_s = self.config.timeouts.start_s
-            yield Round(self.watch.calls, start_s)
-            yield Round(self.watch.last_calls(), start_s)
+            wait_s = min(LAST_READ_S, self.config.timeouts.start_s)
+            yield Round(self.watch.calls, wait_s)
+            yield Round(self.watch.last_calls(), wait_s)
             self.watch.train_ends()
             yield Waiting(self._outlet.end, self.config.timeouts.finish_s)
 
