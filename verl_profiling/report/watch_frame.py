@@ -151,8 +151,10 @@ def _line(*parts: str | tuple[str, str]) -> Text:
 
 
 def _leads(row: LoggedStage | None) -> str:
-    if row is None or not row.leader:
-        return "(not read)" if row is not None and row.doubt == "not read" else ""
+    if row is None or not row.name:
+        return ""
+    if row.doubt in ("not read", "one process"):
+        return f"({row.doubt})"
     ahead = f" {duration(row.lead_ns / 1e9, signed=True)}" if row.lead_ns else ""
     doubt = f" ({row.doubt})" if row.doubt else ""
     return visible(f"{row.leader}{ahead}{doubt}")
