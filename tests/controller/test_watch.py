@@ -323,6 +323,22 @@ def test_a_listener_that_raises_is_said_once_and_the_others_hear(
     assert [record.message for record in caplog.records].count("watch: step 1: OSError: no space left") == 1
 
 
+def test_an_account_that_cannot_be_added_up_is_said_once_and_the_loop_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hooks raise nothing, and the durations are there."""
+
+    def broken(account: StepAccount, before: StepAccount | None) -> None:
+        raise ZeroDivisionError("no stage")
+
+    monkeypatch.setattr("verl_profiling.controller.watch.exposed", broken)
+    callback, early, whole = followed(watched(tmp_path, every=1, schedule={"steps": [100]}))
+    run(callback, lambda step: None, steps=3)
+    assert len(early) == len(whole) == 3
+    assert names(whole[0].loop) == {"controller": ["rollout", "update_actor"]}
+    assert sum("ZeroDivisionError: no stage" in record.message for record in caplog.records) == 1
+
+
 def test_workers_that_are_never_due_are_read_with_captures_alone(tmp_path: Path, session: Session) -> None:
     """With ``every: 0``; the account of another step is complete at its end."""
     config = watched(tmp_path, every=0)

@@ -204,7 +204,11 @@ class Watch:
             captured=step.captured,
         )
         before = self.accounts[-1] if self.accounts else None
-        return msgspec.structs.replace(account, exposed=exposed(account, before))
+        try:
+            return msgspec.structs.replace(account, exposed=exposed(account, before))
+        except Exception as error:  # a mistake of the watch is no matter of the loop either
+            self._say_once(id(exposed), step.step, error)
+            return account
 
     def _take_own_stages(self) -> None:
         names, slots = self.ring.read(None)
@@ -217,6 +221,9 @@ class Watch:
             try:
                 listener(account)
             except Exception as error:
-                if id(listener) not in self._failed:
-                    self._failed.add(id(listener))
-                    logger.exception("watch: step %d: %s: %s", account.step, type(error).__name__, error)
+                self._say_once(id(listener), account.step, error)
+
+    def _say_once(self, what: int, step: int, error: Exception) -> None:
+        if what not in self._failed:
+            self._failed.add(what)
+            logger.error("watch: step %d: %s: %s", step, type(error).__name__, error, exc_info=error)
