@@ -40,7 +40,7 @@ def account(
     now_ns = begin_ns + MS
     loop, lanes = [], {}
     for stage, usual in times.items():
-        role = "rollout" if stage == "rollout" else "actor"
+        role = "rollout" if stage.endswith("rollout") else "actor"
         longest = 0
         for rank in range(RANKS if stage != "reward" else 0):
             lane = f"rollout{rank}_rank0" if role == "rollout" else f"actor_rank{rank}"

@@ -95,6 +95,17 @@ def test_the_next_step_is_captured_of_the_suspect_and_its_peer() -> None:
     assert loop.goes(account(step + 2)) is None
 
 
+def test_an_engine_that_is_waited_for_is_captured_whole() -> None:
+    """Its window would open with the stage ``rollout``; in another stage of the loop nothing opens it."""
+    loop = Loop()
+    waits = {"wait_rollout": 500.0, **{name: usual for name, usual in USUAL.items() if name != "rollout"}}
+    for step in range(1, 31):
+        assert loop.goes(account(step, waits)) is None
+    decision = loop.is_slow(31, times=waits, slow={"rollout2_rank0": 2.5})
+    assert decision is not None
+    assert decision.aim == Aim(mode="e2e", roles=("rollout",), ranks=(2, 1))
+
+
 def test_a_step_that_is_slow_is_captured_whole() -> None:
     """Nobody stands out, so it is captured as the settings say."""
     loop = Loop()

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from verl_profiling.aim import Aim
 from verl_profiling.controller.decision import Decision
+from verl_profiling.controller.open_capture import ROLLOUT
 from verl_profiling.errors import ConfigError
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.settings.watch import Anomaly
@@ -106,7 +108,12 @@ class Anomalies:
         uses = [self._uses[lane] for lane in (*noticed.suspects, *noticed.peers) if lane in self._uses]
         if not uses:
             return None
-        of_a_stage = noticed.sign in _OF_A_STAGE and bool(noticed.ran)
+        engines = any(
+            use.role == ROLLOUT_ROLE for use in uses
+        )  # whose window opens with the stage of that name
+        of_a_stage = (
+            noticed.sign in _OF_A_STAGE and bool(noticed.ran) and (noticed.stage == ROLLOUT or not engines)
+        )
         aim = Aim(
             mode="discrete" if of_a_stage else "e2e",
             roles=tuple(dict.fromkeys(use.role for use in uses)),
