@@ -21,10 +21,12 @@ class BackgroundWork:
 
     Args:
         name: What it does, for the name of its thread.
+        idle_s: The thread ends when there has been no work for so long.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, idle_s: float = _IDLE_S) -> None:
         self._name = name
+        self._idle_s = idle_s
         self._changed = threading.Condition()
         self._work: list[tuple[float, int, Callable[[], float | None]]] = []
         self._numbers = count()
@@ -64,7 +66,7 @@ class BackgroundWork:
     def _next(self) -> Callable[[], float | None] | None:
         """Wait for work that is due; return ``None`` when there has been none for a while."""
         with self._changed:
-            while self._has_work() or self._changed.wait_for(self._has_work, _IDLE_S):
+            while self._has_work() or self._changed.wait_for(self._has_work, self._idle_s):
                 wait_s = self._work[0][0] - time.monotonic()
                 if wait_s <= 0:
                     return heapq.heappop(self._work)[2]

@@ -20,6 +20,7 @@ __all__ = ["Outlet"]
 logger = logging.getLogger(__name__)
 
 _MOST_PENDING = 1000
+_IDLE_S = 0.05
 
 
 class Outlet:
@@ -40,7 +41,7 @@ class Outlet:
         self._log = log
         self._sinks: dict[str, Sink] | None = None
         self._waiting: deque[StepAccount] = deque(maxlen=_MOST_PENDING)
-        self._work = BackgroundWork("watch")
+        self._work = BackgroundWork("watch", _IDLE_S)
         self._pending = 0
         self._lock = threading.Lock()
         self._complained = False
