@@ -114,8 +114,8 @@ def test_step_and_policy_version_are_on_every_rollout_artifact(separate: Run) ->
     for step in (2, 3):
         manifest = separate.manifest(step)
         rollouts = [worker for worker in manifest.workers if worker.identity.role == "rollout"]
-        (rollout,) = [worker for worker in rollouts if worker.requests]  # newer ones have one to validate
         assert {worker.status for worker in rollouts} == {"ok"}
+        rollout = rollouts[-1]  # verl's main has another before it, which serves validation
         assert (manifest.step, rollout.step, rollout.policy_versions) == (step, step, [step - 1])
         assert manifest.policy_version == step - 1
         assert manifest.metrics["policy_version/end"] == step
