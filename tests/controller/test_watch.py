@@ -215,11 +215,13 @@ def test_clocks_that_differ_are_corrected(tmp_path: Path, pool: Pool, hours: int
     ray.get(pool.sync[0].set_up.remote(config, "actor", 0, clock_ns=hours * 3600 * 10**9))
     ray.get(pool.sync[1].set_up.remote(config, "actor", 1))
     callback, _, whole = followed(config, ("actor", pool.sync[:2]))
-    run(
-        callback,
-        lambda step: ray.get([worker.work.remote([f"stage{step}"]) for worker in pool.sync[:2]]),
-        steps=4,
-    )
+
+    def work(step: int) -> None:
+        time.sleep(0.1)  # more than an answer's way, by which the difference is known
+        ray.get([worker.work.remote([f"stage{step}"]) for worker in pool.sync[:2]])
+        time.sleep(0.1)
+
+    run(callback, work, steps=4)
     for account in whole:
         assert [stage for stages in names(account.workers).values() for stage in stages] == [
             f"stage{account.step}"
