@@ -256,7 +256,7 @@ watch-faults: .venv/.ready ## Put faults into running loops, and print what the 
 bench-verl: .venv-verl/.ready ## Measure what profiling costs a real verl run (an hour)
 	.venv-verl/bin/python benchmarks/bench_verl.py
 
-pictures: browser .venv-vllm/.ready ## Run the recipe with vLLM and take the documentation's pictures of it
+pictures: browser .venv-vllm/.ready demo-watch ## Run the recipe with vLLM and take the documentation's pictures of it
 	.venv/bin/python docs/draw_exposed.py docs/images/exposed.png
 	rm -rf outputs/pictures outputs/pictures-agent
 	.venv-vllm/bin/python -m recipes.grpo_tiny.train profiling=e2e profiling.schedule.steps=[5,10,15,20,25,30] \
@@ -264,7 +264,7 @@ pictures: browser .venv-vllm/.ready ## Run the recipe with vLLM and take the doc
 	.venv-vllm/bin/python -m recipes.agent_tiny.train profiling=e2e profiling.schedule.steps=[2] steps=2 \
 	  rollout.engine=vllm output_dir=outputs/pictures-agent
 	VERL_PROFILING_PICTURES=docs/images VERL_PROFILING_PICTURES_OF=outputs/pictures \
-	  VERL_PROFILING_PICTURES_OF_AGENT=outputs/pictures-agent \
+	  VERL_PROFILING_PICTURES_OF_AGENT=outputs/pictures-agent VERL_PROFILING_PICTURES_OF_WATCH=$(DEMO)/watch \
 	  .venv/bin/python -m pytest tests/test_pictures.py $(PYTEST_ARGS)
 
 clean: ## Remove environments, outputs and caches

@@ -2,9 +2,9 @@
 
 By default they are taken of a small capture and thrown away, which shows that they can be
 taken. ``make pictures`` takes those of the documentation: ``VERL_PROFILING_PICTURES`` names the
-folder to write, ``VERL_PROFILING_PICTURES_OF`` the run of the recipe to picture, and
-``VERL_PROFILING_PICTURES_OF_AGENT`` that of the recipe of an agent. The pictures of the watch are of the
-first, too.
+folder to write, ``VERL_PROFILING_PICTURES_OF`` the run of the recipe to picture,
+``VERL_PROFILING_PICTURES_OF_AGENT`` that of the recipe of an agent, and ``VERL_PROFILING_PICTURES_OF_WATCH``
+one that a person and its watch asked for captures.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from verl_profiling.watch.log import WatchLog
 
 RUN = os.environ.get("VERL_PROFILING_PICTURES_OF")
 AGENT = os.environ.get("VERL_PROFILING_PICTURES_OF_AGENT")
+WATCHED = os.environ.get("VERL_PROFILING_PICTURES_OF_WATCH")
 PICTURES = os.environ.get("VERL_PROFILING_PICTURES")
 
 
@@ -154,8 +155,8 @@ class TestInABrowser:
 @pytest.fixture
 def watched(tmp_path: Path) -> Path:
     """A run with its watch on."""
-    if RUN:
-        return Path(RUN) / "profiling"
+    if WATCHED:
+        return Path(WATCHED) / "profiling"
     run = tmp_path / "run"
     build_step(run, step=12)
     log = WatchLog(run)
