@@ -28,12 +28,15 @@ class StageUse(msgspec.Struct, frozen=True):
         duration_ns: How long the process was in it, all of its runs together.
         runs: How often it ran.
         begin_ns: When its first run began, on the clock of the loop's process.
+        periods: Begin and end of its runs where there were several, in order. Runs that touch are one; the
+            last period has all that did not get one of their own. Empty: not known.
     """
 
     name: str
     duration_ns: int
     runs: int = 1
     begin_ns: Ns = 0
+    periods: list[tuple[Ns, Ns]] = []
 
 
 class RankUse(msgspec.Struct, frozen=True, kw_only=True):

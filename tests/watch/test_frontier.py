@@ -226,6 +226,81 @@ def test_a_loop_waits_for_what_was_under_way_since_the_step_before() -> None:
     assert exposed(after)[0].leader == "controller"
 
 
+def in_periods(lane: str, name: str, *periods: tuple[int, int]) -> RankUse:
+    """Return a process that was in one stage several times: from when to when, in milliseconds."""
+    at = [(BEGIN_NS + begin * MS, BEGIN_NS + end * MS) for begin, end in periods]
+    took_ns = sum(end - begin for begin, end in at)
+    found = use(lane)
+    stage = StageUse(name, took_ns, len(at), at[0][0], at)
+    return msgspec.structs.replace(found, stages=[stage])
+
+
+def test_of_roles_inside_of_each_other_the_outer_is_named() -> None:
+    """Rewards come and go inside of the trajectories, which ended last; the loop looked a while later."""
+    [row, _] = exposed(
+        account(
+            200,
+            controller(("rollout", 0, 190)),
+            use("agent_loop_rank0", ("trajectories", 5, 100), role="agent_loop"),
+            use("rollout0_rank0", ("generate", 6, 80)),
+            in_periods("reward_rank0", "reward", (50, 52), (80, 84), (90, 104)),
+        )
+    )
+    assert (row.role, row.leader, row.doubt) == ("agent_loop", "agent_loop_rank0", "overlapped")
+
+
+def test_of_two_batches_that_were_generated_in_a_step_the_wait_names_the_first_ones_engine() -> None:
+    """One step off: the next batch has begun since; it waited for the end of replica 1's first one."""
+    [wait, update, _] = exposed(
+        account(
+            200,
+            controller(("wait_rollout", 5, 60), ("update_actor", 70, 120)),
+            in_periods("rollout0_rank0", "generate", (-60, 20), (68, 130)),
+            in_periods("rollout1_rank0", "generate", (-60, 64), (68, 120)),
+            use("actor_rank0", ("update_actor", 71, 118)),
+        )
+    )
+    assert (wait.role, wait.leader, wait.lead_ns) == ("rollout", "rollout1_rank0", 44 * MS)
+    assert (update.role, update.leader) == ("actor", "actor_rank0")
+
+
+def test_a_stage_that_says_it_waits_names_an_engine_that_goes_on() -> None:
+    """An engine that always has requests does not end in the wait; a stage of the loop's own names nobody."""
+    loop = controller(("wait:rollout", 0, 60), ("advantage", 60, 30), ("update_actor", 90, 100))
+    workers = [use("rollout0_rank0", ("generate", -500, 1000)), use("actor_rank0", ("update_actor", 91, 98))]
+    wait, advantage, update, _ = exposed(account(200, loop, *workers))
+    assert [row.leader for row in (wait, advantage, update)] == [
+        "rollout0_rank0",
+        "controller",
+        "actor_rank0",
+    ]
+
+
+def test_each_run_of_a_stage_is_found_where_it_was() -> None:
+    """Two updates in a step, and a generation behind each: nothing is taken for the other's."""
+    loop = [
+        RankUse(
+            lane="controller",
+            role="controller",
+            stages=[
+                *in_periods("controller", "rollout", (0, 40), (100, 140)).stages,
+                *in_periods("controller", "update_actor", (40, 100), (140, 200)).stages,
+            ],
+        )
+    ]
+    rows = exposed(
+        account(
+            200,
+            loop,
+            in_periods("rollout0_rank0", "generate", (1, 30), (101, 139)),
+            in_periods("rollout1_rank0", "generate", (1, 39), (101, 110)),
+            in_periods("actor_rank0", "update_actor", (41, 99), (141, 199)),
+        )
+    )
+    assert in_ms(rows) == [("rollout", 80), ("update_actor", 120)]
+    assert [(row.leader, row.lead_ns) for row in rows] == [("rollout0_rank0", 20 * MS), ("actor_rank0", 0)]
+
+
 def test_stages_of_the_loop_at_the_same_time_are_counted_once() -> None:
     """Two tasks of an asynchronous loop: what of the second lies in the first is not exposed again."""
     rows = exposed(account(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0")))
@@ -270,11 +345,12 @@ def test_nothing_at_all_lies_in_no_stage() -> None:
 
 names = st.sampled_from(["a", "b", "c", "d", ""])
 numbers = st.integers(-(10**19), 10**19) | st.integers(0, 50)
+periods = st.lists(st.tuples(numbers, numbers), max_size=3)
 uses = st.builds(
     RankUse,
     lane=st.sampled_from(["x0", "x1", "y0", "y1", "z"]),
     role=st.sampled_from(["controller", "actor", "rollout"]),
-    stages=st.lists(st.builds(StageUse, names, numbers, st.integers(-1, 3), numbers), max_size=5),
+    stages=st.lists(st.builds(StageUse, names, numbers, st.integers(-1, 3), numbers, periods), max_size=5),
 )
 
 

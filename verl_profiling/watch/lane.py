@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from verl_profiling.step_account import RankUse, StageUse
 from verl_profiling.watch.reading import EndedStage
 
-__all__ = ["Lane", "StepTime"]
+__all__ = ["MOST_PERIODS", "Lane", "StepTime"]
+
+MOST_PERIODS = 16
+"""So many runs of a stage in a step are told apart."""
+
+_TOUCHING_NS = 1_000_000
 
 
 @dataclass
@@ -94,22 +99,32 @@ class Lane:
             stages.popleft()
 
     def _of_step(self, stages: list[EndedStage]) -> RankUse:
-        uses: dict[str, StageUse] = {}
+        runs: dict[str, list[EndedStage]] = {}
         peak = held = None
         for stage in stages:
-            _, name, begin_ns, duration_ns, peak_bytes, held_bytes = stage
-            use, runs = uses.get(name), 1
-            if use is not None:
-                duration_ns, runs = use.duration_ns + duration_ns, use.runs + 1
-                begin_ns = min(use.begin_ns, begin_ns)
-            uses[name] = StageUse(name, duration_ns, runs, begin_ns)
-            if peak_bytes:
-                peak, held = max(peak or 0, peak_bytes), held_bytes
+            runs.setdefault(stage.name, []).append(stage)
+            if stage.peak_bytes:
+                peak, held = max(peak or 0, stage.peak_bytes), stage.held_bytes
         return RankUse(
             lane=self._use.lane,
             role=self._use.role,
             rank=self._use.rank,
-            stages=sorted(uses.values(), key=lambda use: use.begin_ns),
+            stages=sorted((_use(ended) for ended in runs.values()), key=lambda use: use.begin_ns),
             peak_bytes=peak,
             held_bytes=held,
         )
+
+
+def _use(runs: list[EndedStage]) -> StageUse:
+    """Return the runs of one stage as one."""
+    first = runs[0]
+    if len(runs) == 1:
+        return StageUse(first.name, first.duration_ns, 1, first.begin_ns)
+    periods: list[tuple[int, int]] = []
+    for begin_ns, end_ns in sorted((run.begin_ns, run.begin_ns + run.duration_ns) for run in runs):
+        if periods and (begin_ns - periods[-1][1] <= _TOUCHING_NS or len(periods) == MOST_PERIODS):
+            periods[-1] = (periods[-1][0], max(periods[-1][1], end_ns))
+        else:
+            periods.append((begin_ns, end_ns))
+    duration_ns = sum(run.duration_ns for run in runs)
+    return StageUse(first.name, duration_ns, len(runs), periods[0][0], periods)

@@ -9,7 +9,10 @@ from typing import NamedTuple
 from verl_profiling.step_account import Doubt, RankUse, StageUse
 from verl_profiling.watch.advance import TIED, Standing, Way, frontier, own_time
 
-__all__ = ["working_in"]
+__all__ = ["WAIT", "working_in"]
+
+WAIT = "wait:"
+"""How the names of stages begin in which the loop does nothing but wait for a role."""
 
 
 def working_in(
@@ -37,7 +40,7 @@ def working_in(
         if name in inside:
             works = [_work(stage, role, uses, inside[name]) for role, uses in roles.items()]
         else:
-            waited_for = {lane: _end_of(stage, parts) for lane, parts in under_way.items()}
+            waited_for = {lane: _under_way(stage, parts) for lane, parts in under_way.items()}
             works = [_work(stage, role, uses, waited_for) for role, uses in roles.items()]
         if known := [work for work in works if work is not None]:
             found[name] = _by_weight(stage, known)
@@ -47,48 +50,72 @@ def working_in(
 def _inside(stages: Sequence[StageUse], workers: Iterable[RankUse]) -> dict[str, dict[str, list[StageUse]]]:
     """Return the workers' stages whose middle lies in a stage of the loop, by its name and their lane.
 
-    Of a stage that ran several times only the begin of the first run is known: its middle is taken to be
-    that of a run of mean length, and a stage of the loop may have it from its begin on. A stage without a
-    time belongs to the stage of its own name.
+    Where the periods of a stage are not known, its middle is taken to be that of a run of mean length, and a
+    stage of the loop may have it from its begin on. A stage without a time belongs to the stage of its own
+    name.
     """
-    in_order = sorted(stages, key=lambda stage: stage.begin_ns)
+    in_order = sorted((run for stage in stages for run in _apart(stage)), key=lambda run: run.begin_ns)
     begins = [stage.begin_ns for stage in in_order]
     names = {stage.name for stage in stages}
     found: dict[str, dict[str, list[StageUse]]] = {}
     for use in workers:
-        for part in use.stages:
+        for part in (run for stage in use.stages for run in _apart(stage)):
             home = _home(part, in_order, begins) if part.begin_ns else part.name
             if home in names:
                 found.setdefault(home, {}).setdefault(use.lane, []).append(part)
     return found
 
 
+def _apart(use: StageUse) -> list[StageUse]:
+    """Return the periods of a stage, each as a stage; one whose periods are not known, as it is."""
+    found: list[StageUse] = []
+    left_ns = use.duration_ns
+    for begin_ns, end_ns in use.periods:
+        is_last = len(found) == len(use.periods) - 1
+        duration_ns = left_ns if is_last else min(left_ns, end_ns - begin_ns)
+        found.append(StageUse(use.name, duration_ns, 1, begin_ns, [(begin_ns, end_ns)]))
+        left_ns -= duration_ns
+    return found or [use]
+
+
+def _end(part: StageUse) -> int:
+    return part.periods[-1][1] if part.periods else part.begin_ns + part.duration_ns
+
+
 def _home(part: StageUse, stages: Sequence[StageUse], begins: Sequence[int]) -> str | None:
-    middle_ns = part.begin_ns + max(0, part.duration_ns) // (2 * max(1, part.runs))
+    if part.runs > 1:
+        middle_ns = part.begin_ns + max(0, part.duration_ns) // (2 * part.runs)
+    else:
+        middle_ns = (part.begin_ns + max(part.begin_ns, _end(part))) // 2
     perhaps = None
     for at in range(bisect_right(begins, middle_ns) - 1, -1, -1):
         stage = stages[at]
         if stage.runs > 1:
             perhaps = perhaps or stage.name
-        elif middle_ns < stage.begin_ns + stage.duration_ns:
+        elif middle_ns < _end(stage):
             return stage.name
     return perhaps
 
 
-def _end_of(stage: StageUse, parts: Iterable[StageUse]) -> list[StageUse]:
-    """Return what lies in a stage of stages that were under way when it began, and ended in it."""
-    begin_ns, end_ns = stage.begin_ns, stage.begin_ns + stage.duration_ns
-    slack_ns = int(TIED * max(0, stage.duration_ns))
-    return [
-        StageUse(part.name, min(ended_ns, end_ns) - begin_ns, 1, begin_ns)
-        for part in parts
-        if stage.runs == part.runs == 1
-        and 0
-        != part.begin_ns
-        < begin_ns
-        < (ended_ns := part.begin_ns + part.duration_ns)
-        <= end_ns + slack_ns
-    ]
+def _under_way(stage: StageUse, uses: Iterable[StageUse]) -> list[StageUse]:
+    """Return what lies in a stage of stages that were under way when it began, and ended in it.
+
+    In a stage that says that the loop waits, they may go on: an engine that always has requests does.
+    """
+    parts = [part for use in uses for part in _apart(use) if part.runs == 1 and part.begin_ns]
+    waits = stage.name.startswith(WAIT)
+    found = []
+    for run in _apart(stage):
+        begin_ns, end_ns = run.begin_ns, _end(run)
+        slack_ns = int(TIED * max(0, end_ns - begin_ns))
+        found += [
+            StageUse(part.name, min(_end(part), end_ns) - begin_ns, 1, begin_ns)
+            for part in parts
+            if run.runs == 1
+            and part.begin_ns < begin_ns < _end(part)
+            and (waits or _end(part) <= end_ns + slack_ns)
+        ]
+    return found
 
 
 class _Work(NamedTuple):
@@ -128,9 +155,7 @@ def _work(
         standing=standing._replace(durations=totals, ran=tuple(dict.fromkeys(part.name for part in known))),
         busy_ns=max(totals.values()),
         begin_ns=min(part.begin_ns for part in known) if once else stage.begin_ns,
-        end_ns=max(part.begin_ns + part.duration_ns for part in known)
-        if once
-        else stage.begin_ns + stage.duration_ns,
+        end_ns=max(_end(part) for part in known) if once else stage.begin_ns + stage.duration_ns,
     )
 
 
