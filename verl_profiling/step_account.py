@@ -20,7 +20,7 @@ long. ``other order``: they ran their stages in different orders. ``overlapped``
 """
 
 
-class StageUse(msgspec.Struct, frozen=True):
+class StageUse(msgspec.Struct, frozen=True, gc=False):
     """One outermost stage of one process in one step.
 
     Attributes:
@@ -39,7 +39,7 @@ class StageUse(msgspec.Struct, frozen=True):
     periods: list[tuple[Ns, Ns]] = []
 
 
-class RankUse(msgspec.Struct, frozen=True, kw_only=True):
+class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one process did in one step.
 
     Attributes:

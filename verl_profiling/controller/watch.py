@@ -7,8 +7,9 @@ with them the account is complete.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 
 import msgspec
@@ -34,6 +35,10 @@ Listener = Callable[[StepAccount], object]
 
 LOOP = "controller"
 """Lane and role of the process that runs the loop."""
+
+SHARE, ALLOWANCE_NS = 0.001, 5_000_000
+"""At each step the loop's thread works on answers for this share of a step, and for so long at least. What
+asks for them because something is slow does not wait for that."""
 
 
 class Watch:
@@ -68,7 +73,9 @@ class Watch:
         self._step: StepTime | None = None
         self._ended: deque[StepTime] = deque()
         self._steps_unread = 0
-        self._soon = False
+        self._soon = self._at_once = False
+        self._step_ns = 0
+        self._left: deque[Iterator[None]] = deque()
         self._rollout: OpenStage | None = None
         self._failed: set[int] = set()
 
@@ -101,6 +108,7 @@ class Watch:
         if step is None:
             return
         step.end_ns = clock.now_ns()
+        self._step_ns = step.end_ns - step.begin_ns
         self._take_own_stages()
         self._ended.append(step)
         if self.early:
@@ -157,41 +165,74 @@ class Watch:
         self._complete(list(self._ended))
 
     def _collect(self) -> None:
-        """Take the answers that have come; with the last of them, what ended before is complete."""
+        """Take the answers that have come; with the last of them, what ended before is complete.
+
+        Of many workers that is much work: the loop's thread does a part of it at each step.
+        """
+        if not (self._workers.calls or self._left):
+            return
+        allowed_ns = max(ALLOWANCE_NS, int(SHARE * self._step_ns))
+        until_ns = None if self._at_once else time.thread_time_ns() + allowed_ns
         if self._workers.calls:
-            self._workers.collect()
+            self._workers.collect(until_ns)
             if not self._workers.calls:
-                self._complete_until(self._workers.asked_ns)
+                self._begin_to_complete(self._ended_until(self._workers.asked_ns))
+        self._go_on(until_ns)
 
     def _ask_if_answered(self) -> None:
-        """Ask the workers, unless answers to an earlier call are on the way."""
+        """Ask the workers, unless answers to an earlier call are on the way, or not all are taken."""
+        self._at_once |= self._soon
         self._collect()
+        if self._left:
+            return
         if self._workers.calls and clock.now_ns() - self._workers.asked_ns < self._patience_ns:
             return
         self._ask()
 
     def _ask(self) -> None:
-        self._complete_until(self._workers.asked_ns)
-        self._steps_unread, self._soon = 0, False
+        self._workers.collect()
+        self._complete(self._ended_until(self._workers.asked_ns))
+        self._steps_unread, self._soon, self._at_once = 0, False, self._soon
         self._workers.ask()
-        if not self._workers.calls:
-            self._complete_until(self._workers.asked_ns)
+        self._collect()
 
-    def _complete_until(self, time_ns: int) -> None:
-        self._complete([step for step in self._ended if step.end_ns <= time_ns])
+    def _ended_until(self, time_ns: int) -> list[StepTime]:
+        return [step for step in self._ended if step.end_ns <= time_ns]
 
     def _complete(self, steps: Sequence[StepTime]) -> None:
         """Make the whole accounts of steps that have ended, which are the first of all that wait for it."""
-        if not steps:
-            return
-        for _ in steps:
-            self._ended.popleft()
-        own, workers = self._lane.uses(steps), self._workers.uses(steps)
+        self._begin_to_complete(steps)
+        self._go_on(None)
+
+    def _begin_to_complete(self, steps: Sequence[StepTime]) -> None:
+        if steps:
+            for _ in steps:
+                self._ended.popleft()
+            self._left.append(self._completing(steps))
+
+    def _go_on(self, until_ns: int | None) -> None:
+        """Go on with the accounts that were begun, up to some CPU time of this thread."""
+        while self._left:
+            for _ in self._left[0]:
+                if until_ns is not None and time.thread_time_ns() >= until_ns:
+                    return
+            self._left.popleft()
+
+    def _completing(self, steps: Sequence[StepTime]) -> Iterator[None]:
+        """Make whole accounts bit by bit: what each worker did, then an account after the other."""
+        workers: list[list[RankUse]] = [[] for _ in steps]
+        for found in self._workers.uses(steps):
+            for uses, use in zip(workers, found, strict=True):
+                if use is not None:
+                    uses.append(use)
+            yield
+        own = self._lane.uses(steps)
         self._lane.forget(steps[-1].begin_ns)
         for step, use, uses in zip(steps, own, workers, strict=True):
             account = self._account(step, [use], uses)
             self.accounts.append(account)
             self._tell(self.listeners, account)
+            yield
 
     def _account(self, step: StepTime, loop: Sequence[RankUse | None], workers: list[RankUse]) -> StepAccount:
         account = StepAccount(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from verl_profiling import clock
 from verl_profiling.capture.messages import StopReply
@@ -60,10 +61,13 @@ class WatchedWorkers:
             call for target in targets for call in self._roster.send([target], _READ, self._told_ns(target))
         ]
         self.asked_ns = clock.now_ns()
-        self.collect()
 
-    def collect(self) -> None:
-        """Take the answers that have come."""
+    def collect(self, until_ns: int | None = None) -> None:
+        """Take the answers that have come.
+
+        Args:
+            until_ns: CPU time of this thread at which the rest is left for the next time.
+        """
         for calls in (self._open, self._silent):
             for call in [call for call in calls if call.future.done() or isinstance(call.future, Postponed)]:
                 calls.remove(call)
@@ -72,10 +76,12 @@ class WatchedWorkers:
                 if call.without_method:
                     self._left_out.add(call.target)
                 self.take(call)
+                if until_ns is not None and time.thread_time_ns() >= until_ns:
+                    return
 
     @property
     def calls(self) -> list[Call]:
-        """The calls that have not been answered, but for those of workers that are silent for long."""
+        """The calls whose answers were not taken, but for those of workers that are silent for long."""
         return self._open
 
     def take(self, call: Call) -> None:
@@ -92,18 +98,17 @@ class WatchedWorkers:
         elif call.method == _READ and (reply is not None or call.raised):
             self._name(call, f"is not read: {call.problem(0.0)}")
 
-    def uses(self, steps: Sequence[StepTime]) -> list[list[RankUse]]:
-        """Return what the workers did in each step, and forget what was before; see :meth:`Lane.uses`."""
-        found: list[list[RankUse]] = [[] for _ in steps]
+    def uses(self, steps: Sequence[StepTime]) -> Iterator[list[RankUse | None]]:
+        """Yield what each worker did in each step, by role and rank, and forget what was before.
+
+        See :meth:`Lane.uses`.
+        """
         now = set(self._process.values())
-        for process, lane in list(self._lanes.items()):
-            for uses, use in zip(found, lane.uses(steps), strict=True):
-                if use is not None:
-                    uses.append(use)
+        for process, lane in sorted(self._lanes.items(), key=lambda item: item[1].order):
+            yield lane.uses(steps)
             lane.forget(steps[-1].begin_ns)
             if process not in now and lane.until_ns < steps[0].begin_ns:
                 del self._lanes[process]
-        return [sorted(uses, key=lambda use: (use.role, use.rank, use.lane)) for uses in found]
 
     def _take_reading(self, worker: Worker, reading: WatchReading, handshake: Handshake) -> None:
         process, domain, offset_ns = reading.process, reading.identity.clock_domain, 0

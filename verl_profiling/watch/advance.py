@@ -56,8 +56,9 @@ def own_time(stages: Sequence[StageUse]) -> dict[str, int]:
 
     Stages of several tasks or threads can run at once; when exactly is known of those that ran once.
     """
-    if len(stages) < 2:
-        return {stage.name: max(0, stage.duration_ns) for stage in stages}
+    if len(stages) == 1:
+        [stage] = stages
+        return {stage.name: stage.duration_ns if stage.duration_ns > 0 else 0}
     durations: dict[str, int] = {}
     busy_until_ns: int | None = None
     for stage in sorted(stages, key=lambda stage: stage.begin_ns):

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from verl_profiling.step_account import RankUse, StageUse
 from verl_profiling.watch.reading import EndedStage
@@ -16,6 +17,8 @@ MOST_PERIODS = 16
 """So many runs of a stage in a step are told apart."""
 
 _TOUCHING_NS = 1_000_000
+
+_begin_ns = attrgetter("begin_ns")
 
 
 @dataclass
@@ -50,6 +53,11 @@ class Lane:
         self._until_ns = 0
 
     @property
+    def order(self) -> tuple[str, int, str]:
+        """Where it stands among others: by role and rank."""
+        return self._use.role, self._use.rank, self._use.lane
+
+    @property
     def until_ns(self) -> int:
         """Up to when its stages are known, on the clock of the loop's process."""
         return self._until_ns
@@ -62,10 +70,10 @@ class Lane:
             offset_ns: How far the clock of their own process is ahead.
             told_ns: When it told them, on its own clock.
         """
-        for stage in stages:
-            if stage.number > self._last:
-                self._last = stage.number
-                self._stages.append(stage)
+        new = [stage for stage in stages if stage.number > self._last]
+        if new:
+            self._last = new[-1].number
+            self._stages += new
         self.told_ns = told_ns
         self._until_ns = told_ns - offset_ns
 
@@ -78,14 +86,15 @@ class Lane:
         Args:
             steps: Steps that have ended, in their order.
         """
-        begins = [step.begin_ns for step in steps]
+        begins, ends = [step.begin_ns for step in steps], [step.end_ns for step in steps]
         found: list[list[EndedStage]] = [[] for _ in steps]
         for stage in reversed(self._stages):
-            if stage.begin_ns + stage.duration_ns < begins[0]:
+            _, _, begin_ns, duration_ns, _, _ = stage
+            if begin_ns + duration_ns < begins[0]:
                 break
-            middle_ns = stage.begin_ns + stage.duration_ns // 2
+            middle_ns = begin_ns + duration_ns // 2
             place = bisect_right(begins, middle_ns) - 1
-            if place >= 0 and middle_ns < steps[place].end_ns:
+            if place >= 0 and middle_ns < ends[place]:
                 found[place].append(stage)
         return [
             self._of_step(stages[::-1]) if stages or self._until_ns >= step.end_ns else None
@@ -109,7 +118,7 @@ class Lane:
             lane=self._use.lane,
             role=self._use.role,
             rank=self._use.rank,
-            stages=sorted((_use(ended) for ended in runs.values()), key=lambda use: use.begin_ns),
+            stages=sorted((_use(ended) for ended in runs.values()), key=_begin_ns),
             peak_bytes=peak,
             held_bytes=held,
         )

@@ -33,8 +33,9 @@ def working_in(
     by_name = {stage.name: stage for stage in stages}
     inside = _inside(stages, workers)
     under_way: dict[str, list[StageUse]] = {}
-    for use in (*before, *workers):
-        under_way.setdefault(use.lane, []).extend(use.stages)
+    if len(inside) < len(by_name):
+        for use in (*before, *workers):
+            under_way.setdefault(use.lane, []).extend(use.stages)
     found = {}
     for name, stage in by_name.items():
         if name in inside:
@@ -56,18 +57,19 @@ def _inside(stages: Sequence[StageUse], workers: Iterable[RankUse]) -> dict[str,
     """
     in_order = sorted((run for stage in stages for run in _apart(stage)), key=lambda run: run.begin_ns)
     begins = [stage.begin_ns for stage in in_order]
-    names = {stage.name for stage in stages}
-    found: dict[str, dict[str, list[StageUse]]] = {}
+    found: dict[str, dict[str, list[StageUse]]] = {stage.name: {} for stage in stages}
     for use in workers:
         for part in (run for stage in use.stages for run in _apart(stage)):
             home = _home(part, in_order, begins) if part.begin_ns else part.name
-            if home in names:
-                found.setdefault(home, {}).setdefault(use.lane, []).append(part)
-    return found
+            if home in found:
+                found[home].setdefault(use.lane, []).append(part)
+    return {name: parts for name, parts in found.items() if parts}
 
 
 def _apart(use: StageUse) -> list[StageUse]:
     """Return the periods of a stage, each as a stage; one whose periods are not known, as it is."""
+    if not use.periods:
+        return [use]
     found: list[StageUse] = []
     left_ns = use.duration_ns
     for begin_ns, end_ns in use.periods:
@@ -75,7 +77,7 @@ def _apart(use: StageUse) -> list[StageUse]:
         duration_ns = left_ns if is_last else min(left_ns, end_ns - begin_ns)
         found.append(StageUse(use.name, duration_ns, 1, begin_ns, [(begin_ns, end_ns)]))
         left_ns -= duration_ns
-    return found or [use]
+    return found
 
 
 def _end(part: StageUse) -> int:
@@ -139,17 +141,18 @@ def _work(
     if not known:
         return None
     ways = [Way(use.lane, own_time(parts.get(use.lane, ()))) for use in uses]
-    longest_ns = max(sum(way.durations.values()) for way in ways)
+    totals = {lane: sum(own.values()) for lane, own in ways}
+    longest_ns = max(totals.values())
     room_ns = max(0, stage.duration_ns)
     if longest_ns > (1 + TIED) * room_ns:
         ways = [
             Way(lane, {name: ns * room_ns // longest_ns for name, ns in own.items()}) for lane, own in ways
         ]
+        totals = {lane: sum(own.values()) for lane, own in ways}
     standing = max(
         (advance.standing for advance in frontier(role, ways)),
         key=lambda standing: (standing.lead_ns, max(standing.durations.values())),
     )
-    totals = {way.lane: sum(way.durations.values()) for way in ways}
     once = all(part.runs == 1 and part.begin_ns for part in known)
     return _Work(
         standing=standing._replace(durations=totals, ran=tuple(dict.fromkeys(part.name for part in known))),
