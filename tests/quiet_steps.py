@@ -48,7 +48,9 @@ def account(
                 noise.lognormvariate(0, 0.02) if noise else 1 + rank / 1e3
             )
             own = StageUse(stage, int(usual * factor * MS), 1, now_ns)
-            lanes.setdefault(lane, RankUse(lane=lane, role=role, rank=rank, stages=[])).stages.append(own)
+            replica = rank if role == "rollout" else None
+            use = RankUse(lane=lane, role=role, rank=rank, replica=replica, stages=[])
+            lanes.setdefault(lane, use).stages.append(own)
             longest = max(longest, own.duration_ns)
         duration_ns = MS + (longest or int(usual * MS))
         loop.append(StageUse(stage, duration_ns, 1, now_ns))

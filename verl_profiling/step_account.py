@@ -46,6 +46,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         lane: Name of the process, as in manifests: ``controller``, ``actor_rank0``, ``rollout1_rank0``.
         role: Its role.
         rank: Its rank in that role.
+        replica: Index of the replica, if it serves a rollout engine.
         stages: Its outermost stages, in order of their first begin.
         peak_bytes: The most memory that it has had by the step's end, of its device, or of the host where it
             has none: since it began, or since the program reset torch's mark.
@@ -55,6 +56,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     lane: str
     role: str
     rank: int = 0
+    replica: int | None = None
     stages: list[StageUse] = []
     peak_bytes: int | None = None
     held_bytes: int | None = None

@@ -89,7 +89,7 @@ def test_the_next_step_is_captured_of_the_suspect_and_its_peer() -> None:
     decision = loop.is_slow(step, slow=SLOW)
     assert decision is not None
     assert (decision.step_range.first, decision.step_range.last) == (step + 2, step + 2)
-    assert decision.aim == Aim(mode="discrete", roles=("rollout",), ranks=(2, 1), stages=("rollout",))
+    assert decision.aim == Aim(mode="discrete", roles=("rollout",), replicas=(2, 1), stages=("rollout",))
     assert (decision.trigger.kind, decision.trigger.noticed) == ("anomaly", step + 1)
     assert decision.trigger.suspects == ["rollout2_rank0"]
     assert loop.goes(account(step + 2)) is None
@@ -103,7 +103,7 @@ def test_an_engine_that_is_waited_for_is_captured_whole() -> None:
         assert loop.goes(account(step, waits)) is None
     decision = loop.is_slow(31, times=waits, slow={"rollout2_rank0": 2.5})
     assert decision is not None
-    assert decision.aim == Aim(mode="e2e", roles=("rollout",), ranks=(2, 1))
+    assert decision.aim == Aim(mode="e2e", roles=("rollout",), replicas=(2, 1))
 
 
 def test_a_step_that_is_slow_is_captured_whole() -> None:

@@ -108,16 +108,16 @@ class Anomalies:
         uses = [self._uses[lane] for lane in (*noticed.suspects, *noticed.peers) if lane in self._uses]
         if not uses:
             return None
-        engines = any(
-            use.role == ROLLOUT_ROLE for use in uses
-        )  # whose window opens with the stage of that name
+        engines = [use for use in uses if use.role == ROLLOUT_ROLE and use.replica is not None]
+        # The window of an engine opens with the stage of that name.
         of_a_stage = (
             noticed.sign in _OF_A_STAGE and bool(noticed.ran) and (noticed.stage == ROLLOUT or not engines)
         )
         aim = Aim(
             mode="discrete" if of_a_stage else "e2e",
             roles=tuple(dict.fromkeys(use.role for use in uses)),
-            ranks=tuple(dict.fromkeys(use.rank for use in uses)),
+            ranks=tuple(dict.fromkeys(use.rank for use in uses if use not in engines)) or None,
+            replicas=tuple(dict.fromkeys(use.replica for use in engines if use.replica is not None)) or None,
             stages=tuple(noticed.ran) if of_a_stage else None,
         )
         try:

@@ -119,7 +119,7 @@ class WatchedWorkers:
         lane = self._lanes.get(process)
         if lane is None:
             identity = self._roster.known.get(worker, reading.identity)
-            lane = Lane(identity.lane(), identity.role, identity.rank, self._stages)
+            lane = Lane(identity.lane(), identity.role, identity.rank, self._stages, identity.replica)
             self._lanes[process] = lane
         self._process[worker] = process
         lane.take(reading.ended(offset_ns), offset_ns, reading.received_ns)

@@ -40,14 +40,15 @@ class Lane:
         role: Its role.
         rank: Its rank in that role.
         stages: How many are kept at most.
+        replica: Index of the replica, if it serves a rollout engine.
 
     Attributes:
         told_ns: Up to when its stages are known, on its own clock.
     """
 
-    def __init__(self, name: str, role: str, rank: int, stages: int) -> None:
+    def __init__(self, name: str, role: str, rank: int, stages: int, replica: int | None = None) -> None:
         self.told_ns = 0
-        self._use = RankUse(lane=name, role=role, rank=rank)
+        self._use = RankUse(lane=name, role=role, rank=rank, replica=replica)
         self._stages: deque[EndedStage] = deque(maxlen=stages)
         self._last = 0
         self._until_ns = 0
@@ -118,6 +119,7 @@ class Lane:
             lane=self._use.lane,
             role=self._use.role,
             rank=self._use.rank,
+            replica=self._use.replica,
             stages=sorted((_use(ended) for ended in runs.values()), key=_begin_ns),
             peak_bytes=peak,
             held_bytes=held,
