@@ -1,8 +1,12 @@
-"""The stages of a process on the way into accounts: which runs of a stage are told apart."""
+"""The stages of a process on the way into accounts: the step of each, and which runs are told apart."""
 
 from __future__ import annotations
 
 from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from verl_profiling.step_account import StageUse
 from verl_profiling.watch.lane import MOST_PERIODS, Lane, StepTime
@@ -53,3 +57,60 @@ def test_of_very_many_runs_the_last_ones_are_one_period() -> None:
 def test_a_stage_that_ran_once_has_no_list_of_periods() -> None:
     """Most do, in every process and step."""
     assert [use.periods for use in uses_of(("old_log_prob", 5, 9), ("update_actor", 9, 20))] == [[], []]
+
+
+STEPS = [StepTime(1, 100, 200), StepTime(2, 230, 330, before_ns=200), StepTime(3, 340, 440, before_ns=330)]
+
+
+def steps_with(begin_ns: int, end_ns: int) -> list[int]:
+    """Return the steps that have a stage of such times, one account after the other, as they are made."""
+    lane = Lane("rollout0_rank0", "rollout", 0, 10)
+    lane.take([EndedStage(1, "rollout", begin_ns, end_ns - begin_ns, 0, 0)], 0, 1000)
+    found = []
+    for step in STEPS:
+        [use] = lane.uses([step])
+        found += [step.step] if use is not None and use.stages else []
+        lane.forget(step.begin_ns)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("begin_ns", "end_ns", "steps"),
+    [
+        (120, 180, [1]),
+        (120, 250, [1]),
+        (170, 310, [2]),
+        (180, 250, [2]),
+        (150, 225, [1]),
+        (190, 225, []),
+        (205, 225, []),
+        (20, 80, []),
+        (20, 130, [1]),
+    ],
+    ids=[
+        "inside",
+        "middle in the first",
+        "middle in the second",
+        "middle between, goes on in the second",
+        "middle in the first, ends between",
+        "middle between, ends between",
+        "between",
+        "before all",
+        "begins before all",
+    ],
+)
+def test_a_stage_is_in_the_step_of_its_middle(begin_ns: int, end_ns: int, steps: list[int]) -> None:
+    """One whose middle lies between two steps is that of the second, if it goes on in that."""
+    assert steps_with(begin_ns, end_ns) == steps
+
+
+@given(st.integers(0, 450), st.integers(0, 450))
+def test_a_stage_is_in_one_step_at_most_and_in_one_that_it_touches(one_ns: int, other_ns: int) -> None:
+    """Neither counted twice nor lost, where it goes on from one step into the next."""
+    begin_ns, end_ns = sorted((one_ns, other_ns))
+    found = steps_with(begin_ns, end_ns)
+    touched = [step.step for step in STEPS if begin_ns < step.end_ns and end_ns > step.begin_ns]
+    assert len(found) <= 1
+    assert set(found) <= set(touched)
+    if len(touched) > 1:
+        assert found

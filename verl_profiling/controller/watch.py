@@ -72,6 +72,7 @@ class Watch:
         self._lane = Lane(LOOP, LOOP, 0, kept)
         self._step: StepTime | None = None
         self._ended: deque[StepTime] = deque()
+        self._before_ns = 0
         self._steps_unread = 0
         self._soon = self._at_once = False
         self._step_ns = 0
@@ -94,7 +95,7 @@ class Watch:
 
     def step_begins(self, step: int, policy_version: int | None = None) -> None:
         """Follow the begin of a step, after :meth:`step_is_over`."""
-        self._step = StepTime(step, clock.now_ns(), policy_version=policy_version)
+        self._step = StepTime(step, clock.now_ns(), policy_version=policy_version, before_ns=self._before_ns)
 
     def capture_begins(self, folder: str) -> None:
         """Note that the step is captured; what it took to begin that is no part of the step."""
@@ -110,6 +111,7 @@ class Watch:
         step.end_ns = clock.now_ns()
         self._step_ns = step.end_ns - step.begin_ns
         self._take_own_stages()
+        self._before_ns = step.end_ns
         self._ended.append(step)
         if self.early:
             self._tell(self.early, self._account(step, self._lane.uses([step]), []))

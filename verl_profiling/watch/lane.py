@@ -23,13 +23,23 @@ _begin_ns = attrgetter("begin_ns")
 
 @dataclass
 class StepTime:
-    """When a step was, on the clock of the loop's process; ``end_ns`` is 0 until it has ended."""
+    """When a step was, on the clock of the loop's process.
+
+    Attributes:
+        step: Its number.
+        begin_ns: When it began.
+        end_ns: When it ended; 0 until then.
+        policy_version: Version of the weights that it began with, if the loop says it.
+        captured: Name of its step folder, if it is captured.
+        before_ns: When the step before it ended; 0 for the first.
+    """
 
     step: int
     begin_ns: int
     end_ns: int = 0
     policy_version: int | None = None
     captured: str = ""
+    before_ns: int = 0
 
 
 class Lane:
@@ -82,20 +92,22 @@ class Lane:
         """Return what the process did in each step; ``None`` if that is not known.
 
         A stage belongs to the step in which its middle lies, also where it began before the step or ended
-        after it. One whose middle lies in no step belongs to none.
+        after it. One whose middle lies between two steps belongs to the second if it goes on in that, and
+        else to none.
 
         Args:
             steps: Steps that have ended, in their order.
         """
-        begins, ends = [step.begin_ns for step in steps], [step.end_ns for step in steps]
+        befores, ends = [step.before_ns for step in steps], [step.end_ns for step in steps]
         found: list[list[EndedStage]] = [[] for _ in steps]
         for stage in reversed(self._stages):
             _, _, begin_ns, duration_ns, _, _ = stage
-            if begin_ns + duration_ns < begins[0]:
+            end_ns = begin_ns + duration_ns
+            if end_ns < steps[0].begin_ns:
                 break
             middle_ns = begin_ns + duration_ns // 2
-            place = bisect_right(begins, middle_ns) - 1
-            if place >= 0 and middle_ns < ends[place]:
+            place = bisect_right(befores, middle_ns) - 1
+            if place >= 0 and middle_ns < ends[place] and end_ns > steps[place].begin_ns:
                 found[place].append(stage)
         return [
             self._of_step(stages[::-1]) if stages or self._until_ns >= step.end_ns else None
