@@ -18,17 +18,24 @@ import bench_hooks
 from bench_instructions import FEW, MANY, count, measured
 from results import record, row
 
-from verl_profiling import ProfilingCallback
+from verl_profiling import ProfilingCallback, span, trajectory
 from verl_profiling.capture.stage import Stage
 from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.trajectories.spans import keep_trajectories, total_spans
 from verl_profiling.watch.reading import WatchReading, read_ring
 from verl_profiling.watch.ring import StageRing
+from verl_profiling.watch.span_tally import SpanTally
 
 WORKERS, STEPS, ROUNDS = 1_024, 20, 5
 STAGES = ("old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor")
-COUNTED = ("hooks, off", "hooks, on", "idle stage", "stage that is kept", "stage inside of one")
+COUNTED = (
+    *("hooks, off", "hooks, on", "idle stage", "stage that is kept", "stage inside of one"),
+    *("span, off", "span that is added up", "trajectory, off", "trajectory that is added up"),
+)
 CODE = (
     "verl_profiling/watch/ring.py",
+    "verl_profiling/watch/span_tally.py",
+    "verl_profiling/trajectories/spans.py",
     "verl_profiling/controller/watch.py",
     "verl_profiling/controller/callback.py",
     "verl_profiling/controller/controller.py",
@@ -66,6 +73,26 @@ def count_all() -> None:
     count(owner.entering())
     with Stage(owner, "outer"):
         count(owner.entering())
+    keep_trajectories()
+    count(a_span)
+    total_spans(SpanTally())
+    count(a_span)
+    total_spans(None)
+    count(a_trajectory)
+    total_spans(SpanTally())
+    count(a_trajectory)
+
+
+def a_span() -> None:
+    """Enter a span."""
+    with span("tool:search"):
+        pass
+
+
+def a_trajectory() -> None:
+    """Enter a trajectory."""
+    with trajectory(group="a", sample=1):
+        pass
 
 
 class Fake:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from verl_profiling.step_account import Doubt, ExposedStage, RankUse, StageUse, StepAccount
+from collections.abc import Sequence
+
+from verl_profiling.step_account import Doubt, ExposedStage, RankUse, SpanTotal, StageUse, StepAccount
 
 MS = 1_000_000
 BEGIN_NS = 1_700_000_000_000_000_000
@@ -18,6 +20,7 @@ def account(
     captured: str = "",
     peak_bytes: int | None = 6_000_000_000,
     totals: dict[str, float] | None = None,
+    spans: Sequence[SpanTotal] = (),
 ) -> StepAccount:
     """Return the account of a step of a loop that calls four ranks of an actor.
 
@@ -29,6 +32,7 @@ def account(
         captured: Name of its step folder.
         peak_bytes: Of the first rank; each other one has a GB more.
         totals: Numbers that others add.
+        spans: What the spans of an agent loop add up to, which is a worker, too, if there are any.
     """
     times = {**(STAGES if exposed_ms is None else exposed_ms), "": 500}
     begin_ns = BEGIN_NS + step * 60_000 * MS
@@ -37,7 +41,8 @@ def account(
         begin_ns=begin_ns,
         end_ns=begin_ns + round(sum(times.values()) * MS),
         loop=[RankUse(lane="controller", role="controller", stages=[StageUse("rollout", 5000 * MS)])],
-        workers=[
+        workers=[RankUse(lane="agent_loop_rank0", role="agent_loop", spans=list(spans))] * bool(spans)
+        + [
             RankUse(
                 lane=f"actor_rank{rank}",
                 role="actor",

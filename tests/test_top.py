@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from drawn_accounts import account
+from drawn_accounts import MS, account
 from rich.console import Console
 from step_folders import build_step
 
@@ -31,6 +31,7 @@ from verl_profiling.report.sparkline import sparkline
 from verl_profiling.report.watch_frame import Pulse, WatchFrame
 from verl_profiling.report.watch_history import WatchHistory
 from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.step_account import SpanTotal
 from verl_profiling.trigger import Trigger
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch_log import WATCH_LOG, logged
@@ -170,6 +171,21 @@ class TestOneFrame:
         assert any(
             "and 85 more" in line for line in drawn(frame_of(account(1, {f"s{n}": 1 for n in range(100)})))
         )
+
+    def test_what_trajectories_spent_is_shown(self) -> None:
+        """By name: the sum, how many calls they were, how long one took, and how many failed."""
+        usual = [SpanTotal("tool:search", 240, 4_000 * MS), SpanTotal("trajectory", 64, 90_000 * MS)]
+        slow = [SpanTotal("tool:search", 240, 12_300 * MS, 3), SpanTotal("trajectory", 64, 98_000 * MS)]
+        lines = drawn(frame_of(account(1, spans=usual), account(2, spans=usual), account(3, spans=slow)))
+        (search,) = [line for line in lines if line.startswith("tool:search")]
+        assert search.split()[1:9] == ["12.3", "s", "240", "51.2", "ms", "3", "4.00", "s"]
+        (whole,) = [line for line in lines if line.startswith("trajectory")]
+        assert whole.split()[1:8] == ["98.0", "s", "64", "1.53", "s", "90.0", "s"]
+        assert max(map(len, drawn(frame_of(account(3, spans=slow)), 40))) <= 40
+        many = [SpanTotal(f"tool:{number}", 1, number) for number in range(60)]
+        assert any("and 52 more" in line for line in drawn(frame_of(account(1, spans=many))))
+        nobody = drawn(frame_of(account(1)))
+        assert not any("in trajectories" in line for line in nobody)
 
     def test_a_step_of_no_time_is_shown(self) -> None:
         """A loop that does nothing divides by nothing."""

@@ -8,7 +8,13 @@ import msgspec
 
 from verl_profiling.manifest import Ns
 
-__all__ = ["Doubt", "ExposedStage", "RankUse", "StageUse", "StepAccount"]
+__all__ = ["MOST_SPANS", "OTHERS", "Doubt", "ExposedStage", "RankUse", "SpanTotal", "StageUse", "StepAccount"]
+
+OTHERS = "(others)"
+"""What stands for the names of stages or spans beyond those that there is room for."""
+
+MOST_SPANS = 64
+"""So many names of spans an account tells apart."""
 
 Doubt = Literal["", "one process", "tied", "evened out", "other order", "overlapped", "not read"]
 """Why the leader of a stage may not be the cause.
@@ -39,6 +45,41 @@ class StageUse(msgspec.Struct, frozen=True, gc=False):
     periods: list[tuple[Ns, Ns]] = []
 
 
+class SpanTotal(msgspec.Struct, frozen=True):
+    """All spans of one name that ended in one step.
+
+    Attributes:
+        name: Their name; ``trajectory`` for the trajectories themselves.
+        runs: How many they were.
+        duration_ns: How long they took, added up. They run side by side and inside of each other, so this
+            may be more than the step took.
+        failed: How many of them an exception ended.
+    """
+
+    name: str
+    runs: int
+    duration_ns: int
+    failed: int = 0
+
+    def __add__(self, other: SpanTotal) -> SpanTotal:
+        """Return both together, under the name of this one."""
+        return SpanTotal(
+            self.name,
+            self.runs + other.runs,
+            self.duration_ns + other.duration_ns,
+            self.failed + other.failed,
+        )
+
+    def __sub__(self, other: SpanTotal) -> SpanTotal:
+        """Return what this one has more."""
+        return SpanTotal(
+            self.name,
+            self.runs - other.runs,
+            self.duration_ns - other.duration_ns,
+            self.failed - other.failed,
+        )
+
+
 class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one process did in one step.
 
@@ -51,6 +92,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         peak_bytes: The most memory that it has had by the step's end, of its device, or of the host where it
             has none: since it began, or since the program reset torch's mark.
         held_bytes: What it had of that memory at the end of the last stage of the step.
+        spans: What its trajectories and their spans add up to, if it runs trajectories.
     """
 
     lane: str
@@ -60,6 +102,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stages: list[StageUse] = []
     peak_bytes: int | None = None
     held_bytes: int | None = None
+    spans: list[SpanTotal] = []
 
 
 class ExposedStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +139,7 @@ class StepAccount(msgspec.Struct, frozen=True, kw_only=True):
         workers: The processes that were called from it, as far as they were read.
         exposed: Where the step's time went, in order of the stages.
         captured: Name of its step folder, if it was captured.
-        totals: Numbers that others add, e.g. of its trajectories.
+        totals: Numbers that others add.
     """
 
     step: int
@@ -113,3 +156,19 @@ class StepAccount(msgspec.Struct, frozen=True, kw_only=True):
     def duration_ns(self) -> int:
         """How long the step took."""
         return self.end_ns - self.begin_ns
+
+    @property
+    def spans(self) -> list[SpanTotal]:
+        """What the trajectories of all processes add up to, the longest first; at most :data:`MOST_SPANS`."""
+        found: dict[str, SpanTotal] = {}
+        for process in (*self.loop, *self.workers):
+            for total in process.spans:
+                found[total.name] = found[total.name] + total if total.name in found else total
+        if len(found) > MOST_SPANS:
+            longest = sorted(found.values(), key=lambda total: -total.duration_ns)
+            rest = SpanTotal(OTHERS, 0, 0)
+            for total in longest[MOST_SPANS - 1 :]:
+                rest += total
+            found = {total.name: total for total in longest[: MOST_SPANS - 1]}
+            found[OTHERS] = rest + found[OTHERS] if OTHERS in found else rest
+        return sorted(found.values(), key=lambda total: -total.duration_ns)

@@ -24,6 +24,7 @@ from verl_profiling.step_account import Doubt, StepAccount
 __all__ = [
     "OLDER_WATCH_LOG",
     "WATCH_LOG",
+    "LoggedSpans",
     "LoggedStage",
     "LoggedStep",
     "RoleMemory",
@@ -53,6 +54,20 @@ class LoggedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     lead_ns: _Duration = 0
     imbalance: float = 1.0
     doubt: Doubt = ""
+
+
+class LoggedSpans(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All spans of one name: as :class:`~verl_profiling.step_account.SpanTotal`, and bounded."""
+
+    name: str
+    runs: Count
+    duration_ns: _Duration
+    failed: Count = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long they took, added up (s)."""
+        return self.duration_ns / 1e9
 
 
 class RoleMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -85,8 +100,9 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         policy_version: Version of the weights, if the loop reports one.
         exposed: Where its time went, in order of the stages.
         memory: Memory by role.
+        spans: What the trajectories and their spans add up to, the longest first.
         captured: Name of its step folder, if it was captured.
-        totals: Numbers that others add, e.g. of its trajectories.
+        totals: Numbers that others add.
     """
 
     step: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -95,6 +111,7 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     policy_version: int | None = None
     exposed: list[LoggedStage] = []
     memory: list[RoleMemory] = []
+    spans: list[LoggedSpans] = []
     captured: str = ""
     totals: dict[str, float] = {}
 
@@ -136,6 +153,7 @@ def logged(account: StepAccount) -> LoggedStep:
         policy_version=account.policy_version,
         exposed=[LoggedStage(**msgspec.structs.asdict(stage)) for stage in account.exposed],
         memory=memory,
+        spans=[LoggedSpans(**msgspec.structs.asdict(total)) for total in account.spans],
         captured=account.captured,
         totals={name: value for name, value in account.totals.items() if math.isfinite(value)},
     )

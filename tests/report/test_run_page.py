@@ -19,6 +19,7 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import render_run, runs_of
 from verl_profiling.report.watch_picture import watch_picture
 from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.step_account import SpanTotal
 from verl_profiling.trigger import Trigger
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch_log import logged
@@ -219,6 +220,17 @@ class TestEveryStep:
         assert {12, 13, 7777} <= set(steps)
         assert steps == sorted(steps)
         assert f"{len(steps)} of 20,000 steps are shown" in shown.picture()
+
+    def test_what_trajectories_spent_is_a_table(self, run: Path) -> None:
+        """A column for each of the ten names with the longest sums; without any, there is none."""
+        spans = [SpanTotal("tool:search", 240, 12_300_000_000, 3), SpanTotal("trajectory", 1, 1_000)]
+        spans += [SpanTotal(f"tool:{number}", 1, number) for number in range(20)]
+        history = [logged(account(1)), logged(account(2, spans=spans))]
+        text = text_of(watch_picture(run, history, {}).table(), "time-of-trajectories-by-step")
+        assert "steptool:searchtrajectorytool:19tool:18" in text
+        assert "212.3 s in 240 calls, 3 failed1.00 us in 1 call" in text
+        assert "tool:11" not in text
+        assert "time-of-trajectories" not in watch_picture(run, history[:1], {}).table()
 
     def test_hundreds_of_stages_are_summed_up(self, run: Path) -> None:
         """And the sum of a step stays what it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 from quiet_steps import MS, RANKS, USUAL, account, longer
 
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_account import RankUse, StageUse, StepAccount
+from verl_profiling.step_account import RankUse, SpanTotal, StageUse, StepAccount
 from verl_profiling.watch.anomaly import Detector
 from verl_profiling.watch.frontier import exposed
 from verl_profiling.watch.suspicion import Suspicion
@@ -53,6 +54,62 @@ def test_a_slow_replica_is_noticed_in_its_second_step() -> None:
         "step 32: stage rollout took 1.25 s of the step, 2.5 times the median in the 20 times before; "
         "longest there: rollout2_rank0"
     )
+
+
+def with_tools(step: int, search_ms: float, times: Mapping[str, float] = USUAL) -> StepAccount:
+    """Return a step whose rollout is one of two agent loops, with the spans of their trajectories."""
+    made = account(step, times)
+    begin_ns = made.loop[0].stages[0].begin_ns
+    loops = [
+        RankUse(
+            lane=f"agent_loop_rank{rank}",
+            role="agent_loop",
+            rank=rank,
+            stages=[StageUse("trajectories", int(times["rollout"] * MS), 1, begin_ns)],
+            spans=[
+                SpanTotal("generate", 64, 9_000 * MS + step % 7 * 900 * MS),
+                SpanTotal("tool:search", 100 + step % 3, int(search_ms * MS)),
+                SpanTotal("trajectory", 32, int(12_000 * MS + search_ms * MS)),
+            ],
+        )
+        for rank in range(2)
+    ]
+    others = [use for use in made.workers if use.role != "rollout"]
+    read = msgspec.structs.replace(made, workers=[*others, *loops])
+    return msgspec.structs.replace(read, exposed=exposed(read))
+
+
+def test_a_slow_tool_is_named_where_the_rollout_became_slow_by_it() -> None:
+    """Its total, how many calls that was, and what was usual; not what varies, nor the whole trajectory."""
+    detector = Detector(Anomaly())
+    for step in range(1, 31):
+        assert detector.observe(with_tools(step, 40)) is None
+    slow = longer("rollout", 2.5)
+    found = twice(detector, *(with_tools(at, 2 * 790.0, slow) for at in (31, 32)))
+    assert found is not None
+    assert (found.sign, found.stage) == ("slow_stage", "rollout")
+    assert found.reason.endswith(
+        "; tool:search of agent_loop took 3.16 s in 204 calls, usually 80.0 ms in 202 calls"
+    )
+    assert found.trigger().reason == found.reason
+
+
+def test_spans_say_nothing_of_a_stage_that_others_ran() -> None:
+    """Nor does a span that grew by less than the stage."""
+    detector = Detector(Anomaly())
+    for step in range(1, 31):
+        assert detector.observe(with_tools(step, 40)) is None
+    slow = longer("update_actor", 2.5)
+    found = twice(detector, *(with_tools(at, 4_000, slow) for at in (31, 32)))
+    assert found is not None
+    assert "tool" not in found.reason
+    detector = Detector(Anomaly())
+    for step in range(1, 31):
+        assert detector.observe(with_tools(step, 40)) is None
+    slow = longer("rollout", 2.5)
+    found = twice(detector, *(with_tools(at, 90, slow) for at in (31, 32)))
+    assert found is not None
+    assert "tool" not in found.reason
 
 
 def test_a_trigger_says_what_was_noticed() -> None:

@@ -15,11 +15,11 @@ from typing import ClassVar
 
 import msgspec
 import pytest
-from drawn_accounts import account
+from drawn_accounts import MS, account
 
 from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.errors import ConfigError, ToolUnavailableError
-from verl_profiling.step_account import ExposedStage
+from verl_profiling.step_account import ExposedStage, SpanTotal
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch.outlet import Outlet
 from verl_profiling.watch.sinks import MlflowSink, TensorBoardSink, WandbSink
@@ -90,6 +90,19 @@ class TestValues:
         assert "profiling/watch/in_no_stage/imbalance" not in values
         assert values["profiling/watch/memory/actor/peak_bytes"] == 9e9
         assert values["profiling/watch/memory/actor/held_bytes"] == 3e9
+
+    def test_the_spans_of_trajectories_have_their_sum_and_number(self) -> None:
+        """Of all processes together, by name."""
+        spans = [SpanTotal("tool:search", 240, 12_300 * MS, 3)]
+        one, *others = account(7).workers
+        workers = [msgspec.structs.replace(one, spans=spans), msgspec.structs.replace(others[0], spans=spans)]
+        values = values_of(msgspec.structs.replace(account(7), workers=workers))
+        found = {name: value for name, value in values.items() if "/spans/" in name}
+        assert found == {
+            "profiling/watch/spans/tool:search/total_s": 24.6,
+            "profiling/watch/spans/tool:search/count": 480.0,
+            "profiling/watch/spans/tool:search/failed": 6.0,
+        }
 
     def test_exposed_times_add_up_to_the_step(self) -> None:
         """Also where a stage has several rows."""

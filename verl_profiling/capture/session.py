@@ -38,11 +38,14 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
+from verl_profiling.settings.role import TRAJECTORIES
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import Tool
+from verl_profiling.trajectories.spans import total_spans
 from verl_profiling.watch.busy import Busy
 from verl_profiling.watch.reading import WatchReading, read_ring
 from verl_profiling.watch.ring import STAGES_OF_A_STEP, StageRing
+from verl_profiling.watch.span_tally import SpanTally
 
 __all__ = ["Session", "process_session", "stage"]
 
@@ -64,6 +67,8 @@ class Session:
         """Forget everything. A forked child calls this: it inherits the slot, but records nothing."""
         self.sink: StageSink | None = None
         self.ring: StageRing | None = None
+        self._tally: SpanTally | None = None
+        total_spans(None)
         self._busy: dict[str, Busy] = {}
         self._capture: Capture | None = None
         self._watch: OrphanWatch | None = None
@@ -97,6 +102,8 @@ class Session:
                 self._hooks = FinishHooks(config.after)
             self._configs[identity.name] = config
             self.keep_every_step(config.watch)
+            if self.ring is not None and TRAJECTORIES in config.tool_names(identity.role):
+                self._total_spans()
             self._finish_s = max(self._finish_s, config.timeouts.finish_s)
             self._handover_s = min(self._handover_s, config.timeouts.stop_s / 2)
         if role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
@@ -109,9 +116,15 @@ class Session:
                 self.ring = StageRing(options.steps * STAGES_OF_A_STEP)
                 self._pass_stages_to(self._capture)
 
+    def _total_spans(self) -> None:
+        """Add up the spans of this process from now on."""
+        if self._tally is None:
+            self._tally = SpanTally()
+            total_spans(self._tally)
+
     def read_watch(self, identity: WorkerIdentity, since_ns: int | None) -> WatchReading | None:
         """Return what the watch has kept since then, or ``None`` if it is off; see :func:`read_ring`."""
-        return None if self.ring is None else read_ring(self.ring, identity, since_ns)
+        return None if self.ring is None else read_ring(self.ring, identity, since_ns, self._tally)
 
     def busy(self, name: str) -> Busy | None:
         """Return what keeps when anything of a kind is under way; ``None`` if the watch is off."""

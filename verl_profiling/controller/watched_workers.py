@@ -122,6 +122,7 @@ class WatchedWorkers:
             lane = Lane(identity.lane(), identity.role, identity.rank, self._stages, identity.replica)
             self._lanes[process] = lane
         self._process[worker] = process
+        lane.spans.take(reading.ended_spans(offset_ns))
         lane.take(reading.ended(offset_ns), offset_ns, reading.received_ns)
 
     def _name(self, call: Call, what: str) -> None:

@@ -16,7 +16,7 @@ from verl_profiling.report.sparkline import sparkline
 from verl_profiling.report.watch_history import IN_NO_STAGE, main_rows, was_read
 from verl_profiling.units import byte_size, duration
 from verl_profiling.visible import visible
-from verl_profiling.watch_log import LoggedStage, LoggedStep
+from verl_profiling.watch_log import LoggedSpans, LoggedStage, LoggedStep
 
 __all__ = ["Pulse", "WatchFrame"]
 
@@ -26,6 +26,7 @@ _WITH_MEDIAN = 64
 _WITH_SHARE = 48
 _TREND = 20
 _MANY_STAGES = 16
+_MANY_SPANS = 8
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +95,9 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
         yield self._stages(width, ascii_only)
         if led := _led(self._read):
             yield _line(led)
+        if self._read.spans:
+            yield Text()
+            yield self._spans(width, ascii_only)
         if any(row.peak_bytes is not None or row.held_bytes is not None for row in self._read.memory):
             yield Text()
             yield _memory(self._read, whole=width >= _WITH_MEDIAN)
@@ -136,6 +140,25 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
             table.add_row(Text(f"and {more} more"))
         return table
 
+    def _spans(self, width: int, ascii_only: bool) -> Table:
+        headings = ["calls", "mean"]
+        headings += ["failed"] if width >= _WITH_SHARE else []
+        headings += ["median"] if width >= _WITH_MEDIAN else []
+        headings += ["trend"] if width >= _WITH_TREND else []
+        table = table_of("", "in trajectories", "total", *headings)
+        table.title = None
+        known = [{spans.name: spans.seconds for spans in step.spans} for step in self.steps if step.spans]
+        for spans in self._read.spans[:_MANY_SPANS]:
+            values = [seconds.get(spans.name, 0.0) for seconds in known]
+            cells = [duration(spans.seconds), f"{spans.runs:,}", _mean(spans)]
+            cells += [f"{spans.failed:,}" if spans.failed else ""] if width >= _WITH_SHARE else []
+            cells += [duration(median(values))] if width >= _WITH_MEDIAN else []
+            cells += [sparkline(values, _TREND, ascii_only)] if width >= _WITH_TREND else []
+            table.add_row(Text(visible(spans.name)), *map(Text, cells))
+        if (more := len(self._read.spans) - _MANY_SPANS) > 0:
+            table.add_row(Text(f"and {more} more"))
+        return table
+
     def _captures_drawn(self) -> Iterator[Text]:
         many = f"{self.captures} captures" if self.captures > 1 else "1 capture"
         newest = f", the latest {len(self.latest)}:" if self.captures > len(self.latest) else ":"
@@ -158,6 +181,10 @@ def _leads(row: LoggedStage | None) -> str:
     ahead = f" {duration(row.lead_ns / 1e9, signed=True)}" if row.lead_ns else ""
     doubt = f" ({row.doubt})" if row.doubt else ""
     return visible(f"{row.leader}{ahead}{doubt}")
+
+
+def _mean(spans: LoggedSpans) -> str:
+    return duration(spans.seconds / spans.runs) if spans.runs else ""
 
 
 def _led(step: LoggedStep) -> str:

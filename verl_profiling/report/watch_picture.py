@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 
 from verl_profiling.report.captures_so_far import CapturesSoFar
 from verl_profiling.report.page.colours import stage_colour
-from verl_profiling.report.page.tables import Cell, Link, section, table, time
+from verl_profiling.report.page.tables import Cell, Link, Shown, section, table, time
 from verl_profiling.report.watch_history import IN_NO_STAGE
+from verl_profiling.units import duration
 from verl_profiling.visible import visible
-from verl_profiling.watch_log import LoggedStep
+from verl_profiling.watch_log import LoggedSpans, LoggedStep
 
 __all__ = ["WatchPicture", "watch_picture"]
 
 _MOST_BARS = 600
 _MOST_STAGES = 15
 _MOST_CAPTURES = 1000
+_MOST_SPANS = 10
 _OTHERS = "(other stages)"
 
 
@@ -66,7 +68,26 @@ class WatchPicture(NamedTuple):
         ]
         headings = ("step", "took", *self.stages, "captured")
         cells: list[tuple[Cell, ...]] = list(rows)
-        return section(title, table(title, headings, cells))
+        return section(title, table(title, headings, cells)) + self._spans()
+
+    def _spans(self) -> str:
+        """Return the table of what trajectories spent; empty if nothing is known of any."""
+        sums: dict[str, float] = {}
+        for bar in self.bars:
+            for spans in bar.step.spans:
+                sums[spans.name] = sums.get(spans.name, 0.0) + spans.seconds
+        names = nlargest(_MOST_SPANS, sums, key=lambda name: sums[name])
+        if not names:
+            return ""
+        title = "Time of trajectories by step"
+        rows: list[tuple[Cell, ...]] = []
+        for bar in self.bars:
+            of_step = {spans.name: spans for spans in bar.step.spans}
+            shown = str(bar.step.step)
+            step = Link(shown, bar.link) if bar.link else shown
+            rows.append((step, *(_spent(of_step.get(name)) for name in names)))
+        note = "All spans of a name together. They run side by side, so they may be longer than the step."
+        return section(title, table(title, ("step", *map(visible, names)), rows), note)
 
     def data(self) -> dict[str, Any]:
         """Return what the page's script draws."""
@@ -109,6 +130,14 @@ def watch_picture(run: Path, steps: Sequence[LoggedStep], links: Mapping[int, st
         captured = asked.get(step.captured, "yes" if step.step in links else "")
         bars.append(_Bar(step, times, visible(captured), links.get(step.step, "")))
     return WatchPicture(bars, list(dict.fromkeys(name for bar in bars for name in bar.seconds)), len(steps))
+
+
+def _spent(spans: LoggedSpans | None) -> Cell:
+    if spans is None:
+        return None
+    failed = f", {spans.failed:,} failed" if spans.failed else ""
+    calls = "call" if spans.runs == 1 else "calls"
+    return Shown(f"{duration(spans.seconds)} in {spans.runs:,} {calls}{failed}", spans.seconds)
 
 
 def _shown(steps: Sequence[LoggedStep], captured: set[int]) -> list[LoggedStep]:

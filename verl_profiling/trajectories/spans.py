@@ -22,9 +22,11 @@ from verl_profiling import clock
 from verl_profiling.trajectory_log import Counted, FateChange
 
 __all__ = [
+    "TRAJECTORY",
     "Measured",
     "Span",
     "SpanSink",
+    "SpanTotals",
     "Trajectory",
     "count",
     "current_trajectory",
@@ -32,6 +34,7 @@ __all__ = [
     "span",
     "start_log",
     "stop_log",
+    "total_spans",
     "trajectory",
     "trajectory_fate",
     "unrecorded_trajectories",
@@ -76,7 +79,15 @@ class SpanSink(Protocol):
         """Return the loop that runs on this thread, measured from now on."""
 
 
+class SpanTotals(Protocol):
+    """Adds up spans and trajectories by name, whether something records or not."""
+
+    def add(self, name: str, begin_ns: int, end_ns: int, failed: bool) -> None:
+        """Count one that has ended."""
+
+
 _log: SpanSink | None = None
+_totals: SpanTotals | None = None
 _kept = False
 _unrecorded = 0
 _open: dict[int, Trajectory] = {}
@@ -96,6 +107,9 @@ class _Ready:
 
 
 _DONE: Final = _Ready(None)
+TRAJECTORY: Final = "trajectory"
+"""Name of trajectories where they are added up beside their spans."""
+_FAILED: Final = "failed"
 
 
 class Trajectory:
@@ -159,11 +173,13 @@ class Trajectory:
     ) -> None:
         if kind is not None and not self.fate:
             self.fate = _fate(kind)
-            if self.fate == "failed":
+            if self.fate == _FAILED:
                 self.error = f"{kind.__name__}: {_said(error)}"
         self.end_ns = clock.now_ns()
         _open.pop(id(self), None)
         _leave(self)
+        if _totals is not None:
+            _totals.add(TRAJECTORY, self.begin_ns, self.end_ns, self.fate == _FAILED)
 
     def __aenter__(self) -> _Ready:
         return _Ready(self.__enter__())
@@ -247,6 +263,8 @@ class Span(msgspec.Struct, eq=False, gc=False):
                 _current.set(self.parent)
             else:
                 _leave(self)
+            if _totals is not None:
+                _totals.add(self.name, self.begin_ns, end_ns, self.failed)
 
     def __aenter__(self) -> _Ready:
         return _Ready(self.__enter__())
@@ -289,8 +307,42 @@ class _Idle:
         pass
 
 
+class _Totalled(msgspec.Struct, eq=False, gc=False):
+    """What :func:`span` returns while nothing records and spans are added up; it belongs to no trajectory."""
+
+    name: str
+    request: str
+    facts: dict[str, Any]
+    begin_ns: int = 0
+
+    def add(self, /, **facts: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Totalled:
+        self.begin_ns = clock.now_ns()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if _totals is not None:
+            _totals.add(self.name, self.begin_ns, clock.now_ns(), kind is not None)
+
+    def __aenter__(self) -> _Ready:
+        return _Ready(self.__enter__())
+
+    def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> _Ready:
+        self.__exit__(kind, error, trace)
+        return _DONE
+
+
 _IDLE: Final[Any] = _Idle()
 _READY_IDLE: Final = _Ready(_IDLE)
+_TOTALLED: Final[Any] = _Totalled
+_make_span: type[Span] | None = None
+"""Makes spans; ``None`` while nobody wants any."""
 
 
 def trajectory(group: object = "", sample: int | str | None = None, **facts: Any) -> Trajectory:
@@ -322,7 +374,7 @@ def span(name: str, /, *, request: str = "", **facts: Any) -> Span:
         request: The engine's id of the request that it waits for.
         **facts: Numbers, texts and truth values to keep.
     """
-    return _IDLE if _log is None else Span(name, request, facts)
+    return _IDLE if _make_span is None else _make_span(name, request, facts)
 
 
 def trajectory_fate(group: object, fate: str, sample: int | str | None = None) -> None:
@@ -372,6 +424,7 @@ def start_log(log: SpanSink) -> None:
     for running in list(_open.values()):
         log.add_trajectory(running)
     _log = log
+    _choose_span()
 
 
 def stop_log(log: SpanSink) -> None:
@@ -379,6 +432,21 @@ def stop_log(log: SpanSink) -> None:
     global _log
     if _log is log:
         _log = None
+        _choose_span()
+
+
+def total_spans(totals: SpanTotals | None) -> None:
+    """Add up all spans and trajectories of this process from now on; ``None``: no more."""
+    global _totals
+    if totals is not None:
+        keep_trajectories()
+    _totals = totals
+    _choose_span()
+
+
+def _choose_span() -> None:
+    global _make_span
+    _make_span = Span if _log is not None else None if _totals is None else _TOTALLED
 
 
 def _forget() -> None:
@@ -386,6 +454,7 @@ def _forget() -> None:
     global _log
     _log = None
     _open.clear()
+    total_spans(None)
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -418,4 +487,4 @@ def _said(error: BaseException | None) -> str:
 def _fate(kind: type[BaseException]) -> str:
     if issubclass(kind, asyncio.CancelledError | concurrent.futures.CancelledError):
         return "cancelled"
-    return "abandoned" if issubclass(kind, GeneratorExit) else "failed"
+    return "abandoned" if issubclass(kind, GeneratorExit) else _FAILED

@@ -7,6 +7,7 @@ from verl_profiling.step_account import StepAccount
 from verl_profiling.watch.growth import Growth
 from verl_profiling.watch.leading import Leading
 from verl_profiling.watch.slowness import Slowness
+from verl_profiling.watch.span_growth import SpanGrowth
 from verl_profiling.watch.suspicion import Suspicion
 
 __all__ = ["Detector"]
@@ -28,6 +29,7 @@ class Detector:
         self._all = Slowness(options)
         self._leading = Leading(options)
         self._growth = Growth(options)
+        self._spans = SpanGrowth(options)
         self._judged_ns: int | None = None
         self._read_ns: int | None = None
         self._unaimed: Suspicion | None = None
@@ -55,11 +57,13 @@ class Detector:
             return found
         if self._unaimed is not None and self._unaimed.step == account.step:
             found, self._unaimed = self._unaimed.aimed_with(account, self._before), None
+            found = self._spans.explained(found, account, self._before)
         if self._read_ns is not None and account.begin_ns <= self._read_ns:
             return found
         self._read_ns = account.begin_ns
         if several and (slow := self._all.observe(account)) is not None:
             found = slow if slow.aimed else slow.aimed_with(account, self._before)
+        self._spans.observe(account)
         leading = self._leading.observe(account, self._before, quiet=found is not None)
         growing = self._growth.observe(account, quiet=(found or leading) is not None)
         self._before = account

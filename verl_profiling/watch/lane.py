@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from verl_profiling.step_account import RankUse, StageUse
+from verl_profiling.step_account import RankUse, SpanTotal, StageUse
 from verl_profiling.watch.reading import EndedStage
+from verl_profiling.watch.span_pieces import SpanPieces
 
 __all__ = ["MOST_PERIODS", "Lane", "StepTime"]
 
@@ -54,10 +55,12 @@ class Lane:
 
     Attributes:
         told_ns: Up to when its stages are known, on its own clock.
+        spans: What its spans add up to.
     """
 
     def __init__(self, name: str, role: str, rank: int, stages: int, replica: int | None = None) -> None:
         self.told_ns = 0
+        self.spans = SpanPieces(stages)
         self._use = RankUse(lane=name, role=role, rank=rank, replica=replica)
         self._stages: deque[EndedStage] = deque(maxlen=stages)
         self._last = 0
@@ -109,18 +112,20 @@ class Lane:
             place = bisect_right(befores, middle_ns) - 1
             if place >= 0 and middle_ns < ends[place] and end_ns > steps[place].begin_ns:
                 found[place].append(stage)
+        totals = self.spans.of_steps(befores, [step.begin_ns for step in steps], ends)
         return [
-            self._of_step(stages[::-1]) if stages or self._until_ns >= step.end_ns else None
-            for step, stages in zip(steps, found, strict=True)
+            self._of_step(stages[::-1], spans) if stages or spans or self._until_ns >= step.end_ns else None
+            for step, stages, spans in zip(steps, found, totals, strict=True)
         ]
 
     def forget(self, before_ns: int) -> None:
-        """Forget the stages that ended before that."""
+        """Forget the stages and spans that ended before that."""
+        self.spans.forget(before_ns)
         stages = self._stages
         while stages and stages[0].begin_ns + stages[0].duration_ns < before_ns:
             stages.popleft()
 
-    def _of_step(self, stages: list[EndedStage]) -> RankUse:
+    def _of_step(self, stages: list[EndedStage], spans: list[SpanTotal]) -> RankUse:
         runs: dict[str, list[EndedStage]] = {}
         peak = held = None
         for stage in stages:
@@ -135,6 +140,7 @@ class Lane:
             stages=sorted((_use(ended) for ended in runs.values()), key=_begin_ns),
             peak_bytes=peak,
             held_bytes=held,
+            spans=spans,
         )
 
 

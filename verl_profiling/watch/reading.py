@@ -10,8 +10,9 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.watch.ring import SLOT, StageRing
+from verl_profiling.watch.span_tally import PIECE, SpanTally
 
-__all__ = ["EndedStage", "WatchReading", "ended_stages", "read_ring"]
+__all__ = ["EndedSpans", "EndedStage", "WatchReading", "ended_stages", "read_ring"]
 
 
 class EndedStage(NamedTuple):
@@ -34,6 +35,26 @@ class EndedStage(NamedTuple):
     held_bytes: int
 
 
+class EndedSpans(NamedTuple):
+    """What the spans of one name add up to, from the begin of their process to the end of a piece of time.
+
+    Attributes:
+        name: Their name.
+        begin_ns: When the first of those ended that ended in the piece, on the clock of the process.
+        end_ns: When the last of them did; 0 for what was told already.
+        runs: How many have ended.
+        duration_ns: How long they took.
+        failed: How many of them an exception ended.
+    """
+
+    name: str
+    begin_ns: int
+    end_ns: int
+    runs: int
+    duration_ns: int
+    failed: int
+
+
 class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
     """The stages of a process that have ended since it was read last.
 
@@ -44,6 +65,9 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
         stages: The stages in the order of their ends, as :data:`~verl_profiling.watch.ring.SLOT`.
         received_ns: When the call arrived, on the clock of the process.
         replied_ns: When it returned.
+        span_names: Names of spans.
+        spans: What the spans of each name add up to, piece by piece, as
+            :data:`~verl_profiling.watch.span_tally.PIECE`.
     """
 
     identity: WorkerIdentity
@@ -52,10 +76,28 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
     stages: bytes
     received_ns: int
     replied_ns: int
+    span_names: list[str] = []
+    spans: bytes = b""
 
     def ended(self, offset_ns: int = 0) -> Iterator[EndedStage]:
         """Yield the stages; see :func:`ended_stages`."""
         return ended_stages(self.names, self.stages, offset_ns)
+
+    def ended_spans(self, offset_ns: int = 0) -> Iterator[EndedSpans]:
+        """Yield what spans add up to.
+
+        Args:
+            offset_ns: How far the clock of the process is ahead; it is taken off.
+
+        Raises:
+            struct.error: These are no pieces.
+            IndexError: A span has a name that is not there.
+        """
+        for name, begin_ns, end_ns, runs, duration_ns, failed in PIECE.iter_unpack(self.spans):
+            off_ns = offset_ns if end_ns else 0
+            yield EndedSpans(
+                self.span_names[name], begin_ns - off_ns, end_ns - off_ns, runs, duration_ns, failed
+            )
 
 
 def ended_stages(names: Sequence[str], slots: bytes, offset_ns: int = 0) -> Iterator[EndedStage]:
@@ -74,10 +116,16 @@ def ended_stages(names: Sequence[str], slots: bytes, offset_ns: int = 0) -> Iter
         yield EndedStage(number, names[name], begin_ns - offset_ns, duration_ns, peak, held)
 
 
-def read_ring(ring: StageRing, identity: WorkerIdentity, since_ns: int | None) -> WatchReading:
-    """Return what a ring of this process has kept since then; see :meth:`StageRing.read`."""
+def read_ring(
+    ring: StageRing, identity: WorkerIdentity, since_ns: int | None, tally: SpanTally | None = None
+) -> WatchReading:
+    """Return what a ring of this process has kept since then, and what its spans add up to.
+
+    See :meth:`StageRing.read` and :meth:`SpanTally.read`.
+    """
     received_ns = clock.now_ns()
     names, stages = ring.read(since_ns)
+    span_names, spans = tally.read() if tally is not None else ([], b"")
     return WatchReading(
         identity=identity,
         process=ProcessId.current(),
@@ -85,4 +133,6 @@ def read_ring(ring: StageRing, identity: WorkerIdentity, since_ns: int | None) -
         stages=stages,
         received_ns=received_ns,
         replied_ns=clock.now_ns(),
+        span_names=span_names,
+        spans=spans,
     )

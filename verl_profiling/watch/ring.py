@@ -11,6 +11,7 @@ from struct import Struct
 import msgspec
 
 from verl_profiling import clock
+from verl_profiling.step_account import OTHERS
 from verl_profiling.watch.memory import process_memory
 
 __all__ = ["OTHERS", "SLOT", "STAGES_OF_A_STEP", "OpenStage", "StageRing"]
@@ -21,10 +22,9 @@ STAGES_OF_A_STEP = 16
 SLOT = Struct("=qiqqqq")
 """One stage: its number, its name's, begin and duration in ns, and the peak and the size of the memory."""
 
-OTHERS = "(others)"
-"""What stands for the names after the first ``MAX_NAMES``."""
-
 MAX_NAMES = 256
+"""The names after these are one, ``OTHERS``."""
+
 _LONGEST_NAME = 200
 _LONG_NS = 1_000_000
 _SLACK_NS = 1_000_000_000

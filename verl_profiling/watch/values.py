@@ -11,7 +11,7 @@ _IN_NO_STAGE = "in_no_stage"
 
 
 def values_of(account: StepAccount) -> dict[str, float]:
-    """Return the numbers of a step: its duration, exposed time and leader by stage, memory by role.
+    """Return the numbers of a step: its duration; by stage exposed time and leader; by role memory; spans.
 
     The leader of a stage is left out where it is in doubt: a curve of ranks that only happened to be first
     says nothing.
@@ -35,4 +35,9 @@ def values_of(account: StepAccount) -> dict[str, float]:
             if size is not None:
                 key = f"{PREFIX}memory/{process.role}/{name}_bytes"
                 values[key] = max(values.get(key, 0.0), float(size))
+    for total in account.spans:
+        span = f"{PREFIX}spans/{total.name}"
+        values[f"{span}/total_s"] = total.duration_ns / 1e9
+        values[f"{span}/count"] = float(total.runs)
+        values[f"{span}/failed"] = float(total.failed)
     return values

@@ -1,0 +1,350 @@
+"""What spans add up to between captures: by name and step, in bounded memory, never the program's matter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_profiling import ProfilingCallback, ProfilingConfig, clock, span, trajectory
+from verl_profiling.capture.session import Session
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.step_account import MOST_SPANS, OTHERS, RankUse, SpanTotal, StepAccount
+from verl_profiling.trajectories import spans as recorder
+from verl_profiling.trajectories.open_log import OpenLog
+from verl_profiling.trajectories.spans import start_log, stop_log, total_spans
+from verl_profiling.watch.lane import Lane, StepTime
+from verl_profiling.watch.reading import read_ring
+from verl_profiling.watch.ring import MAX_NAMES, StageRing
+from verl_profiling.watch.span_tally import PIECE, PIECES, SpanTally
+from verl_profiling.workers import AgentLoopCaptureMixin
+
+MS, S = 1_000_000, 1_000_000_000
+WORKER = WorkerIdentity(role="agent_loop")
+WATCHED = {"enable": True, "watch": {"enable": True, "steps": 10}, "schedule": {"steps": [10**6]}}
+
+
+@pytest.fixture
+def tally() -> Iterator[SpanTally]:
+    """What adds up the spans of this process."""
+    found = SpanTally()
+    total_spans(found)
+    yield found
+    total_spans(None)
+
+
+class Read:
+    """Reads a tally as the loop does, and has the totals of steps."""
+
+    def __init__(self, tally: SpanTally) -> None:
+        self._tally = tally
+        self._ring = StageRing(10)
+        self._lane = Lane("agent_loop_rank0", "agent_loop", 0, 100_000)
+
+    def read(self, lost: bool = False) -> None:
+        """Read it; the answer may be lost on the way."""
+        reading = read_ring(self._ring, WORKER, None, self._tally)
+        if not lost:
+            self._lane.spans.take(reading.ended_spans())
+
+    def totals(self, *borders_ns: int) -> list[dict[str, SpanTotal]]:
+        """Return the totals of the steps between some times, by name."""
+        steps = [
+            StepTime(number, begin_ns, end_ns, before_ns=begin_ns if number else 0)
+            for number, (begin_ns, end_ns) in enumerate(pairwise(borders_ns))
+        ]
+        uses = self._lane.uses(steps)
+        return [{total.name: total for total in use.spans} if use else {} for use in uses]
+
+
+def everything(tally: SpanTally) -> dict[str, SpanTotal]:
+    """Return all that a tally has told nobody yet."""
+    reader = Read(tally)
+    reader.read()
+    return reader.totals(0, 1 << 62)[0]
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["generate", "tool:search", "tokenize"]),
+        st.integers(0, 3 * S),  # until it ends
+        st.integers(0, 90 * S),  # how long it took
+        st.booleans(),  # whether it failed
+        st.sampled_from(["", "", "", "read", "lost"]),
+    ),
+    max_size=400,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(EVENTS)
+def test_the_totals_of_all_steps_add_up_to_what_the_spans_took(events: list[Any]) -> None:
+    """However often they are read; what an answer had that was lost is in the next one of that name."""
+    tally, now_ns = SpanTally(), 1_700_000_000 * S
+    reader, borders = Read(tally), [now_ns - 1]
+    reader.read()
+    expected: dict[str, SpanTotal] = {}
+    last = [(name, 0, 0, False, "") for name in ("generate", "tool:search", "tokenize")]
+    for at, (name, pause_ns, duration_ns, failed, then) in enumerate([*events, *last]):
+        now_ns += pause_ns
+        tally.add(name, now_ns - duration_ns, now_ns, failed)
+        one = SpanTotal(name, 1, duration_ns, int(failed))
+        expected[name] = expected[name] + one if name in expected else one
+        if then:
+            reader.read(lost=then == "lost")
+        if at % 7 == 6:
+            borders.append(now_ns + 1)
+    reader.read()
+    found: dict[str, SpanTotal] = {}
+    for totals in reader.totals(*borders, now_ns + 1):
+        for name, total in totals.items():
+            found[name] = found[name] + total if name in found else total
+    assert found == expected
+
+
+class Time:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1_700_000_000 * S
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def passes(self, ns: int) -> None:
+        """Move it."""
+        self.now_ns += ns
+
+
+@pytest.fixture
+def time_passes() -> Iterator[Time]:
+    """A clock that stands still until it is moved."""
+    found = Time()
+    with clock.replaced(found, "here"):
+        yield found
+
+
+def rollout(time_passes: Time, tool_ns: int, samples: int, failing: int = 0) -> None:
+    """Run trajectories one after another, each with two requests and a tool that takes some time."""
+    for sample in range(samples):
+        with suppress(KeyError), trajectory(sample=sample) as running:
+            for _ in range(2):
+                with span("generate", request="r") as generating:
+                    generating.request = "r2"
+                    time_passes.passes(5 * MS)
+                generating.add(tokens=3)
+            with span("tool:search"):
+                time_passes.passes(tool_ns)
+                if sample < failing:
+                    raise KeyError("no such page")
+            running.add(turns=1)
+
+
+def test_each_step_has_the_spans_that_ended_in_it(tally: SpanTally, time_passes: Time) -> None:
+    """The trajectories have a name of their own; of each name it is known what failed."""
+    reader, borders = Read(tally), [time_passes.now_ns]
+    for samples, tool_ns, failing in ((2, 3 * MS, 0), (5, 400 * MS, 1), (3, 3 * MS, 3)):
+        rollout(time_passes, tool_ns, samples, failing)
+        time_passes.passes(60 * MS)
+        borders.append(time_passes.now_ns)
+    reader.read()
+    first, second, third = reader.totals(*borders)
+    assert first == {
+        "generate": SpanTotal("generate", 4, 20 * MS),
+        "tool:search": SpanTotal("tool:search", 2, 6 * MS),
+        "trajectory": SpanTotal("trajectory", 2, 26 * MS),
+    }
+    assert second["tool:search"] == SpanTotal("tool:search", 5, 2000 * MS, 1)
+    assert second["trajectory"] == SpanTotal("trajectory", 5, 2050 * MS, 1)
+    assert third["tool:search"] == SpanTotal("tool:search", 3, 9 * MS, 3)
+
+
+def test_what_a_capture_records_is_added_up_as_well(tally: SpanTally, time_passes: Time) -> None:
+    """A span counts once, whether it began before the capture, in it, or ends after it."""
+    log = OpenLog(100)
+    with span("before"):
+        start_log(log)
+        with span("inside"):
+            time_passes.passes(MS)
+        outlasting = span("outlasting")
+        outlasting.__enter__()
+    stop_log(log)
+    time_passes.passes(MS)
+    outlasting.__exit__(None, None, None)
+    log.end()
+    assert everything(tally) == {
+        "before": SpanTotal("before", 1, MS),
+        "inside": SpanTotal("inside", 1, MS),
+        "outlasting": SpanTotal("outlasting", 1, MS),
+    }
+    assert [found.name for found in log.spans] == ["inside", "outlasting"]
+
+
+def test_async_spans_of_tasks_that_are_cancelled_are_counted(tally: SpanTally) -> None:
+    """In whatever way they end; an exception passes through, and counts as failed."""
+
+    async def one() -> None:
+        async with trajectory(), span("generate"):
+            await asyncio.sleep(60)
+
+    async def all_of_them() -> None:
+        tasks = [asyncio.create_task(one()) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        assert all(
+            isinstance(each, asyncio.CancelledError)
+            for each in await asyncio.gather(*tasks, return_exceptions=True)
+        )
+
+    asyncio.run(all_of_them())
+    found = everything(tally)
+    assert (found["generate"].runs, found["generate"].failed) == (3, 3)
+    assert (found["trajectory"].runs, found["trajectory"].failed) == (3, 0), "cancelled is not failed"
+
+
+def test_threads_lose_no_span(tally: SpanTally) -> None:
+    """Nor does one that reads meanwhile."""
+
+    def work() -> None:
+        for _ in range(5_000):
+            with span("tool:search"):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    reader = Read(tally)
+    while any(thread.is_alive() for thread in threads):
+        reader.read()
+    for thread in threads:
+        thread.join()
+    reader.read()
+    assert reader.totals(0, 1 << 62)[0]["tool:search"].runs == 20_000
+
+
+def test_any_name_is_counted_and_memory_is_bounded(tally: SpanTally) -> None:
+    """Names that are no names, cannot be written, or are too many; and no reader for long."""
+    for name in (["list"], None, 7, "\ud800", "x" * 10_000):
+        with span(name):  # type: ignore[arg-type]
+            pass
+    found = everything(tally)
+    assert set(found) == {OTHERS, "?", "x" * 200}
+    assert found[OTHERS].runs == 3
+    for number in range(2 * MAX_NAMES):
+        tally.add(f"tool:{number}", 0, S, False)
+    names, _ = tally.read()
+    assert len(names) == MAX_NAMES + 1
+    now_ns = 0
+    tracemalloc.start()
+    for _ in range(20_000):
+        now_ns += 100 * MS
+        tally.add("tool:1", now_ns - MS, now_ns, False)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < 200_000
+    _, told = tally.read()
+    assert len(told) <= (PIECES + 1) * PIECE.size
+
+
+def test_a_long_wait_for_a_reader_costs_sharpness_and_no_span() -> None:
+    """An hour of steps of a minute: each has nearly its own, and together they have all."""
+    tally = SpanTally()
+    reader = Read(tally)
+    for step in range(60):
+        for at in range(400):  # the rollout takes 40 s of the minute
+            tally.add("generate", 0, step * 60 * S + at * 100 * MS, False)
+    reader.read()
+    totals = reader.totals(*(step * 60 * S for step in range(61)))
+    assert [found["generate"].runs for found in totals] == [400] * 60
+
+
+def test_a_reader_that_comes_later_does_not_count_what_was_told_to_another(tally: SpanTally) -> None:
+    """A loop that is resumed while its workers go on."""
+    with span("generate"):
+        pass
+    Read(tally).read()
+    with span("generate"):
+        pass
+    assert everything(tally)["generate"].runs == 1
+
+
+def test_a_reading_carries_them_and_a_fork_forgets_them(session: Session) -> None:
+    """In an agent loop or reward; another worker counts nothing, nor does one whose watch is off."""
+    worker = AgentLoopCaptureMixin()
+    worker.init_capture({**WATCHED, "watch": {"enable": False}})
+    assert recorder._make_span is None
+    session.reset()
+    session.register(ProfilingConfig.from_any({**WATCHED, "tool": "spans"}), WorkerIdentity(role="actor"))
+    assert recorder._make_span is None
+    worker.init_capture(WATCHED)
+    with span("generate"):
+        pass
+    child = os.fork()
+    if not child:
+        os._exit(0 if recorder._make_span is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    reading = worker.read_watch()
+    assert reading is not None
+    assert [(found.name, found.runs) for found in reading.ended_spans()] == [("generate", 1)]
+    assert worker.read_watch().spans == b""  # type: ignore[union-attr]
+    session.reset()
+    assert recorder._make_span is None
+
+
+def test_nothing_is_left_of_spans_without_the_watch() -> None:
+    """What stands for a span is one object, made once."""
+    assert span("generate") is span("tool:search")
+
+
+def test_the_accounts_of_a_loop_have_them(tmp_path: Path, session: Session) -> None:
+    """Of each process, and of all together, in the steps in which they were."""
+    worker = AgentLoopCaptureMixin()
+    config = {**WATCHED, "save_path": str(tmp_path), "watch": {"enable": True, "every": 2}}
+    worker.init_capture(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("agent_loop", [worker])
+    accounts: list[StepAccount] = []
+    assert callback.watch is not None
+    callback.watch.listeners.append(accounts.append)
+    for step in range(1, 6):
+        callback.on_step_begin(step)
+        with callback.stage("rollout"):
+            for _ in range(step):
+                with trajectory(), span("tool:search"):
+                    time.sleep(0.001)
+        time.sleep(0.03)
+        callback.on_step_end()
+    callback.on_train_end()
+    assert [account.step for account in accounts] == [1, 2, 3, 4, 5]
+    for account in accounts:
+        totals = {total.name: total for total in account.spans}
+        assert totals["tool:search"].runs == totals["trajectory"].runs == account.step
+        assert totals["trajectory"].duration_ns >= totals["tool:search"].duration_ns >= account.step * MS
+        assert [use.lane for use in account.workers if use.spans] == ["agent_loop_rank0"]
+
+
+def test_of_many_names_the_longest_are_told_apart() -> None:
+    """What is logged of a step is bounded, and nothing is left out of the sum."""
+    uses = [
+        RankUse(
+            lane=f"a{rank}", role="a", rank=rank, spans=[SpanTotal(f"tool:{n}", 1, n) for n in range(200)]
+        )
+        for rank in range(3)
+    ]
+    found = StepAccount(step=1, begin_ns=0, end_ns=1, workers=uses).spans
+    assert len(found) == MOST_SPANS
+    assert sum(total.runs for total in found) == 600
+    assert {total.name for total in found} >= {"tool:199", OTHERS}
+    assert "tool:5" not in {total.name for total in found}
