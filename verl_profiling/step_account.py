@@ -138,6 +138,7 @@ class StepAccount(msgspec.Struct, frozen=True, kw_only=True):
         loop: The processes that run the loop: the controller, or every rank of an SPMD loop.
         workers: The processes that were called from it, as far as they were read.
         exposed: Where the step's time went, in order of the stages.
+        beside: Names of stages of the loop that run beside its steps, as generation in an asynchronous loop.
         captured: Name of its step folder, if it was captured.
         totals: Numbers that others add.
     """
@@ -149,6 +150,7 @@ class StepAccount(msgspec.Struct, frozen=True, kw_only=True):
     loop: list[RankUse] = []
     workers: list[RankUse] = []
     exposed: list[ExposedStage] = []
+    beside: tuple[str, ...] = ()
     captured: str = ""
     totals: dict[str, float] = {}
 

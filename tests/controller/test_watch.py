@@ -15,7 +15,9 @@ from fleet import Reborn, WorkerGroup
 from test_callback import configured, local_worker, manifest, run, set_up
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig
+from verl_profiling.aim import Aim
 from verl_profiling.capture.session import Session
+from verl_profiling.commands.asking import find_job
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.step_account import RankUse, StepAccount
 from verl_profiling.watch.reading import WatchReading
@@ -344,6 +346,24 @@ def test_an_account_that_cannot_be_added_up_is_said_once_and_the_loop_goes_on(
     assert sum("ZeroDivisionError: no stage" in record.message for record in caplog.records) == 1
 
 
+def test_the_account_of_an_aimed_capture_has_the_others_too(tmp_path: Path, pool: Pool) -> None:
+    """They were not called at its end, and their stages are waited for until they are read."""
+    config = watched(tmp_path, every=3, schedule={"steps": []}, tool="spans")
+    set_up(config, pool.sync)
+    callback, _, whole = followed(config, ("actor", pool.sync[:2]), ("critic", pool.sync[2:]))
+    callback.on_train_begin()
+    find_job(Path(config.save_path)).ask(Aim(roles=("critic",)), 1, 2)
+    for step in range(1, 5):
+        callback.on_step_begin(step)
+        with callback.stage("update"):
+            ray.get([worker.work.remote() for worker in pool.sync])
+        callback.on_step_end()
+    callback.on_train_end()
+    assert [account.captured for account in whole] == ["", "step_000002", "", ""]
+    assert [len(account.workers) for account in whole] == [3] * 4
+    assert {row.doubt for account in whole for row in account.exposed} <= {"", "tied", "evened out"}
+
+
 def test_workers_that_are_never_due_are_read_with_captures_alone(tmp_path: Path, session: Session) -> None:
     """With ``every: 0``; the account of another step is complete at its end."""
     config = watched(tmp_path, every=0)
@@ -480,6 +500,7 @@ def test_an_async_loop_has_accounts_with_generation_beside_the_steps(tmp_path: P
     for account in whole:
         assert names(account.loop) == {"controller": ["rollout", "update_actor"]}
         assert names(account.workers) == {"actor_rank0": ["update_actor"]}
+        assert [row.name for row in account.exposed] == ["update_actor", ""]
     assert manifest(config, 3).complete
 
 

@@ -276,6 +276,24 @@ def test_a_stage_that_says_it_waits_names_an_engine_that_goes_on() -> None:
     ]
 
 
+def test_generation_beside_the_steps_is_exposed_as_the_wait_alone() -> None:
+    """The loop marks it, over the ends of its steps too; the update is as long, and names its rank."""
+    loop = controller(("wait:rollout", 0, 20), ("update_actor", 30, 100), ("rollout", 25, 150))
+    workers = [
+        use("rollout0_rank0", ("generate", 26, 70)),
+        use("agent_loop_rank0", ("trajectories", 25, 90), role="agent_loop"),
+        in_periods("reward_rank0", "reward", (50, 60), (90, 118)),
+        use("actor_rank0", ("update_actor", 31, 95)),
+        use("actor_rank1", ("update_actor", 31, 70)),
+    ]
+    step = msgspec.structs.replace(account(140, loop, *workers), beside=("rollout",))
+    wait, update, rest = exposed(step)
+    assert in_ms([wait, update, rest]) == [("wait:rollout", 20), ("update_actor", 100), ("", 20)]
+    assert (update.leader, update.doubt, rest.name) == ("actor_rank0", "", "")
+    assert standings(step).keys() == {"wait:rollout", "update_actor"}
+    assert [standing.role for standing in standings(step)["update_actor"]] == ["actor"]
+
+
 def test_each_run_of_a_stage_is_found_where_it_was() -> None:
     """Two updates in a step, and a generation behind each: nothing is taken for the other's."""
     loop = [

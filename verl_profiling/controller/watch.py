@@ -78,6 +78,7 @@ class Watch:
         self._step_ns = 0
         self._left: deque[Iterator[None]] = deque()
         self._rollout: OpenStage | None = None
+        self._beside: tuple[str, ...] = ()
         self._failed: set[int] = set()
 
     def receiver(self, log: StageSink | None) -> StageSink:
@@ -130,6 +131,7 @@ class Watch:
 
     def generation(self, runs: bool) -> None:
         """Begin or end it beside the steps: no other stage of this task is inside of it."""
+        self._beside = (ROLLOUT,)
         self.rollout_ends()
         if runs:
             self._rollout = copy_context().run(self.ring.begin, ROLLOUT)
@@ -146,8 +148,11 @@ class Watch:
             self._workers.take(call)
 
     def capture_ended(self) -> None:
-        """Note that the workers have ended a capture, and have told all until then."""
-        self._complete(list(self._ended))
+        """Note that a capture has ended, and its workers have told all until then.
+
+        Of an aimed one these are not all: its account is complete when the others were read, too.
+        """
+        self._complete(self._ended_until(self._workers.known_until_ns) if self._every else list(self._ended))
 
     @property
     def calls(self) -> Sequence[Call]:
@@ -244,6 +249,7 @@ class Watch:
             policy_version=step.policy_version,
             loop=[use for use in loop if use is not None],
             workers=workers,
+            beside=self._beside,
             captured=step.captured,
         )
         before = self.accounts[-1] if self.accounts else None

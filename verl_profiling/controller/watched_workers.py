@@ -84,6 +84,15 @@ class WatchedWorkers:
         """The calls whose answers were not taken, but for those of workers that are silent for long."""
         return self._open
 
+    @property
+    def known_until_ns(self) -> int:
+        """Up to when the stages of all workers are known that are asked, on the clock of the loop."""
+        not_asked = self._left_out | {call.target for call in self._silent}
+        asked = [target for target in self._roster.driven(None) if target not in not_asked]
+        processes = [self._process.get((target, index)) for target in asked for index in range(target.size)]
+        known = [self._lanes[p].until_ns if p in self._lanes else 0 for p in processes]
+        return min(known, default=clock.now_ns())
+
     def take(self, call: Call) -> None:
         """Take what a worker answered, or what came along with its answer to something else."""
         reply = call.reply()

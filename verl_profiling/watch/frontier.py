@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from verl_profiling.step_account import ExposedStage, RankUse, StepAccount
 from verl_profiling.watch.advance import Advance, Standing, Way, frontier, own_time
 from verl_profiling.watch.roles import working_in
@@ -28,7 +30,7 @@ def exposed(account: StepAccount, before: StepAccount | None = None) -> list[Exp
         before: That of the step before, whose workers may have gone on in this one.
     """
     duration_ns = max(0, account.duration_ns)
-    advances = _advances(account.loop)
+    advances = _advances(_loop_of(account))
     standing_in = _standings(account, advances, before)
     rows: list[ExposedStage] = []
     before_ns = 0
@@ -55,7 +57,7 @@ def exposed(account: StepAccount, before: StepAccount | None = None) -> list[Exp
 
 def standings(account: StepAccount, before: StepAccount | None = None) -> dict[str, list[Standing]]:
     """Return, for each stage of the loop, how those who worked in it stand; whom its row names, first."""
-    return _standings(account, _advances(account.loop), before)
+    return _standings(account, _advances(_loop_of(account)), before)
 
 
 def _standings(
@@ -64,17 +66,28 @@ def _standings(
     found = {advance.name: [advance.standing] for advance in advances}
     if len(account.loop) != 1:
         return found
+    [loop] = _loop_of(account)
     if not account.workers:
         return {name: [own._replace(doubt="not read")] for name, [own] in found.items()}
-    working = working_in(
-        account.loop[0].stages, account.workers, before.workers if before is not None else ()
-    )
+    working = working_in(loop.stages, account.workers, before.workers if before is not None else ())
     for name, [own] in found.items():
         if name in working:
             first, *others = working[name]
             doubt = own.doubt if own.doubt == "overlapped" else first.doubt
             found[name] = [first._replace(doubt=doubt), *others]
     return found
+
+
+def _loop_of(account: StepAccount) -> list[RankUse]:
+    """Return the processes of the loop without what runs beside its steps: that is exposed as waiting."""
+    return [
+        msgspec.structs.replace(
+            use, stages=[stage for stage in use.stages if stage.name not in account.beside]
+        )
+        if account.beside
+        else use
+        for use in account.loop
+    ]
 
 
 def _advances(uses: Sequence[RankUse]) -> list[Advance]:

@@ -158,18 +158,20 @@ def _work(
         standing=standing._replace(durations=totals, ran=tuple(dict.fromkeys(part.name for part in known))),
         busy_ns=max(totals.values()),
         begin_ns=min(part.begin_ns for part in known) if once else stage.begin_ns,
-        end_ns=max(_end(part) for part in known) if once else stage.begin_ns + stage.duration_ns,
+        end_ns=max(_end(part) for part in known) if once else _end(stage),
     )
 
 
 def _by_weight(stage: StageUse, works: list[_Work]) -> list[Standing]:
     """Return who worked in a stage of the loop, first the role that it waited for.
 
-    A role that went on after the stage was not waited for. Of the others it is the one that was busy
-    longest, or, of those that worked beside that one, the one that ended last.
+    Where roles ran a stage of its name, the others only worked beside it. A role that went on after the stage
+    was not waited for. Of the others it is the one that was busy longest, or, of those that worked beside
+    that one, the one that ended last.
     """
+    works = [work for work in works if stage.name in work.standing.ran] or works
     slack_ns = int(TIED * max(0, stage.duration_ns))
-    end_ns = stage.begin_ns + stage.duration_ns + slack_ns
+    end_ns = _end(stage) + slack_ns
     awaited = [work for work in works if work.end_ns <= end_ns] or works
     first = max(awaited, key=lambda work: work.busy_ns)
     beside = [
