@@ -11,7 +11,9 @@ import pytest
 
 from integrations.counted_tools import FILE
 from integrations.verl_runs import PLUGINS, ROOT, Run, run_verl
+from verl_profiling.report.watch_history import WatchHistory
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
+from verl_profiling.watch_log import WatchLogReader
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 
@@ -147,6 +149,22 @@ def test_the_blocking_tool_is_named(run: AgentRun) -> None:
     parses = [function for name, function in blocked if name == "tool:parse"]
     assert parses
     assert all(".parse (tools.py:" in function for function in parses)
+
+
+def test_the_watch_has_the_totals_of_every_step(run: AgentRun) -> None:
+    """Captured or not: each tool as often as it counted itself, and all trajectories."""
+    history = WatchHistory()
+    history.add(WatchLogReader(run.run.save_path).read())
+    assert [step.step for step in history.steps] == [1, 2, 3]
+    found: Counter[str] = Counter()
+    for step in history.steps:
+        found.update({spans.name: spans.runs for spans in step.spans})
+        assert all(spans.seconds > 0 for spans in step.spans)
+    calls = {name.removeprefix("tool:"): runs for name, runs in found.items() if name.startswith("tool:")}
+    assert calls == Counter(run.tools)
+    assert found["trajectory"] == 3 * PROMPTS * SAMPLES
+    assert found["reward"] >= found["trajectory"]
+    assert found["generate"] > found["trajectory"]
 
 
 def test_scoring_takes_no_longer_in_the_reward_process(run: AgentRun) -> None:

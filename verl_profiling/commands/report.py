@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
+from verl_profiling.commands import EXIT_OK
 from verl_profiling.commands.arguments import add_communication, add_limits, add_paths, limits_of
 from verl_profiling.commands.common import StepByStep, progress, warn
-from verl_profiling.errors import TraceFormatError
+from verl_profiling.errors import ConfigError, TraceFormatError
+from verl_profiling.report.columns import fitting_console
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, render_run, runs_of
 from verl_profiling.report.tensorboard import write_tensorboard
 from verl_profiling.report.terminal import print_report
+from verl_profiling.report.uncaptured import UncapturedRun, how_to_capture, is_uncaptured
+from verl_profiling.report.watch_frame import Pulse, WatchFrame
 from verl_profiling.report.watch_history import WatchHistory, watch_sentence
 from verl_profiling.run_files import naming
+from verl_profiling.timeline.inputs import the_run
 from verl_profiling.timeline.whole_files import whole_file
 from verl_profiling.visible import visible
 from verl_profiling.watch_log import LoggedStep, WatchLogReader
@@ -32,7 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     parser.description = (
         "Prints the step's anatomy, what each worker and each rollout engine did, where idle time went, and "
-        "what is missing. Takes a step folder, a run folder, or plain traces."
+        "what is missing. Takes a step folder, a run folder, or plain traces. Of a run of which no step was "
+        "captured, it shows what its watch has logged."
     )
     parser.epilog = "example: verl-profiling report outputs/run/step_000012 --json | jq .workers"
     add_paths(parser)
@@ -56,8 +63,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Report on every step under the path."""
-    work = StepByStep(arguments.paths, limits_of(arguments), arguments.communication)
+    """Report on every step under the path, and on runs of which none was captured."""
+    runs = {path: the_run(path) for path in arguments.paths if path.exists()}
+    uncaptured = [run for run in runs.values() if is_uncaptured(run)]
+    paths = [path for path in arguments.paths if runs.get(path) not in uncaptured]
+    written = _of_uncaptured(uncaptured, arguments, alone=not paths)
+    code = _of_steps(paths, arguments, written) if paths else EXIT_OK
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
+    return code
+
+
+def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone: bool) -> list[Path]:
+    """Show what the watch has logged of runs without a captured step; return the pages that were written.
+
+    Raises:
+        ConfigError: Something else is to be written, which there is of captured steps only.
+    """
+    for option in ("html", "csv", "tensorboard"):
+        if alone and getattr(arguments, option):
+            raise ConfigError(f"--{option}", how_to_capture(runs[0]))
+    written = []
+    for run in runs:
+        history, note = _watched(run), how_to_capture(run)
+        if arguments.json:
+            print(msgspec.json.encode(UncapturedRun(run=str(run), note=note, watch=history)).decode())
+        else:
+            pulse = Pulse(says="no step was captured", is_well=False)
+            fitting_console(Console()).print(WatchFrame(run=run.resolve().name, pulse=pulse, steps=history))
+            print(visible(note))
+        if arguments.save:
+            _write(run / RUN_PAGE, render_run(run, [], [], history).encode())
+            written.append(run / RUN_PAGE)
+    return written
+
+
+def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: list[Path]) -> int:
+    """Report on the captured steps; add to what was written, and return the exit code."""
+    work = StepByStep(paths, limits_of(arguments), arguments.communication)
     if arguments.html:
         for step in work.steps:
             step.refuse_as_output(arguments.html)
@@ -67,13 +110,12 @@ def run(arguments: argparse.Namespace) -> int:
             with work.surviving():
                 reports.append((step, step.report(advance)))
                 work.note_limits(reports[-1][1])
-    for path in arguments.paths:
+    for path in paths:
         if sentence := open_run(path).never_came():
             warn(sentence)
     folders = [step.directory for step, _ in reports]
-    runs = {run: steps for path in arguments.paths for run, steps in runs_of(path, folders).items()}
+    runs = {run: steps for path in paths for run, steps in runs_of(path, folders).items()}
     watched = {run: _watched(run) for run in runs}
-    written = []
     for step, report in reports:
         if arguments.json:
             print(msgspec.json.encode(report).decode())
@@ -103,8 +145,6 @@ def run(arguments: argparse.Namespace) -> int:
         with naming(arguments.tensorboard):
             write_tensorboard([report for _, report in reports], arguments.tensorboard)
         written.append(arguments.tensorboard)
-    for path in written:
-        print(f"wrote {path}", file=sys.stderr)
     return work.exit_code
 
 

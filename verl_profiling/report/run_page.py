@@ -22,8 +22,10 @@ from verl_profiling.report.trend import (
     slowest,
     stage_seconds,
 )
+from verl_profiling.report.uncaptured import how_to_capture
 from verl_profiling.report.watch_picture import WatchPicture, watch_picture
 from verl_profiling.units import duration
+from verl_profiling.visible import visible
 from verl_profiling.watch_log import LoggedStep
 
 __all__ = ["RUN_PAGE", "render_run", "runs_of"]
@@ -49,16 +51,16 @@ def render_run(
     Args:
         directory: The run's folder, in which the page will be.
         pages: Page of each captured step, below the run's folder.
-        reports: Report of each captured step, in order.
+        reports: Report of each captured step, in order; there may be none.
         watched: What the watch has logged of the run, in order of the steps.
     """
     links = [quote(page.relative_to(directory).as_posix()) for page in pages]
-    count = f"{len(reports)} captured step{'s' if len(reports) > 1 else ''}"
+    count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"
     by_step = {
         report.step: link for report, link in zip(reports, links, strict=True) if report.step is not None
     }
     history = watch_picture(directory, watched, by_step) if watched else None
-    sections = "".join(_sections(reports, links, history))
+    sections = "".join(_sections(reports, links, history) if reports else _uncaptured(directory, history))
     data = {**_data(reports, links), **(history.data() if history else {})}
     return document(directory.resolve().name, count, sections, data, _SCRIPTS)
 
@@ -79,6 +81,15 @@ def _sections(reports: Sequence[Report], links: Sequence[str], history: WatchPic
     ):
         yield section(title, _by_step(title, reports, links, seconds))
     if history:
+        yield history.table()
+
+
+def _uncaptured(run: Path, history: WatchPicture | None) -> Iterator[str]:
+    """Yield what there is of a run without a captured step."""
+    note = escape(visible(how_to_capture(run)))
+    yield f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
+    if history:
+        yield history.picture()
         yield history.table()
 
 

@@ -1,0 +1,137 @@
+"""The report of a run of which no step was captured: what its watch has logged, and how to have a capture."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+from browser import needs_browser, run_script
+from drawn_accounts import account
+from html_elements import Elements
+from step_folders import build_step
+
+from verl_profiling.cli import main
+from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
+from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import RunInfo
+from verl_profiling.run_files import write_json_atomically
+from verl_profiling.step_account import SpanTotal
+from verl_profiling.watch.log import WatchLog
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of 20 steps with its watch on, none of which was captured."""
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    log = WatchLog(folder)
+    for number in range(20):
+        log(account(number, spans=[SpanTotal("tool:search", 240, 12_300_000_000)]))
+    return folder
+
+
+def write_start(run: Path, process: ProcessId, end_ns: int | None = None) -> None:
+    """Write ``run.json``."""
+    info = RunInfo(run_id="abc", begin_ns=1, process=process, config={}, versions={}, end_ns=end_ns)
+    write_json_atomically(run / "run.json", info)
+
+
+def test_the_terminal_shows_the_history_and_says_how_to_capture(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In place of an error: a job with its watch on is worth a look before anything was captured."""
+    assert main(["report", str(run)]) == EXIT_OK
+    said = capsys.readouterr().out
+    for text in (
+        "a run: no step was captured",
+        "step 19: 9.50 s, median of 20 9.50 s",
+        "actor_rank2 +500 ms",
+        "tool:search",
+        f"`verl-profiling trigger '{run}'` asks a job while it runs.",
+    ):
+        assert text in said
+    assert not (run / "index.html").exists()
+
+
+def test_the_page_of_the_run_has_every_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a picture and as tables; nothing of it needs a captured step."""
+    assert main(["report", str(run), "--save"]) == EXIT_OK
+    assert f"wrote {run / 'index.html'}" in capsys.readouterr().err
+    page = (run / "index.html").read_text()
+    assert "no captured step" in page
+    assert "No step was captured." in page
+    for section in ("watch", "exposed-time-by-step", "time-of-trajectories-by-step"):
+        assert f'id="{section}"' in page
+    elements = Elements()
+    elements.feed(page)
+    assert elements.open == []
+
+
+def test_json_is_one_document_with_the_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And with the sentence that the terminal says."""
+    assert main(["report", str(run), "--json"]) == EXIT_OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["run"] == str(run)
+    assert found["note"].startswith("No step was captured")
+    assert [step["step"] for step in found["watch"]] == list(range(20))
+    assert found["watch"][3]["exposed"][0]["exposed_ns"] == 5_000_000_000
+
+
+def test_a_job_that_runs_is_asked_for_its_next_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that has ended, or whose process is gone, cannot be asked any more; that is said."""
+    write_start(run, ProcessId.current())
+    assert main(["report", str(run)]) == EXIT_OK
+    assert "asks the job for its next one" in capsys.readouterr().out
+    write_start(run, ProcessId.current(), end_ns=2)
+    assert main(["report", str(run)]) == EXIT_OK
+    assert "No step was captured, and the job has ended." in capsys.readouterr().out
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    write_start(run, msgspec.structs.replace(ProcessId.current(), pid=gone.pid))
+    assert main(["report", str(run)]) == EXIT_OK
+    assert "and the job has ended" in capsys.readouterr().out
+    (run / "run.json").write_text("{")
+    assert main(["report", str(run)]) == EXIT_OK
+
+
+@pytest.mark.parametrize("option", ["--html", "--csv", "--tensorboard"])
+def test_what_is_made_of_captured_steps_is_refused(
+    run: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the reason, and nothing is written."""
+    assert main(["report", str(run), option, str(run.parent / "out")]) == EXIT_BAD_INPUT
+    assert f"{option}: No step was captured" in capsys.readouterr().err
+    assert not (run.parent / "out").exists()
+
+
+def test_beside_a_run_with_captures_both_are_shown(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each as if it were alone."""
+    build_step(tmp_path / "other", step=3)
+    assert main(["report", str(tmp_path / "other"), str(run), "--save"]) == EXIT_OK
+    said = capsys.readouterr().out
+    assert "a run: no step was captured" in said
+    assert (tmp_path / "other" / "index.html").is_file()
+    assert (run / "index.html").is_file()
+
+
+def test_a_log_that_cannot_be_read_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rest is shown as it is."""
+    (run / "watch.jsonl").unlink()
+    (run / "watch.jsonl").mkdir()
+    assert main(["report", str(run), "--save"]) == EXIT_OK
+    found = capsys.readouterr()
+    assert "watch.jsonl: is not a file" in found.err
+    assert "No step was captured" in found.out
+
+
+@pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
+def test_the_page_works_in_a_browser(run: Path) -> None:
+    """A bar for each step, and no script misses the captured ones."""
+    assert main(["report", str(run), "--save"]) == EXIT_OK
+    seen = run_script("watch.js", str(run / "index.html"))
+    assert (seen["problems"], seen["bars"], seen["marks"]) == ([], 20, 0)
