@@ -160,6 +160,17 @@ def test_one_capture_is_discrete_and_the_next_is_not(session: Session, tmp_path:
     assert found == [("discrete", ["b"]), ("e2e", [None])]
 
 
+def test_who_runs_none_of_the_stages_that_are_asked_for_is_skipped(session: Session, tmp_path: Path) -> None:
+    """Nothing is missing of it: who asks for a stage need not know who runs it."""
+    session.register(settings(tool="torch"), ACTOR)
+    session.start(request(tmp_path, 1, Aim(stages=("rollout",))), ACTOR)
+    with stage("update_actor"):
+        pass
+    result = session.stop(finish_s=20).result
+    assert (result.status, result.artifacts) == ("skipped", [])
+    assert result.reason == "no selected stage ran (selected: rollout; ran: update_actor)"
+
+
 @pytest.mark.parametrize(
     ("aim", "reason"),
     [

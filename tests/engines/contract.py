@@ -18,7 +18,9 @@ from uuid import uuid4
 import pytest
 
 from verl_profiling import AsyncProfilingCallback
+from verl_profiling.aim import Aim
 from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.commands.asking import find_job
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.run_files import read_manifest
@@ -105,6 +107,61 @@ async def assert_replicas_stop_at_the_same_time(servers: Sequence[Any], settings
         stops.append((artifact.end_ns, artifact.end_ns + worker.cost.stop_s * 1e9))
     assert len(stops) == len(servers)
     assert max(begin for begin, _ in stops) < min(end for _, end in stops), "one waited for the other"
+
+
+ASKED = {
+    1: Aim(roles=("rollout",), replicas=(1,)),
+    2: Aim(mode="discrete", stages=("rollout",), replicas=(0,)),
+    3: Aim(tools=("nsys",)),
+    4: Aim(roles=("rollout",), ranks=(9,)),
+}
+"""What a running job is asked for, by step."""
+
+
+async def assert_aims_hold_for_their_steps_alone(servers: Sequence[Any], settings: dict[str, Any]) -> None:
+    """Ask a loop with two replicas for captures; each is of what it is aimed at, and the last of both."""
+    for server in servers:
+        server.reconfigure()
+    callback = AsyncProfilingCallback({**settings, "watch": {"enable": True}, "schedule": {"steps": [5]}})
+    callback.add_rollout(servers)
+    await callback.on_train_begin()
+    job = find_job(Path(settings["save_path"]))
+    demands = [job.ask(aim, 1, step) for step, aim in ASKED.items()]
+    found = {}
+    for step in range(1, 6):
+        await callback.on_step_begin(step)
+        await callback.on_rollout_begin()
+        await asyncio.gather(*[server.generate(1, 10) for server in servers])
+        await callback.on_rollout_end()
+        await callback.on_step_end()
+        assert callback.last_folder is not None
+        found[step] = {worker.name: worker for worker in read_manifest(callback.last_folder).workers}
+    await callback.on_train_end()
+    names = {
+        step: [artifact.path for worker in workers.values() for artifact in worker.artifacts]
+        for step, workers in found.items()
+    }
+    assert names == {
+        1: ["rollout1_rank0.torch.json.gz"],
+        2: ["rollout0_rank0.rollout.torch.json.gz"],
+        3: [],
+        4: [],
+        5: ["rollout0_rank0.torch.json.gz", "rollout1_rank0.torch.json.gz"],
+    }
+    statuses = {step: {name: one.status for name, one in workers.items()} for step, workers in found.items()}
+    assert statuses == {
+        1: {"rollout1": "ok"},
+        2: {"rollout0": "ok"},
+        3: {"rollout0": "skipped", "rollout1": "skipped"},
+        4: {},
+        5: {"rollout0": "ok", "rollout1": "ok"},
+    }, "who is aimed at is there, and nobody else is missing"
+    assert all("was started to record with torch alone" in worker.reason for worker in found[3].values())
+    for path in names[5]:
+        iterations = servers[0].iterations(callback.last_folder / path)
+        assert 10 <= iterations < 20, "an engine recorded a step that was not aimed at it"
+    answers = [job.answer(demand.id) for demand in demands]
+    assert [answer.state for answer in answers if answer is not None] == ["done"] * len(ASKED)
 
 
 class EngineContract:
@@ -308,6 +365,37 @@ class WindowContract(EngineContract):
         server.reconfigure(rollout={"count": 500})
         paths = await self.capture(server, request(tmp_path), tokens=5)
         assert 5 <= server.iterations(paths[0]) < 20
+
+    async def test_an_aim_holds_for_one_capture(self, server: Any, tmp_path: Path) -> None:
+        """Of one rank, or by stage; aimed at others, or at a tool it has not, the engine records nothing."""
+        server.reconfigure()
+        last = self.ranks - 1
+        paths = await self.capture(server, request(tmp_path, 1, aim=Aim(roles=("rollout",), ranks=(last,))))
+        assert [path.name for path in paths] == [f"rollout0_rank{last}.torch.json.gz"]
+        aim = Aim(mode="discrete", stages=("rollout",), replicas=(0,))
+        paths = await self.capture(server, request(tmp_path, 2, aim=aim, stage="rollout"))
+        assert [path.name for path in paths] == [
+            f"rollout0_rank{rank}.rollout.torch.json.gz" for rank in range(self.ranks)
+        ]
+        aims = {
+            Aim(replicas=(1,)): "not selected",
+            Aim(ranks=(8,)): "not selected",
+            Aim(roles=("actor",)): "not selected",
+            Aim(stages=("update_actor",)): "not selected",
+            Aim(tools=("torch_memory",)): "was started to record with torch alone",
+        }
+        for step, (aim, why) in enumerate(aims.items(), 3):
+            order = request(tmp_path, step, aim=aim)
+            reply = await server.start_capture(order)
+            assert (reply.status in ("skipped", "refused"), why in reply.reason) == (True, True), reply
+            await server.generate(1, 20)
+            assert (await stop(server, order.capture_id)).status == "skipped"
+        paths = await self.capture(server, request(tmp_path, 9))
+        assert [path.name for path in paths] == [
+            f"rollout0_rank{rank}.torch.json.gz" for rank in range(self.ranks)
+        ]
+        assert all(4 <= server.iterations(path) < 20 for path in paths)
+        assert len(list(tmp_path.iterdir())) == 3, "of a capture that is aimed at others there is no folder"
 
     async def test_stop_while_generating(self, server: Any, tmp_path: Path) -> None:
         """Stopping early returns a whole trace, and generation goes on to its end."""

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from tests.engines.contract import (
     WindowContract,
+    assert_aims_hold_for_their_steps_alone,
     assert_idling_with_stacks_is_cheap,
     assert_replicas_stop_at_the_same_time,
     request,
@@ -133,14 +134,24 @@ async def test_idling_with_stacks_is_cheap(tiny_model: Path, tmp_path: Path) -> 
         server.close()
 
 
-async def test_replicas_stop_at_the_same_time(tiny_model: Path, tmp_path: Path) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def replicas(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Server]]:
+    """Two engines for the tests of several."""
+    folder = tmp_path_factory.mktemp("replicas")
+    servers = [Server(tiny_model, folder, replica) for replica in (0, 1)]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+async def test_replicas_stop_at_the_same_time(replicas: list[Server]) -> None:
     """Two engines of one step are stopped at once, and each has its own trace and requests."""
-    servers = [Server(tiny_model, tmp_path, replica) for replica in (0, 1)]
-    try:
-        await assert_replicas_stop_at_the_same_time(servers, settings(tmp_path))
-    finally:
-        for server in servers:
-            server.close()
+    await assert_replicas_stop_at_the_same_time(replicas, settings(replicas[0].save_path))
+
+
+async def test_aims_hold_for_their_steps_alone(replicas: list[Server], tmp_path: Path) -> None:
+    """A running job is asked for one replica, for one by stage, for a tool and a rank that it has not."""
+    await assert_aims_hold_for_their_steps_alone(replicas, settings(tmp_path))
 
 
 async def test_window_of_engine_args(tiny_model: Path, tmp_path: Path) -> None:

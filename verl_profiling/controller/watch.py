@@ -36,9 +36,9 @@ Listener = Callable[[StepAccount], object]
 LOOP = "controller"
 """Lane and role of the process that runs the loop."""
 
-SHARE, ALLOWANCE_NS = 0.001, 5_000_000
-"""At each step the loop's thread works on answers for this share of a step, and for so long at least. What
-asks for them because something is slow does not wait for that."""
+SHARE, ALLOWANCE_NS = 0.002, 5_000_000
+"""At each step the loop's thread asks workers and takes their answers for this share of a step, and for so
+long at least. Where something is slow, it does all at once."""
 
 
 class Watch:
@@ -119,7 +119,7 @@ class Watch:
         self._steps_unread += 1
         if self._soon or (self._every and self._steps_unread >= self._every):
             self._ask_if_answered()
-        if not self._workers.calls and not self._every and not step.captured:
+        if self._workers.are_read and not self._every and not step.captured:
             self._complete(list(self._ended))
         elif len(self._ended) > self._steps:
             self._complete([self._ended[0]])
@@ -162,6 +162,7 @@ class Watch:
     def last_calls(self) -> Sequence[Call]:
         """Ask the workers for the last time, after a wait for :attr:`calls`; return the calls."""
         self.step_ends()
+        self._soon = self._at_once = True
         self._collect()
         self._ask()
         return self._workers.calls
@@ -176,13 +177,14 @@ class Watch:
 
         Of many workers that is much work: the loop's thread does a part of it at each step.
         """
-        if not (self._workers.calls or self._left):
+        if self._workers.are_read and not self._left:
             return
         allowed_ns = max(ALLOWANCE_NS, int(SHARE * self._step_ns))
         until_ns = None if self._at_once else time.thread_time_ns() + allowed_ns
-        if self._workers.calls:
+        if not self._workers.are_read:
+            self._workers.send(until_ns)
             self._workers.collect(until_ns)
-            if not self._workers.calls:
+            if self._workers.are_read:
                 self._begin_to_complete(self._ended_until(self._workers.asked_ns))
         self._go_on(until_ns)
 
@@ -192,7 +194,7 @@ class Watch:
         self._collect()
         if self._left:
             return
-        if self._workers.calls and clock.now_ns() - self._workers.asked_ns < self._patience_ns:
+        if not self._workers.are_read and clock.now_ns() - self._workers.sent_ns < self._patience_ns:
             return
         self._ask()
 

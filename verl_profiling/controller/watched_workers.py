@@ -34,11 +34,13 @@ class WatchedWorkers:
         stages: How many stages of a worker are kept at most.
 
     Attributes:
-        asked_ns: When they were asked last; 0 before.
+        asked_ns: When it was last begun to ask them; 0 before.
+        sent_ns: When the last of these calls was made.
     """
 
     def __init__(self, roster: Roster, stages: int) -> None:
-        self.asked_ns = 0
+        self.asked_ns = self.sent_ns = 0
+        self._to_ask: deque[Target] = deque()
         self._roster = roster
         self._stages = stages
         self._open: list[Call] = []
@@ -50,17 +52,32 @@ class WatchedWorkers:
         self._handshakes: dict[str, deque[Handshake]] = {}
 
     def ask(self) -> None:
-        """Ask all for what they keep, but for those that have not answered since they were asked before."""
+        """Have all asked for what they keep, but for those that have not answered since they were before."""
         for call in self._open:
             waited_s = (clock.now_ns() - call.sent_ns) / 1e9
             self._name(call, f"has not answered {_READ} for {waited_s:.1f} s; it is not asked until it has")
         self._silent += self._open
         busy = {call.target for call in self._silent}
-        targets = [t for t in self._roster.driven(None) if t not in busy and t not in self._left_out]
-        self._open = [
-            call for target in targets for call in self._roster.send([target], _READ, self._told_ns(target))
-        ]
+        self._to_ask = deque(
+            target
+            for target in self._roster.driven(None)
+            if target not in busy and target not in self._left_out
+        )
+        self._open = []
         self.asked_ns = clock.now_ns()
+
+    def send(self, until_ns: int | None = None) -> None:
+        """Call those that are to be asked.
+
+        Args:
+            until_ns: CPU time of this thread at which the rest is left for the next time.
+        """
+        while self._to_ask:
+            target = self._to_ask.popleft()
+            self._open += self._roster.send([target], _READ, self._told_ns(target))
+            self.sent_ns = clock.now_ns()
+            if until_ns is not None and time.thread_time_ns() >= until_ns:
+                return
 
     def collect(self, until_ns: int | None = None) -> None:
         """Take the answers that have come.
@@ -78,6 +95,11 @@ class WatchedWorkers:
                 self.take(call)
                 if until_ns is not None and time.thread_time_ns() >= until_ns:
                     return
+
+    @property
+    def are_read(self) -> bool:
+        """Whether all have been asked and have answered, but for those that are silent for long."""
+        return not (self._open or self._to_ask)
 
     @property
     def calls(self) -> list[Call]:
