@@ -110,6 +110,19 @@ def test_a_slowness_that_was_gone_is_said_to_be(tmp_path: Path) -> None:
     assert "it was gone" in printed(report)
 
 
+@pytest.mark.parametrize(("median", "value", "shows"), [(5.0, 11.0, "nothing"), (5.0, 7.0, "difference")])
+def test_little_left_of_what_was_noticed_is_nothing_left(
+    tmp_path: Path, median: float, value: float, shows: str
+) -> None:
+    """A stage of 6 s that took 11 s and usually 5 s is as it was; recording it takes a while, too."""
+    report = two_ranks(tmp_path, msgspec.structs.replace(SLOW_STAGE, median=median, value=value))
+    assert asked(report).shows == shows
+    if shows == "nothing":
+        assert "update_actor took 6.00 s, 11.0 s when noticed, 5.00 s by the median before: it was gone." in (
+            asked(report).verdict
+        )
+
+
 def test_a_suspect_like_its_peer_is_no_cause_of_a_stage_that_is_still_slow(tmp_path: Path) -> None:
     """The stage is slow in all ranks; that is said, and no kernel of the suspect is blamed."""
     report = two_ranks(tmp_path, SLOW_STAGE, slow=0.0)

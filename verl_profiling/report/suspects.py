@@ -3,8 +3,8 @@
 Workers that communicate end a stage together, so how long a rank was in one says nothing of it. What is
 compared is its time in the stage less the time in which it waited for other ranks in collectives, and that
 time's parts: computing, communicating, waiting, and idle by cause. Where the step or the stage took at most
-a tenth more than the median before, or the suspect worked at most a tenth longer than its peers, the capture
-shows nothing of what was noticed.
+a tenth more than the median before, or at most a quarter is left of what it took more when that was noticed,
+or where the suspect worked at most a tenth longer than its peers, the capture shows nothing of it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from verl_profiling.units import duration
 __all__ = ["asked_of"]
 
 _SAME = 0.1
+_LEFT = 0.25
 _SMALL = 0.01
 _KERNELS = 5
 _MOST_SUSPECTS = 4
@@ -185,8 +186,10 @@ class _Comparison:
         now_s = length(subtract(now, capture_time(self._step))) / 1e9
         ratio = now_s / trigger.median
         took = f"{what} took {duration(now_s)}"
-        if ratio <= 1 + _SAME:
-            return "nothing", f"{took}, and the median before was {duration(trigger.median)}: it was gone."
+        if ratio <= 1 + _SAME or now_s - trigger.median <= _LEFT * (trigger.value - trigger.median):
+            noticed = duration(trigger.value)
+            usual = duration(trigger.median)
+            return "nothing", f"{took}, {noticed} when noticed, {usual} by the median before: it was gone."
         return "difference", f"{took}, {ratio:.2f} times the median before ({duration(trigger.median)})."
 
     def _longest_window(self) -> Spans:

@@ -1,0 +1,58 @@
+"""A real loop whose slowness is over when it is captured: what is asked, recorded and said of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+from conftest import Pool
+from example_loops import settings
+from test_callback import set_up
+
+from verl_profiling import ProfilingCallback
+from verl_profiling.cli import main
+from verl_profiling.commands import EXIT_OK
+from verl_profiling.run_files import read_manifest
+
+USUAL_S, SLOW_S, SLOW_FROM = 0.06, 0.3, 8
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_the_report_says_whether_the_slowness_was_still_there(
+    tmp_path: Path, pool: Pool, capsys: pytest.CaptureFixture[str], lasts: bool
+) -> None:
+    """One rank is slow until the watch has asked for a capture, or on; the capture is of it and a peer."""
+    config = settings(
+        save_path=str(tmp_path),
+        tool="spans",
+        schedule={"steps": []},
+        watch={"enable": True, "every": 3, "trigger": {"window": 6}},
+    )
+    set_up(config, pool.sync)
+    profiling = ProfilingCallback(config)
+    profiling.add_workers("actor", pool.sync)
+    with profiling:
+        for step in range(1, 18):
+            profiling.on_step_begin(step)
+            asked = any(tmp_path.glob("step_*"))
+            slow = step >= SLOW_FROM and (lasts or not asked)
+            with profiling.stage("update"):
+                seconds = [SLOW_S if slow and rank == 1 else USUAL_S for rank in range(3)]
+                ray.get(
+                    [
+                        worker.work.remote(["update_actor"], own)
+                        for worker, own in zip(pool.sync, seconds, strict=True)
+                    ]
+                )
+            profiling.on_step_end()
+            if asked and not lasts:
+                break
+    [folder] = sorted(tmp_path.glob("step_*"))
+    trigger = read_manifest(folder).trigger
+    assert (trigger.kind, trigger.stage, trigger.suspects) == ("anomaly", "update", ["actor_rank1"])
+    assert main(["report", str(folder)]) == EXIT_OK
+    said = " ".join(capsys.readouterr().out.split())
+    gone = "The capture shows nothing of what was noticed: update took"
+    assert (gone in said) == (not lasts), said
+    assert ("it was gone" in said) == (not lasts)
