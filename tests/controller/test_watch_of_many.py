@@ -8,12 +8,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from test_callback import configured
 
 from verl_profiling import ProfilingCallback, clock
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.replies import start_reply, stop_reply
 from verl_profiling.controller import watch as watch_module
 from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.manifest import CaptureResult
 from verl_profiling.step_account import StepAccount
 from verl_profiling.watch.reading import WatchReading
 from verl_profiling.watch.ring import StageRing
@@ -30,18 +34,22 @@ class Fake:
         self.ring = StageRing(100)
         self.asked = 0
 
-    def start_capture(self, request: Any) -> None:
-        """Answer nothing."""
+    def start_capture(self, request: CaptureRequest) -> StartReply:
+        """Record nothing."""
+        return start_reply(self.identity, "recording", clock.now_ns())
 
-    def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> None:
-        """Answer nothing."""
+    def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        """Answer with what the ring has."""
+        result = CaptureResult(identity=self.identity, capture_id=capture_id or "", status="ok")
+        reply = stop_reply(result, clock.now_ns())
+        return msgspec.structs.replace(reply, watch=self.read_watch(None))
 
     def work(self) -> None:
         """Have run a stage a moment ago."""
         now_ns = clock.now_ns()
         self.ring.add("update_actor", now_ns - 1000, now_ns)
 
-    def read_watch(self, since_ns: int) -> WatchReading:
+    def read_watch(self, since_ns: int | None) -> WatchReading:
         """Answer as a worker does."""
         self.asked += 1
         names, stages = self.ring.read(since_ns)

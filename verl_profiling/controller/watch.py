@@ -194,7 +194,7 @@ class Watch:
         self._collect()
         if self._left:
             return
-        if not self._workers.are_read and clock.now_ns() - self._workers.sent_ns < self._patience_ns:
+        if self._workers.are_awaited(self._patience_ns):
             return
         self._ask()
 

@@ -35,11 +35,10 @@ class WatchedWorkers:
 
     Attributes:
         asked_ns: When it was last begun to ask them; 0 before.
-        sent_ns: When the last of these calls was made.
     """
 
     def __init__(self, roster: Roster, stages: int) -> None:
-        self.asked_ns = self.sent_ns = 0
+        self.asked_ns = self._sent_ns = 0
         self._to_ask: deque[Target] = deque()
         self._roster = roster
         self._stages = stages
@@ -75,7 +74,7 @@ class WatchedWorkers:
         while self._to_ask:
             target = self._to_ask.popleft()
             self._open += self._roster.send([target], _READ, self._told_ns(target))
-            self.sent_ns = clock.now_ns()
+            self._sent_ns = clock.now_ns()
             if until_ns is not None and time.thread_time_ns() >= until_ns:
                 return
 
@@ -100,6 +99,10 @@ class WatchedWorkers:
     def are_read(self) -> bool:
         """Whether all have been asked and have answered, but for those that are silent for long."""
         return not (self._open or self._to_ask)
+
+    def are_awaited(self, patience_ns: int) -> bool:
+        """Return whether some are still to be asked, or may take so long to answer."""
+        return bool(self._to_ask) or (bool(self._open) and clock.now_ns() - self._sent_ns < patience_ns)
 
     @property
     def calls(self) -> list[Call]:
