@@ -1,8 +1,8 @@
 """What a person and a running job write to each other: requests for captures, answers, a sign of life.
 
-They are files in ``control`` inside the run's folder. Whoever may write there may ask, so a file is read as
-if anybody had written it: only a regular one, of bounded size, of a fixed schema, and nothing in it is a path
-or a program.
+They are files in ``control`` inside the run's folder, or bytes in an actor of Ray
+(:mod:`~verl_profiling.ray_mailbox`). Whoever may write there may ask, so a message is read as if anybody had
+written it: only of bounded size, of a fixed schema, and nothing in it is a path or a program.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ __all__ = [
     "ANSWERS",
     "CANCEL_SUFFIX",
     "CONTROL",
+    "FINAL",
     "LOOP_NAME",
+    "MOST_ANSWERS",
+    "MOST_PENDING",
     "MOST_STEPS",
     "REQUESTS",
     "Answer",
     "AnsweredWorker",
     "Demand",
     "LoopState",
+    "decode_message",
+    "encode_message",
     "new_request_id",
     "read_message",
     "write_message",
@@ -43,11 +48,17 @@ LOOP_NAME = "loop.json"
 CANCEL_SUFFIX = ".cancel"
 MOST_STEPS = 100
 """How many steps one request may ask for."""
+MOST_PENDING = 32
+"""How many requests may wait in a job."""
+MOST_ANSWERS = 200
+"""How many answers are kept; the eldest go."""
 
 _MOST_BYTES = {"Demand": 16 << 10, "Answer": 4 << 20, "LoopState": 64 << 10}
 
 RequestId = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
 AnswerState = Literal["accepted", "refused", "done", "cancelled"]
+FINAL: tuple[AnswerState, ...] = ("done", "refused", "cancelled")
+"""States after which nothing comes."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,6 +122,7 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         process: The process.
         run_id: The run.
         start: Which start of it.
+        place: The URL that it records to, or its folder on the host of the process.
         step: The step that began last.
         begun_ns: When it began, or when training did if none has begun yet.
         step_s: How long a step takes from its begin to the next one's, as the median of the last ones; 0.0
@@ -121,6 +133,7 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     process: ProcessId
     run_id: str
     start: int = 1
+    place: str = ""
     step: int | None = None
     begun_ns: Ns = 0
     step_s: float = 0.0
@@ -156,12 +169,33 @@ def read_message(path: Path, kind: type[Message]) -> Message:
         data = os.read(descriptor, most + 1)
     finally:
         os.close(descriptor)
-    if len(data) > most:
-        raise TraceFormatError(path, f"has more than {most:,} bytes")
+    return decode_message(data, kind, path)
+
+
+def decode_message(data: bytes, kind: type[Message], source: str | os.PathLike[str]) -> Message:
+    """Return the message that bytes are.
+
+    Args:
+        data: The bytes.
+        kind: What they should be.
+        source: Where they come from, for the error.
+
+    Raises:
+        TraceFormatError: They are too many, or not a message of that kind.
+    """
+    most = _MOST_BYTES[kind.__name__]
+    if not isinstance(data, bytes) or len(data) > most:
+        size = f"has more than {most:,} bytes" if isinstance(data, bytes) else f"is a {type(data).__name__}"
+        raise TraceFormatError(source, size)
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TraceFormatError(path, f"is no {kind.__name__}: {error}") from error
+        raise TraceFormatError(source, f"is no {kind.__name__}: {error}") from error
+
+
+def encode_message(message: Demand | Answer | LoopState) -> bytes:
+    """Return a message as bytes."""
+    return msgspec.json.format(msgspec.json.encode(message), indent=2)
 
 
 def write_message(path: Path, message: Demand | Answer | LoopState, beside: Path | None = None) -> None:
@@ -177,7 +211,7 @@ def write_message(path: Path, message: Demand | Answer | LoopState, beside: Path
     """
     part = (beside or path.parent) / f".{path.name}.{uuid.uuid4().hex[:8]}.part"
     try:
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(message), indent=2))
+        part.write_bytes(encode_message(message))
         part.replace(path)
     finally:
         with contextlib.suppress(FileNotFoundError):

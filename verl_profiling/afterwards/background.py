@@ -46,6 +46,11 @@ class BackgroundWork:
                 except RuntimeError:  # the interpreter ends, and since Python 3.12 starts no thread
                     logger.debug("%s: work waits for drain()", self._name)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all work is done."""
+        return not self._unfinished
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until all work is done; return whether it was done in time."""
         with self._changed:

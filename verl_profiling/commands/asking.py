@@ -1,39 +1,61 @@
-"""Asks a running job for captures, through the folder of its run: what it says of itself, and its answers."""
+"""Asks a running job for captures: what it says of itself, and its answers."""
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from verl_profiling.aim import Aim
-from verl_profiling.demand import (
-    ANSWERS,
-    CANCEL_SUFFIX,
-    CONTROL,
-    LOOP_NAME,
-    REQUESTS,
-    Answer,
-    Demand,
-    LoopState,
-    new_request_id,
-    read_message,
-    write_message,
-)
+from verl_profiling.commands.folder_line import FolderLine
+from verl_profiling.demand import FINAL, Answer, Demand, LoopState, new_request_id
 from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
 
-__all__ = ["Job", "find_job"]
+__all__ = ["Job", "Line", "find_job", "find_job_through_ray"]
 
 _LONG_S = 5.0
 _LONG_STEPS = 5.0
 _GONE_S = 600.0
 _GONE_STEPS = 50.0
-_FINAL = ("done", "refused", "cancelled")
+_PAUSE_S = 0.25
+
+
+class Line(Protocol):
+    """A way to reach a job: the folder of its run, or an actor of Ray.
+
+    Its methods raise ``OSError`` where the folder, and ``ProfilingError`` where the actor cannot be had.
+
+    Attributes:
+        place: Where the job records, in words.
+        ends_with_job: Whether nothing is heard through it once the job's process is gone.
+    """
+
+    place: str
+    ends_with_job: bool
+
+    def state(self) -> LoopState | None:
+        """Return the sign of life; ``None``: there is none."""
+
+    def ask(self, demand: Demand) -> None:
+        """Leave a request."""
+
+    def cancel(self, request: str) -> None:
+        """Leave word that a request is to be forgotten."""
+
+    def answer(self, request: str) -> Answer | None:
+        """Return what was answered to a request so far."""
+
+    def answers(self) -> list[Answer]:
+        """Return all answers that are there."""
+
+    def waiting(self) -> list[Demand]:
+        """Return the requests that the job has not seen yet."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +63,11 @@ class Job:
     """A run, and what its process said last.
 
     Attributes:
-        run: Folder of the run.
+        line: What reaches it.
         state: The sign of life.
     """
 
-    run: Path
+    line: Line
     state: LoopState
 
     @property
@@ -58,7 +80,11 @@ class Job:
         alive = state.process.alive()
         if alive is False:
             return f"{state.process}, which ran the job, is gone{last}"
-        if alive is None and self.quiet_s > max(_GONE_S, _GONE_STEPS * state.step_s):
+        if (
+            alive is None
+            and not self.line.ends_with_job
+            and self.quiet_s > max(_GONE_S, _GONE_STEPS * state.step_s)
+        ):
             return (
                 f"nothing was heard of {state.process} for {self.quiet_s:.0f} s{last}, where a step takes "
                 f"{state.step_s:.1f} s; from here it cannot be seen"
@@ -87,15 +113,14 @@ class Job:
 
         Raises:
             ConfigError: What is asked for is known to be refused.
-            TraceFormatError: The folder is a link to another one.
+            ProfilingError: The job cannot be reached any more, or the folder is a link to another one.
             OSError: The folder cannot be written.
         """
         if at is not None and self.state.step is not None and at <= self.state.step:
             raise ConfigError("--at", f"step {at} is over or has begun; the job is in step {self.state.step}")
         by = f"{_user()}@{socket.gethostname()}"[:200]
         demand = Demand(id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, at=at, aim=aim)
-        control = self._control()
-        write_message(control / REQUESTS / f"{demand.id}.json", demand, beside=control)
+        self.line.ask(demand)
         return demand
 
     def cancel(self, request: str) -> None:
@@ -103,31 +128,27 @@ class Job:
 
         Raises:
             ConfigError: There is no such request, or it is over.
-            TraceFormatError: The folder is a link to another one.
+            ProfilingError: The job cannot be reached any more, or the folder is a link to another one.
             OSError: The folder cannot be written.
         """
         known = self.answer(request)
         if known is None and request not in {demand.id for demand in self.waiting()}:
             raise ConfigError("--cancel", f"the run has no request {request!r}; see --list")
-        if known is not None and known.state in _FINAL:
+        if known is not None and known.state in FINAL:
             raise ConfigError("--cancel", f"request {request} is {known.state} already")
-        (self._control() / REQUESTS / f"{request}{CANCEL_SUFFIX}").touch()
-
-    def _control(self) -> Path:
-        """Return the folder to write to, which leads nowhere else."""
-        control = self.run / CONTROL
-        for folder in (control, control / REQUESTS):
-            if folder.is_symlink():
-                raise TraceFormatError(folder, "is a link")
-        return control
+        self.line.cancel(request)
 
     def answer(self, request: str) -> Answer | None:
         """Return what the job has answered to a request so far."""
-        if "/" in request or request.startswith("."):
-            return None
-        with contextlib.suppress(FileNotFoundError):
-            return read_message(self.run / CONTROL / ANSWERS / f"{request}.json", Answer)
-        return None
+        return self.line.answer(request)
+
+    def answers(self) -> list[Answer]:
+        """Return all answers that are there, the eldest first."""
+        return sorted(self.line.answers(), key=lambda answer: answer.demand.asked_ns)
+
+    def waiting(self) -> list[Demand]:
+        """Return the requests that the job has not seen yet."""
+        return self.line.waiting()
 
     def follow(self, request: str, seconds: float) -> Iterator[Answer]:
         """Yield the answers to a request as they come, until the last one, or until the time is up.
@@ -142,33 +163,21 @@ class Job:
             answer = self.answer(request)
             if answer is not None and answer != seen:
                 yield (seen := answer)
-                if answer.state in _FINAL:
+                if answer.state in FINAL:
                     return
             if time.monotonic() > deadline:
                 return
             time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.25)
-            if pause_s >= 0.25 and (gone := _job(self.run)) is not None and gone.gone:
-                if (last := self.answer(request)) is not None and last.state in _FINAL:
+            pause_s = min(pause_s * 1.5, _PAUSE_S)
+            if pause_s == _PAUSE_S and (gone := self._now_gone()):
+                if (last := self.answer(request)) is not None and last.state in FINAL:
                     yield last
                     return
-                raise ProfilingError(gone.gone)
+                raise ProfilingError(gone)
 
-    def answers(self) -> list[Answer]:
-        """Return all answers that are there, the eldest first."""
-        found = []
-        for path in (self.run / CONTROL / ANSWERS).glob("*.json"):
-            with contextlib.suppress(TraceFormatError, OSError):
-                found.append(read_message(path, Answer))
-        return sorted(found, key=lambda answer: answer.demand.asked_ns)
-
-    def waiting(self) -> list[Demand]:
-        """Return the requests that the job has not seen yet."""
-        found = []
-        for path in (self.run / CONTROL / REQUESTS).glob("*.json"):
-            with contextlib.suppress(TraceFormatError, OSError):
-                found.append(read_message(path, Demand))
-        return found
+    def _now_gone(self) -> str:
+        state = self.line.state()
+        return Job(self.line, state).gone if state is not None else f"{self.line.place}: the job is gone"
 
 
 def find_job(path: Path, run_id: str | None = None, must_run: bool = True) -> Job:
@@ -184,27 +193,68 @@ def find_job(path: Path, run_id: str | None = None, must_run: bool = True) -> Jo
     """
     if not path.is_dir():
         raise TraceFormatError(path, "no such folder")
-    found = [job for run in (path, *sorted(path.glob("run_*"))) if (job := _job(run)) is not None]
-    found = [job for job in found if run_id in (None, job.state.run_id)]
-    if not found and run_id is not None:
-        raise TraceFormatError(path, f"has no run {run_id!r} that can be asked")
-    if not found:
+    jobs = list(_jobs(FolderLine(run) for run in (path, *sorted(path.glob("run_*")))))
+    if not jobs:
         raise TraceFormatError(path, "no job here can be asked: it needs watch.enable=true")
+    return _the_one(jobs, str(path), run_id, must_run)
+
+
+def find_job_through_ray(
+    where: str, address: str = "auto", run_id: str | None = None, must_run: bool = True
+) -> Job:
+    """Return the job that a Ray cluster runs.
+
+    Args:
+        where: Its run's id, its run's folder or URL, or its ``save_path``.
+        address: Address of the cluster; ``auto`` for the one that this host is part of.
+        run_id: The run, where several are there.
+        must_run: Whether one that has ended is an error.
+
+    Raises:
+        ToolUnavailableError: There is no Ray, or no cluster.
+        TraceFormatError: No job can be asked there, or several can.
+    """
+    from verl_profiling.commands.ray_line import lines_through_ray
+
+    where = where.rstrip("/")
+    jobs = list(_jobs(lines_through_ray(address)))
+    found = [job for job in jobs if where == job.state.run_id or _is_at(job.state.place, where)]
+    if not found:
+        others = ", ".join(f"{job.state.run_id} ({job.line.place})" for job in jobs)
+        raise TraceFormatError(
+            where,
+            "no job in the Ray cluster can be asked for it: it has ended or died, runs without "
+            f"watch.enable=true, or in a folder without watch.ray=true; {others or 'nor for any other'}",
+        )
+    return _the_one(found, where, run_id, must_run)
+
+
+def _is_at(place: str, where: str) -> bool:
+    """Return whether a run is at a place, or in one of the folders of a ``save_path`` that several share."""
+    return place == where or re.fullmatch(rf"{re.escape(where)}/run_\w+", place) is not None
+
+
+def _jobs(lines: Iterable[Line]) -> Iterator[Job]:
+    for line in lines:
+        state = line.state()
+        if state is not None:
+            yield Job(line, state)
+
+
+def _the_one(found: list[Job], where: str, run_id: str | None, must_run: bool) -> Job:
+    """Return the job that is meant: the only one that runs."""
+    found = [job for job in found if run_id in (None, job.state.run_id)]
+    if not found:
+        raise TraceFormatError(where, f"has no run {run_id!r} that can be asked")
     living = [job for job in found if not job.gone]
     if len(living) > 1 or (not living and len(found) > 1 and not must_run):
-        which = ", ".join(f"{job.run} (run {job.state.run_id})" for job in living or found)
-        raise TraceFormatError(path, f"several runs are here, name one with --run: {which}")
+        which = ", ".join(f"{job.line.place} (run {job.state.run_id})" for job in living or found)
+        raise TraceFormatError(where, f"several runs are here, name one with --run: {which}")
     if not living and must_run:
-        why = "; ".join(f"{job.run.name}: {job.gone}" if len(found) > 1 else job.gone for job in found)
-        raise TraceFormatError(path, f"no job runs here: {why}")
+        named = len(found) > 1
+        why = "; ".join(f"{Path(job.line.place).name}: {job.gone}" if named else job.gone for job in found)
+        raise TraceFormatError(where, f"no job runs here: {why}")
     return (living or found)[0]
-
-
-def _job(run: Path) -> Job | None:
-    try:
-        return Job(run, read_message(run / CONTROL / LOOP_NAME, LoopState))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def _user() -> str:

@@ -12,11 +12,12 @@ import msgspec
 
 from verl_profiling.aim import Aim
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.arguments import at_least_0, count, local_path
-from verl_profiling.commands.asking import Job, find_job
+from verl_profiling.commands.arguments import at_least_0, count
+from verl_profiling.commands.asking import Job, find_job, find_job_through_ray
 from verl_profiling.demand import MOST_STEPS, Answer, Demand
 from verl_profiling.errors import ConfigError
 from verl_profiling.ranks import parse_ranks
+from verl_profiling.remote import is_url
 from verl_profiling.visible import visible
 
 __all__ = ["configure", "run"]
@@ -34,8 +35,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "step was cut short or a worker has nothing, and when the time of --wait is up."
     )
     parser.epilog = "example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait"
-    parser.add_argument("path", type=local_path, metavar="RUN_DIR", help="the run's folder, or its save_path")
+    parser.add_argument(
+        "run", metavar="RUN", help="the run's folder or URL, or its save_path; with --ray, the run's id too"
+    )
     parser.add_argument("--run", dest="run_id", metavar="ID", help="the run, where several share the folder")
+    reach = parser.add_argument_group("how the job is reached, other than through its folder")
+    reach.add_argument(
+        "--ray", action="store_true", help="through the Ray cluster of this host; so is a run behind a URL"
+    )
+    reach.add_argument("--ray-address", metavar="ADDRESS", help="through that cluster, e.g. 10.0.0.1:6379")
     when = parser.add_argument_group("when")
     when.add_argument("--steps", type=count, default=1, metavar="N", help="consecutive steps (default: 1)")
     when.add_argument("--at", type=_step, metavar="STEP", help="number of the first one")
@@ -63,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, cancel or list."""
-    job = find_job(arguments.path, arguments.run_id, must_run=not arguments.list)
+    job = _job(arguments)
     if arguments.list:
         return _list(job, arguments.json)
     demand: Demand | None = None
@@ -79,13 +87,20 @@ def run(arguments: argparse.Namespace) -> int:
     answer: Answer | None = None
     for answer in job.follow(request, _SOON_S if arguments.wait is None else arguments.wait):
         if not arguments.json and not (demand is None and answer.state == "accepted"):
-            _print(_in_words(answer, job.run))
+            _print(_in_words(answer, job.line.place))
     if arguments.json:
-        asked = {"request": request, "run": str(job.run), "job": job.in_words()}
+        asked = {"request": request, "run": job.line.place, "job": job.in_words()}
         print(json.dumps({**asked, "answer": msgspec.to_builtins(answer) if answer is not None else None}))
     elif answer is None:
         print("not taken yet: that is done when the next step begins (see --wait, --list)")
     return _exit_code(answer, cancelling=demand is None, waited=arguments.wait is not None)
+
+
+def _job(arguments: argparse.Namespace) -> Job:
+    must_run, run_id, address = not arguments.list, arguments.run_id, arguments.ray_address
+    if arguments.ray or address or is_url(arguments.run):
+        return find_job_through_ray(arguments.run, address or "auto", run_id, must_run)
+    return find_job(Path(arguments.run), run_id, must_run)
 
 
 def _exit_code(answer: Answer | None, cancelling: bool, waited: bool) -> int:
@@ -100,12 +115,12 @@ def _exit_code(answer: Answer | None, cancelling: bool, waited: bool) -> int:
 def _list(job: Job, as_json: bool) -> int:
     answers, waiting = job.answers(), job.waiting()
     if as_json:
-        about = {"run": str(job.run), "job": job.gone or job.in_words()}
+        about = {"run": job.line.place, "job": job.gone or job.in_words()}
         print(json.dumps({**about, **_builtins(answers, waiting)}))
         return EXIT_OK
     print(visible(job.gone or job.in_words()))
     for answer in answers:
-        first, *reasons = _in_words(answer, job.run)
+        first, *reasons = _in_words(answer, job.line.place)
         _print([f"{_asked(answer.demand)}  {first}", *reasons])
     for demand in waiting:
         print(visible(f"{_asked(demand)}  not taken yet"))
@@ -125,11 +140,11 @@ def _print(lines: list[str]) -> None:
         print(visible(line), flush=True)
 
 
-def _in_words(answer: Answer, run: Path) -> list[str]:
+def _in_words(answer: Answer, place: str) -> list[str]:
     """Return an answer as a line, and a line for each worker that has nothing."""
     if answer.state in ("refused", "cancelled"):
         return [f"{answer.state}: {answer.reason}" if answer.reason else answer.state]
-    folders = ", ".join(str(run / name) for name in answer.folders)
+    folders = ", ".join(f"{place}/{name}" for name in answer.folders)
     if answer.state == "accepted":
         done = f" ({answer.made} of {len(answer.folders)} made)" if answer.made else ""
         return [f"accepted: {folders}{done}"]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
+from collections import deque
 from itertools import islice
 from pathlib import Path
 
+from verl_profiling.afterwards.background import BackgroundWork
 from verl_profiling.demand import (
     ANSWERS,
     CANCEL_SUFFIX,
     CONTROL,
     LOOP_NAME,
+    MOST_ANSWERS,
     REQUESTS,
     Answer,
     Demand,
@@ -32,8 +34,10 @@ REJECTED = "rejected"
 MOST_TAKEN = 64
 """How many files are looked at in one step; the others wait for the next one."""
 MOST_REJECTED = 20
-MOST_ANSWERS = 200
 _MOST_STUCK = 1000
+_STILL_OPEN = ".nfs"  # what NFS makes of a file that is removed while somebody on this host reads it
+_LOOKS, _TIMES_A_LOOK = 8, 50  # the shortest of some: any one may have been interrupted
+_PATIENCE_S = 5.0
 _LOOK_AGAIN_S = 1.0  # a file system may be late to say that a folder has changed, or tell times coarsely
 
 
@@ -58,21 +62,30 @@ class ControlFolder:
         self._requests = self.path / REQUESTS
         self._watched = str(self._requests)
         self._seen_ns = -1
-        self._again_s = 0.0
+        self._again_s = self._next_s = 0.0
+        self._looks_s = deque([0.0] * _LOOKS, maxlen=_LOOKS)
         self._stuck: set[str] = set()
         self._said: set[str] = set()
-        self._beat: LoopState | None = None
-        self._beating: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._beats: deque[LoopState] = deque(maxlen=1)
+        self._work = BackgroundWork("beat")
 
     def has_changed(self) -> bool:
-        """Return whether something may have come: one look at the folder's time, and a real one a second."""
+        """Return whether something may have come: one look at the folder's time, and a real one a second.
+
+        Where a look takes long, as over a network, it is not done in every step: all looks together take a
+        fiftieth of the time at most.
+        """
+        begin_s = time.monotonic()
+        if begin_s < self._next_s:
+            return False
         try:
             changed_ns = os.stat(self._watched).st_mtime_ns  # noqa: PTH116 (each step does it)
         except OSError as error:
             self._say(f"requests for captures cannot be seen: {error}")
             return False
         now_s = time.monotonic()
+        self._looks_s.append(now_s - begin_s)
+        self._next_s = now_s + min(self._looks_s) * _TIMES_A_LOOK
         if changed_ns == self._seen_ns and now_s < self._again_s:
             return False
         if changed_ns == self._seen_ns:
@@ -94,7 +107,8 @@ class ControlFolder:
             self._seen_ns = -1
         for name in names:
             path = self._requests / name
-            if name in self._stuck:
+            if name in self._stuck or name.startswith(_STILL_OPEN):
+                self._stuck_at(name)
                 continue
             if name.endswith(CANCEL_SUFFIX):
                 cancelled.append(name.removesuffix(CANCEL_SUFFIX))
@@ -137,34 +151,19 @@ class ControlFolder:
 
         Args:
             state: The sign.
-            wait: Wait until it is there: at the begin of training and at its end.
+            wait: Wait until it is there, for five seconds at most: at the begin of training and at its end.
         """
-        with self._lock:
-            self._beat, writer = state, self._beating
-            if writer is None:
-                name = "verl-profiling-beat"
-                self._beating = threading.Thread(target=self._write_beats, name=name, daemon=True)
-                try:
-                    self._beating.start()
-                except RuntimeError:  # the interpreter is shutting down, and starts no thread
-                    self._beating, wait = None, False
-                    self._write_beat(state)
-                writer = self._beating
-        if wait and writer is not None:
-            writer.join()
+        self._beats.append(state)
+        if wait or self._work.is_idle:
+            self._work.submit(self._write_beat)
+        if wait:
+            self._work.drain(_PATIENCE_S)
 
-    def _write_beats(self) -> None:
-        while True:
-            with self._lock:
-                state, self._beat = self._beat, None
-                if state is None:
-                    self._beating = None
-                    return
-            self._write_beat(state)
-
-    def _write_beat(self, state: LoopState) -> None:
+    def _write_beat(self) -> None:
         try:
-            write_message(self.path / LOOP_NAME, state)
+            write_message(self.path / LOOP_NAME, self._beats.pop())
+        except IndexError:  # a later one was written already
+            return
         except OSError as error:
             self._say(f"nobody can see that this loop runs: {error}")
 
@@ -188,10 +187,13 @@ class ControlFolder:
             return False
         except OSError as error:
             self._say(f"a request for a capture cannot be removed, and is not looked at: {error}")
-            if len(self._stuck) < _MOST_STUCK:
-                self._stuck.add(path.name)
+            self._stuck_at(path.name)
             return False
         return True
+
+    def _stuck_at(self, name: str) -> None:
+        if len(self._stuck) < _MOST_STUCK:
+            self._stuck.add(name)
 
     def _thin_out(self, answers: Path) -> None:
         """Remove the eldest answers of many."""

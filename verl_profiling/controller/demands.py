@@ -13,20 +13,26 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.aim import Aim
-from verl_profiling.controller.control_folder import ControlFolder
 from verl_profiling.controller.decision import Decision
-from verl_profiling.demand import Answer, AnsweredWorker, Demand, LoopState, new_request_id
+from verl_profiling.controller.inbox import Inbox
+from verl_profiling.demand import (
+    MOST_PENDING,
+    Answer,
+    AnsweredWorker,
+    Demand,
+    LoopState,
+    new_request_id,
+)
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import Action, Schedule, StepRange
 from verl_profiling.trigger import Trigger
 
-__all__ = ["MOST_PENDING", "Demands"]
+__all__ = ["Demands"]
 
 logger = logging.getLogger(__name__)
 
-MOST_PENDING = 32
 _FAR = 1000
 _BEAT_NS = 1_000_000_000
 _STEP_TIMES = 16
@@ -63,13 +69,10 @@ class Demands:
     Args:
         schedule: The settings' schedule.
         check: Raises ``ConfigError`` for an aim that cannot be had in this job.
-
-    Attributes:
-        folder: Where requests come from, once the run has its folder.
     """
 
     def __init__(self, schedule: Schedule, check: Callable[[Aim], None]) -> None:
-        self.folder: ControlFolder | None = None
+        self._inboxes: list[Inbox] = []
         self._schedule = schedule
         self._check = check
         self._orders: list[_Order] = []
@@ -81,17 +84,18 @@ class Demands:
         self._step: int | None = None
         self._step_times: deque[int] = deque(maxlen=_STEP_TIMES)
 
-    def open(self, folder: ControlFolder, state: LoopState) -> None:
-        """Begin to take requests; those that were asked of an earlier start of the run are refused."""
-        for answer in folder.answers():
+    def open(self, inbox: Inbox, state: LoopState) -> None:
+        """Begin to take requests from an inbox; those asked of an earlier start of the run are refused."""
+        for answer in inbox.answers():
             if answer.state == "accepted":
                 why = "the job ended before it was done"
-                folder.answer(msgspec.structs.replace(answer, state="refused", reason=why))
-        for demand in folder.take()[0]:
+                inbox.answer(msgspec.structs.replace(answer, state="refused", reason=why))
+        for demand in inbox.take()[0]:
             why = "it was asked before this start of the run began"
-            folder.answer(Answer(demand=demand, state="refused", reason=why, answered_ns=clock.now_ns()))
-        self.folder, self._state = folder, msgspec.structs.replace(state, begun_ns=clock.now_ns())
-        folder.beat(self._state, wait=True)
+            inbox.answer(Answer(demand=demand, state="refused", reason=why, answered_ns=clock.now_ns()))
+        self._inboxes.append(inbox)
+        self._state = msgspec.structs.replace(state, begun_ns=clock.now_ns())
+        inbox.beat(self._state, wait=True)
 
     def signal(self, name: str) -> None:
         """Ask for the next step; a signal handler may call this."""
@@ -103,10 +107,11 @@ class Demands:
         if self._begun_ns:
             self._step_times.append(now_ns - self._begun_ns)
         self._begun_ns, self._step = now_ns, step
-        if now_ns - self._beat_ns >= _BEAT_NS and self.folder is not None and self._state is not None:
+        if now_ns - self._beat_ns >= _BEAT_NS and self._state is not None:
             self._beat_ns = now_ns
-            self._state = msgspec.structs.replace(self._seen(), begun_ns=clock.now_ns())
-            self.folder.beat(self._state)
+            self._state = msgspec.structs.replace(self._seen(self._state), begun_ns=clock.now_ns())
+            for inbox in self._inboxes:
+                inbox.beat(self._state)
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
@@ -114,12 +119,13 @@ class Demands:
             asked_ns = clock.now_ns()
             by = self._signals.popleft()
             self._accept(Demand(id=new_request_id(), by=by, asked_ns=asked_ns), step)
-        if self.folder is not None and self.folder.has_changed():
-            demands, cancelled = self.folder.take()
-            for demand in demands:
-                self._accept(demand, step)
-            for request in cancelled:
-                self._cancel(request)
+        for inbox in self._inboxes:
+            if inbox.has_changed():
+                demands, cancelled = inbox.take()
+                for demand in demands:
+                    self._accept(demand, step)
+                for request in cancelled:
+                    self._cancel(request)
         return self._due(step, scheduled) if self._orders else None
 
     def begun(self, trigger: Trigger, folder: str) -> None:
@@ -161,19 +167,20 @@ class Demands:
 
     def train_ends(self) -> None:
         """See :class:`~verl_profiling.controller.decision.Asker`; leave the last sign of life."""
-        if self.folder is not None:
-            for demand in self.folder.take()[0]:
+        for inbox in self._inboxes:
+            for demand in inbox.take()[0]:
                 self._accept(demand, (self._step or 0) + 1)
         last = f" after step {self._step}" if self._step is not None else ""
         for order in list(self._orders):
             self._refuse(order, f"training ended{last}")
-        if self.folder is not None and self._state is not None:
-            self.folder.beat(msgspec.structs.replace(self._seen(), ended_ns=clock.now_ns()), wait=True)
+        if self._state is not None:
+            ended = msgspec.structs.replace(self._seen(self._state), ended_ns=clock.now_ns())
+            for inbox in self._inboxes:
+                inbox.beat(ended, wait=True)
 
-    def _seen(self) -> LoopState:
-        assert self._state is not None
+    def _seen(self, state: LoopState) -> LoopState:
         step_s = median(self._step_times) / 1e9 if self._step_times else 0.0
-        return msgspec.structs.replace(self._state, step=self._step, step_s=step_s)
+        return msgspec.structs.replace(state, step=self._step, step_s=step_s)
 
     def _accept(self, demand: Demand, step: int) -> None:
         order = _Order(demand, None if demand.aim == Aim() else demand.aim, demand.at, demand.steps)
@@ -279,8 +286,8 @@ class Demands:
 
     def _answer(self, order: _Order, **changes: object) -> None:
         order.answer = msgspec.structs.replace(order.answer, answered_ns=clock.now_ns(), **changes)
-        if self.folder is not None:
-            self.folder.answer(order.answer)
+        for inbox in self._inboxes:
+            inbox.answer(order.answer)
 
 
 def _in_words(order: _Order) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from verl_profiling.aim import Aim
 from verl_profiling.controller.ahead import Announced, Announcing
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.asked_by_signal import SignalAsking
+from verl_profiling.controller.control_actor import ControlActor, ray_runs
 from verl_profiling.controller.control_folder import ControlFolder
 from verl_profiling.controller.decision import Asker, Decisions
 from verl_profiling.controller.demands import Demands
+from verl_profiling.controller.inbox import Inbox
 from verl_profiling.controller.roster import Roster
+from verl_profiling.controller.run_claim import RunFolder
 from verl_profiling.controller.spmd import Alone, find_peers, has_peers
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.controller.watch import Watch
@@ -57,6 +60,7 @@ class Listening:
         self._anomalies: Anomalies | None = None
         self._added: list[Asker] = []
         self._signal: SignalAsking | None = None
+        self._inboxes: list[Inbox] = []
         self.complete = False
 
     def begin(self) -> None:
@@ -76,13 +80,43 @@ class Listening:
         self._signal.begin()
         try:
             run = self._folders.run
-            if run.remote is not None:
-                logger.info("save_path is a URL: captures are asked for with SIGUSR2 alone")
-                return
-            state = LoopState(process=ProcessId.current(), run_id=run.run_id, start=run.start)
-            demands.open(ControlFolder(run.path), state)
         except OSError as error:
             logger.warning("captures cannot be asked for in the run's folder: %s", error)
+            return
+        remote = run.remote
+        place = remote.url if remote is not None else str(run.path.absolute())
+        state = LoopState(process=ProcessId.current(), run_id=run.run_id, start=run.start, place=place)
+        self._inboxes = list(self._opened(run))
+        for inbox in self._inboxes:
+            demands.open(inbox, state)
+
+    def _opened(self, run: RunFolder) -> Iterator[Inbox]:
+        """Yield the ways in which people reach the loop, and say which they are."""
+        ways = []
+        if run.remote is None:
+            try:
+                yield ControlFolder(run.path)
+                ways.append(f"verl-profiling trigger {run.path}")
+            except OSError as error:
+                logger.warning("captures cannot be asked for in the run's folder: %s", error)
+        if (inbox := self._through_ray(run)) is not None:
+            yield inbox
+            ways.append(f"verl-profiling trigger --ray {run.run_id}")
+        logger.info("captures are asked for with %s", " or ".join((*ways, "SIGUSR2")))
+
+    def _through_ray(self, run: RunFolder) -> ControlActor | None:
+        """Return an actor to ask, if there is to be one."""
+        wanted = self._config.watch.ray
+        if not (run.remote is not None if wanted is None else wanted):
+            return None
+        try:
+            if ray_runs():
+                return ControlActor(run.run_id)
+            if wanted:
+                logger.warning("captures cannot be asked for through Ray: this process is in no cluster")
+        except Exception as error:  # Ray has errors of its own
+            logger.warning("captures cannot be asked for through Ray: %s: %s", type(error).__name__, error)
+        return None
 
     def together(self, peers: Alone | None) -> Alone | None:
         """Listen together with the other ranks of the loop, if it has any; return them.

@@ -22,10 +22,10 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
 
 
 class WatchLog:
-    """The log of a run; call it with the account of each step.
+    """The log of a run; call it with the accounts of steps.
 
-    A line is appended with one write, and the file is closed after it, so that readers on other hosts see
-    it. What goes wrong is said once and does not reach the loop; the log goes on as soon as it can.
+    Their lines are appended with one write, and the file is closed after it, so that readers on other hosts
+    see them. What goes wrong is said once and does not reach the loop; the log goes on as soon as it can.
 
     Args:
         folder: The run's folder.
@@ -40,25 +40,25 @@ class WatchLog:
         self._encoder = msgspec.json.Encoder()
         self._complained = False
 
-    def __call__(self, account: StepAccount) -> None:
-        """Log a step."""
+    def __call__(self, *accounts: StepAccount) -> None:
+        """Log steps."""
         try:
-            self._append(self._encoder.encode(logged(account)) + b"\n")
+            self._append(b"".join(self._encoder.encode(logged(account)) + b"\n" for account in accounts))
         except OSError as error:
             if not self._complained:
                 logger.warning("the log of the watch cannot be written: %s: %s", self._path, error)
             self._complained = True
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, lines: bytes) -> None:
         size = self._size()
-        if size and size + len(line) > self._max_part_bytes:
+        if size and size + len(lines) > self._max_part_bytes:
             self._path.replace(self._older)
             size = 0
         if self._is_torn and size:
-            line = b"\n" + line
+            lines = b"\n" + lines
         descriptor = os.open(self._path, _FLAGS, 0o644)
         try:
-            self._is_torn = os.write(descriptor, line) < len(line)
+            self._is_torn = os.write(descriptor, lines) < len(lines)
         finally:
             os.close(descriptor)
         if self._is_torn:

@@ -12,6 +12,7 @@ from pathlib import Path
 from verl_profiling.afterwards.background import BackgroundWork
 from verl_profiling.step_account import StepAccount
 from verl_profiling.watch.log import WatchLog
+from verl_profiling.watch.log_writer import LogWriter
 from verl_profiling.watch.sinks import Sink, open_sink
 from verl_profiling.watch.values import values_of
 
@@ -38,7 +39,7 @@ class Outlet:
     def __init__(self, folder: Path, sinks: Sequence[str], log: WatchLog | None) -> None:
         self._folder = folder
         self._names = list(sinks)
-        self._log = log
+        self._log = LogWriter(log) if log is not None else None
         self._sinks: dict[str, Sink] | None = None
         self._waiting: deque[StepAccount] = deque(maxlen=_MOST_PENDING)
         self._work = BackgroundWork("watch", _IDLE_S)
@@ -49,14 +50,14 @@ class Outlet:
     def step_ended(self, account: StepAccount) -> None:
         """Log a step, of whose account the workers are still missing."""
         if self._log is not None:
-            self._submit(partial(self._log, account))
+            self._log.add(account)
         if self._waiting:
             self._pass_on(self._waiting.popleft())
 
     def completed(self, account: StepAccount) -> None:
         """Log an account that is complete, and keep it for the sinks."""
         if self._log is not None:
-            self._submit(partial(self._log, account))
+            self._log.add(account)
         if self._names:
             if self._sinks is None:
                 self._sinks = self._opened()
@@ -68,6 +69,8 @@ class Outlet:
         Args:
             timeout_s: How long to wait for that.
         """
+        if self._log is not None and not self._log.close(timeout_s):
+            logger.warning("watch: its log does not take the last steps within %g s", timeout_s)
         while self._waiting:
             self._pass_on(self._waiting.popleft())
         for name in list(self._sinks or ()):
