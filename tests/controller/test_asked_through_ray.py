@@ -205,9 +205,8 @@ def test_two_runs_at_once_are_told_apart(
     other = Loop(tmp_path)
     assert main(["trigger", loop.url]) == 2
     said = capsys.readouterr().err
-    assert (
-        f"name one with --run: {loop.url} (run {loop.run_id}), {loop.url}/run_2 (run {other.run_id})" in said
-    )
+    assert f"several runs are here, name one with --run: {loop.url} (run {loop.run_id})" in said
+    assert f", {loop.url}/run_2 (run {other.run_id})" in said
     assert main(["trigger", loop.url, "--run", other.run_id, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"] == f"{loop.url}/run_2"
     assert len(find_job_through_ray(other.run_id).waiting()) == 1

@@ -110,4 +110,4 @@ def lines_through_ray(address: str) -> list[RayLine]:
             continue
         known = latest.get(line.run_id, line)
         latest[line.run_id] = max(known, line, key=lambda one: one.begun)
-    return list(latest.values())
+    return sorted(latest.values(), key=lambda line: line.place)
