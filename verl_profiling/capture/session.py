@@ -44,7 +44,7 @@ from verl_profiling.tools import Tool
 from verl_profiling.trajectories.spans import total_spans
 from verl_profiling.watch.busy import Busy
 from verl_profiling.watch.reading import WatchReading, read_ring
-from verl_profiling.watch.ring import STAGES_OF_A_STEP, StageRing
+from verl_profiling.watch.ring import STAGES_OF_A_STEP, StageRing, forget_process_ring, process_ring
 from verl_profiling.watch.span_tally import SpanTally
 
 __all__ = ["Session", "process_session", "stage"]
@@ -67,6 +67,7 @@ class Session:
         """Forget everything. A forked child calls this: it inherits the slot, but records nothing."""
         self.sink: StageSink | None = None
         self.ring: StageRing | None = None
+        forget_process_ring()
         self._tally: SpanTally | None = None
         total_spans(None)
         self._busy: dict[str, Busy] = {}
@@ -113,7 +114,7 @@ class Session:
         """Keep the stages of this process from now on, if the watch is switched on."""
         with self._lock:
             if options.enable and self.ring is None:
-                self.ring = StageRing(options.steps * STAGES_OF_A_STEP)
+                self.ring = process_ring(options.steps * STAGES_OF_A_STEP)
                 self._pass_stages_to(self._capture)
 
     def _total_spans(self) -> None:

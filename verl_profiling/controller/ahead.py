@@ -57,7 +57,7 @@ class Announcing:
         while first <= last:
             if (decision := asked(first)) is not None:
                 self._later[first] = decision
-                self._peers.announce(first, decision.step_range.last)
+                self._peers.announce(first, decision.step_range.last, decision.aim)
                 first = decision.step_range.last
             self._decided = first
             first += 1

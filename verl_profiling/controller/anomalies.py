@@ -16,9 +16,10 @@ from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_account import RankUse, StepAccount
 from verl_profiling.trigger import Trigger
 from verl_profiling.watch.anomaly import Detector
+from verl_profiling.watch.slowness import Slowness
 from verl_profiling.watch.suspicion import Suspicion
 
-__all__ = ["Anomalies"]
+__all__ = ["Anomalies", "SlowHere"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Anomalies:
         self._waited = 0
         self._made = 0
         self._captured: int | None = None
+        self._coming: int | None = None
         self._uses: dict[str, RankUse] = {}
 
     def listen(self, account: StepAccount) -> None:
@@ -63,6 +65,8 @@ class Anomalies:
 
     def step_begins(self, step: int) -> None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
+        if self._coming is not None and step > self._coming:
+            self._coming = None
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
@@ -76,6 +80,7 @@ class Anomalies:
         if not scheduled and (why := self._refusal(step)):
             logger.warning("watch: no capture for what was noticed in step %d: %s", noticed.step, why)
             return None
+        self._coming = step
         return Decision(StepRange(step, step), noticed.trigger(), None if scheduled else self._aim(noticed))
 
     def begun(self, trigger: Trigger, folder: str) -> None:
@@ -96,6 +101,8 @@ class Anomalies:
     def _refusal(self, step: int) -> str:
         """Return why the watch asks for none; empty if it may."""
         options = self._options
+        if self._coming is not None:
+            return f"step {self._coming} is going to be captured for what was noticed before"
         if self._made >= options.max_captures:
             return f"it has asked for {self._made} (watch.trigger.max_captures)"
         if self._captured is not None and step - self._captured <= options.cooldown:
@@ -126,3 +133,21 @@ class Anomalies:
             logger.warning("watch: the capture is not aimed at %s: %s", ", ".join(noticed.suspects), error)
             return None
         return aim
+
+
+class SlowHere:
+    """Listens to the steps of one rank of several, and has them told at once when one is slow.
+
+    Args:
+        options: The settings ``watch.trigger``.
+        tell_soon: Has them told at the end of this step.
+    """
+
+    def __init__(self, options: Anomaly, tell_soon: Callable[[], None]) -> None:
+        self._slowness = Slowness(options)
+        self._tell_soon = tell_soon
+
+    def listen(self, account: StepAccount) -> None:
+        """Take the account of a step that ends."""
+        if not account.captured and self._slowness.observe(account) is not None:
+            self._tell_soon()

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import stat
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
@@ -47,8 +48,11 @@ class Channel(Protocol):
     def get(self, key: str) -> bytes | None:
         """Return what is under a key, or ``None``; never waits for it."""
 
+    def has(self, key: str) -> bool:
+        """Return whether a value is under a key."""
+
     def take(self, key: str) -> bytes | None:
-        """Like :meth:`get`, and remove it."""
+        """Like :meth:`get`, and remove it; the key itself last, so that it can be used again."""
 
     def close(self) -> None:
         """Remove what was left for nobody."""
@@ -76,20 +80,27 @@ class StoreChannel:
 
     def get(self, key: str) -> bytes | None:
         """See :class:`Channel`."""
-        keys = self._keys(key)
-        return None if keys is None else b"".join(self._store.get(part) for part in keys)
+        parts = self._parts(key)
+        return None if parts is None else b"".join(self._store.get(part) for part in parts)
 
     def take(self, key: str) -> bytes | None:
         """See :class:`Channel`."""
-        value = self.get(key)
-        for part in [key, *(self._keys(key) or ())] if value is not None else ():
+        parts = self._parts(key)
+        if parts is None:
+            return None
+        value = b"".join(self._store.get(part) for part in parts)
+        for part in [*parts, key]:
             self._store.delete_key(part)
         return value
+
+    def has(self, key: str) -> bool:
+        """See :class:`Channel`."""
+        return bool(self._store.check([key]))
 
     def close(self) -> None:
         """See :class:`Channel`; the store is not ours."""
 
-    def _keys(self, key: str) -> list[str] | None:
+    def _parts(self, key: str) -> list[str] | None:
         if not self._store.check([key]):
             return None
         return [f"{key}/{number}" for number in range(int(self._store.get(key)))]
@@ -111,9 +122,18 @@ class FileChannel:
     def get(self, key: str) -> bytes | None:
         """See :class:`Channel`."""
         try:
-            return self._path(key).read_bytes()
+            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(f"{self._path(key)} is not a file")
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read()
+
+    def has(self, key: str) -> bool:
+        """See :class:`Channel`."""
+        return os.path.lexists(self._path(key))
 
     def take(self, key: str) -> bytes | None:
         """See :class:`Channel`."""

@@ -131,6 +131,7 @@ class Controller:
             self._listening.begin()
             self._peers = self._listening.together(self._peers)
             self._outlet.begin()
+            self.sink = self._receiver(None)
         live = self.live
         goes_on = live is not None and live.step.step < step <= live.step_range.last
         self._decision = decision = self.decisions.at(step, goes_on)
@@ -509,6 +510,8 @@ class Controller:
             wait_s = min(LAST_READ_S, self.config.timeouts.start_s)
             yield Round(self.watch.calls, wait_s)
             yield Round(self.watch.last_calls(), wait_s)
+            if (ranks := self.watch.last_step_is_over()) is not None:
+                yield Waiting(ranks.wait, wait_s)
             self.watch.train_ends()
             yield Waiting(self._outlet.end, self.config.timeouts.finish_s)
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from verl_profiling.aim import Aim
 from verl_profiling.controller.ahead import Announced, Announcing
-from verl_profiling.controller.anomalies import Anomalies
+from verl_profiling.controller.anomalies import Anomalies, SlowHere
 from verl_profiling.controller.asked_by_signal import SignalAsking
 from verl_profiling.controller.control_actor import ControlActor, ray_runs
 from verl_profiling.controller.control_folder import ControlFolder
@@ -19,7 +19,8 @@ from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.run_claim import RunFolder
 from verl_profiling.controller.spmd import Alone, find_peers, has_peers
 from verl_profiling.controller.step_folders import StepFolders
-from verl_profiling.controller.watch import Watch
+from verl_profiling.controller.told_steps import Hearing, Telling
+from verl_profiling.controller.watch import Listener, Watch
 from verl_profiling.demand import LoopState
 from verl_profiling.identity import ProcessId
 from verl_profiling.ranks import process_rank
@@ -57,8 +58,8 @@ class Listening:
         self._folders = folders
         self._decisions = decisions
         self._watch = watch
-        self._anomalies: Anomalies | None = None
         self._added: list[Asker] = []
+        self._listeners: list[tuple[list[Listener], Listener]] = []
         self._signal: SignalAsking | None = None
         self._inboxes: list[Inbox] = []
         self.complete = False
@@ -128,6 +129,8 @@ class Listening:
         if not self._together:
             return peers
         peers = peers or find_peers(self._config, self._roster.targets, self._folders)
+        if self._watch is not None:
+            self._watch_together(self._watch, peers)
         if peers.writes:
             self._decisions.ahead = Announcing(peers, self._decisions.refused)
         else:
@@ -141,10 +144,10 @@ class Listening:
         for asker in self._added:
             self._decisions.askers.remove(asker)
         self._added = []
-        if self._watch is not None and self._anomalies is not None:
-            self._watch.early.remove(self._anomalies.listen)
-            self._watch.listeners.remove(self._anomalies.listen)
-        self._signal = self._decisions.ahead = self._anomalies = None
+        for listeners, listener in self._listeners:
+            listeners.remove(listener)
+        self._listeners = []
+        self._signal = self._decisions.ahead = None
         self.complete = False
 
     @property
@@ -156,14 +159,31 @@ class Listening:
         self._added.append(asker)
         self._decisions.askers.insert(0, asker)
 
+    def _watch_together(self, watch: Watch, peers: Alone) -> None:
+        """Account for this process as a rank; what looks slow here is told at once, by every rank."""
+        options, patience_s = self._config.watch, self._config.timeouts.start_s
+        ranks: Hearing | Telling | None = None
+        if options.every and peers.writes:
+            ranks = Hearing(peers, options.steps, patience_s)
+        elif options.every:
+            ranks = Telling(peers, options.steps)
+        watch.begin_with(ranks, self._roster.identity_here())
+        if options.trigger is not None:
+            self._listen(watch.early, SlowHere(options.trigger, watch.read_soon).listen)
+
+    def _listen(self, listeners: list[Listener], listener: Listener) -> None:
+        listeners.append(listener)
+        self._listeners.append((listeners, listener))
+
     def _let_the_watch_ask(self, check: Callable[[Aim], None]) -> None:
         """Let it say what it notices, and ask for captures when people do not."""
         options = self._config.watch.trigger
         if self._watch is None or options is None:
             return
-        self._anomalies = anomalies = Anomalies(options, self._watch.read_soon, check)
-        self._watch.early.append(anomalies.listen)
-        self._watch.listeners.append(anomalies.listen)
+        anomalies = Anomalies(options, self._watch.read_soon, check)
+        if not self._together:
+            self._listen(self._watch.early, anomalies.listen)
+        self._listen(self._watch.listeners, anomalies.listen)
         self._added.append(anomalies)
         self._decisions.askers.append(anomalies)
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop
 from collections.abc import Iterable
+from concurrent.futures import wait
 from typing import Any
 
 import msgspec
 
+from verl_profiling import clock
 from verl_profiling.capture.messages import Aim, CaptureRequest
 from verl_profiling.controller.calls import Call, Round, Target, Worker
+from verl_profiling.controller.local_calls import Postponed
 from verl_profiling.controller.targets import make_targets
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.identity import WorkerIdentity, safe_name
+from verl_profiling.identity import ProcessId, WorkerIdentity, safe_name
+from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import TOOLS
+from verl_profiling.watch.reading import WatchReading
 
 __all__ = ["Roster"]
 
+_ANSWER_S = 1.0
 _NOBODY = (
     "no workers and no rollout were added to the callback, so nobody records: call "
     "add_workers(role, workers) or add_rollout(replicas) before the first step that is captured"
@@ -64,6 +70,22 @@ class Roster:
     def roles(self) -> list[str]:
         """The roles that have workers, each once."""
         return list(dict.fromkeys(role for target in self.targets for role in target.roles))
+
+    def identity_here(self) -> WorkerIdentity:
+        """Return who this process is in manifests, as a rank of a loop: its first worker, engines last."""
+        here = sorted(
+            (target for target in self.driven(None) if target.is_local), key=lambda one: one.is_rollout
+        )
+        for target in here:
+            for call in target.call("read_watch", clock.now_ns()):
+                if isinstance(call.future, Postponed):
+                    call.future.fail(RuntimeError("it is a coroutine, and nobody waits for it"))
+                wait([call.future], _ANSWER_S)
+                reading = call.reply()
+                if isinstance(reading, WatchReading) and reading.process == ProcessId.current():
+                    return reading.identity
+        role = here[0].roles[0] if here else "controller"
+        return WorkerIdentity(role=role, rank=(process_rank() or (0, 1))[0])
 
     def driven(self, aim: Aim | None) -> list[Target]:
         """Return those of which a role is switched on, in a capture with this aim."""

@@ -11,14 +11,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest, Finished
+from verl_profiling.capture.messages import Aim, CaptureRequest, Finished
 from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.calls import Round, Target
 from verl_profiling.controller.channel import (
@@ -31,7 +31,7 @@ from verl_profiling.controller.channel import (
 from verl_profiling.controller.gathering import Begun, Gathering, Part, joined_with, nested, with_stages
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.errors import ConfigError
-from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.identity import ROLLOUT_ROLE, ProcessId, WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, Manifest
 from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
@@ -51,6 +51,14 @@ class _Order(msgspec.Struct, frozen=True):
 
     request: CaptureRequest | None
     clock_domain: str
+
+
+class _Ahead(msgspec.Struct, frozen=True, array_like=True):
+    """Steps that rank 0 is going to capture, and the ranks that take part besides; ``None``: all."""
+
+    first: int
+    last: int
+    ranks: list[int] | None
 
 
 class _Pong(msgspec.Struct, frozen=True):
@@ -84,10 +92,12 @@ class Alone:
     Attributes:
         writes: Whether this process writes the manifests.
         processes: How many processes take part.
+        others: The ranks that follow this one.
     """
 
     writes = True
     processes = 1
+    others: Sequence[int] = ()
 
     @property
     def unfinished(self) -> set[Path]:
@@ -108,8 +118,27 @@ class Alone:
     def begun(self, workers: Iterable[WorkerIdentity]) -> None:
         """Note that this process's workers have begun the step."""
 
-    def announce(self, first: int, last: int) -> None:
-        """Tell the other ranks of a capture that the schedule does not know."""
+    def begin_telling(self) -> None:
+        """Begin a training: what was told of the steps of an earlier one is not of this one."""
+
+    def tell(self, steps: bytes, last: bool = False) -> bool:
+        """Leave word of this rank's steps for rank 0; return whether there was room for it.
+
+        Args:
+            steps: What there is to tell.
+            last: Training ends; for this there is always room.
+        """
+        return False
+
+    def told(self, rank: int, last: bool = False) -> bytes | None:
+        """Return what a rank has told of its steps since; nobody is waited for."""
+        return None
+
+    def announce(self, first: int, last: int, aim: Aim | None) -> None:
+        """Tell the ranks that it is aimed at of a capture that the schedule does not know."""
+
+    def told_who(self, rank: int, role: str, number: int) -> None:
+        """Note a rank's role, and its rank in that role."""
 
     def announced(self) -> tuple[int, int] | None:
         """Return the steps of the next capture that rank 0 has announced, if there is one."""
@@ -192,6 +221,14 @@ class _Peer(Alone):
         self._seen: Counter[int] = Counter()
         self._name = ""
         self._announced = 0
+        self._training = 0
+
+    def begin_telling(self) -> None:
+        """See :meth:`Alone.begin_telling`."""
+        self._training += 1
+
+    def _word(self, rank: int, last: bool) -> str:
+        return f"watch/{self._training}/{rank}" + ("/last" if last else "")
 
     def _next(self, step: int) -> None:
         self._seen[step] += 1
@@ -230,11 +267,21 @@ class _Follower(_Peer):
     def announced(self) -> tuple[int, int] | None:
         """See :meth:`Alone.announced`; nobody is waited for."""
         channel = self._channel = self._channel or self._join()
-        data = channel.get(f"ahead/{self._announced}") if channel is not None else None
-        if data is None:
-            return None
-        self._announced += 1
-        return msgspec.msgpack.decode(data, type=tuple[int, int])
+        while channel is not None and (data := channel.get(f"ahead/{self._announced}")) is not None:
+            self._announced += 1
+            ahead = msgspec.msgpack.decode(data, type=_Ahead)
+            if ahead.ranks is None or self._rank in ahead.ranks:
+                return ahead.first, ahead.last
+        return None
+
+    def tell(self, steps: bytes, last: bool = False) -> bool:
+        """See :meth:`Alone.tell`; there is room once rank 0 has taken what was told before."""
+        channel = self._channel = self._channel or self._join()
+        word = self._word(self._rank, last)
+        if channel is None or (not last and channel.has(word)):
+            return False
+        channel.put(word, steps)
+        return True
 
     def begun(self, workers: Iterable[WorkerIdentity]) -> None:
         """Tell rank 0 who will answer."""
@@ -306,12 +353,19 @@ class _Leader(_Peer):
         folders: StepFolders,
     ) -> None:
         super().__init__(config, join)
-        self._others = range(1, world_size)
+        self.others = range(1, world_size)
         self.processes = world_size
+        self._who: dict[int, tuple[str, int]] = {}
+        self._asked: Sequence[int] = self.others
         self._folders = folders
         self._heard: dict[int, ProcessId] = {}
         self._missing: list[Gathering] = []
         self._silent: set[int] = set()
+
+    def told(self, rank: int, last: bool = False) -> bytes | None:
+        """See :meth:`Alone.told`."""
+        channel = self._channel = self._channel or self._join()
+        return channel.take(self._word(rank, last)) if channel is not None else None
 
     @property
     def unfinished(self) -> set[Path]:
@@ -324,6 +378,7 @@ class _Leader(_Peer):
         self._next(step)
         self._take_late()
         made = request()
+        self._asked = self._aimed_at(made.aim if made is not None else None)
         self._channel = self._channel or self._join()
         if self._channel is not None:
             order = _Order(made, ProcessId.current().clock_domain)
@@ -331,12 +386,25 @@ class _Leader(_Peer):
         return made
         yield  # nobody is waited for, and yet it is a generator
 
-    def announce(self, first: int, last: int) -> None:
+    def announce(self, first: int, last: int, aim: Aim | None) -> None:
         """See :meth:`Alone.announce`."""
         channel = self._channel = self._channel or self._join()
         if channel is not None:
-            channel.put(f"ahead/{self._announced}", msgspec.msgpack.encode((first, last)))
+            asked = self._aimed_at(aim)
+            ahead = _Ahead(first, last, None if asked is self.others else list(asked))
+            channel.put(f"ahead/{self._announced}", msgspec.msgpack.encode(ahead))
             self._announced += 1
+
+    def told_who(self, rank: int, role: str, number: int) -> None:
+        """See :meth:`Alone.told_who`."""
+        self._who[rank] = role, number
+
+    def _aimed_at(self, aim: Aim | None) -> Sequence[int]:
+        """Return the other ranks, but for those of which it is known that they are not meant."""
+        if aim is None or aim.ranks is None or aim.roles is None or ROLLOUT_ROLE in aim.roles:
+            return self.others
+        meant = {(role, number) for role in aim.roles for number in aim.ranks}
+        return [rank for rank in self.others if self._who.get(rank) in (None, *meant)]
 
     def expected(self, workers: list[CaptureResult]) -> list[CaptureResult]:
         """See :meth:`Alone.expected`; the other ranks are expected to have the workers that this one has."""
@@ -348,7 +416,7 @@ class _Leader(_Peer):
                 ),
                 artifacts=[],
             )
-            for rank in self._others
+            for rank in self._asked
             for worker in workers[:1]
         ]
         return [*workers, *others]
@@ -358,7 +426,7 @@ class _Leader(_Peer):
     ) -> Generator[Round, None, Manifest | None]:
         """Gather what the others recorded."""
         assert self._channel is not None
-        gathering = Gathering(self._channel, self._name, folder, self._others, self._heard)
+        gathering = Gathering(self._channel, self._name, folder, self._asked, self._heard)
         timeouts = self._timeouts
         stop_s = timeouts.stop_s if manifest.complete else min(LEFT_EARLY_S, timeouts.stop_s)
         yield _Until(lambda: gathering.look(self._silent, min(timeouts.start_s, stop_s)), stop_s)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import copy_context
+from typing import Protocol
 
 import msgspec
 
@@ -20,14 +21,15 @@ from verl_profiling.controller.calls import Call
 from verl_profiling.controller.open_capture import ROLLOUT
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.watched_workers import WatchedWorkers
+from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.step_account import RankUse, StepAccount
 from verl_profiling.watch.frontier import exposed
 from verl_profiling.watch.lane import Lane, StepTime
 from verl_profiling.watch.reading import ended_stages
-from verl_profiling.watch.ring import STAGES_OF_A_STEP, OpenStage, StageRing
+from verl_profiling.watch.ring import STAGES_OF_A_STEP, OpenStage, StageRing, process_ring
 
-__all__ = ["Listener", "Watch"]
+__all__ = ["Listener", "OtherRanks", "Watch"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,19 @@ LOOP = "controller"
 SHARE, ALLOWANCE_NS = 0.002, 5_000_000
 """At each step the loop's thread asks workers and takes their answers for this share of a step, and for so
 long at least. Where something is slow, it does all at once."""
+
+
+class OtherRanks(Protocol):
+    """The other ranks of a loop that all of them run."""
+
+    def take(self, accounts: Iterable[StepAccount]) -> None:
+        """Take the accounts of this rank's next steps."""
+
+    def whole(self) -> Iterator[StepAccount]:
+        """Yield those that are whole now, with the other ranks where this one hears of them."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for what is told when training ends."""
 
 
 class Watch:
@@ -68,6 +83,8 @@ class Watch:
         self.listeners: list[Listener] = []
         self._every, self._steps = options.every, options.steps
         self._patience_ns = int(patience_s * 1e9)
+        self._kept = kept
+        self._ranks: OtherRanks | None = None
         self._workers = WatchedWorkers(roster, kept)
         self._lane = Lane(LOOP, LOOP, 0, kept)
         self._step: StepTime | None = None
@@ -81,6 +98,18 @@ class Watch:
         self._beside: tuple[str, ...] = ()
         self._failed: set[int] = set()
 
+    def begin_with(self, ranks: OtherRanks | None, own: WorkerIdentity) -> None:
+        """Account for this process as one of the ranks of a loop: the loop and its workers here are one lane.
+
+        Args:
+            ranks: The others; ``None`` if nothing is told.
+            own: Who this one is in manifests.
+        """
+        self._ranks = ranks
+        self.ring = process_ring(self._kept)
+        self._lane = self._workers.loop = Lane(own.lane(), own.role, own.rank, self._kept)
+        self._take_own_stages()
+
     def receiver(self, log: StageSink | None) -> StageSink:
         """Return what receives the stages of the loop's process while a log of a capture does, or none."""
         return self.ring if log is None else Both(log, self.ring)
@@ -93,6 +122,7 @@ class Watch:
         """End the step before, if the loop did not, and take the answers that have come since."""
         self.step_ends()
         self._collect()
+        self._publish_whole()
 
     def step_begins(self, step: int, policy_version: int | None = None) -> None:
         """Follow the begin of a step, after :meth:`step_is_over`."""
@@ -115,7 +145,8 @@ class Watch:
         self._before_ns = step.end_ns
         self._ended.append(step)
         if self.early:
-            self._tell(self.early, self._account(step, self._lane.uses([step]), []))
+            [own] = self._lane.uses([step])
+            self._tell(self.early, self._explained(self._account(step, own, [])))
         self._steps_unread += 1
         if self._soon or (self._every and self._steps_unread >= self._every):
             self._ask_if_answered()
@@ -167,10 +198,15 @@ class Watch:
         self._ask()
         return self._workers.calls
 
-    def train_ends(self) -> None:
-        """Complete what there is."""
+    def last_step_is_over(self) -> OtherRanks | None:
+        """Complete what is known here; return the ranks to be waited for before :meth:`train_ends`."""
         self._workers.collect()
         self._complete(list(self._ended))
+        return self._ranks
+
+    def train_ends(self) -> None:
+        """Complete what there is."""
+        self._publish_whole()
 
     def _collect(self) -> None:
         """Take the answers that have come; with the last of them, what ended before is complete.
@@ -237,28 +273,42 @@ class Watch:
             yield
         own = self._lane.uses(steps)
         self._lane.forget(steps[-1].begin_ns)
-        for step, use, uses in zip(steps, own, workers, strict=True):
-            account = self._account(step, [use], uses)
-            self.accounts.append(account)
-            self._tell(self.listeners, account)
+        accounts = map(self._account, steps, own, workers)
+        if self._ranks is not None:
+            self._ranks.take(accounts)
+            return
+        for account in accounts:
+            self._publish(account)
             yield
 
-    def _account(self, step: StepTime, loop: Sequence[RankUse | None], workers: list[RankUse]) -> StepAccount:
-        account = StepAccount(
+    def _publish(self, account: StepAccount) -> None:
+        """Say of an account, which is whole, where the time went, and tell those who listen."""
+        account = self._explained(account)
+        self.accounts.append(account)
+        self._tell(self.listeners, account)
+
+    def _publish_whole(self) -> None:
+        for account in self._ranks.whole() if self._ranks is not None else ():
+            self._publish(account)
+
+    def _account(self, step: StepTime, own: RankUse | None, workers: list[RankUse]) -> StepAccount:
+        return StepAccount(
             step=step.step,
             begin_ns=step.begin_ns,
             end_ns=step.end_ns,
             policy_version=step.policy_version,
-            loop=[use for use in loop if use is not None],
+            loop=[own] if own is not None else [],
             workers=workers,
             beside=self._beside,
             captured=step.captured,
         )
+
+    def _explained(self, account: StepAccount) -> StepAccount:
         before = self.accounts[-1] if self.accounts else None
         try:
             return msgspec.structs.replace(account, exposed=exposed(account, before))
         except Exception as error:  # a mistake of the watch is no matter of the loop either
-            self._say_once(id(exposed), step.step, error)
+            self._say_once(id(exposed), account.step, error)
             return account
 
     def _take_own_stages(self) -> None:

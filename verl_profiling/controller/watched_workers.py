@@ -35,10 +35,12 @@ class WatchedWorkers:
 
     Attributes:
         asked_ns: When it was last begun to ask them; 0 before.
+        loop: Lane of the loop's process, if the workers of that process share its ring.
     """
 
     def __init__(self, roster: Roster, stages: int) -> None:
         self.asked_ns = self._sent_ns = 0
+        self.loop: Lane | None = None
         self._to_ask: deque[Target] = deque()
         self._roster = roster
         self._stages = stages
@@ -150,7 +152,7 @@ class WatchedWorkers:
             known = self._handshakes.setdefault(domain, deque(maxlen=_HANDSHAKES))
             known.append(handshake)
             offset_ns = best_handshake(known).offset_ns
-        lane = self._lanes.get(process)
+        lane = self._lane(process)
         if lane is None:
             identity = self._roster.known.get(worker, reading.identity)
             lane = Lane(identity.lane(), identity.role, identity.rank, self._stages, identity.replica)
@@ -172,4 +174,10 @@ class WatchedWorkers:
         """Return up to when all of a target's workers have told their stages, each on its own clock."""
         workers: Iterable[Worker] = ((target, index) for index in range(target.size))
         processes = [self._process.get(worker) for worker in workers]
-        return min((self._lanes[p].told_ns if p in self._lanes else 0 for p in processes), default=0)
+        lanes = [self._lane(process) if process is not None else None for process in processes]
+        return min((lane.told_ns if lane is not None else 0 for lane in lanes), default=0)
+
+    def _lane(self, process: ProcessId) -> Lane | None:
+        if self.loop is not None and process == ProcessId.current():
+            return self.loop
+        return self._lanes.get(process)

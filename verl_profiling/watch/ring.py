@@ -14,7 +14,15 @@ from verl_profiling import clock
 from verl_profiling.step_account import OTHERS
 from verl_profiling.watch.memory import process_memory
 
-__all__ = ["OTHERS", "SLOT", "STAGES_OF_A_STEP", "OpenStage", "StageRing"]
+__all__ = [
+    "OTHERS",
+    "SLOT",
+    "STAGES_OF_A_STEP",
+    "OpenStage",
+    "StageRing",
+    "forget_process_ring",
+    "process_ring",
+]
 
 STAGES_OF_A_STEP = 16
 """Room for so many outermost stages is kept for each step."""
@@ -142,3 +150,22 @@ class StageRing:
                 self._names.append(name)
                 self._index[name] = len(self._names) - 1
         return self._index[name]
+
+
+_of_process: list[StageRing] = []
+
+
+def process_ring(stages: int) -> StageRing:
+    """Return the ring that the workers of this process share, and its loop where every rank runs the loop.
+
+    Args:
+        stages: How many it keeps, if it is not there yet.
+    """
+    if not _of_process:
+        _of_process.append(StageRing(stages))
+    return _of_process[0]
+
+
+def forget_process_ring() -> None:
+    """Let the process begin with another, as a forked child does."""
+    _of_process.clear()

@@ -1,0 +1,109 @@
+"""The watch where one program runs on every rank: rank 0's accounts have all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import pytest
+from conftest import ROOT
+
+from verl_profiling.cli import main
+from verl_profiling.run_files import read_manifest
+from verl_profiling.step_account import StepAccount
+
+PROGRAM = Path(__file__).with_name("spmd_watch_program.py")
+PATHS = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+LANES = ["actor_rank0", "actor_rank1", "actor_rank2"]
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def run(folder: Path, scenario: str = "", **settings: Any) -> list[str]:
+    """Run the program on three ranks; return the log of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(folder), scenario, json.dumps(settings)],
+            env={**os.environ, "PYTHONPATH": PATHS, "RANK": str(rank), "WORLD_SIZE": "3", **where},
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        logs = [process.communicate(timeout=100)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0, 0], logs
+    return logs
+
+
+def accounts(folder: Path, rank: int = 0, training: int = 0) -> list[StepAccount]:
+    """Return the accounts that a rank has made."""
+    return msgspec.json.decode(
+        (folder / f"accounts_{rank}_{training}.json").read_bytes(), type=list[StepAccount]
+    )
+
+
+@pytest.mark.parametrize("scenario", ["store", "files"])
+def test_a_late_rank_leads_in_the_account_of_rank_0(tmp_path: Path, scenario: str) -> None:
+    """All ranks are in it under the names of manifests, and the exposed times add up to the step."""
+    logs = run(tmp_path, scenario)
+    found = accounts(tmp_path)
+    assert [account.step for account in found] == list(range(1, 9)), logs
+    for account in found:
+        assert [use.lane for use in account.loop] == LANES
+        assert [[stage.name for stage in use.stages] for use in account.loop] == [
+            ["rollout", "update_actor"]
+        ] * 3
+        assert account.workers == []
+        assert sum(row.exposed_ns for row in account.exposed) == account.duration_ns
+        assert all(0 <= use.stages[0].begin_ns - account.begin_ns < 50e6 for use in account.loop)
+        rollout = account.exposed[0]
+        assert (rollout.name, rollout.leader, rollout.role) == ("rollout", "actor_rank2", "actor")
+        assert rollout.doubt == ""
+    assert median(account.exposed[0].exposed_ns for account in found) > 80e6
+    assert median(account.exposed[0].lead_ns for account in found) > 50e6
+    for rank in (1, 2):
+        own = accounts(tmp_path, rank)
+        assert [(account.step, [use.lane for use in account.loop]) for account in own] == [
+            (step, [LANES[rank]]) for step in range(1, 9)
+        ]
+    assert not list((tmp_path / "run").glob(".spmd*"))
+
+
+def test_a_rank_that_becomes_slow_is_captured_with_a_peer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noticed within five steps; the rank that is not aimed at records nothing and is not missing."""
+    watch = {"enable": True, "every": 10, "trigger": {"window": 8, "max_captures": 1}}
+    logs = run(tmp_path, "slow", all={"watch": watch})
+    [folder] = (tmp_path / "run").glob("step_*")
+    manifest = read_manifest(folder)
+    trigger = manifest.trigger
+    assert (trigger.kind, trigger.stage, trigger.suspects) == ("anomaly", "rollout", ["actor_rank2"]), logs
+    assert trigger.noticed in range(15, 20)
+    [peer] = trigger.peers
+    assert sorted((worker.name, worker.status) for worker in manifest.workers) == sorted(
+        [("actor_rank2", "ok"), (peer, "ok")]
+    )
+    assert (manifest.complete, manifest.notes) == (True, [])
+    assert "actor_rank2 worked" in _report(folder, capsys)
+
+
+def _report(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(["report", str(folder)]) == 0
+    return capsys.readouterr().out
