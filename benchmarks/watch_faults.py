@@ -13,14 +13,15 @@ import logging
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import ray
 import results
+from watch_fault_alarms import alarms
+from watch_fault_ranks import LOOP, faults_of_ranks, run_on_ranks
 from watch_fault_table import RESULTS, markdown
 from watch_fault_workers import USUAL_MS, AgentLoop, Rater, Server, Trainer
 from watch_noise import simulated
@@ -122,7 +123,9 @@ def faults(quiet_steps: int) -> Iterator[Fault]:
         yield Fault(
             "a checkpoint now and then", "controller", period=period, steps=max(100, quiet_steps // 4)
         )
-    for loop in ("controller", "one step off", "agents"):
+    for fields in faults_of_ranks():
+        yield Fault(**fields)
+    for loop in ("controller", "one step off", "agents", LOOP):
         yield Fault("none", loop, steps=quiet_steps)
 
 
@@ -211,30 +214,6 @@ class Loop:
                 time.sleep(0.4)
 
 
-class Alarms(logging.Handler):
-    """Notes the steps at which the watch says that it noticed something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Note what is said."""
-        if record.msg == "watch: %s":
-            self.texts.append(record.getMessage())
-
-
-@contextmanager
-def alarms() -> Iterator[Alarms]:
-    """Note what the watch says meanwhile."""
-    handler, logger = Alarms(), logging.getLogger("verl_profiling.controller.anomalies")
-    logger.addHandler(handler)
-    try:
-        yield handler
-    finally:
-        logger.removeHandler(handler)
-
-
 def run(fleet: Fleet, fault: Fault, folder: Path) -> dict[str, Any]:
     """Run a loop with a fault; return what became of it."""
     watch = {"enable": True, "every": fault.every, "trigger": {"cooldown": 0, "max_captures": 1000}}
@@ -245,6 +224,10 @@ def run(fleet: Fleet, fault: Fault, folder: Path) -> dict[str, Any]:
         "schedule": {"steps": []},
         "watch": watch,
     }
+    if fault.loop == LOOP:
+        plan = {**asdict(fault), "config": config, "begin": BEGIN}
+        said = run_on_ranks(plan, folder.with_suffix(".plan"))
+        return verdict(fault, captured(folder), said)
     fleet.set_up(config)
     profiling = ProfilingCallback(config)
     loop = Loop(fleet, profiling, fault.loop)
@@ -255,8 +238,12 @@ def run(fleet: Fleet, fault: Fault, folder: Path) -> dict[str, Any]:
             profiling.on_step_begin(step)
             loop.step(bool(fault.period) and step % fault.period == 0)
             profiling.on_step_end()
-    manifests = [read_manifest(path) for path in sorted(folder.glob("step_*"))]
-    return verdict(fault, manifests, said.texts)
+    return verdict(fault, captured(folder), said.texts)
+
+
+def captured(folder: Path) -> list[Manifest]:
+    """Return the manifests of a run."""
+    return [read_manifest(path) for path in sorted(folder.glob("step_*"))]
 
 
 def verdict(fault: Fault, manifests: list[Manifest], texts: list[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from verl_profiling.workers import SGLangCaptureMixin
 PROFILING = {
     "enable": True,
     "save_path": "outputs/rollout_only",
+    "watch": {"enable": True},
     "rollout": {"count": 10, "by_stage": True},
 }
 

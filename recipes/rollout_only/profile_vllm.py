@@ -10,7 +10,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from recipes.rollout_only.batch import capture_batch
 from verl_profiling.workers import VLLMCaptureMixin
 
-PROFILING = {"enable": True, "save_path": "outputs/rollout_only", "rollout": {"count": 20}}
+PROFILING = {
+    "enable": True,
+    "save_path": "outputs/rollout_only",
+    "watch": {"enable": True},
+    "rollout": {"count": 20},
+}
 
 
 class Server(VLLMCaptureMixin):

@@ -14,6 +14,7 @@ import pytest
 
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
+from verl_profiling.watch_log import WatchLogReader
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = ["device=cpu", "attention_backend=torch_native", "sampling_backend=pytorch", "dtype=float32"]
@@ -69,4 +70,6 @@ def test_the_script_captures_a_batch(
     assert [artifact.path for artifact in worker.artifacts] == [
         f"rollout0_rank0{part}.torch.json.gz" for part in artifacts
     ]
+    *_, account = WatchLogReader(folder.parent).read()
+    assert (account.step, account.captured) == (1, folder.name)
     assert sorted(noted.response_tokens for noted in worker.requests) == list(range(8, 65, 8))

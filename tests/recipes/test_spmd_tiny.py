@@ -13,6 +13,7 @@ import pytest
 
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
+from verl_profiling.watch_log import WatchLogReader
 
 pytest.importorskip("hydra", reason="hydra-core is not installed; `make env` builds an environment")
 
@@ -55,6 +56,12 @@ def test_both_ranks_are_in_each_step(tmp_path: Path, mode: str, capsys: pytest.C
         assert [artifact.status for artifact in artifacts] == ["ok"] * (2 if mode == "e2e" else 4)
         assert [span.name for span in manifest.stages] == ["rollout", "reward", "update_actor"]
         assert manifest.notes == []
+    accounts = {account.step: account for account in WatchLogReader(run).read()}
+    assert list(accounts) == [1, 2, 3, 4]
+    for account in accounts.values():
+        stages = ["rollout", "reward", "update_actor"]
+        assert [row.name for row in account.exposed if row.name] == stages, "of all ranks"
+        assert [(memory.role, memory.processes) for memory in account.memory] == [("actor", 2)]
     assert main(["check", str(run)]) == 0
     capsys.readouterr()
     assert main(["report", str(run / "step_000002"), "--json"]) == 0
