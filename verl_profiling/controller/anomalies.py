@@ -58,7 +58,10 @@ class Anomalies:
         logger.log(logging.WARNING if found.aimed else logging.INFO, "watch: %s", found.reason)
         if not found.aimed:
             self._read_soon()
-        if self._noticed is None or self._noticed.step != found.step:
+        before = self._noticed
+        if before is not None and before.aimed and before.step != found.step:
+            return  # accounts come many at once: what was noticed first is captured first
+        if before is None or before.step != found.step:
             self._waited = 0
         self._noticed = found
         self._uses = {use.lane: use for use in (*account.loop, *account.workers)}

@@ -116,9 +116,8 @@ class WatchedWorkers:
         """Up to when the stages of all workers are known that are asked, on the clock of the loop."""
         not_asked = self._left_out | {call.target for call in self._silent}
         asked = [target for target in self._roster.driven(None) if target not in not_asked]
-        processes = [self._process.get((target, index)) for target in asked for index in range(target.size)]
-        known = [self._lanes[p].until_ns if p in self._lanes else 0 for p in processes]
-        return min(known, default=clock.now_ns())
+        lanes = [self._lane((target, index)) for target in asked for index in range(target.size)]
+        return min((lane.until_ns if lane is not None else 0 for lane in lanes), default=clock.now_ns())
 
     def take(self, call: Call) -> None:
         """Take what a worker answered, or what came along with its answer to something else."""
@@ -152,7 +151,7 @@ class WatchedWorkers:
             known = self._handshakes.setdefault(domain, deque(maxlen=_HANDSHAKES))
             known.append(handshake)
             offset_ns = best_handshake(known).offset_ns
-        lane = self._lane(process)
+        lane = self._lane_of(process)
         if lane is None:
             identity = self._roster.known.get(worker, reading.identity)
             lane = Lane(identity.lane(), identity.role, identity.rank, self._stages, identity.replica)
@@ -173,11 +172,14 @@ class WatchedWorkers:
     def _told_ns(self, target: Target) -> int:
         """Return up to when all of a target's workers have told their stages, each on its own clock."""
         workers: Iterable[Worker] = ((target, index) for index in range(target.size))
-        processes = [self._process.get(worker) for worker in workers]
-        lanes = [self._lane(process) if process is not None else None for process in processes]
+        lanes = map(self._lane, workers)
         return min((lane.told_ns if lane is not None else 0 for lane in lanes), default=0)
 
-    def _lane(self, process: ProcessId) -> Lane | None:
+    def _lane(self, worker: Worker) -> Lane | None:
+        process = self._process.get(worker)
+        return self._lane_of(process) if process is not None else None
+
+    def _lane_of(self, process: ProcessId) -> Lane | None:
         if self.loop is not None and process == ProcessId.current():
             return self.loop
         return self._lanes.get(process)
