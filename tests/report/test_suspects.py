@@ -118,8 +118,9 @@ def test_little_left_of_what_was_noticed_is_nothing_left(
     report = two_ranks(tmp_path, msgspec.structs.replace(SLOW_STAGE, median=median, value=value))
     assert asked(report).shows == shows
     if shows == "nothing":
-        assert "update_actor took 6.00 s, 11.0 s when noticed, 5.00 s by the median before: it was gone." in (
-            asked(report).verdict
+        assert (
+            "took 6.00 s, 11.0 s when it was noticed, and the median before was 5.00 s: it was gone."
+            in asked(report).verdict
         )
 
 

@@ -186,10 +186,12 @@ class _Comparison:
         now_s = length(subtract(now, capture_time(self._step))) / 1e9
         ratio = now_s / trigger.median
         took = f"{what} took {duration(now_s)}"
-        if ratio <= 1 + _SAME or now_s - trigger.median <= _LEFT * (trigger.value - trigger.median):
-            noticed = duration(trigger.value)
-            usual = duration(trigger.median)
-            return "nothing", f"{took}, {noticed} when noticed, {usual} by the median before: it was gone."
+        usual = duration(trigger.median)
+        if ratio <= 1 + _SAME:
+            return "nothing", f"{took}, and the median before was {usual}: it was gone."
+        if now_s - trigger.median <= _LEFT * (trigger.value - trigger.median):
+            noticed = f"{duration(trigger.value)} when it was noticed"
+            return "nothing", f"{took}, {noticed}, and the median before was {usual}: it was gone."
         return "difference", f"{took}, {ratio:.2f} times the median before ({duration(trigger.median)})."
 
     def _longest_window(self) -> Spans:
