@@ -18,6 +18,7 @@ from rich.console import Console
 from verl_profiling.cli import main
 from verl_profiling.report.asked import Asked, asked_sentence, sparkline
 from verl_profiling.report.build import build_report
+from verl_profiling.report.captures_so_far import CaptureSoFar
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
@@ -204,6 +205,15 @@ def test_an_engine_is_compared_by_what_its_lane_was_busy(tmp_path: Path) -> None
     stage = next(row for row in report.suspects if row.kind == "stage")
     assert (stage.value, stage.peer_value) == pytest.approx((1.9, 0.5))
     assert asked(report).shows == "difference"
+
+
+def test_who_asked_is_said_once(tmp_path: Path) -> None:
+    """The reason of a request begins with it; what it was aimed at follows when it was captured."""
+    aimed = Trigger(kind="demand", by="root@node1", request="ab12", reason="asked for by root@node1: ranks=1")
+    line = printed(two_ranks(tmp_path, aimed)).splitlines()[1]
+    assert line.count("root@node1") == 1
+    assert line.endswith(": ranks=1")
+    assert CaptureSoFar(folder="step_000001", step=1, trigger=aimed).asked == f"demand: {aimed.reason}"
 
 
 def test_who_asked_is_the_first_line(tmp_path: Path) -> None:

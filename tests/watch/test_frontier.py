@@ -276,6 +276,18 @@ def test_a_stage_that_says_it_waits_names_an_engine_that_goes_on() -> None:
     ]
 
 
+def test_a_wait_has_all_that_went_on_meanwhile() -> None:
+    """A reward that was given in it is not what it waited for alone: the trajectories went on, too."""
+    loop = controller(("wait:rollout", 0, 60), ("update_actor", 60, 100))
+    workers = [
+        use("agent_loop_rank0", ("trajectories", -100, 700), role="agent_loop"),
+        in_periods("reward_rank0", "reward", (-40, -30), (20, 40)),
+        use("actor_rank0", ("update_actor", 61, 98)),
+    ]
+    wait, update = exposed(account(160, loop, *workers))
+    assert (wait.role, wait.doubt, update.role) == ("agent_loop", "overlapped", "actor")
+
+
 def test_generation_beside_the_steps_is_exposed_as_the_wait_alone() -> None:
     """The loop marks it, over the ends of its steps too; the update is as long, and names its rank."""
     loop = controller(("wait:rollout", 0, 20), ("update_actor", 30, 100), ("rollout", 25, 150))

@@ -102,6 +102,8 @@ def asked_sentence(asked: Asked) -> str:
     why = f": {asked.reason}" if asked.reason else ""
     if asked.kind == "demand":
         by = f" by {asked.by}" if asked.by else ""
+        if asked.reason.startswith(said := f"asked for{by}"):
+            why = asked.reason.removeprefix(said)
         named = f" (request {asked.request})" if asked.request else ""
         return f"asked for on demand{by}{named}, captured {asked.when}{why}"
     if asked.kind == "schedule":

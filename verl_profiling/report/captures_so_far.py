@@ -43,7 +43,9 @@ class CaptureSoFar(msgspec.Struct, frozen=True, kw_only=True):
         """Who asked for it, and why, as words."""
         if self.trigger is None:
             return "no manifest yet"
-        by = f" by {self.trigger.by}" if self.trigger.by else ""
+        by = (
+            f" by {self.trigger.by}" if self.trigger.by and self.trigger.by not in self.trigger.reason else ""
+        )
         reason = f": {self.trigger.reason}" if self.trigger.reason else ""
         return f"{self.trigger.kind}{by}{reason}{' (goes on)' if self.goes_on else ''}"
 

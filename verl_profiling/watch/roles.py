@@ -20,7 +20,8 @@ def working_in(
 ) -> dict[str, list[Standing]]:
     """Return who worked in each stage of the loop; of several roles first the one that it waited for.
 
-    In a stage in which no worker's has its middle, the loop may have waited for what was under way already.
+    In a stage in which no worker's has its middle, the loop may have waited for what was under way already;
+    in one that says that it is a wait, for all that went on meanwhile.
 
     Args:
         stages: The stages of the loop.
@@ -33,15 +34,18 @@ def working_in(
     by_name = {stage.name: stage for stage in stages}
     inside = _inside(stages, workers)
     under_way: dict[str, list[StageUse]] = {}
-    if len(inside) < len(by_name):
+    if any(name not in inside or name.startswith(WAIT) for name in by_name):
         for use in (*before, *workers):
             under_way.setdefault(use.lane, []).extend(use.stages)
     found = {}
     for name, stage in by_name.items():
-        if name in inside:
+        if name.startswith(WAIT):
+            meanwhile = {lane: _meanwhile(stage, parts) for lane, parts in under_way.items()}
+            works = [_work(stage, role, uses, meanwhile) for role, uses in roles.items()]
+        elif name in inside:
             works = [_work(stage, role, uses, inside[name]) for role, uses in roles.items()]
         else:
-            waited_for = {lane: _under_way(stage, parts) for lane, parts in under_way.items()}
+            waited_for = {lane: _end_of(stage, parts) for lane, parts in under_way.items()}
             works = [_work(stage, role, uses, waited_for) for role, uses in roles.items()]
         if known := [work for work in works if work is not None]:
             found[name] = _by_weight(stage, known)
@@ -99,13 +103,21 @@ def _home(part: StageUse, stages: Sequence[StageUse], begins: Sequence[int]) -> 
     return perhaps
 
 
-def _under_way(stage: StageUse, uses: Iterable[StageUse]) -> list[StageUse]:
-    """Return what lies in a stage of stages that were under way when it began, and ended in it.
-
-    In a stage that says that the loop waits, they may go on: an engine that always has requests does.
-    """
+def _meanwhile(stage: StageUse, uses: Iterable[StageUse]) -> list[StageUse]:
+    """Return what lies in a stage of all stages, whenever they began and ended."""
     parts = [part for use in uses for part in _apart(use) if part.runs == 1 and part.begin_ns]
-    waits = stage.name.startswith(WAIT)
+    return [
+        StageUse(part.name, end_ns - begin_ns, 1, begin_ns)
+        for run in _apart(stage)
+        if run.runs == 1
+        for part in parts
+        if (begin_ns := max(part.begin_ns, run.begin_ns)) < (end_ns := min(_end(part), _end(run)))
+    ]
+
+
+def _end_of(stage: StageUse, uses: Iterable[StageUse]) -> list[StageUse]:
+    """Return what lies in a stage of stages that were under way when it began, and ended in it."""
+    parts = [part for use in uses for part in _apart(use) if part.runs == 1 and part.begin_ns]
     found = []
     for run in _apart(stage):
         begin_ns, end_ns = run.begin_ns, _end(run)
@@ -113,9 +125,7 @@ def _under_way(stage: StageUse, uses: Iterable[StageUse]) -> list[StageUse]:
         found += [
             StageUse(part.name, min(_end(part), end_ns) - begin_ns, 1, begin_ns)
             for part in parts
-            if run.runs == 1
-            and part.begin_ns < begin_ns < _end(part)
-            and (waits or _end(part) <= end_ns + slack_ns)
+            if run.runs == 1 and part.begin_ns < begin_ns < _end(part) <= end_ns + slack_ns
         ]
     return found
 
