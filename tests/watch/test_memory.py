@@ -1,0 +1,126 @@
+"""Which memory of a process is read, and that reading it makes no device of a process's begin to work."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from verl_profiling.tools.peaks import process_peak_bytes
+from verl_profiling.watch.memory import process_memory
+
+STATISTICS = {"allocated_bytes": {"all": {"current": 3, "peak": 7}, "small_pool": {"current": 1, "peak": 1}}}
+
+
+def initialises(*_: object) -> NoReturn:
+    """Stand for what would make a context on a device."""
+    pytest.fail("the device was made to begin to work")
+
+
+def fails(*_: object) -> NoReturn:
+    """Stand for a device that has failed."""
+    raise RuntimeError("an illegal memory access was encountered")
+
+
+def device(initialised: bool, statistics: Any = initialises) -> SimpleNamespace:
+    """Return a stand-in for ``torch.cuda`` or ``torch.npu``."""
+    if not callable(statistics):
+        found = statistics
+        statistics = lambda: found  # noqa: E731
+    memory = SimpleNamespace(memory_stats_as_nested_dict=statistics)
+    return SimpleNamespace(
+        is_initialized=lambda: initialised, memory=memory, init=initialises, current_device=initialises
+    )
+
+
+def is_of_the_host(found: tuple[int, int]) -> bool:
+    """Return whether these are the marks of this process's resident memory."""
+    peak, held = found
+    return 1_000_000 < held <= peak <= process_peak_bytes()
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        {},
+        {"cuda": device(False)},
+        {"cuda": device(False), "npu": device(False)},
+        {"cuda": device(True, {})},
+        {"cuda": device(True, {"allocated_bytes": {}})},
+        {"cuda": device(True, fails)},
+        {"cuda": SimpleNamespace()},
+        {"cuda": SimpleNamespace(is_initialized=lambda: True)},
+        {"cuda": SimpleNamespace(is_initialized=fails)},
+        {"cuda": None},
+    ],
+    ids=map(str, range(10)),
+)
+def test_a_process_that_uses_no_device_tells_of_the_host(
+    devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that never began to is not made to; nor does a device that fails, or another torch, do harm."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**devices))
+    assert is_of_the_host(process_memory())
+
+
+def test_without_torch_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent loop has none."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert is_of_the_host(process_memory())
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        {"cuda": device(True, STATISTICS)},
+        {"cuda": device(False), "npu": device(True, STATISTICS)},
+        {"cuda": device(True, STATISTICS), "npu": device(True)},
+    ],
+    ids=["cuda", "npu", "the first of both"],
+)
+def test_a_process_that_uses_a_device_tells_of_that(
+    devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peak and size of what torch has handed out."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**devices))
+    assert process_memory() == (7, 3)
+
+
+def test_the_real_torch_is_not_initialised_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With or without a GPU in the machine: ``torch.cuda`` is asked whether it is, and nothing else."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_initialized():
+        pytest.skip("this process uses its GPU")
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initialises)
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", initialises)
+    assert is_of_the_host(process_memory())
+    assert not torch.cuda.is_initialized()
+
+
+def test_a_fork_of_a_process_that_uses_the_real_torch_on_a_gpu_tells_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA does not work after a fork; torch knows, and is not made to try."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", initialises)
+    child = os.fork()
+    if not child:
+        os._exit(0 if is_of_the_host(process_memory()) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_real_torch_has_what_is_read() -> None:
+    """Names of functions, and of statistics as torch documents them; their numbers need a GPU."""
+    torch = pytest.importorskip("torch")
+    assert callable(torch.cuda.is_initialized)
+    assert isinstance(torch.cuda.memory.memory_stats_as_nested_dict(), dict)
+    documented = re.search(r'allocated_bytes\.\{(.*?)\}\.\{(.*?)\}"', torch.cuda.memory_stats.__doc__ or "")
+    assert documented is not None
+    assert "all" in documented[1].split(",")
+    assert {"current", "peak"} <= set(documented[2].split(","))
