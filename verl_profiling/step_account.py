@@ -161,11 +161,20 @@ class StepAccount(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spans(self) -> list[SpanTotal]:
-        """What the trajectories of all processes add up to, the longest first; at most :data:`MOST_SPANS`."""
+        """What the trajectories of all processes add up to, the longest first; at most :data:`MOST_SPANS`.
+
+        Where two roles have spans of one name, those of the second are named after it, too: an agent loop's
+        ``reward`` is the wait for the ``reward (reward)`` of the process that scores.
+        """
         found: dict[str, SpanTotal] = {}
+        role_of: dict[str, str] = {}
         for process in (*self.loop, *self.workers):
             for total in process.spans:
-                found[total.name] = found[total.name] + total if total.name in found else total
+                name = total.name
+                if name != OTHERS and role_of.setdefault(name, process.role) != process.role:
+                    name = f"{name} ({process.role})"
+                    total = msgspec.structs.replace(total, name=name)
+                found[name] = found[name] + total if name in found else total
         if len(found) > MOST_SPANS:
             longest = sorted(found.values(), key=lambda total: -total.duration_ns)
             rest = SpanTotal(OTHERS, 0, 0)

@@ -335,6 +335,20 @@ def test_the_accounts_of_a_loop_have_them(tmp_path: Path, session: Session) -> N
         assert [use.lane for use in account.workers if use.spans] == ["agent_loop_rank0"]
 
 
+def test_spans_of_one_name_in_two_roles_are_not_counted_twice() -> None:
+    """An agent loop waits for the reward that another process gives: both have a span of it."""
+    uses = [
+        RankUse(lane=f"{role}_rank{rank}", role=role, rank=rank, spans=[SpanTotal("reward", 16, seconds)])
+        for role, seconds in (("agent_loop", 9), ("reward", 4))
+        for rank in range(2)
+    ]
+    found = StepAccount(step=1, begin_ns=0, end_ns=1, workers=uses).spans
+    assert [(total.name, total.duration_ns, total.runs) for total in found] == [
+        ("reward", 18, 32),
+        ("reward (reward)", 8, 32),
+    ]
+
+
 def test_of_many_names_the_longest_are_told_apart() -> None:
     """What is logged of a step is bounded, and nothing is left out of the sum."""
     uses = [

@@ -1,0 +1,309 @@
+"""The watch in whole runs of real verl: its accounts, what it is asked for, and what it asks for itself."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integrations.asking_verl import ANSWERS, REQUESTS, SLOW
+from integrations.verl_runs import PLUGINS, ROOT, Run, run_verl
+from verl_profiling.analysis import open_step
+from verl_profiling.cli import main
+from verl_profiling.commands.asking import Job, find_job
+from verl_profiling.demand import Answer
+from verl_profiling.watch.values import PREFIX
+from verl_profiling.watch_log import LoggedStep, WatchLogReader
+
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
+
+ASKING = f"{PLUGINS},integrations.asking_verl"
+STEPS = 14
+VALIDATED, SAVED = 4, 5
+FIRST_SLOW, SLOW_S = 11, 6.0
+"""From this update on rank 1 takes so much longer, behind its last exchange with rank 0."""
+NOTICING = (
+    "profiling=e2e",
+    "profiling.schedule.steps=[]",
+    "profiling.watch.every=2",
+    "profiling.watch.trigger={slow_stage:3,slow_step:null,leader:null,memory:null,window:6,cooldown:2}",
+    "trainer.total_epochs=4",
+)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run with the watch on, and what it logged.
+
+    Attributes:
+        run: The run.
+        steps: The last line of its log for each step.
+        asked: What the command said, in the order in which somebody asked.
+        logged: What verl's tracker for files has: steps and their numbers.
+    """
+
+    run: Run
+    steps: Mapping[int, LoggedStep]
+    asked: list[dict[str, Any]]
+    logged: list[tuple[int, dict[str, float]]]
+
+    def answer(self, when: str, step: int) -> Answer:
+        """Return what became of what was asked in a step."""
+        (asked,) = [one for one in self.asked if (one["when"], one["step"]) == (when, step)]
+        assert asked["code"] == 0, asked
+        answer = self.job.answer(asked["said"]["request"])
+        assert answer is not None
+        return answer
+
+    @property
+    def job(self) -> Job:
+        """The job that was asked."""
+        return find_job(self.run.save_path, must_run=False)
+
+
+def watched(folder: Path, requests: dict[str, Any], *overrides: str, **given: Any) -> Watched:
+    """Run verl, and have it asked."""
+    metrics = folder / "metrics.jsonl"
+    asked = {"folder": str(folder / "profiling"), **requests}
+    run = run_verl(
+        folder,
+        *NOTICING,
+        f"trainer.default_local_dir={folder}/checkpoints",
+        *overrides,
+        PLUGINS=ASKING,
+        VERL_FILE_LOGGER_PATH=str(metrics),
+        **{REQUESTS: json.dumps(asked)},
+        **given,
+    )
+    assert run.code == 0, run.output[-4000:]
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return Watched(
+        run=run,
+        steps={line.step: line for line in WatchLogReader(run.save_path).read()},
+        asked=[json.loads(line) for line in (run.save_path / ANSWERS).read_text().splitlines()],
+        logged=[(line["step"], line["data"]) for line in lines],
+    )
+
+
+def assert_adds_up(steps: Mapping[int, LoggedStep]) -> None:
+    """The rows of each step are the step, to the nanosecond, and every worker was read."""
+    for step in steps.values():
+        assert sum(row.exposed_ns for row in step.exposed) == step.end_ns - step.begin_ns
+        assert "not read" not in {row.doubt for row in step.exposed}
+        assert len({row.name for row in step.exposed}) == len(step.exposed)
+
+
+def rows_of(step: LoggedStep) -> dict[str, Any]:
+    """Return the rows of a step by stage."""
+    return {row.name: row for row in step.exposed}
+
+
+class TestSynchronous:
+    """GRPO with two ranks and two replicas; somebody asks three times, and in the end rank 1 is late."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def run(cls, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+        """It validates and saves every few steps, and has three trackers."""
+        folder = tmp_path_factory.mktemp("watched")
+        return watched(
+            folder,
+            {
+                "validation": {VALIDATED: [], 2 * VALIDATED: ["--roles", "rollout", "--replicas", "1"]},
+                "checkpoint": {SAVED: ["--roles", "actor", "--ranks", "1"]},
+            },
+            f"trainer.total_training_steps={STEPS}",
+            "trainer.n_gpus_per_node=2",
+            "ray_kwargs.ray_init.num_gpus=2",
+            "ray_kwargs.ray_init.num_cpus=16",
+            f"trainer.test_freq={VALIDATED}",
+            "data.val_max_samples=4",
+            f"trainer.save_freq={SAVED}",
+            "trainer.logger=[console,tensorboard,file]",
+            TENSORBOARD_DIR=str(folder / "tensorboard"),
+            **{SLOW: json.dumps({"rank": 1, "first": FIRST_SLOW, "seconds": SLOW_S})},
+        )
+
+    def test_every_step_is_accounted_for(self, run: Watched) -> None:
+        """Captured or not, of all processes; of agent loops, engines and rewards the first are named."""
+        assert sorted(run.steps) == list(range(1, STEPS + 1))
+        assert_adds_up(run.steps)
+        for step in run.steps.values():
+            rows = rows_of(step)
+            assert {"rollout", "old_log_prob", "advantage", "update_actor", "update_weights"} <= rows.keys()
+            assert (rows["rollout"].role, rows["rollout"].doubt) == ("agent_loop", "overlapped")
+            assert {rows[name].role for name in ("old_log_prob", "update_actor")} == {"actor"}
+            assert ("save_checkpoint" in rows) == (step.step % SAVED == 0 or step.step == STEPS)
+            processes = {memory.role: memory.processes for memory in step.memory}
+            assert processes == {"controller": 1, "actor": 2, "agent_loop": 1, "reward": 1, "rollout": 2}
+            assert step.policy_version == step.step - 1
+
+    def test_verls_trackers_have_the_numbers_of_the_log(self, run: Watched) -> None:
+        """TensorBoard and the file: under the watch's step, each once, beside verl's own numbers."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(run.run.save_path.parent / "tensorboard"))
+        events.Reload()
+        found = {
+            name: {point.step: point.value for point in events.Scalars(name)}
+            for name in events.Tags()["scalars"]
+            if name.startswith(PREFIX)
+        }
+        in_file = {step: data for step, data in run.logged if f"{PREFIX}step" in data}
+        assert found[f"{PREFIX}step_s"].keys() == in_file.keys() == run.steps.keys()
+        for number, step in run.steps.items():
+            expected = {f"{PREFIX}step": float(number), f"{PREFIX}step_s": step.seconds}
+            for row in step.exposed:
+                stage = f"{PREFIX}{row.name or 'in_no_stage'}"
+                expected[f"{stage}/exposed_s"] = row.exposed_ns / 1e9
+                if row.name:
+                    expected[f"{stage}/imbalance"] = row.imbalance
+                if row.name and not row.doubt:
+                    expected[f"{stage}/leader_rank"] = float(row.leader.startswith("actor_rank1"))
+            for memory in step.memory:
+                for name in ("peak", "held"):
+                    if (size := getattr(memory, f"{name}_bytes")) is not None:
+                        expected[f"{PREFIX}memory/{memory.role}/{name}_bytes"] = size
+            for total in step.spans:
+                span = f"{PREFIX}spans/{total.name}"
+                expected[f"{span}/total_s"] = total.duration_ns / 1e9
+                expected |= {f"{span}/count": total.runs, f"{span}/failed": total.failed}
+            assert in_file[number] == pytest.approx(expected)
+            drawn = {name: points[number] for name, points in found.items() if number in points}
+            assert drawn == pytest.approx(expected, rel=1e-6)
+        late = in_file[FIRST_SLOW]
+        assert late[f"{PREFIX}update_actor/leader_rank"] == 1
+        assert late[f"{PREFIX}memory/actor/peak_bytes"] > 1e8
+
+    def test_verls_own_numbers_are_as_they_were(self, run: Watched) -> None:
+        """Each step is logged once, under its number, and has nothing of the watch in it."""
+        own = [(step, data) for step, data in run.logged if "training/global_step" in data]
+        assert [step for step, _ in own] == list(range(1, STEPS + 1))
+        for step, data in own:
+            assert not [name for name in data if name.startswith("profiling/")]
+            if not run.steps[step].captured:
+                assert data["timing_s/step"] == pytest.approx(run.steps[step].seconds, abs=0.05)
+        assert not any(name.startswith(PREFIX) for name in run.run.output.split())
+
+    def test_what_is_asked_in_a_validation_waits_for_the_next_step(self, run: Watched) -> None:
+        """It is answered with the step behind, as a whole, of which the validation is no part."""
+        answer = run.answer("validation", VALIDATED)
+        assert (answer.state, answer.folders, answer.complete) == ("done", ["step_000005"], True)
+        assert answer.policy_versions == [VALIDATED]
+        assert {worker.status for worker in answer.workers} == {"ok"}
+        assert len(answer.workers) == 6
+        manifest = run.run.manifest(VALIDATED + 1)
+        assert "validate" not in {span.name for span in (*manifest.stages, *manifest.outside)}
+        trajectories = run.run.trajectories(VALIDATED + 1).trajectories
+        assert trajectories
+        assert not any(one.facts["validate"] for one in trajectories)
+        assert all(manifest.begin_ns <= one.begin_ns for one in trajectories)
+
+    def test_what_is_asked_while_a_checkpoint_is_written_waits_too(self, run: Watched) -> None:
+        """It saves within the step; the next one is captured, of the rank that it was aimed at."""
+        answer = run.answer("checkpoint", SAVED)
+        assert (answer.state, answer.folders, answer.complete) == ("done", ["step_000006"], True)
+        manifest = run.run.manifest(SAVED + 1)
+        assert manifest.complete
+        assert "save_checkpoint" not in {span.name for span in manifest.stages}
+        assert [(w.identity.role, w.identity.rank, w.status) for w in manifest.workers] == [
+            ("actor", 1, "ok")
+        ]
+        [artifact] = manifest.workers[0].artifacts
+        assert artifact.bytes > 10_000
+
+    def test_a_request_can_be_aimed_at_a_replica(self, run: Watched) -> None:
+        """The other engine and the training ranks are not missing: nobody asked for them."""
+        answer = run.answer("validation", 2 * VALIDATED)
+        assert (answer.state, answer.complete) == ("done", True)
+        assert [(worker.name, worker.status) for worker in answer.workers] == [("rollout1", "ok")]
+        manifest = run.run.manifest(2 * VALIDATED + 1)
+        assert manifest.complete
+        assert len(manifest.workers[0].requests) > 1
+        assert main(["check", str(run.run.save_path)]) == 0
+
+    def test_a_rank_that_becomes_late_is_noticed_and_captured(self, run: Watched) -> None:
+        """After two steps, with its peer; nothing else was noticed, and the report begins with it."""
+        captured = {step.step: step.captured for step in run.steps.values() if step.captured}
+        noticed = FIRST_SLOW + 1
+        assert captured.keys() - {5, 6, 9} <= {noticed + 1, noticed + 2}
+        step = max(captured)
+        manifest = run.run.manifest(step)
+        trigger = manifest.trigger
+        assert (trigger.kind, trigger.sign, trigger.noticed) == ("anomaly", "slow_stage", noticed)
+        assert trigger.stage == "update_actor"
+        assert [lane.partition("_fsdp")[0] for lane in trigger.suspects] == ["actor_rank1"]
+        assert [lane.partition("_fsdp")[0] for lane in trigger.peers] == ["actor_rank0"]
+        assert [(w.identity.role, w.identity.rank, w.status) for w in manifest.workers] == [
+            ("actor", 0, "ok"),
+            ("actor", 1, "ok"),
+        ]
+        assert {a.stage for worker in manifest.workers for a in worker.artifacts} == {"update_actor"}
+        asked = open_step(run.run.save_path / captured[step]).report().asked
+        assert asked is not None
+        assert asked.shows == "difference"
+        assert "actor_rank1" in asked.verdict.split("worked")[0]
+        assert rows_of(run.steps[noticed])["update_actor"].lead_ns == pytest.approx(SLOW_S * 1e9, rel=0.1)
+
+    def test_people_can_read_it(self, run: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+        """``top`` shows the late rank and all captures, and the run's page every step."""
+        assert main(["top", str(run.run.save_path), "--once"]) == 0
+        frame = capsys.readouterr().out
+        assert f"step {STEPS}:" in frame
+        assert "4 captures" in frame
+        assert "actor_rank1" in frame
+        assert "roles=actor, ranks=1" in frame
+        assert main(["report", str(run.run.save_path), "--save"]) == 0
+        page = (run.run.save_path / "index.html").read_text()
+        assert all(f"step_{step:06d}" in page for step in (5, 6, 9))
+
+
+class TestAsynchronous:
+    """Generation goes on beside the steps of the trainer, which is what is accounted for."""
+
+    @pytest.fixture(scope="class", params=["one_step_off", "fully_async"])
+    @classmethod
+    def run(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+        """Somebody asks while it saves step 2."""
+        return watched(
+            tmp_path_factory.mktemp(request.param),
+            {"checkpoint": {2: []}},
+            "trainer.total_training_steps=8",
+            *(["rollout.total_rollout_steps=64"] if request.param == "fully_async" else []),
+            "trainer.save_freq=2",
+            "trainer.logger=[console,file]",
+            script=ROOT / "recipes/verl_async_cpu/run.sh",
+            TRAINER=request.param,
+        )
+
+    def test_a_request_is_answered_with_the_policy_version(self, run: Watched) -> None:
+        """The step behind the checkpoint is captured; it trains with what the step before left."""
+        answer = run.answer("checkpoint", 2)
+        assert (answer.state, answer.folders, answer.complete) == ("done", ["step_000003"], True)
+        assert answer.policy_versions == [2]
+        assert {worker.status for worker in answer.workers} <= {"ok", "skipped"}
+        assert run.run.manifest(3).policy_version == 2
+
+    def test_the_rows_of_each_step_add_up(self, run: Watched) -> None:
+        """Of every version; generation has no row of its own, and does not hide the update."""
+        assert set(range(1, 9)) <= run.steps.keys()
+        assert_adds_up(run.steps)
+        for number in range(1, 9):
+            rows = rows_of(run.steps[number])
+            assert "rollout" not in rows
+            assert (rows["update_actor"].role, rows["update_actor"].leader) == ("actor", "actor_rank0")
+            if number > 1:  # the first one waits for its whole batch
+                assert rows["update_actor"].exposed_ns > 0.2 * 1e9 * run.steps[number].seconds
+            assert run.steps[number].policy_version == number - 1
+
+    def test_the_wait_names_who_it_was_for(self, run: Watched) -> None:
+        """The first step waits for its whole batch, and a later one for what is not there in time."""
+        waits = [rows_of(run.steps[number])["wait:rollout"] for number in range(1, 9)]
+        long = [row for row in waits if row.exposed_ns > 50_000_000]
+        assert long
+        assert Counter(row.role for row in long).keys() <= {"agent_loop", "rollout", "reward", "rollouter"}
