@@ -18,7 +18,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: ``schedule``: the settings. ``demand``: a person, while the run went on. ``anomaly``: the watch.
-        reason: Why, as a sentence.
+        reason: Why, as a sentence; on demand, what was asked for.
         by: Who asked on demand, e.g. ``root@node1``, or ``SIGUSR2``.
         request: Id of the request on demand.
         sign: What the watch noticed.
@@ -43,3 +43,8 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
     value: float = 0.0
     median: float = 0.0
     history: list[float] = []
+
+    def in_words(self) -> str:
+        """Return why, with who asked on demand."""
+        who = f"asked for by {self.by}: " if self.by else ""
+        return f"{who}{self.reason}"

@@ -690,3 +690,65 @@ def test_a_killed_loop_is_seen_at_once_and_its_next_start_answers(
     assert answer.reason == "the job ended before it was done"
     assert main(["trigger", str(run), "--wait", "20"]) == 0
     assert "done: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["run", "none"])
+def test_asking_imports_nothing_heavy(job: Job, run_python: Callable[..., Any], where: str) -> None:
+    """So that the answer comes in a fraction of a second, also beside other work."""
+    run_python(
+        """
+        import sys
+        from verl_profiling.cli import main
+        main(["trigger", sys.argv[1]])
+        heavy = {"torch", "ray", "rich", "fsspec", "numpy", "verl_profiling.report"}
+        assert not heavy & set(sys.modules), heavy & set(sys.modules)
+        """,
+        job.run.parent / where,
+    )
+
+
+def test_a_request_is_found_where_the_time_of_the_folder_does_not_change(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over NFS, whose clients keep attributes for long: the folder is read once a second anyway."""
+    real, first = os.stat, (job.run / "control" / "requests").stat()
+    monkeypatch.setattr(
+        "verl_profiling.controller.control_folder.os.stat",
+        lambda path, **more: first if str(path).endswith("/requests") else real(path, **more),
+    )
+    job.step()
+    answer = job.ask()
+    begin = time.monotonic()
+    while not job.captured():
+        assert time.monotonic() - begin < 10
+        job.step()
+        time.sleep(0.01)
+    assert answer().state == "done"
+    assert time.monotonic() - begin < 3
+
+
+def test_what_nfs_leaves_of_a_removed_file_is_no_request(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """It is neither read nor kept aside; it goes when who reads the file closes it."""
+    left = put(job, ".nfs000000000012d68700000001", b'{"id":"0123456789ab"}')
+    answer = job.ask()
+    job.step(2)
+    assert (answer().state, left.exists(), caplog.messages) == ("done", True, [])
+
+
+def test_a_slow_file_system_is_looked_at_rarely(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks take a fiftieth of the time, and a request still comes through."""
+    real, looks = os.stat, []
+
+    def slow(path: Any, **more: Any) -> os.stat_result:
+        if str(path).endswith("/requests"):
+            looks.append(path)
+            time.sleep(0.005)
+        return real(path, **more)
+
+    monkeypatch.setattr("verl_profiling.controller.control_folder.os.stat", slow)
+    answer = job.ask()
+    begin = time.monotonic()
+    while time.monotonic() - begin < 1.5:
+        job.step()
+    assert len(looks) < 8 + 1.5 / (50 * 0.005) + 2
+    assert answer().state == "done"

@@ -25,6 +25,7 @@ from verl_profiling.cli import main
 from verl_profiling.manifest import Manifest
 from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest, read_starts
+from verl_profiling.watch_log import WatchLogReader
 
 
 class Store(MemoryFileSystem):
@@ -323,3 +324,18 @@ def test_commands_refuse_urls_with_the_remedy(command: str, capsys: pytest.Captu
         main([command, "s3://bucket/run/step_000002"])
     assert ended.value.code == 2
     assert "is a URL" in capsys.readouterr().err
+
+
+def test_the_log_of_the_watch_arrives_and_goes_on(
+    tmp_path: Path, session: Session, store: type[Store]
+) -> None:
+    """With a capture and at the end; the next start keeps the steps of the one before. Nothing waits here."""
+    store.faults["cut"] = 1
+    for _ in range(2):
+        train(settings(tmp_path, run_id="one", watch={"enable": True}))
+    run = copied(tmp_path)
+    logged = [(step.step, step.captured) for step in WatchLogReader(run).read()]
+    last = {step: captured for step, captured in logged if captured or step in (1, 3, 5)}
+    assert last == {1: "", 2: "step_000002.2", 3: "", 4: "step_000004.2", 5: ""}
+    assert (2, "step_000002") in logged
+    assert waiting(tmp_path) == []

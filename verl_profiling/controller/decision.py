@@ -107,7 +107,7 @@ class Decisions:
             return asked
         trigger = Trigger(reason=self._words)
         if asked is not None:
-            reason = f"{self._words}; besides {asked.trigger.reason}"
+            reason = f"{self._words}; besides {asked.trigger.in_words()}"
             trigger = msgspec.structs.replace(asked.trigger, kind="schedule", reason=reason)
         return Decision(found, trigger)
 

@@ -241,7 +241,7 @@ class Demands:
             self._take(order, last, last - step + 1)
         trigger = Trigger(
             kind="demand",
-            reason="; ".join(_in_words(order) for order in now),
+            reason="; ".join(dict.fromkeys(_in_words(order) for order in now)),
             by=", ".join(dict.fromkeys(order.demand.by for order in now if order.demand.by)),
             request=_SEPARATOR.join(order.demand.id for order in now),
         )
@@ -291,5 +291,4 @@ class Demands:
 
 
 def _in_words(order: _Order) -> str:
-    aim = f": {order.aim.in_words()}" if order.aim is not None else ""
-    return f"asked for by {order.demand.by or 'somebody'}{aim}"
+    return "as the settings say" if order.aim is None else order.aim.in_words()

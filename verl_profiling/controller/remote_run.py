@@ -6,6 +6,7 @@ The files of a step wait in a folder of this host. The manifest goes last; what 
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, Manife
 from verl_profiling.remote import RemoteFolder, put_again
 from verl_profiling.run_files import run_file_name
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, has_watch_log
 
 __all__ = ["RemotePlace", "RemoteRun", "in_time"]
 
@@ -114,6 +116,7 @@ class RemoteRun:
         self._background = BackgroundWork("upload")
         self._waiting: dict[Path, Manifest] = {}
         self._failed: set[Path] = set()
+        self._sent: dict[Path, int] = {}
         self.folder.mkdir(parents=True, mode=0o700)
 
     def upload_of(self, folder: Path) -> Upload:
@@ -159,7 +162,7 @@ class RemoteRun:
         self._background.submit(work)
 
     def publish_run_files(self) -> None:
-        """Upload, in the background, what is on record of the run's starts."""
+        """Upload, in the background, what is on record of the run's starts, and the watch's log."""
         retries = Retries(self._retry_s)
 
         def work() -> float | None:
@@ -177,9 +180,26 @@ class RemoteRun:
         self._background.submit(work)
 
     def _put_run_files(self) -> None:
+        remote = RemoteFolder(self.url)
         for path in self.folder.glob("run*.json"):
-            RemoteFolder(self.url).put(path, path.name)
+            remote.put(path, path.name)
             remove_uploaded(path)
+        if has_watch_log(self.folder):
+            self._put_watch_log(remote)
+
+    def _put_watch_log(self, remote: RemoteFolder) -> None:
+        """Upload the watch's log as it is now; what an earlier start left there becomes its older part."""
+        older = self.folder / OLDER_WATCH_LOG
+        if not self._sent and not older.exists() and WATCH_LOG in remote.names():
+            older.write_bytes(remote.read(WATCH_LOG))
+        for name in (OLDER_WATCH_LOG, WATCH_LOG):
+            path = self.folder / name
+            if path.exists():
+                copy = path.with_suffix(".part")  # the log grows meanwhile
+                shutil.copyfile(path, copy)
+                remote.put(copy, name)
+                self._sent[path] = copy.stat().st_size
+                copy.unlink()
 
     def is_published(self, folder: Path) -> bool:
         """Return whether no upload of a step folder's manifest is due."""
@@ -196,6 +216,9 @@ class RemoteRun:
             if folder not in self._failed and folder not in self._waiting:
                 for name in (CONTROLLER_TRACE_NAME, MANIFEST_NAME):
                     (folder / name).unlink(missing_ok=True)
+        for path, size in self._sent.items():
+            if path.exists() and path.stat().st_size == size:
+                path.unlink()
         if not remove_empty(self.folder):
             logger.error(
                 "files of run %s wait in %s. To upload them: %s",

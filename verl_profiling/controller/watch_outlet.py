@@ -45,10 +45,7 @@ class WatchOutlet:
         except OSError as error:
             logger.warning("watch: its steps are not logged: %s", error)
             return
-        log = WatchLog(run.path) if run.remote is None else None
-        if log is None:
-            logger.info("watch: save_path is a URL: its steps go to watch.sinks alone")
-        self._outlet = Outlet(run.path, self._config.watch.sinks or (), log)
+        self._outlet = Outlet(run.path, self._config.watch.sinks or (), WatchLog(run.path))
         self._watch.early.append(self._outlet.step_ended)
         self._watch.listeners.append(self._outlet.completed)
 
