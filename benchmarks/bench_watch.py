@@ -1,7 +1,7 @@
 """What the watch costs: the hooks with it on and off, a stage that it keeps, and a read of 1,024 workers.
 
-Run: ``python benchmarks/bench_watch.py [--record]``. The first two are instructions under callgrind, which no
-other work on the machine changes; the read is CPU time of the loop's thread, without what a transport takes.
+Run: ``python benchmarks/bench_watch.py``. The first two are instructions under callgrind, which no other work
+on the machine changes; the read is CPU time, without what a transport takes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import bench_hooks
 from bench_instructions import FEW, MANY, count, measured
@@ -21,6 +22,7 @@ from results import record, row
 from verl_profiling import ProfilingCallback, span, trajectory
 from verl_profiling.capture.stage import Stage
 from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.step_account import StepAccount
 from verl_profiling.trajectories.spans import keep_trajectories, total_spans
 from verl_profiling.watch.reading import WatchReading, read_ring
 from verl_profiling.watch.ring import StageRing
@@ -96,67 +98,118 @@ def a_trajectory() -> None:
 
 
 class Fake:
-    """A worker of which only its ring is asked, in a process of its own by name."""
+    """A worker of which only its ring is asked, in a process of its own by name.
+
+    Attributes:
+        bytes: Length of its answer.
+        making_ns: CPU time to make and pack it, which is the worker's.
+        unpacking_ns: CPU time to unpack it, which a transport spends in the loop's process.
+    """
 
     def __init__(self, rank: int) -> None:
         self._identity = WorkerIdentity(role="actor", rank=rank)
         self._process = ProcessId(host="fake", clock_domain=self._identity.clock_domain, pid=10**6 + rank)
         self._ring = StageRing(STEPS * len(STAGES))
-        self.bytes = 0
+        self.bytes = self.making_ns = self.unpacking_ns = 0
 
     def start_capture(self, request: Any) -> None:
         """Do nothing."""
 
-    def work(self, begin_ns: int, end_ns: int) -> None:
-        """Have run each stage once in a step."""
-        part_ns = (end_ns - begin_ns) // len(STAGES)
-        for place, name in enumerate(STAGES):
-            self._ring.add(name, begin_ns + place * part_ns, begin_ns + (place + 1) * part_ns)
+    def work(self, name: str, begin_ns: int, end_ns: int) -> None:
+        """Have run a stage."""
+        self._ring.add(name, begin_ns, end_ns)
+
+    def prepare(self) -> None:
+        """Make the answer."""
+        begin = time.thread_time_ns()
+        found = read_ring(self._ring, self._identity, 0)
+        fields = {name: getattr(found, name) for name in found.__struct_fields__}
+        carried = pickle.dumps(WatchReading(**{**fields, "process": self._process}))
+        made = time.thread_time_ns()
+        self._answer: WatchReading = pickle.loads(carried)
+        self.unpacking_ns = time.thread_time_ns() - made
+        self.bytes, self.making_ns = len(carried), made - begin
 
     def read_watch(self, since_ns: int) -> WatchReading:
-        """Answer as a worker does, through what a transport would carry."""
-        found = read_ring(self._ring, self._identity, since_ns)
-        carried = pickle.dumps(WatchReading(**{**_fields(found), "process": self._process}))
-        self.bytes = len(carried)
-        reading: WatchReading = pickle.loads(carried)
-        return reading
+        """Answer."""
+        return self._answer
 
 
-def _fields(reading: WatchReading) -> dict[str, Any]:
-    return {name: getattr(reading, name) for name in reading.__struct_fields__}
+class Read(NamedTuple):
+    """What a read of all workers took, CPU time in milliseconds.
+
+    Attributes:
+        making: The answers, in the workers.
+        unpacking: The answers, in the loop's process.
+        loop: On the loop's thread: asking, taking the answers, and the accounts of the steps.
+        longest: The longest part of that, in one hook.
+        steps: Until all accounts were complete.
+        bytes: Length of an answer.
+    """
+
+    making: float
+    unpacking: float
+    loop: float
+    longest: float
+    steps: int
+    bytes: int
 
 
-def read_of_many() -> tuple[list[float], int]:
-    """Return the CPU milliseconds of a read with the accounts of its steps, and the bytes of an answer."""
-    found = []
-    for _ in range(ROUNDS):
-        fakes = [Fake(rank) for rank in range(WORKERS)]
-        with tempfile.TemporaryDirectory() as folder:
-            watch = {"enable": True, "every": 10**6}
-            callback = ProfilingCallback(
-                {"enable": True, "save_path": folder, "schedule": {"steps": [10**9]}, "watch": watch}
-            )
-            callback.add_workers("actor", fakes)
-            assert callback.watch is not None
-            for step in range(STEPS):
-                begin_ns = time.time_ns()
-                callback.on_step_begin(step)
-                time.sleep(0.002)
-                callback.on_step_end()
-                for fake in fakes:
-                    fake.work(begin_ns, begin_ns + 2_000_000)
-            callback.watch.read_soon()
-            callback.on_step_begin(STEPS)
+def read_of_many() -> Read:
+    """Run steps, have all workers asked, and go on until the accounts of these steps are complete."""
+    fakes = [Fake(rank) for rank in range(WORKERS)]
+    with tempfile.TemporaryDirectory() as folder:
+        watch = {"enable": True, "every": STEPS}
+        callback = ProfilingCallback(
+            {"enable": True, "save_path": folder, "schedule": {"steps": []}, "watch": watch}
+        )
+        callback.add_workers("actor", fakes)
+        assert callback.watch is not None
+        whole: list[StepAccount] = []
+        callback.watch.listeners.append(whole.append)
+        parts: list[float] = []
+
+        def hook(call: Callable[[], None]) -> None:
             begin = time.thread_time_ns()
-            callback.on_step_end()
-            found.append((time.thread_time_ns() - begin) / 1e6)
-            assert len(callback.watch.accounts[0].workers) == WORKERS
-            callback.on_train_end()
-    return found, fakes[0].bytes
+            call()
+            parts.append((time.thread_time_ns() - begin) / 1e6)
+
+        step = 0
+        while len(whole) < STEPS:
+            step += 1
+            hook(partial(callback.on_step_begin, step))
+            if step <= STEPS:
+                run_stages(callback, fakes)
+            if step == STEPS:
+                for fake in fakes:
+                    fake.prepare()
+                parts.clear()
+            hook(callback.on_step_end)
+        callback.on_train_end()
+    assert len(whole[0].workers) == WORKERS
+    return Read(
+        making=sum(fake.making_ns for fake in fakes) / 1e6,
+        unpacking=sum(fake.unpacking_ns for fake in fakes) / 1e6,
+        loop=sum(parts),
+        longest=max(parts),
+        steps=step - STEPS,
+        bytes=fakes[0].bytes,
+    )
 
 
-def main() -> int:
-    """Print what was counted and measured; return the exit code."""
+def run_stages(callback: ProfilingCallback, fakes: Sequence[Fake]) -> None:
+    """Let a step's stages take half a millisecond each, in the loop and in the workers."""
+    for name in STAGES:
+        with callback.stage(name):
+            begin_ns = time.time_ns()
+            time.sleep(0.0005)
+            end_ns = time.time_ns()
+        for number, fake in enumerate(fakes):
+            fake.work(name, begin_ns, end_ns - number)
+
+
+def main() -> None:
+    """Count and measure, and write the table."""
     rows = []
     if shutil.which("valgrind") is None:
         print("SKIPPED: instructions are not counted, because valgrind is not installed")
@@ -164,16 +217,21 @@ def main() -> int:
         for name, each in zip(COUNTED, measured(__file__, len(COUNTED)), strict=False):
             print(f"  {name:26}{each.instructions:10.0f} instructions {each.system_calls:6.2f} system calls")
             rows.append(row(f"{name} (instructions)", [each.instructions], ""))
-    milliseconds, size = read_of_many()
-    median = sorted(milliseconds)[ROUNDS // 2]
-    print(f"  a read of {WORKERS:,} workers, and {STEPS} accounts: {median:.0f} ms of CPU time")
-    print(f"  an answer of {STEPS * len(STAGES)} stages: {size:,} bytes")
-    rows += [row("a read of 1,024 workers", milliseconds, "ms"), row("an answer (bytes)", [size], "")]
-    if sys.argv[1:] == ["--record"]:
-        method = f"Instructions of one call, of {MANY - FEW:,} under callgrind; CPU time, {ROUNDS} rounds."
-        record("watch", rows, method=method, code=CODE, peers={})
-    return 0
+    reads = [read_of_many() for _ in range(ROUNDS)]
+    rows += [
+        row(f"an answer: {STEPS * len(STAGES)} stages of {STEPS} steps (bytes)", [reads[0].bytes], ""),
+        row("making it, in a worker", [1e3 * read.making / WORKERS for read in reads], "us"),
+        row(f"unpacking those of {WORKERS:,} workers", [read.unpacking for read in reads], "ms"),
+        row(f"{STEPS} accounts from them, on the loop's thread", [read.loop for read in reads], "ms"),
+        row("the longest part of that in one hook", [read.longest for read in reads], "ms"),
+        row("over so many steps, which do nothing else", [read.steps for read in reads], ""),
+    ]
+    method = f"Instructions of one call, of {MANY - FEW:,} under callgrind; CPU time, {ROUNDS} rounds."
+    record("watch", rows, method=method, code=CODE, peers={})
 
 
 if __name__ == "__main__":
-    sys.exit(count_all() if sys.argv[1:] == ["count"] else main())
+    if sys.argv[1:] == ["count"]:
+        count_all()
+    else:
+        main()

@@ -63,10 +63,11 @@ def _inside(stages: Sequence[StageUse], workers: Iterable[RankUse]) -> dict[str,
     begins = [stage.begin_ns for stage in in_order]
     found: dict[str, dict[str, list[StageUse]]] = {stage.name: {} for stage in stages}
     for use in workers:
-        for part in (run for stage in use.stages for run in _apart(stage)):
-            home = _home(part, in_order, begins) if part.begin_ns else part.name
-            if home in found:
-                found[home].setdefault(use.lane, []).append(part)
+        for stage in use.stages:
+            for part in _apart(stage) if stage.periods else (stage,):
+                home = _home(part, in_order, begins) if part.begin_ns else part.name
+                if home in found:
+                    found[home].setdefault(use.lane, []).append(part)
     return {name: parts for name, parts in found.items() if parts}
 
 
