@@ -42,7 +42,7 @@ class StageUse(msgspec.Struct, frozen=True, gc=False):
     duration_ns: int
     runs: int = 1
     begin_ns: Ns = 0
-    periods: list[tuple[Ns, Ns]] = []
+    periods: tuple[tuple[Ns, Ns], ...] = ()
 
 
 class SpanTotal(msgspec.Struct, frozen=True):

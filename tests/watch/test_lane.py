@@ -56,7 +56,7 @@ def test_of_very_many_runs_the_last_ones_are_one_period() -> None:
 
 def test_a_stage_that_ran_once_has_no_list_of_periods() -> None:
     """Most do, in every process and step."""
-    assert [use.periods for use in uses_of(("old_log_prob", 5, 9), ("update_actor", 9, 20))] == [[], []]
+    assert [use.periods for use in uses_of(("old_log_prob", 5, 9), ("update_actor", 9, 20))] == [(), ()]
 
 
 STEPS = [StepTime(1, 100, 200), StepTime(2, 230, 330, before_ns=200), StepTime(3, 340, 440, before_ns=330)]

@@ -87,7 +87,9 @@ class WatchedWorkers:
             until_ns: CPU time of this thread at which the rest is left for the next time.
         """
         for calls in (self._open, self._silent):
-            for call in [call for call in calls if call.future.done() or isinstance(call.future, Postponed)]:
+            for call in tuple(calls):
+                if not (call.future.done() or isinstance(call.future, Postponed)):
+                    continue
                 calls.remove(call)
                 if isinstance(call.future, Postponed):
                     call.future.fail(RuntimeError("it is a coroutine, and no event loop runs"))

@@ -104,7 +104,7 @@ class Lane:
         befores, ends = [step.before_ns for step in steps], [step.end_ns for step in steps]
         found: list[list[EndedStage]] = [[] for _ in steps]
         for stage in reversed(self._stages):
-            _, _, begin_ns, duration_ns, _, _ = stage
+            begin_ns, duration_ns = stage.begin_ns, stage.duration_ns
             end_ns = begin_ns + duration_ns
             if end_ns < steps[0].begin_ns:
                 break
@@ -156,4 +156,4 @@ def _use(runs: list[EndedStage]) -> StageUse:
         else:
             periods.append((begin_ns, end_ns))
     duration_ns = sum(run.duration_ns for run in runs)
-    return StageUse(first.name, duration_ns, len(runs), periods[0][0], periods)
+    return StageUse(first.name, duration_ns, len(runs), periods[0][0], tuple(periods))

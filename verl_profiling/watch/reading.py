@@ -15,8 +15,8 @@ from verl_profiling.watch.span_tally import PIECE, SpanTally
 __all__ = ["EndedSpans", "EndedStage", "WatchReading", "ended_stages", "read_ring"]
 
 
-class EndedStage(NamedTuple):
-    """An outermost stage that has ended.
+class EndedStage(msgspec.Struct, frozen=True, gc=False):
+    """An outermost stage that has ended; there can be a great many, so the garbage collector knows of none.
 
     Attributes:
         number: The process's how many-th it is.

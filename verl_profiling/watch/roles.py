@@ -80,7 +80,7 @@ def _apart(use: StageUse) -> list[StageUse]:
     for begin_ns, end_ns in use.periods:
         is_last = len(found) == len(use.periods) - 1
         duration_ns = left_ns if is_last else min(left_ns, end_ns - begin_ns)
-        found.append(StageUse(use.name, duration_ns, 1, begin_ns, [(begin_ns, end_ns)]))
+        found.append(StageUse(use.name, duration_ns, 1, begin_ns, ((begin_ns, end_ns),)))
         left_ns -= duration_ns
     return found
 
