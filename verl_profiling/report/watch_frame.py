@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import nlargest
 from statistics import median
 
 import msgspec
@@ -127,7 +128,8 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
         by_stage = [step.exposed_s for step in self.steps]
         rows = main_rows(read)
         seconds = by_stage[-1]
-        for name in list(seconds)[:_MANY_STAGES]:
+        kept = set(nlargest(_MANY_STAGES, seconds, key=lambda name: seconds[name]))
+        for name in [name for name in seconds if name in kept]:
             values = [times.get(name, 0.0) for times in by_stage]
             share = seconds[name] / latest.seconds if latest.seconds else 0.0
             cells = [duration(seconds[name])]

@@ -1,0 +1,233 @@
+"""Logs of the watch as they are found: torn, mixed, endless, of other versions; readers take all of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from drawn_accounts import MS, account
+from html_elements import Elements
+
+from verl_profiling.cli import main
+from verl_profiling.commands import EXIT_OK
+from verl_profiling.report.watch_history import WatchHistory
+from verl_profiling.step_account import RankUse, SpanTotal
+from verl_profiling.watch.log import MAX_PART_BYTES, WatchLog
+from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, LoggedStep, WatchLogReader, logged
+
+SECONDS, PAGE = 30, 1_500_000
+"""More than ten times what the readers were seen to take, and the most that a page may be."""
+
+STRANGE: list[dict[str, Any]] = [
+    {"end_ns": -(10**18)},
+    {"begin_ns": -4 * 10**18, "end_ns": 4 * 10**18},
+    {"end_ns": 0, "begin_ns": 0},
+    {"weather": {"is": ["fine"]}, "exposed": [{"name": "rollout", "exposed_ns": 5, "colour": "red"}]},
+    {"exposed": [{"name": "a", "exposed_ns": 4 * 10**18, "imbalance": 1e308, "lead_ns": 4 * 10**18}] * 3},
+    {"exposed": [{"name": "a", "exposed_ns": 1, "imbalance": -5.0}]},
+    {"exposed": []},
+    {"spans": [{"name": "x", "runs": 1 << 53, "duration_ns": 4 * 10**18, "failed": 1 << 53}] * 3},
+    {"spans": [{"name": "x", "runs": 0, "duration_ns": 5}]},
+    {"memory": [{"role": "r", "peak_bytes": 1 << 53, "held_bytes": 0}] * 2},
+    {"totals": {"x": 1e308, "y": -1e308}},
+    {"captured": "../../etc/passwd"},
+    {"policy_version": -1},
+]
+
+
+def found_in(run: Path, capsys: pytest.CaptureFixture[str]) -> list[LoggedStep]:
+    """Let all readers look at a run, within bounds; return the steps that it has for them."""
+    begin_s = time.thread_time()
+    for command in (["top", "--once"], ["report", "--save"]):
+        assert main([*command, str(run)]) == EXIT_OK
+    assert time.thread_time() - begin_s < SECONDS
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    page = (run / "index.html").read_text()
+    assert len(page.encode()) < PAGE
+    assert not re.search(r"\b(nan|inf)\b", re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL))
+    elements = Elements()
+    elements.feed(page)
+    assert elements.open == []
+    assert elements.outside == []
+    assert main(["report", "--json", str(run)]) == EXIT_OK
+    steps = json.loads(capsys.readouterr().out)["watch"]
+    return [msgspec.convert(step, LoggedStep) for step in steps]
+
+
+def write_lines(run: Path, *lines: str | bytes) -> None:
+    """Write a log line by line."""
+    run.mkdir(exist_ok=True)
+    encoded = [line.encode() if isinstance(line, str) else line for line in lines]
+    (run / WATCH_LOG).write_bytes(b"\n".join(encoded))
+
+
+def line(step: int, **fields: Any) -> str:
+    """Return a line of a step, with some fields as they should not be."""
+    made = json.loads(msgspec.json.encode(logged(account(step))))
+    return json.dumps({**made, **fields})
+
+
+def test_the_line_of_a_loop_that_was_killed_costs_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever part of it is there."""
+    whole = line(3)
+    for length in (1, len(whole) // 2, len(whole) - 1):
+        write_lines(tmp_path, line(1), line(2), whole[:length])
+        assert [step.step for step in found_in(tmp_path, capsys)] == [1, 2]
+
+
+@pytest.mark.parametrize("fields", STRANGE, ids=str)
+def test_strange_numbers_and_later_versions_are_shown_as_they_are(
+    tmp_path: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Negative, huge, nothing, unknown: also where it is the last step, and the only one."""
+    write_lines(tmp_path, line(1), line(2, **fields), line(3), line(4, **fields), "")
+    assert [step.step for step in found_in(tmp_path, capsys)] == [1, 2, 3, 4]
+    write_lines(tmp_path, line(1, **fields), "")
+    assert [step.step for step in found_in(tmp_path, capsys)] == [1]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1", '"5"', "null"])
+def test_a_line_with_what_is_no_number_is_left_out(
+    tmp_path: Path, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lines beside it are read."""
+    wrong = f'{{"step":2,"begin_ns":1,"end_ns":2,"exposed":[{{"name":"a","exposed_ns":{number}}}]}}'
+    write_lines(tmp_path, line(1), wrong, line(3), "")
+    assert [step.step for step in found_in(tmp_path, capsys)] == [1, 3]
+
+
+@pytest.mark.parametrize("step", [1 << 53, -(1 << 53)])
+def test_a_step_with_a_huge_number_hides_no_other(
+    tmp_path: Path, step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is logged after it counts, as after a run was resumed from a step before."""
+    lost = json.loads(line(2))
+    huge = json.dumps({**lost, "step": step})
+    write_lines(tmp_path, line(1), huge, line(3), line(4), "")
+    assert {3, 4} <= {found.step for found in found_in(tmp_path, capsys)}
+
+
+def test_logs_of_two_jobs_in_one_file_are_read_line_by_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each step the last line counts, and every line is whole."""
+    tmp_path.mkdir(exist_ok=True)
+    logs = WatchLog(tmp_path), WatchLog(tmp_path)
+    for number in range(40):
+        for log in logs:
+            log(account(number))
+    reader = WatchLogReader(tmp_path)
+    assert len(list(reader.read())) == 80
+    assert reader.skipped == 0
+    assert [step.step for step in found_in(tmp_path, capsys)] == list(range(40))
+
+
+def test_two_jobs_with_one_save_path_have_a_log_each(tmp_path: Path) -> None:
+    """Each has a folder of its own there, so that neither's steps are taken for the other's."""
+    program = """
+import sys, time
+from verl_profiling import ProfilingCallback
+config = {"enable": True, "save_path": sys.argv[1], "schedule": {"steps": []}, "watch": {"enable": True}}
+first = int(sys.argv[2])
+with ProfilingCallback(config) as profiling:
+    print(flush=True)
+    sys.stdin.readline()
+    for step in range(first, first + 5):
+        profiling.on_step_begin(step)
+        with profiling.stage("update"):
+            time.sleep(0.01)
+        profiling.on_step_end()
+    print(flush=True)
+    sys.stdin.readline()
+"""
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path), first],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for first in ("0", "1000")
+    ]
+    for _ in range(2):
+        for job in jobs:
+            assert job.stdout is not None
+            job.stdout.readline()
+        for job in jobs:
+            assert job.stdin is not None
+            job.stdin.write("\n")
+            job.stdin.flush()
+    assert [job.wait(30) for job in jobs] == [0, 0]
+    found = []
+    for log in tmp_path.rglob(WATCH_LOG):
+        history = WatchHistory()
+        history.add(WatchLogReader(log.parent).read())
+        found.append([step.step for step in history.steps])
+    assert sorted(found) == [list(range(5)), list(range(1000, 1005))]
+
+
+def test_a_hundred_thousand_steps_are_as_many_as_two_parts_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The readers' time, memory and page are bounded, however long the run was."""
+    before, after = msgspec.json.encode(logged(account(7))).split(b'"step":7', 1)
+    every = [b'%s"step":%d%s' % (before, number, after) for number in range(100_000)]
+    size = MAX_PART_BYTES // (len(every[-1]) + 1)
+    for name, lines in ((WATCH_LOG, every[-size:]), (OLDER_WATCH_LOG, every[-2 * size : -size])):
+        (tmp_path / name).write_bytes(b"\n".join(lines) + b"\n")
+    steps = [step.step for step in found_in(tmp_path, capsys)]
+    assert steps == list(range(100_000 - 2 * size, 100_000))
+    tracemalloc.start()
+    history = WatchHistory(200)
+    history.add(WatchLogReader(tmp_path).read())
+    assert tracemalloc.get_traced_memory()[1] < 20e6, "what top keeps of it"
+    tracemalloc.stop()
+    assert len(history.steps) == 200
+
+
+def test_stages_with_any_name_and_hundreds_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The longest are shown, in their order, and the rest is counted or summed up."""
+    log = WatchLog(tmp_path)
+    for number in range(100):
+        log(
+            account(number, {f"étape {at} 世界 🚀 \u202e": 1.0 + 1000 * (at % 100 == 7) for at in range(500)})
+        )
+    assert len(found_in(tmp_path, capsys)) == 100
+    assert main(["top", "--once", str(tmp_path)]) == EXIT_OK
+    shown = [row.split()[1] for row in capsys.readouterr().out.splitlines() if row.startswith("étape")]
+    assert [at for at in shown if int(at) % 100 == 7] == ["7", "107", "207", "307", "407"]
+    assert len(shown) <= 16
+
+
+def test_a_thousand_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their number is in no line: a line has roles, and of names of spans so many."""
+    ranks = [
+        RankUse(
+            lane=f"actor_rank{rank}",
+            role="actor",
+            rank=rank,
+            peak_bytes=rank * 10**8,
+            spans=[SpanTotal(f"tool:{rank}.{at}", 10, MS) for at in range(20)],
+        )
+        for rank in range(1_024)
+    ]
+    log = WatchLog(tmp_path)
+    for number in range(5):
+        log(msgspec.structs.replace(account(number), workers=ranks))
+    assert (tmp_path / WATCH_LOG).stat().st_size < 5 * 10_000
+    steps = found_in(tmp_path, capsys)
+    assert sum(spans.runs for spans in steps[-1].spans) == 1_024 * 20 * 10
+    assert steps[-1].memory[1].lane == "actor_rank1023"
