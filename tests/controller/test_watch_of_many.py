@@ -120,9 +120,10 @@ def test_what_is_slow_is_not_spread(run: Run) -> None:
         if step == 2 and callback.watch is not None:
             callback.watch.read_soon()
 
-    _, whole, after, _ = run(3, begun)
+    callback, whole, after, _ = run(3, begun)
     assert after == [0, 2, 2]
     assert [len(account.workers) for account in whole] == [WORKERS] * 2
+    callback.on_train_end()
 
 
 def test_no_worker_is_called_silent_whose_answer_waits_to_be_taken(
@@ -139,5 +140,6 @@ def test_no_worker_is_called_silent_whose_answer_waits_to_be_taken(
 
 def test_a_capture_ends_with_all_accounts(run: Run) -> None:
     """What was read for its manifest is complete when it is written."""
-    _, _, after, _ = run(12, schedule={"steps": [12]})
+    callback, _, after, _ = run(12, schedule={"steps": [12]})
     assert after[-1] == 12
+    callback.on_train_end()
