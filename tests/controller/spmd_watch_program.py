@@ -20,6 +20,7 @@ from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 
 RANK = int(os.environ["RANK"])
 LATE = 2
+USUAL_S, LATE_S = 0.02, 0.2
 
 
 def all_know(of_rank_0: bool) -> bool:
@@ -46,8 +47,9 @@ def train(config: ProfilingConfig, folder: Path, scenario: str, training: int) -
             profiling.on_step_begin(step)
             with profiling.stage("rollout"):
                 late = RANK == LATE and (scenario != "slow" or step >= 15)
-                time.sleep(0.12 if late else 0.02)
+                time.sleep(LATE_S if late else USUAL_S)
             with stage("update_actor"), stage("inside"):
+                time.sleep(USUAL_S)
                 dist.all_reduce(torch.ones(1))
             profiling.on_step_end()
             if scenario == "slow" and all_know(profiling.last_folder is not None):

@@ -74,8 +74,8 @@ def test_a_late_rank_leads_in_the_account_of_rank_0(tmp_path: Path, scenario: st
         rollout = account.exposed[0]
         assert (rollout.name, rollout.leader, rollout.role) == ("rollout", "actor_rank2", "actor")
         assert rollout.doubt == ""
-    assert median(account.exposed[0].exposed_ns for account in found) > 80e6
-    assert median(account.exposed[0].lead_ns for account in found) > 50e6
+    assert median(account.exposed[0].exposed_ns for account in found) > 150e6
+    assert median(account.exposed[0].lead_ns for account in found) > 100e6
     for rank in (1, 2):
         own = accounts(tmp_path, rank)
         assert [(account.step, [use.lane for use in account.loop]) for account in own] == [
@@ -88,14 +88,15 @@ def test_a_rank_that_becomes_slow_is_captured_with_a_peer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Noticed within five steps; the rank that is not aimed at records nothing and is not missing."""
-    watch = {"enable": True, "every": 10, "trigger": {"window": 8, "max_captures": 1}}
+    trigger: dict[str, Any] = {"window": 8, "max_captures": 1, "slow_stage": 5.0, "slow_step": None}
+    watch = {"enable": True, "every": 10, "trigger": {**trigger, "leader": None, "memory": None}}
     logs = run(tmp_path, "slow", all={"watch": watch})
     [folder] = (tmp_path / "run").glob("step_*")
     manifest = read_manifest(folder)
-    trigger = manifest.trigger
-    assert (trigger.kind, trigger.stage, trigger.suspects) == ("anomaly", "rollout", ["actor_rank2"]), logs
-    assert trigger.noticed in range(15, 20)
-    [peer] = trigger.peers
+    said = manifest.trigger
+    assert (said.kind, said.stage, said.suspects) == ("anomaly", "rollout", ["actor_rank2"]), logs
+    assert said.noticed in range(15, 20)
+    [peer] = said.peers
     assert sorted((worker.name, worker.status) for worker in manifest.workers) == sorted(
         [("actor_rank2", "ok"), (peer, "ok")]
     )

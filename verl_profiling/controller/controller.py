@@ -423,7 +423,8 @@ class Controller:
             )
             for number in count(1)
         )
-        participants = Participants(self.config, self._roster.known, request.aim)
+        alone = self._peers.processes == 1 and self._peers.writes
+        participants = Participants(self.config, self._roster.known, request.aim, alone)
         if keep and self._peers.writes:
             self._hooks.begun(request, self._identity)
             participants.notes += self._folders.notes_on(folder, step)

@@ -51,6 +51,7 @@ class Participants:
         config: The settings.
         known: Identity of each worker, from its answers; kept from capture to capture.
         aim: What the capture does differently.
+        alone: There are none in other processes that it may be aimed at instead.
 
     Attributes:
         rpcs: All calls made.
@@ -59,13 +60,18 @@ class Participants:
     """
 
     def __init__(
-        self, config: ProfilingConfig, known: dict[Worker, WorkerIdentity], aim: Aim | None = None
+        self,
+        config: ProfilingConfig,
+        known: dict[Worker, WorkerIdentity],
+        aim: Aim | None = None,
+        alone: bool = True,
     ) -> None:
         self.rpcs: list[Rpc] = []
         self.finished: list[Finished] = []
         self.notes: list[str] = []
         self._config = config
         self._aim = aim
+        self._is_aimed_elsewhere = not alone and aim is not None and aim.ranks is not None
         self._known = known
         self._all: dict[Worker, _Participant] = {}
         self._opening: dict[str, list[Handshake]] = {}
@@ -91,7 +97,8 @@ class Participants:
             elif reply.status == "refused":
                 entry.results.append(self._refused(entry, request, reply.reason, call.target))
         self._note_twins()
-        self._note_idle_roles(round)
+        if not self._is_aimed_elsewhere:
+            self._note_idle_roles(round)
 
     def take_stops(self, round: Round, request: CaptureRequest) -> list[Call]:
         """Note the answers to ``stop_capture``; return the calls that may still bring a recording."""
