@@ -1,19 +1,20 @@
 """What one of three ranks runs in the tests of the watch in SPMD: ``spmd_watch_program.py FOLDER SCENARIO``.
 
-In each step the ranks do a part of their own, and meet in a collective. Rank 0 writes its accounts.
+In each step the ranks do a part of their own, and meet; each writes its accounts. ``slow``: they meet in a
+collective, one becomes late, and training ends when that was captured. Else they meet through files.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import torch
-import torch.distributed as dist
 from fleet import TrainWorker
 
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
@@ -21,45 +22,71 @@ from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 RANK = int(os.environ["RANK"])
 LATE = 2
 USUAL_S, LATE_S = 0.02, 0.2
+Meet = Callable[[bool], bool]
 
 
-def all_know(of_rank_0: bool) -> bool:
-    """Return on all ranks what rank 0 says."""
-    said = torch.tensor([float(of_rank_0)])
-    dist.broadcast(said, 0)
-    return bool(said)
+def meeting_in_a_collective() -> Meet:
+    """Return what waits for all ranks, and returns what rank 0 says."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+
+    def meet(said: bool) -> bool:
+        flag = torch.tensor([float(said and RANK == 0)])
+        dist.all_reduce(flag)
+        return bool(flag)
+
+    return meet
 
 
-def train(config: ProfilingConfig, folder: Path, scenario: str, training: int) -> None:
-    """Run one training, of which rank 0 keeps the accounts."""
+def meeting_through_files(folder: Path) -> Meet:
+    """Return what waits for all ranks."""
+    numbers = itertools.count()
+
+    def meet(said: bool) -> bool:
+        number, deadline = next(numbers), time.monotonic() + 60
+        (folder / f"met_{number}_{RANK}").touch()
+        while not all((folder / f"met_{number}_{rank}").exists() for rank in range(3)):
+            assert time.monotonic() < deadline, "a rank is gone"
+            time.sleep(0.001)
+        return False
+
+    return meet
+
+
+def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> None:
+    """Run one training."""
     profiling = ProfilingCallback(config)
     worker = TrainWorker()
     worker.init_capture(config, role="actor")
     profiling.add_workers("actor", worker)
-    accounts = []
-    assert (profiling.watch is not None) == config.watch.enable
-    if profiling.watch is not None:
-        profiling.watch.listeners.append(accounts.append)
-    steps = 300 if scenario == "slow" else 8
-    dist.barrier()
-    with profiling:
-        for step in range(1, steps + 1):
-            profiling.on_step_begin(step)
-            with profiling.stage("rollout"):
-                late = RANK == LATE and (scenario != "slow" or step >= 15)
-                time.sleep(LATE_S if late else USUAL_S)
-            with stage("update_actor"), stage("inside"):
-                time.sleep(USUAL_S)
-                dist.all_reduce(torch.ones(1))
-            profiling.on_step_end()
-            if scenario == "slow" and all_know(profiling.last_folder is not None):
-                break
-    (folder / f"accounts_{RANK}_{training}.json").write_bytes(msgspec.json.encode(accounts))
+    for training in range(2 if scenario == "twice" else 1):
+        accounts: list[object] = []
+        if profiling.watch is not None:
+            profiling.watch.listeners.append(accounts.append)
+        meet(False)
+        with profiling:
+            for step in range(1, 301 if scenario == "slow" else 9):
+                profiling.on_step_begin(step)
+                with profiling.stage("rollout"):
+                    late = RANK == LATE and (scenario != "slow" or step >= 15)
+                    time.sleep(LATE_S if late else USUAL_S)
+                with stage("update_actor"), stage("inside"):
+                    time.sleep(USUAL_S)
+                    ends = meet(profiling.last_folder is not None)
+                profiling.on_step_end()
+                if ends:
+                    break
+        (said / f"accounts_{RANK}_{training}.json").write_bytes(msgspec.json.encode(accounts))
+        if profiling.watch is not None:
+            profiling.watch.listeners.clear()
 
 
 def main() -> None:
     """Run one rank."""
-    folder, scenario, *given = sys.argv[1:]
+    path, scenario, given = sys.argv[1:]
+    folder, own = Path(path), json.loads(given)
     settings = {
         "enable": True,
         "tool": "spans",
@@ -68,16 +95,9 @@ def main() -> None:
         "watch": {"enable": True, "every": 3},
         "timeouts": {"start_s": 20, "stop_s": 20, "finish_s": 20},
     }
-    own = json.loads(given[0]) if given else {}
     config = ProfilingConfig.from_any({**settings, **own.get("all", {}), **own.get(str(RANK), {})})
-    dist.init_process_group("gloo")
-    if scenario == "files":
-        dist.distributed_c10d._get_default_store = lambda: None
-        import verl_profiling.controller.spmd as spmd
-
-        spmd.default_store = lambda: None
-    for training in range(2 if scenario == "twice" else 1):
-        train(config, Path(folder), scenario, training)
+    meet = meeting_in_a_collective() if scenario == "slow" else meeting_through_files(folder)
+    train(config, scenario, meet, folder)
 
 
 if __name__ == "__main__":

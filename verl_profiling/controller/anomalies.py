@@ -74,7 +74,7 @@ class Anomalies:
     def asks(self, step: int, scheduled: bool) -> Decision | None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
         noticed = self._noticed
-        if noticed is None:
+        if noticed is None or self._coming is not None:
             return None
         if not noticed.aimed and self._waited < PATIENCE and not scheduled:
             self._waited += 1
@@ -104,8 +104,6 @@ class Anomalies:
     def _refusal(self, step: int) -> str:
         """Return why the watch asks for none; empty if it may."""
         options = self._options
-        if self._coming is not None:
-            return f"step {self._coming} is going to be captured for what was noticed before"
         if self._made >= options.max_captures:
             return f"it has asked for {self._made} (watch.trigger.max_captures)"
         if self._captured is not None and step - self._captured <= options.cooldown:

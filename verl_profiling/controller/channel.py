@@ -57,6 +57,10 @@ class Channel(Protocol):
     def close(self) -> None:
         """Remove what was left for nobody."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether a process has closed it."""
+
 
 class StoreChannel:
     """Over a store of ``torch.distributed``, which is asked and never waited on: waiting would block it.
@@ -99,6 +103,11 @@ class StoreChannel:
 
     def close(self) -> None:
         """See :class:`Channel`; the store is not ours."""
+
+    @property
+    def closed(self) -> bool:
+        """See :class:`Channel`."""
+        return False
 
     def _parts(self, key: str) -> list[str] | None:
         if not self._store.check([key]):
@@ -148,6 +157,11 @@ class FileChannel:
         for parent in (self._folder.parent, self._folder.parent.parent):
             with contextlib.suppress(OSError):  # another run's are in it
                 parent.rmdir()
+
+    @property
+    def closed(self) -> bool:
+        """See :class:`Channel`."""
+        return not self._folder.is_dir()
 
     def _path(self, key: str) -> Path:
         return self._folder / safe_name(key.replace("/", "_"))

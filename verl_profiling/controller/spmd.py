@@ -266,7 +266,7 @@ class _Follower(_Peer):
 
     def announced(self) -> tuple[int, int] | None:
         """See :meth:`Alone.announced`; nobody is waited for."""
-        channel = self._channel = self._channel or self._join()
+        channel = self._reached()
         while channel is not None and (data := channel.get(f"ahead/{self._announced}")) is not None:
             self._announced += 1
             ahead = msgspec.msgpack.decode(data, type=_Ahead)
@@ -276,7 +276,7 @@ class _Follower(_Peer):
 
     def tell(self, steps: bytes, last: bool = False) -> bool:
         """See :meth:`Alone.tell`; there is room once rank 0 has taken what was told before."""
-        channel = self._channel = self._channel or self._join()
+        channel = self._reached()
         word = self._word(self._rank, last)
         if channel is None or (not last and channel.has(word)):
             return False
@@ -306,11 +306,16 @@ class _Follower(_Peer):
             self._channel.put(f"end/{self._rank}", msgspec.msgpack.encode(finished))
         yield from ()
 
+    def _reached(self) -> Channel | None:
+        """Return the channel of rank 0, which has another in its next training."""
+        if self._channel is None or self._channel.closed:
+            self._channel = self._join()
+        return self._channel
+
     def _has_order(self) -> bool:
-        channel = self._channel or self._join()
+        channel = self._reached()
         data = channel.get(f"{self._name}/order") if channel is not None else None
         if data is not None:
-            self._channel = channel
             self._order = msgspec.msgpack.decode(data, type=_Order)
         return data is not None
 

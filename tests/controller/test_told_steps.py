@@ -1,0 +1,218 @@
+"""What ranks tell rank 0 of their steps: late, broken, of another training, and of a thousand ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from verl_profiling.controller.channel import Channel, FileChannel, StoreChannel
+from verl_profiling.controller.spmd import Alone
+from verl_profiling.controller.told_steps import Hearing, Telling, ToldSteps
+from verl_profiling.step_account import RankUse, StageUse, StepAccount
+
+
+class Post(Alone):
+    """A rank, and the channel over which it leaves word for rank 0."""
+
+    def __init__(self, channel: Channel, rank: int, world: int = 1) -> None:
+        self.others = range(1, world)
+        self.channel, self.rank, self.training = channel, rank, 0
+
+    def begin_telling(self) -> None:
+        """See :meth:`Alone.begin_telling`."""
+        self.training += 1
+
+    def key(self, rank: int, last: bool) -> str:
+        """Return where a rank leaves word."""
+        return f"watch/{self.training}/{rank}{'/last' * last}"
+
+    def tell(self, steps: bytes, last: bool = False) -> bool:
+        """See :meth:`Alone.tell`."""
+        if not last and self.channel.has(self.key(self.rank, last)):
+            return False
+        self.channel.put(self.key(self.rank, last), steps)
+        return True
+
+    def told(self, rank: int, last: bool = False) -> bytes | None:
+        """See :meth:`Alone.told`."""
+        return self.channel.take(self.key(rank, last))
+
+
+def account(step: int, rank: int, begin_ns: int = 1_000) -> StepAccount:
+    """Return a step of a rank, in whose middle it was in one stage."""
+    use = RankUse(
+        lane=f"actor_rank{rank}",
+        role="actor",
+        rank=rank,
+        stages=[StageUse("update_actor", 40 + rank, 1, begin_ns + 10)],
+        held_bytes=100 * rank,
+    )
+    return StepAccount(step=step, begin_ns=begin_ns, end_ns=begin_ns + 100, loop=[use])
+
+
+def lanes(found: StepAccount) -> list[str]:
+    """Return the ranks that an account has."""
+    return [use.lane for use in found.loop]
+
+
+@pytest.fixture(params=["files", "store"])
+def channel(request: pytest.FixtureRequest, tmp_path: Path) -> Channel:
+    """A channel of either kind."""
+    if request.param == "files":
+        return FileChannel(tmp_path)
+    return StoreChannel(dist.TCPStore("127.0.0.1", 0, is_master=True), "test")
+
+
+def test_the_steps_of_all_ranks_are_in_the_accounts_of_rank_0(channel: Channel) -> None:
+    """Whatever their clocks are: a step begins for all when it begins for rank 0."""
+    rank_0 = Hearing(Post(channel, 0, world=3), 10, 60.0)
+    others = [Telling(Post(channel, rank, world=3), 10) for rank in (1, 2)]
+    rank_0.take([account(1, 0), account(2, 0, 2_000)])
+    assert list(rank_0.whole()) == []
+    for rank, other in enumerate(others, 1):
+        other.take([account(1, rank, 10**15 * rank), account(2, rank, 10**15 * rank + 5)])
+        assert [found.step for found in other.whole()] == [1, 2], "a rank has its own at once"
+    found = list(rank_0.whole()) + list(rank_0.whole())
+    assert [(one.step, lanes(one)) for one in found] == [
+        (step, ["actor_rank0", "actor_rank1", "actor_rank2"]) for step in (1, 2)
+    ]
+    assert [use.stages[0].begin_ns for use in found[1].loop] == [2_010] * 3
+    assert [use.held_bytes for use in found[1].loop] == [0, 100, 200]
+
+
+def test_a_rank_that_has_no_room_tells_later(channel: Channel) -> None:
+    """What rank 0 has not taken is not overwritten; what does not fit is told with the next steps."""
+    rank_0, other = Hearing(Post(channel, 0, world=2), 10, 60.0), Telling(Post(channel, 1), 3)
+    for step in range(1, 7):
+        other.take([account(step, 1)])
+    rank_0.take([account(step, 0) for step in range(1, 7)])
+    assert [(one.step, len(one.loop)) for one in rank_0.whole()] == [(1, 2)]
+    other.take([account(7, 1)])
+    rank_0.take([account(7, 0)])
+    found = {one.step: len(one.loop) for _ in range(3) for one in rank_0.whole()}
+    assert found == {2: 1, 3: 1, 4: 1, 5: 2, 6: 2, 7: 2}, "three steps are kept at most"
+
+
+def test_a_late_rank_is_named_once_and_taken_in_when_it_tells(
+    channel: Channel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The accounts are whole without it until then."""
+    rank_0, other = Hearing(Post(channel, 0, world=2), 10, 0.02), Telling(Post(channel, 1), 10)
+    found: list[StepAccount] = []
+    for step in range(1, 4):
+        rank_0.take([account(step, 0)])
+        found += rank_0.whole()
+        time.sleep(0.03)
+        found += rank_0.whole()
+    assert [lanes(one) for one in found] == [["actor_rank0"]] * 3
+    [said] = [record.message for record in caplog.records]
+    assert said.startswith("watch: rank 1 has told nothing of its steps for 0.")
+    other.take([account(3, 1), account(4, 1)])
+    rank_0.take([account(4, 0)])
+    [joined] = rank_0.whole()
+    assert lanes(joined) == ["actor_rank0", "actor_rank1"]
+
+
+def test_what_was_told_in_an_earlier_training_is_not_of_the_next(channel: Channel) -> None:
+    """Rank 0 did not take it in time; the next training counts from 1 again."""
+    post, other = Post(channel, 0, world=2), Post(channel, 1)
+    Hearing(post, 10, 60.0)
+    Telling(other, 10).take([account(1, 7)])
+    rank_0, telling = Hearing(post, 10, 60.0), Telling(other, 10)
+    rank_0.take([account(1, 0)])
+    assert list(rank_0.whole()) == []
+    telling.take([account(1, 1)])
+    [joined] = rank_0.whole()
+    assert lanes(joined) == ["actor_rank0", "actor_rank1"]
+
+
+def test_the_last_steps_are_waited_for_but_not_for_those_that_never_tell(channel: Channel) -> None:
+    """When training ends there is always room; a rank whose process is gone is not waited for either."""
+    rank_0 = Hearing(Post(channel, 0, world=4), 10, 60.0)
+    there, gone = (Telling(Post(channel, rank), 10) for rank in (1, 2))
+    there.take([account(1, 1)])
+    there.take([account(2, 1)])
+    there.wait(1.0)
+    gone.take([account(1, 2)])
+    told = msgspec.msgpack.decode(channel.get("watch/1/2") or b"", type=ToldSteps)
+    process = msgspec.structs.replace(told.process, started="1")
+    channel.put("watch/1/2", msgspec.msgpack.encode(msgspec.structs.replace(told, process=process)))
+    rank_0.take([account(1, 0), account(2, 0)])
+    begin_s = time.monotonic()
+    rank_0.wait(0.3)  # for rank 3
+    assert time.monotonic() - begin_s < 10
+    assert [len(one.loop) for one in rank_0.whole()] == [3, 2]
+    begin_s = time.monotonic()
+    there_alone = Hearing(Post(FileChannel(Path("/nowhere")), 0, world=1), 10, 60.0)
+    there_alone.wait(60.0)
+    assert time.monotonic() - begin_s < 10
+
+
+def _many_stages() -> bytes:
+    use = RankUse(lane="actor_rank1", role="actor", stages=[StageUse(str(n), 1) for n in range(1000)])
+    told = StepAccount(step=1, begin_ns=0, end_ns=1, loop=[use])
+    return msgspec.msgpack.encode(ToldSteps.of([told]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"\xff" * 1000),
+        lambda path: path.write_bytes(msgspec.msgpack.encode([1, 2])),
+        lambda path: path.write_bytes(b"\x91" * 100_000),
+        lambda path: path.write_bytes(_many_stages()),
+        lambda path: path.mkdir(),
+        lambda path: os.mkfifo(path),
+        lambda path: path.symlink_to("/etc/passwd"),
+    ],
+    ids=["empty", "bytes", "other", "deep", "many", "folder", "pipe", "link"],
+)
+def test_what_is_no_word_of_a_rank_is_named_and_holds_up_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], object]
+) -> None:
+    """The other ranks are heard; nobody follows a link or waits for a pipe."""
+    channel = FileChannel(tmp_path)
+    rank_0, other = Hearing(Post(channel, 0, world=3), 10, 0.01), Telling(Post(channel, 2), 10)
+    make(tmp_path / "watch_1_1")
+    rank_0.take([account(1, 0)])
+    other.take([account(1, 2)])
+    time.sleep(0.02)
+    found = list(rank_0.whole()) + list(rank_0.whole()) + list(rank_0.whole())
+    assert [lanes(one) for one in found] == [["actor_rank0", "actor_rank2"]]
+    [said] = [record.message for record in caplog.records]
+    assert said.startswith("watch: rank 1 has told nothing ")
+
+
+def test_a_rank_that_cannot_tell_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its folder is gone, or the store has ended: training goes on."""
+    other = Telling(Post(FileChannel(tmp_path / "gone"), 1), 10)
+    for step in (1, 2):
+        other.take([account(step, 1)])
+    other.wait(1.0)
+    assert [one.step for one in other.whole()] == [1, 2]
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["watch"]
+
+
+def test_of_a_thousand_ranks_a_step_takes_a_part(tmp_path: Path) -> None:
+    """No step is held up for long, the accounts have all ranks in the end, and one is late for all."""
+    world, channel = 1024, FileChannel(tmp_path)
+    rank_0 = Hearing(Post(channel, 0, world), 10, 60.0)
+    rank_0.take([account(step, 0) for step in (1, 2, 3)])
+    for rank in range(1, world):
+        Telling(Post(channel, rank), 10).take([account(step, rank) for step in (1, 2, 3)])
+    found: list[StepAccount] = []
+    took: list[float] = []
+    while len(found) < 3 and len(took) < 10_000:
+        begin_s = time.thread_time()
+        found += rank_0.whole()
+        took.append(time.thread_time() - begin_s)
+    assert [len(one.loop) for one in found] == [world] * 3
+    assert len(took) > 10
+    assert max(took) < 0.1
