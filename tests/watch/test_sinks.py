@@ -19,7 +19,7 @@ from drawn_accounts import MS, account
 
 from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.errors import ConfigError, ToolUnavailableError
-from verl_profiling.step_account import ExposedStage, SpanTotal
+from verl_profiling.step_account import Doubt, ExposedStage, SpanTotal
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch.outlet import Outlet
 from verl_profiling.watch.sinks import MlflowSink, TensorBoardSink, WandbSink
@@ -243,6 +243,21 @@ class TestTensorBoard:
         assert [(point.step, point.value) for point in points] == [(3, 5.0), (4, 5.0)]
         sink.close()
 
+    def test_a_leader_in_doubt_is_no_point(self, tmp_path: Path) -> None:
+        """No rank of before is repeated, and no number stands for none; the other curves have every step."""
+        pytest.importorskip("tensorboard")
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        sink = TensorBoardSink(tmp_path)
+        for number in range(6):
+            sink.write(number, values_of(account(number, doubt="tied" if number in (1, 2) else "")))
+        sink.close()
+        read = EventAccumulator(str(tmp_path)).Reload()
+        leader = read.Scalars("profiling/watch/rollout/leader_rank")
+        assert [(point.step, point.value) for point in leader] == [(0, 2.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+        for other in ("rollout/imbalance", "rollout/exposed_s", "step_s"):
+            assert [point.step for point in read.Scalars(f"profiling/watch/{other}")] == list(range(6))
+
 
 class TestWithoutARun:
     """W&B and MLflow, where the user has none."""
@@ -306,7 +321,7 @@ def test_a_real_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     run = wandb.init(project="p", mode="offline", dir=tmp_path)
     outlet = Outlet(tmp_path, ["wandb"], None)
     for number in range(4):
-        outlet.completed(account(number))
+        outlet.completed(account(number, doubt="tied" if number == 2 else ""))
     for number in range(4):
         outlet.step_ended(account(number))
         outlet._work.drain(20)
@@ -330,6 +345,8 @@ def test_a_real_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (0.3, 3.0),
     ]
     assert all(row["profiling/watch/rollout/exposed_s"] == 5.0 for row in rows)
+    leaders = [row.get("profiling/watch/rollout/leader_rank") for row in rows]
+    assert leaders == [2.0, 2.0, None, 2.0], "one in doubt is no point of the curve"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs mlflow")
@@ -342,10 +359,15 @@ def test_a_real_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with mlflow.start_run() as run:
         outlet = Outlet(tmp_path, ["mlflow"], None)
         for number in (3, 4):
-            outlet.completed(account(number, {"gen[0]": 10, "rollout": 5000}))
+            doubt: Doubt = "tied" if number == 4 else ""
+            spans = [SpanTotal("tool:search", 240, 12_300 * MS)]
+            outlet.completed(account(number, {"gen[0]": 10, "rollout": 5000}, doubt=doubt, spans=spans))
         outlet.close(60)
         assert mlflow.active_run() is not None
     client = mlflow.MlflowClient()
     history = client.get_metric_history(run.info.run_id, "profiling/watch/rollout/exposed_s")
     assert [(point.step, point.value) for point in history] == [(3, 5.0), (4, 5.0)]
     assert client.get_metric_history(run.info.run_id, "profiling/watch/gen_0_/exposed_s")
+    assert len(client.get_metric_history(run.info.run_id, "profiling/watch/spans/tool_search/total_s")) == 2
+    leader = client.get_metric_history(run.info.run_id, "profiling/watch/rollout/leader_rank")
+    assert [point.step for point in leader] == [3], "one in doubt is no point of the curve"
