@@ -46,6 +46,26 @@ def test_pieces_that_touch_are_one_period() -> None:
     assert (use.begin_ns, use.duration_ns, use.runs) == (10 * S, int(5.5 * S), 6)
 
 
+def test_a_stage_that_ends_after_the_account_of_its_step_is_in_the_next() -> None:
+    """A batch is generated across the end of step 1, whose account is made meanwhile; it is in one alone."""
+    lane = Lane("rollout0_rank0", "rollout", 0, 1000)
+    first, second, third = (StepTime(at, 100 * at * S, (100 * at + 99) * S) for at in (1, 2, 3))
+    lane.take([EndedStage(1, "generate", 110 * S, 10 * S, 0, 0)], 0, 205 * S)
+    [use] = lane.uses([first])
+    lane.forget(first.begin_ns)
+    assert use is not None
+    assert [stage.begin_ns for stage in use.stages] == [110 * S]
+    lane.take([EndedStage(2, "generate", 150 * S, 60 * S, 0, 0)], 0, 305 * S)
+    [use] = lane.uses([second])
+    lane.forget(second.begin_ns)
+    assert use is not None
+    assert [stage.begin_ns for stage in use.stages] == [150 * S]
+    lane.take([], 0, 405 * S)
+    [use] = lane.uses([third])
+    assert use is not None
+    assert use.stages == []
+
+
 def test_of_very_many_runs_the_last_ones_are_one_period() -> None:
     """Samples that are scored one by one do not make an account large; their time is exact."""
     [use] = uses_of(*(("reward", 2 + at / 2, 2.25 + at / 2) for at in range(100)))

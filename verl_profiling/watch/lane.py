@@ -64,7 +64,7 @@ class Lane:
         self._use = RankUse(lane=name, role=role, rank=rank, replica=replica)
         self._stages: deque[EndedStage] = deque(maxlen=stages)
         self._last = 0
-        self._until_ns = 0
+        self._until_ns = self._accounted_ns = 0
 
     @property
     def order(self) -> tuple[str, int, str]:
@@ -96,7 +96,7 @@ class Lane:
 
         A stage belongs to the step in which its middle lies, also where it began before the step or ended
         after it. One whose middle lies between two steps belongs to the second if it goes on in that, and
-        else to none.
+        else to none. So does one whose step had its account already when the stage was told.
 
         Args:
             steps: Steps that have ended, in their order.
@@ -110,6 +110,8 @@ class Lane:
                 break
             middle_ns = begin_ns + duration_ns // 2
             place = bisect_right(befores, middle_ns) - 1
+            if place < 0 and end_ns > self._accounted_ns:
+                place = 0
             if place >= 0 and middle_ns < ends[place] and end_ns > steps[place].begin_ns:
                 found[place].append(stage)
         totals = self.spans.of_steps(befores, [step.begin_ns for step in steps], ends)
@@ -119,7 +121,8 @@ class Lane:
         ]
 
     def forget(self, before_ns: int) -> None:
-        """Forget the stages and spans that ended before that."""
+        """Forget the stages and spans that ended before that; the steps until now have their accounts."""
+        self._accounted_ns = self._until_ns
         self.spans.forget(before_ns)
         stages = self._stages
         while stages and stages[0].begin_ns + stages[0].duration_ns < before_ns:
