@@ -13,6 +13,7 @@ import pytest
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.manifest import Artifact, Manifest, StageSpan
 from verl_profiling.run_files import read_manifest
+from verl_profiling.watch_log import WatchLogReader
 from verl_profiling.workers import RolloutCaptureMixin
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
@@ -296,6 +297,35 @@ def test_engines_record_the_whole_step(windows: list[Artifact], tmp_path: Path) 
     assert found.end_ns <= windows[0].end_ns
     (handed_over,), (update,) = of_name(found, "sync_rollout_weights"), of_name(found, "update_actor")
     assert handed_over.end_ns <= of_name(found, "rollout")[-1].begin_ns <= update.begin_ns
+
+
+class TrainingStopException(Exception):
+    """What verl's trainer ends by."""
+
+
+def test_the_wait_for_a_batch_that_does_not_come_is_no_step(tmp_path: Path) -> None:
+    """A fully asynchronous trainer learns in ``fit_step`` that there is none; the watch has no account."""
+
+    async def fit(self: Any) -> None:
+        try:
+            while True:
+                await self.fit_step()
+        except TrainingStopException:
+            pass
+
+    async def fit_step(self: Any) -> None:
+        self.calls += 1
+        with timer("step", self.timing):
+            if self.calls > 4:
+                raise TrainingStopException
+            with timer("update_actor", self.timing):
+                await asyncio.sleep(0)
+            self.current_param_version = self.calls // 2
+
+    members = {"fit": fit, "fit_step": fit_step, "current_param_version": 0, "calls": 0}
+    config = config_of(tmp_path, watch={"enable": True}, schedule={"steps": [100]})
+    asyncio.run(trainer_class(ONE_STEP_OFF, False, **members)(config).fit())
+    assert {line.step for line in WatchLogReader(tmp_path).read()} == {1, 2}
 
 
 def test_nothing_is_silent_where_profiling_is_strict(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ class TestAsynchronous:
 
     def test_the_rows_of_each_step_add_up(self, run: Watched) -> None:
         """Of every version; generation has no row of its own, and does not hide the update."""
-        assert set(range(1, 9)) <= run.steps.keys()
+        assert sorted(run.steps) == list(range(1, 9))
         assert_adds_up(run.steps)
         for number in range(1, 9):
             rows = rows_of(run.steps[number])

@@ -128,6 +128,10 @@ class Watch:
         """Follow the begin of a step, after :meth:`step_is_over`."""
         self._step = StepTime(step, clock.now_ns(), policy_version=policy_version, before_ns=self._before_ns)
 
+    def no_step(self) -> None:
+        """Forget the step that began last: the loop found that there is none left."""
+        self._step = None
+
     def capture_begins(self, folder: str) -> None:
         """Note that the step is captured; what it took to begin that is no part of the step."""
         if self._step is not None:

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _STEP, _GENERATION = "step", "generate_async"
+_NO_MORE_STEPS = "TrainingStopException"
 
 
 def awaits_its_steps(trainer: Any) -> bool:
@@ -90,16 +91,22 @@ class AsyncTrainerProfiler(Profiler):
             with super().timed(name, timer):
                 yield
 
-    async def step_begins(self) -> None:
-        """Begin a step, unless what comes is one more batch of the same parameter version."""
+    async def step_begins(self) -> bool:
+        """Begin a step; ``False`` if what comes is one more batch of the same parameter version."""
         step = self._version() + 1 if self._by_version else self.trainer.global_steps
         if step == self._step:
-            return
+            return False
         self._step, self._is_over = step, False
         self._policy_version, self._batch_version = step - 1, self._generated_by
         await self._callback.on_step_begin(step, step - 1)
         await self._callback.on_rollout_begin(beside=True)
         self._callback.on_generation(self._generating)
+        return True
+
+    def no_step(self) -> None:
+        """Account for no step that was begun, and had no batch."""
+        if (watch := self._told.watch) is not None:
+            watch.no_step()
 
     async def step_ends(self) -> None:
         """Close the capture of a step that is over."""
@@ -158,8 +165,13 @@ def _around_step(fit_step: Callable[..., Any]) -> Callable[..., Any]:
         profiler = async_profiler(self)
         if profiler is None:
             return await fit_step(self, *args, **kwargs)
-        await profiler.step_begins()
-        result = await fit_step(self, *args, **kwargs)
+        has_begun = await profiler.step_begins()
+        try:
+            result = await fit_step(self, *args, **kwargs)
+        except Exception as error:
+            if has_begun and type(error).__name__ == _NO_MORE_STEPS:
+                profiler.no_step()
+            raise
         await profiler.step_ends()
         return result
 
