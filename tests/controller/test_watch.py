@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 from conftest import Pool
@@ -285,6 +286,8 @@ def reading(stages: bytes, names: list[str]) -> WatchReading:
         (Answers(asyncio.CancelledError()), "CancelledError"),
         (Answers(reading(b"no stages", [])), "cannot be read"),
         (Answers(reading(b"\xff" * 44, [])), "cannot be read"),
+        (Answers(msgspec.structs.replace(reading(b"", []), spans=b"no spans")), "cannot be read"),
+        (Answers(msgspec.structs.replace(reading(b"", []), spans=b"\xff" * 44)), "cannot be read"),
     ],
 )
 def test_what_cannot_be_read_is_named_once_and_the_account_is_complete_without_it(

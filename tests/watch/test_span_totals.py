@@ -17,9 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_profiling import ProfilingCallback, ProfilingConfig, clock, span, trajectory
+from verl_profiling import ProfilingCallback, ProfilingConfig, clock, span, stage, trajectory
 from verl_profiling.capture.session import Session
+from verl_profiling.cli import main
+from verl_profiling.commands import EXIT_OK
 from verl_profiling.identity import WorkerIdentity
+from verl_profiling.run_files import read_manifest
 from verl_profiling.step_account import MOST_SPANS, OTHERS, RankUse, SpanTotal, StepAccount
 from verl_profiling.trajectories import spans as recorder
 from verl_profiling.trajectories.open_log import OpenLog
@@ -347,6 +350,43 @@ def test_spans_of_one_name_in_two_roles_are_not_counted_twice() -> None:
         ("reward", 18, 32),
         ("reward (reward)", 8, 32),
     ]
+
+
+@pytest.mark.parametrize("slow", ["tool", "update"])
+def test_a_tool_that_becomes_slow_in_a_running_loop_is_named(
+    tmp_path: Path, session: Session, time_passes: Time, capsys: pytest.CaptureFixture[str], slow: str
+) -> None:
+    """In the manifest, and so in the report and in ``top``; not where it is another stage that is slow."""
+    worker = AgentLoopCaptureMixin()
+    watch = {"enable": True, "every": 4, "trigger": {"window": 6}}
+    config = {**WATCHED, "save_path": str(tmp_path), "schedule": {"steps": []}, "watch": watch}
+    worker.init_capture(config)
+    profiling = ProfilingCallback(config)
+    profiling.add_workers("agent_loop", [worker])
+    with profiling:
+        for step in range(1, 15):
+            profiling.on_step_begin(step)
+            with profiling.stage("rollout"), stage("trajectories"):
+                for sample in range(3):
+                    with trajectory(sample=sample):
+                        with span("generate"):
+                            time_passes.passes(10 * MS)
+                        with span("tool:search"):
+                            time_passes.passes((100 if slow == "tool" and step > 10 else 5) * MS)
+            with profiling.stage("update"):
+                time_passes.passes((400 if slow == "update" and step > 10 else 60) * MS)
+            profiling.on_step_end()
+    [folder] = sorted(tmp_path.glob("step_*"))
+    trigger = read_manifest(folder).trigger
+    assert (trigger.kind, trigger.stage) == ("anomaly", "rollout" if slow == "tool" else "update")
+    named = "; tool:search of agent_loop took 300 ms in 3 calls, usually 15.0 ms in 3" in trigger.reason
+    assert named == (slow == "tool"), trigger.reason
+    assert "generate of" not in trigger.reason
+    assert "trajectory of" not in trigger.reason
+    if named:
+        for command in (["report", str(folder)], ["top", "--once", str(tmp_path)]):
+            assert main(command) == EXIT_OK
+            assert "tool:search" in capsys.readouterr().out
 
 
 def test_of_many_names_the_longest_are_told_apart() -> None:
