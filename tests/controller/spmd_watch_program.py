@@ -2,6 +2,7 @@
 
 In each step the ranks do a part of their own, and meet; each writes its accounts. ``slow``: they meet in a
 collective, one becomes late, and training ends when that was captured. Else they meet through files.
+``added inside``: the workers are added when training has begun.
 """
 
 from __future__ import annotations
@@ -60,13 +61,16 @@ def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> Non
     profiling = ProfilingCallback(config)
     worker = TrainWorker()
     worker.init_capture(config, role="actor")
-    profiling.add_workers("actor", worker)
+    if scenario != "added inside":
+        profiling.add_workers("actor", worker)
     for training in range(2 if scenario == "twice" else 1):
         accounts: list[object] = []
         if profiling.watch is not None:
             profiling.watch.listeners.append(accounts.append)
         meet(False)
         with profiling:
+            if scenario == "added inside":
+                profiling.add_workers("actor", worker)
             for step in range(1, 301 if scenario == "slow" else 9):
                 profiling.on_step_begin(step)
                 with profiling.stage("rollout"):

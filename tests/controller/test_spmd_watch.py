@@ -105,6 +105,19 @@ def test_a_late_rank_leads_in_the_accounts_of_rank_0_training_after_training(tmp
     assert not list((tmp_path / "run").glob(".spmd*"))
 
 
+def test_workers_that_are_added_when_training_has_begun_are_of_one_loop(tmp_path: Path) -> None:
+    """They tell that there are other ranks: until then no rank takes a folder, or listens, for itself."""
+    logs = run(
+        tmp_path, "added inside", all={"watch": {"enable": True, "every": 2}, "schedule": {"steps": [4]}}
+    )
+    assert [path.name for path in tmp_path.glob("run*")] == ["run"]
+    manifest = read_manifest(tmp_path / "run" / "step_000004")
+    assert [(worker.name, worker.status) for worker in manifest.workers] == [(lane, "ok") for lane in LANES]
+    found = accounts(tmp_path)
+    assert [[use.lane for use in account.loop] for account in found] == [LANES] * 8, logs
+    assert not any("run_2" in log for log in logs)
+
+
 def test_ranks_with_other_settings_hold_up_nothing(tmp_path: Path) -> None:
     """One without the watch is named once; one that tells more seldom is in the accounts when it has told."""
     watch = {"enable": True, "every": 2}

@@ -34,7 +34,7 @@ from verl_profiling.controller.participants import Participants
 from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.rounds import Rounds
-from verl_profiling.controller.spmd import Alone, find_peers, leads
+from verl_profiling.controller.spmd import Alone, find_peers, knows_peers, leads
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.controller.watch import Watch
 from verl_profiling.controller.watch_outlet import WatchOutlet
@@ -153,8 +153,9 @@ class Controller:
         self.check_selection()
         if leads(self.config, self._roster.targets):
             self._folders.train_begins()
-        self._listening.begin()
-        self._outlet.begin()
+        if knows_peers(self.config, self._roster.targets):  # else the first step does it
+            self._listening.begin()
+            self._outlet.begin()
 
     def step_begin(self, step: int, policy_version: int | None) -> Iterator[Round]:
         """Open a capture, or go on with one that covers several steps."""

@@ -36,7 +36,7 @@ from verl_profiling.manifest import CaptureResult, HostClock, Manifest
 from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["Alone", "find_peers", "has_peers", "leads"]
+__all__ = ["Alone", "find_peers", "has_peers", "knows_peers", "leads"]
 
 logger = logging.getLogger(__name__)
 
@@ -192,9 +192,18 @@ def find_peers(config: ProfilingConfig, targets: list[Target], folders: StepFold
 
 
 def leads(config: ProfilingConfig, targets: list[Target]) -> bool:
-    """Return whether this callback writes what a run has one of: it is alone, or rank 0."""
-    place = _place(config, targets)
+    """Return whether this callback writes what a run has one of: it is alone, or rank 0.
+
+    Before it has workers, only rank 0 of several does.
+    """
+    place = _place(config, targets) if knows_peers(config, targets) else process_rank()
     return place is None or place[0] == 0
+
+
+def knows_peers(config: ProfilingConfig, targets: list[Target]) -> bool:
+    """Return whether it is known yet if several callbacks record together: its workers may have to tell."""
+    place = process_rank()
+    return bool(targets) or config.spmd is not None or place is None or place[1] == 1
 
 
 def has_peers(config: ProfilingConfig, targets: list[Target]) -> bool:
