@@ -69,6 +69,15 @@ def test_the_plan_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
 
 
+def test_a_watch_that_judges_no_step_is_a_caution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The schedule captures all steps, and says nothing of the anomalies that are asked for."""
+    watch = {"enable": True, "trigger": {}}
+    assert planned(tmp_path, {"enable": True, "watch": watch}) == 0
+    assert "caution: watch.trigger: never asks for a capture" in capsys.readouterr().out
+    assert planned(tmp_path, {"enable": True, "watch": watch, "schedule": {"steps": []}}) == 0
+    assert "caution" not in capsys.readouterr().out
+
+
 def test_json_holds_all_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They build the same configuration again."""
     config = {"enable": True, "tool": ["torch", "spans"], "schedule": {"steps": [3, 900]}}

@@ -83,6 +83,21 @@ def test_every_step_of_a_local_worker_has_an_account(tmp_path: Path, session: Se
     assert [span.name for span in manifest(config).stages] == ["rollout", "update_actor"]
 
 
+def test_a_watch_that_judges_no_step_is_said_once_at_the_begin(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The schedule captures every step, so nothing is left to the trigger."""
+    watch = {"enable": True, "trigger": {}}
+    config = configured(tmp_path, schedule={"every": 1}, watch=watch)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    callback.on_train_begin()
+    said = [record.message for record in caplog.records if "watch.trigger: never asks" in record.message]
+    assert len(said) == 1
+    run(callback, lambda step: None, steps=2)
+    assert sum("watch.trigger: never asks" in record.message for record in caplog.records) == 1
+
+
 def test_without_the_watch_nobody_is_called_and_nothing_is_kept(tmp_path: Path, pool: Pool) -> None:
     """The calls of a run are those of before: nothing reads a ring, and a worker has none."""
     config = configured(tmp_path)

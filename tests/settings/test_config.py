@@ -109,6 +109,17 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"schedule": []}, "schedule", "must be a mapping, is list"),
     ({"schedule": {"steps": "2,3"}}, "schedule.steps", "Expected `array"),
     ({"schedule": {"steps": []}}, "schedule.steps", "nothing would be captured"),
+    (
+        {"schedule": {"steps": []}, "watch": {"trigger": {}, "sinks": ["wandb"]}},
+        "watch.enable",
+        "is false, so watch.trigger and watch.sinks does nothing",
+    ),
+    ({"watch": {"sinks": "tensorboard"}}, "watch.sinks", "write a list: [tensorboard]"),
+    ({"watch": {"trigger": {"slow_step": float("inf")}}}, "watch.trigger.slow_step", "above 1, not inf"),
+    ({"watch": {"trigger": {"slow_stage": float("nan")}}}, "watch.trigger.slow_stage", "above 1, not nan"),
+    ({"watch": {"trigger": {"leader": 1}}}, "watch.trigger.leader", "between 0 and 1, not 1"),
+    ({"watch": {"trigger": {"leader": float("nan")}}}, "watch.trigger.leader", "null switches it off"),
+    ({"watch": {"trigger": {"memory": float("inf")}}}, "watch.trigger.memory", "above 0, not inf"),
     ({"schedule": {"steps": [-1]}}, "schedule.steps", "step -1 is negative"),
     ({"schedule": {"steps": [1], "every": 2}}, "schedule.steps", "excludes schedule.every"),
     ({"schedule": {"steps": [1], "warmup": 2}}, "schedule.steps", "excludes schedule.warmup"),
@@ -218,6 +229,44 @@ def test_keywords_take_plain_values_too() -> None:
 def test_an_unused_tool_may_have_options_only_if_it_exists() -> None:
     """Options of a known tool that the run does not use are accepted."""
     assert on(tool="spans", tools={"torch": {"stack": True}}).tools == {"torch": {"stack": True}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"watch": {"enable": True, "trigger": {}}}, ["watch.trigger: never asks", "schedule.steps=[]"]),
+        (
+            {"watch": {"enable": True, "trigger": {}}, "schedule": {"every": 1}},
+            ["captures every step", "schedule.every"],
+        ),
+        ({"watch": {"trigger": {}, "sinks": ["wandb"]}}, ["watch.trigger and watch.sinks", "watch.enable"]),
+        (
+            {"watch": {"enable": True, "steps": 30, "every": 40}},
+            ["watch.every: is 40, and only 30 steps", "of 10 in 40 steps", "30 or less"],
+        ),
+    ],
+)
+def test_settings_that_cannot_do_what_they_say_are_a_caution(
+    settings: dict[str, Any], parts: list[str]
+) -> None:
+    """A watch that judges no step, one that is off, and workers that are read too late."""
+    [caution] = on(**settings).cautions(has_engines=False)
+    assert all(part in caution for part in parts), caution
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"watch": {"enable": True, "trigger": {"window": 500}}, "schedule": {"steps": []}},
+        {"watch": {"enable": True, "trigger": {}}, "schedule": {"every": 2}},
+        {"watch": {"enable": True, "trigger": {}}, "schedule": {"repeat": 3}},
+        {"watch": {"enable": True, "steps": 20}},
+        {},
+    ],
+)
+def test_settings_that_do_what_they_say_are_none(settings: dict[str, Any]) -> None:
+    """Also a schedule that leaves steps to the watch, or ends."""
+    assert on(**settings).cautions(has_engines=False) == []
 
 
 def test_a_disabled_config_loads_no_tool() -> None:

@@ -145,8 +145,7 @@ class Roster:
             for role in named if roles else ():
                 if role not in roles:
                     found.append(f"{key}: no workers were added as {role!r}; {choices_hint(role, roles)}")
-        if any(target.is_rollout for target in self.targets):
-            found += self._config.cautions()
+        found += self._config.cautions(any(target.is_rollout for target in self.targets))
         return found
 
     def send(self, targets: Iterable[Target], method: str, *arguments: Any) -> list[Call]:

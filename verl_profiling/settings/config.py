@@ -90,6 +90,12 @@ class ProfilingConfig:
             problem = "holds a NUL character" if self.run_id else "is empty; leave it out, or name the run"
             raise ConfigError("run_id", problem)
         if self.schedule.steps == () and not self.watch.enable:
+            if idle := self.watch.idle:
+                raise ConfigError(
+                    "watch.enable",
+                    f"is false, so {idle} does nothing, and schedule.steps is empty, so nothing would be "
+                    "captured; set watch.enable=true",
+                )
             raise ConfigError(
                 "schedule.steps",
                 "is empty, so nothing would be captured; set enable=false instead, or watch.enable=true to "
@@ -204,8 +210,16 @@ class ProfilingConfig:
         recording = replace(override, tool=tools, mode=override.mode or "e2e")
         return replace(self, roles={**self.roles, role: recording})
 
-    def cautions(self) -> list[str]:
-        """Return what is allowed, and likely to hurt the run."""
+    def cautions(self, has_engines: bool = True) -> list[str]:
+        """Return what is allowed, and likely to hurt the run, or to do nothing.
+
+        Args:
+            has_engines: Whether rollout engines take part.
+        """
+        found = self.watch.cautions(self.schedule.records_every_step)
+        return [*found, *self._cautions_of_rollout()] if has_engines else found
+
+    def _cautions_of_rollout(self) -> list[str]:
         rollout = self.for_role(ROLLOUT_ROLE)
         options = [getattr(tool.options, "stack", None) for tool in rollout.tools if tool.name == "torch"]
         if not (rollout.enable and options):

@@ -83,13 +83,17 @@ class Schedule:
                 raise ConfigError(name, f"must not be negative, is {getattr(self, name)}")
         if self.active < 1:
             raise ConfigError("active", f"must be at least 1, not {self.active}")
-        endless = self.every == 1 or (
-            self.every is None and self.steps is None and self.wait == self.warmup == 0
-        )
-        if self.continuous and endless and self.repeat == 0:
+        if self.continuous and self.records_every_step:
             raise ConfigError(
                 "continuous", "would be one capture without an end; bound it with steps or repeat"
             )
+
+    @property
+    def records_every_step(self) -> bool:
+        """Whether every step is captured, from the first one of a schedule on."""
+        if self.every is not None:
+            return self.every == 1
+        return self.steps is None and self.wait == self.warmup == self.repeat == 0
 
     @cached_property
     def _listed(self) -> frozenset[int]:

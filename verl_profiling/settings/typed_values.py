@@ -95,6 +95,8 @@ def value_of(kind: Any, value: Any, key: str) -> Any:
     try:
         return msgspec.convert(_numbers(value), kind)
     except msgspec.ValidationError as error:
+        if isinstance(value, str) and str not in options and any(_is_list(option) for option in options):
+            raise ConfigError(key, f"{error}; write a list: [{value}]") from None
         raise ConfigError(key, f"{error}{_choices(options)}") from None
 
 
@@ -111,6 +113,10 @@ def _size(text: str, key: str) -> int:
         raise ConfigError(key, f"{text!r} is not a size; write a number of bytes, or e.g. 2GB or 512MiB")
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
+
+
+def _is_list(option: Any) -> bool:
+    return typing.get_origin(option) in (tuple, list)
 
 
 def _choices(options: tuple[Any, ...]) -> str:

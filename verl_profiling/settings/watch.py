@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from math import inf
 
 from verl_profiling.errors import ConfigError, choices_hint
 
@@ -18,12 +19,15 @@ class Anomaly:
     """When the watch asks for a capture. ``None`` switches one of the signs off.
 
     Attributes:
-        slow_step: Two steps one after another take longer than the median of the window by this ratio.
+        slow_step: Two steps one after another take longer than the median of the window by this ratio;
+            ``null``: no sign.
         slow_stage: The exposed time of a stage is more than its median by this ratio, two times one after
-            another.
-        leader: One process leads in a stage by this share of the step, in three steps one after another.
-        memory: Memory that a process holds grows in every step of the window, by this share in all.
-        window: Number of steps before that a step is compared with.
+            another; ``null``: no sign.
+        leader: One process leads in a stage by this share of the step, in three steps one after another;
+            ``null``: no sign.
+        memory: Memory that a process holds grows in every step of the window, by this share in all;
+            ``null``: no sign.
+        window: Number of steps before that a step is compared with. It may be more than ``watch.steps``.
         cooldown: Steps after a capture in which the watch asks for none.
         max_captures: How many captures the watch asks for in a run, at most.
     """
@@ -39,12 +43,14 @@ class Anomaly:
     def __post_init__(self) -> None:
         for name in ("slow_step", "slow_stage"):
             ratio = getattr(self, name)
-            if ratio is not None and not ratio > 1:
+            if ratio is not None and not 1 < ratio < inf:
                 raise ConfigError(name, f"is a ratio above 1, not {ratio}; null switches it off")
-        for name in ("leader", "memory"):
-            share = getattr(self, name)
-            if share is not None and not share > 0:
-                raise ConfigError(name, f"is a share above 0, not {share}; null switches it off")
+        if self.leader is not None and not 0 < self.leader < 1:
+            raise ConfigError(
+                "leader", f"is a share of the step, between 0 and 1, not {self.leader}; null switches it off"
+            )
+        if self.memory is not None and not 0 < self.memory < inf:
+            raise ConfigError("memory", f"is a share above 0, not {self.memory}; null switches it off")
         if self.window < 3:
             raise ConfigError("window", f"is at least 3 steps, not {self.window}")
         for name in ("cooldown", "max_captures"):
@@ -59,7 +65,8 @@ class WatchOptions:
     Attributes:
         enable: Switches it on.
         steps: Number of steps that are kept.
-        every: Workers are read after so many steps, besides with every capture. 0: with captures alone.
+        every: Workers are read after so many steps, besides with every capture; at most ``steps``. 0: with
+            captures alone.
         trigger: When the watch asks for a capture by itself; ``null``: never.
         sinks: What gets the numbers of each step besides ``watch.jsonl``: ``tensorboard``; ``wandb`` or
             ``mlflow``, where the process of the loop has an active run; ``"package.module:Class"``.
@@ -81,6 +88,37 @@ class WatchOptions:
             raise ConfigError("every", f"must not be negative, is {self.every}")
         for name in self.sinks or ():
             _check_sink(name)
+
+    @property
+    def idle(self) -> str:
+        """The settings that do nothing because the watch is off; empty if there are none."""
+        given = [f"watch.{name}" for name in ("trigger", "sinks") if getattr(self, name) is not None]
+        return "" if self.enable else " and ".join(given)
+
+    def cautions(self, records_every_step: bool) -> list[str]:
+        """Return what is allowed here, and does not do what it says.
+
+        Args:
+            records_every_step: The schedule captures all steps.
+        """
+        if not self.enable:
+            return (
+                [f"{self.idle}: does nothing, as watch.enable is false; set it to true"] if self.idle else []
+            )
+        found = []
+        if self.trigger is not None and records_every_step:
+            found.append(
+                "watch.trigger: never asks for a capture, as the schedule captures every step, and captured "
+                "steps are not judged; set schedule.steps=[] to capture only what is asked for, or "
+                "schedule.every"
+            )
+        if self.every > self.steps:
+            found.append(
+                f"watch.every: is {self.every}, and only {self.steps} steps are kept (watch.steps), so of "
+                f"{self.every - self.steps} in {self.every} steps the workers are not known; set it to "
+                f"{self.steps} or less"
+            )
+        return found
 
 
 def _check_sink(name: str) -> None:
