@@ -74,6 +74,8 @@ def own_time(stages: Sequence[StageUse]) -> dict[str, int]:
 
 def frontier(role: str, ways: Sequence[Way]) -> list[Advance]:
     """Return how the furthest of some processes moves from stage to stage, and who it is."""
+    if len(ways) == 1:
+        return _alone(role, ways[0])
     order = _merged([tuple(way.durations) for way in ways])
     conflicts = _conflicts(order, {tuple(way.durations) for way in ways})
     reached = [0] * len(ways)
@@ -88,9 +90,7 @@ def frontier(role: str, ways: Sequence[Way]) -> list[Advance]:
         near = [at for at, far in enumerate(reached) if front_ns - far <= tolerance_ns]
         leader = max(near, key=durations.__getitem__)
         doubt: Doubt = ""
-        if len(ways) == 1:
-            doubt = "one process"
-        elif name in conflicts:
+        if name in conflicts:
             doubt = "other order"
         elif len(near) > 1:
             doubt = "evened out" if len(near) == len(ways) else "tied"
@@ -104,10 +104,20 @@ def frontier(role: str, ways: Sequence[Way]) -> list[Advance]:
             role=role,
             durations={way.lane: here for way, here in zip(ways, durations, strict=True)},
             leader=ways[leader].lane,
-            lead_ns=max(0, durations[leader] - _median(others)) if others else 0,
+            lead_ns=max(0, durations[leader] - _median(others)),
             imbalance=max(durations) / mean_ns if mean_ns else 1.0,
             doubt=doubt,
         )
+        found.append(Advance(name, front_ns, standing))
+    return found
+
+
+def _alone(role: str, way: Way) -> list[Advance]:
+    """Return how one process moves."""
+    front_ns, found = 0, []
+    for name, duration_ns in way.durations.items():
+        front_ns += duration_ns
+        standing = Standing(role, {way.lane: duration_ns}, way.lane, 0, 1.0, "one process")
         found.append(Advance(name, front_ns, standing))
     return found
 
