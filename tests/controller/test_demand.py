@@ -30,6 +30,7 @@ from verl_profiling.demand import Answer, Demand, LoopState, read_message, write
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
 from verl_profiling.run_files import read_manifest
+from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 Loop = Callable[[int], None]
 
@@ -531,6 +532,19 @@ def test_the_answer_names_a_worker_that_could_not(job: Job, capsys: pytest.Captu
     stepping.start()
     assert main(["trigger", str(job.run), "--tool", "nsys", "--wait", "20"]) == 1
     stepping.join()
+
+
+def test_a_rank_that_no_engine_has_is_nothing_recorded(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loop does not know how many it has; the answer and the exit code say that nobody recorded."""
+    server = RolloutCaptureMixin()
+    server.init_capture(settings(tool="spans"), requests=RequestLog())
+    job.callback.add_rollout([server])
+    stepping = threading.Timer(0.5, job.step)
+    stepping.start()
+    asked = ["trigger", str(job.run), "--roles", "rollout", "--ranks", "7", "--wait", "20"]
+    assert main(asked) == 1
+    stepping.join()
+    assert "no worker recorded" in capsys.readouterr().out
 
 
 def test_no_job_was_ever_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from test_grpo_tiny import REPLICAS, train
 
 from verl_profiling.run_files import read_manifest
 
-LATE_FROM, LAST = 12, 20
+LATE_FROM, LAST = 10, 16
 SETTINGS = (
     "profiling=e2e",
     f"profiling.schedule.steps=[{LAST}]",
@@ -21,7 +21,7 @@ SETTINGS = (
     "profiling.watch.trigger={window: 6, cooldown: 0, max_captures: 5}",
     "fault.replica=1",
     f"fault.step={LATE_FROM}",
-    "fault.seconds=3",
+    "fault.seconds=2",
     f"steps={LAST}",
     "batch.prompts=16",
 )

@@ -108,7 +108,8 @@ def _exit_code(answer: Answer | None, cancelling: bool, waited: bool) -> int:
         return EXIT_FINDING if waited else EXIT_OK
     if cancelling:
         return EXIT_OK if answer.state == "cancelled" else EXIT_FINDING
-    whole = answer.complete and all(worker.status == "ok" for worker in answer.workers)
+    ok = [worker.status == "ok" for worker in answer.workers]
+    whole = answer.complete and bool(ok) and all(ok)
     return EXIT_OK if answer.state == "done" and whole else EXIT_FINDING
 
 
