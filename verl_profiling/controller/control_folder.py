@@ -36,7 +36,9 @@ MOST_TAKEN = 64
 MOST_REJECTED = 20
 _MOST_STUCK = 1000
 _STILL_OPEN = ".nfs"  # what NFS makes of a file that is removed while somebody on this host reads it
-_LOOKS, _TIMES_A_LOOK = 8, 50  # the shortest of some: any one may have been interrupted
+TIMES_A_LOOK = 50
+"""How many times as long as a look takes the next one waits."""
+_LOOKS = 8  # the shortest of some counts: any one may have been interrupted
 _PATIENCE_S = 5.0
 _LOOK_AGAIN_S = 1.0  # a file system may be late to say that a folder has changed, or tell times coarsely
 
@@ -85,7 +87,7 @@ class ControlFolder:
             return False
         now_s = time.monotonic()
         self._looks_s.append(now_s - begin_s)
-        self._next_s = now_s + min(self._looks_s) * _TIMES_A_LOOK
+        self._next_s = now_s + min(self._looks_s) * TIMES_A_LOOK
         if changed_ns == self._seen_ns and now_s < self._again_s:
             return False
         if changed_ns == self._seen_ns:
