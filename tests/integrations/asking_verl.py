@@ -16,7 +16,8 @@ from verl_profiling.integrations.post_import import when_imported
 REQUESTS = "ASKING_VERL_REQUESTS"
 """JSON: arguments of `trigger` by ``validation`` or ``checkpoint`` and step, and ``folder``: where to ask."""
 SLOW = "ASKING_VERL_SLOW"
-"""JSON: ``rank`` of the actor, ``first`` update that is slow, ``seconds`` that it takes longer."""
+"""JSON: ``rank`` of the actor, ``first`` update that is slow, and how many ``seconds`` longer that takes, or
+how many ``times`` as long, if that is more: other work may make all of it slow."""
 ANSWERS = "asked.jsonl"
 
 updates = 0
@@ -62,10 +63,12 @@ def asking_in_checkpoints(module: Any) -> None:
     def trained(self: Any, data: Any) -> Any:
         global updates
         updates += 1
+        begin_s = time.monotonic()
         output = train(self, data)
+        took_s = time.monotonic() - begin_s
         slow = json.loads(os.environ.get(SLOW, "{}"))
         if slow and self.rank == slow["rank"] and updates >= slow["first"]:
-            time.sleep(slow["seconds"])
+            time.sleep(max(slow["seconds"], slow["times"] * took_s))
         return output
 
     for original, replacement in ((save, saved), (train, trained)):

@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 ASKING = f"{PLUGINS},integrations.asking_verl"
 STEPS = 14
 VALIDATED, SAVED = 4, 5
-FIRST_SLOW, SLOW_S = 11, 6.0
-"""From this update on rank 1 takes so much longer, behind its last exchange with rank 0."""
+FIRST_SLOW, SLOW_S = 11, 5.0
+"""From this update on rank 1 takes so much longer or more, behind its last exchange with rank 0."""
 NOTICING = (
     "profiling=e2e",
     "profiling.schedule.steps=[]",
@@ -126,7 +126,7 @@ class TestSynchronous:
             f"trainer.save_freq={SAVED}",
             "trainer.logger=[console,tensorboard,file]",
             TENSORBOARD_DIR=str(folder / "tensorboard"),
-            **{SLOW: json.dumps({"rank": 1, "first": FIRST_SLOW, "seconds": SLOW_S})},
+            **{SLOW: json.dumps({"rank": 1, "first": FIRST_SLOW, "seconds": SLOW_S, "times": 5})},
         )
 
     def test_every_step_is_accounted_for(self, run: Watched) -> None:
@@ -248,7 +248,7 @@ class TestSynchronous:
         assert asked is not None
         assert asked.shows == "difference"
         assert "actor_rank1" in asked.verdict.split("worked")[0]
-        assert rows_of(run.steps[noticed])["update_actor"].lead_ns == pytest.approx(SLOW_S * 1e9, rel=0.1)
+        assert rows_of(run.steps[noticed])["update_actor"].lead_ns > 0.9e9 * SLOW_S
 
     def test_people_can_read_it(self, run: Watched, capsys: pytest.CaptureFixture[str]) -> None:
         """``top`` shows the late rank and all captures, and the run's page every step."""
