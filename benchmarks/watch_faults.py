@@ -295,7 +295,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(".")[0])
     parser.add_argument("--quiet-steps", type=int, default=1000, help="length of the runs without a fault")
     parser.add_argument(
-        "--only", default="", help="only the faults whose name has this in it; writes nothing"
+        "--only", default="", help="only the faults with this in their name and loop; writes nothing"
     )
     given = parser.parse_args()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -303,7 +303,7 @@ def main() -> None:
     runs = []
     with tempfile.TemporaryDirectory(prefix="watch-faults-") as folder:
         for number, fault in enumerate(faults(given.quiet_steps)):
-            if given.only in fault.name:
+            if given.only in f"{fault.name}, {fault.loop}":
                 runs.append(run(fleet, fault, Path(folder, str(number))))
                 shown = {key: runs[-1][key] for key in ("after", "sign", "false_alarms", "miss")}
                 print(
