@@ -29,7 +29,7 @@ _PAUSE_S = 0.005
 _PROBLEMS = (OSError, RuntimeError, ValueError, msgspec.MsgspecError)
 
 
-class ToldStep(msgspec.Struct, frozen=True, array_like=True):
+class ToldStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a rank did in one of its steps; all times are those since the step began.
 
     Attributes:
@@ -43,7 +43,7 @@ class ToldStep(msgspec.Struct, frozen=True, array_like=True):
     workers: list[RankUse]
 
 
-class ToldSteps(msgspec.Struct, frozen=True, array_like=True):
+class ToldSteps(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The steps of a rank that have ended since it told of them last."""
 
     process: ProcessId
