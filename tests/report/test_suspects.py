@@ -322,6 +322,73 @@ def test_starts_and_stops_of_the_capture_do_not_count(tmp_path: Path) -> None:
     assert (stage.value, stage.peer_value) == pytest.approx((3.0, 3.0))
 
 
+def waited_for(folder: Path, late: list[Drawn], other: list[Drawn]) -> Report:
+    """Return the report of a loop that waits for 6 s of 8; what replicas run at its end is cut off there."""
+    workers = [Worker("rollout", replica=index, stages=stages) for index, stages in enumerate((late, other))]
+    stages = [("wait_rollout", 0.0, 6.0), ("update_actor", 6.0, 8.0)]
+    inputs = drawn_inputs(folder, stages, workers, 8.0)
+    manifest = inputs.manifest
+    assert manifest is not None
+    results = [
+        msgspec.structs.replace(
+            worker,
+            stages=[
+                msgspec.structs.replace(span, failed=span.end_ns > manifest.end_ns) for span in worker.stages
+            ],
+        )
+        for worker in manifest.workers
+    ]
+    trigger = msgspec.structs.replace(
+        SLOW_STAGE, stage="wait_rollout", suspects=["rollout0_rank0"], peers=["rollout1_rank0"]
+    )
+    inputs = msgspec.structs.replace(inputs, manifest=msgspec.structs.replace(manifest, workers=results))
+    return asked_by(trigger, inputs)
+
+
+SYNC = ("update_weights", 7.0, 7.3)
+
+
+@pytest.mark.parametrize(
+    ("late", "other"),
+    [
+        ([SYNC, ("rollout", 6.1, 8.1)], [SYNC, ("rollout", 6.2, 8.9)]),
+        ([("update_weights", 5.0, 5.3), ("rollout", 6.1, 8.1)], [SYNC]),
+        ([("rollout", 0.1, 5.9)], [SYNC, ("rollout", 4.0, 8.9)]),
+    ],
+    ids=["before", "little of it", "that of the peer"],
+)
+def test_what_the_loop_waited_for_since_before_the_capture_acquits_nobody(
+    tmp_path: Path, late: list[Drawn], other: list[Drawn]
+) -> None:
+    """Nothing else that the suspect ran is compared instead, and what the capture cut off is no work."""
+    report = waited_for(tmp_path, late, other)
+    said = asked(report).verdict
+    assert asked(report).shows == "difference"
+    assert said.startswith("wait_rollout took 6.00 s, 2.00 times the median before (3.00 s). What ")
+    assert "had begun before the capture" in said
+    assert "not known" in said
+    assert "alone" not in said
+    assert "worked" not in said
+    assert "straggler" not in {finding.rule for finding in report.findings}
+    assert "rollout" not in {row.stage for row in report.stragglers}
+    assert all(row.peer_value is None for row in report.suspects if row.name == "rollout")
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ([("rollout", 0.1, 2.0), ("rollout", 2.1, 8.9)], "rollout1_rank0 1.90 s (+3.90 s)."),
+        ([("rollout", 0.1, 5.8)], "rollout1_rank0 5.70 s: no more than a tenth longer. So the cause"),
+    ],
+)
+def test_what_the_loop_waited_for_in_the_capture_is_compared(
+    tmp_path: Path, other: list[Drawn], says: str
+) -> None:
+    """The generation that ended in the wait, with that of the peer, which may be in the next one."""
+    report = waited_for(tmp_path, [("rollout", 0.1, 5.9), ("rollout", 6.0, 8.1)], other)
+    assert f"rollout0_rank0 worked 5.80 s in rollout, {says}" in asked(report).verdict
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real capture of two ranks, of which rank 1 multiplies four times as often."""

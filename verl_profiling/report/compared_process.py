@@ -41,6 +41,7 @@ class ComparedProcess:
         lanes: Its lanes of which something is known.
         role: Its role.
         stages: Its own stages, on the controller's clock.
+        ended: Those of them that ended before the capture did.
     """
 
     def __init__(self, name: str, worker: str, step: Step, activities: Activities) -> None:
@@ -59,6 +60,7 @@ class ComparedProcess:
         self.stages: list[StageSpan] = (
             [span for result in results for span in step.stages_of(result)] if results else step.stages
         )
+        self.ended = [span for span in self.stages if not step.cut_off(span)]
 
     @property
     def recorded(self) -> bool:
@@ -70,7 +72,7 @@ class ComparedProcess:
 
         The starts and stops of its tools are no part of it.
         """
-        own = spans_of((span.begin_ns, span.end_ns) for span in self.stages if span.name == stage)
+        own = spans_of((span.begin_ns, span.end_ns) for span in self.ended if span.name == stage)
         if not len(own):
             whole = spans_of([(self._step.begin_ns, self._step.end_ns)])
             own = self._step.during(stage) if stage else whole
@@ -78,14 +80,18 @@ class ComparedProcess:
 
     def worked_s(self, stage: str) -> float | None:
         """Return its time in a stage without waiting; of what has no such stage, the time it was busy."""
-        if stage and any(span.name == stage for span in self.stages):
-            waits = [self._activities.waiting.get(lane.name, EMPTY) for lane in self.lanes]
-            waited = _mean(length(intersection(self.window(stage), spans)) for spans in waits)
-            return (length(self.window(stage)) - waited) / 1e9
+        if stage and any(span.name == stage for span in self.ended):
+            return self.worked_in_s(self.window(stage))
         if not self.lanes:
             return None
         window = self.window(stage)
         return _mean(length(intersection(lane.activity.busy, window)) for lane in self.lanes) / 1e9
+
+    def worked_in_s(self, spans: Spans) -> float:
+        """Return how much of some spans it did not wait for other ranks, on average over its lanes."""
+        waits = [self._activities.waiting.get(lane.name, EMPTY) for lane in self.lanes]
+        waited = _mean(length(intersection(spans, waiting)) for waiting in waits)
+        return (length(spans) - waited) / 1e9
 
     def parts_s(self, stage: str) -> dict[str, float]:
         """Return what its lanes did in a stage, on average; the parts add up to what was observed of it."""

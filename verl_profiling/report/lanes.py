@@ -129,6 +129,10 @@ class Step:
             for s in worker.stages
         ]
 
+    def cut_off(self, span: StageSpan) -> bool:
+        """Return whether the capture ended before a stage did, so that its length says nothing."""
+        return span.failed and span.end_ns >= self.end_ns
+
     def tool_spans_of(self, worker: CaptureResult) -> list[ToolSpan]:
         """Return when a worker's tools were started and stopped, on the controller's clock."""
         shift = self.manifest.offset_ns(worker.identity) if self.manifest else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import reduce
+from itertools import chain
 from statistics import median
 
 from verl_profiling.manifest import CaptureResult, StageSpan
@@ -19,7 +20,8 @@ def stragglers(step: Step, waiting: Mapping[str, Spans]) -> list[StragglerRow]:
     """Return, for each stage that several workers of a role ran, how far apart their work is.
 
     Workers that communicate end a stage together, so how long it lasted says nothing. What a worker
-    worked is the time in the stage less the time in which it waited in collectives.
+    worked is the time in the stage less the time in which it waited in collectives. A stage that one of
+    them was still in when the capture ended is not compared.
 
     Args:
         step: The step.
@@ -33,7 +35,9 @@ def stragglers(step: Step, waiting: Mapping[str, Spans]) -> list[StragglerRow]:
             waits[worker.name] = _waiting_of(worker, step, waiting)
             for span in step.stages_of(worker):
                 stages.setdefault(span.name, {}).setdefault(worker.name, []).append(span)
-        rows += [_row(stage, role, runs, waits) for stage, runs in stages.items() if len(runs) > 1]
+        for stage, runs in stages.items():
+            if len(runs) > 1 and not any(map(step.cut_off, chain.from_iterable(runs.values()))):
+                rows.append(_row(stage, role, runs, waits))
     return sorted(rows, key=lambda row: -row.behind_us)
 
 

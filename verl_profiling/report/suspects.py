@@ -5,6 +5,7 @@ compared is its time in the stage less the time in which it waited for other ran
 time's parts: computing, communicating, waiting, and idle by cause. Where the step or the stage took at most
 a tenth more than the median before, or at most a quarter is left of what it took more when that was noticed,
 or where the suspect worked at most a tenth longer than its peers, the capture shows nothing of it.
+What the loop waited for in a stage that no worker runs may have begun before the capture: see ``awaited``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 
 from verl_profiling.report.anatomy import capture_time
 from verl_profiling.report.asked import Asked, Shows, SuspectRow, Unit, in_unit
+from verl_profiling.report.awaited import awaited, ran_elsewhere
 from verl_profiling.report.compared_process import Activities, ComparedProcess
 from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of, subtract
 from verl_profiling.report.lanes import Step
@@ -214,16 +216,15 @@ class _Comparison:
         rows = [row for row in self.rows if row.suspect == name and row.difference is not None]
         if self._trigger.sign == "memory":
             return _memory_verdict(rows, name)
+        if ran_elsewhere(self._step, self._trigger.stage, suspect):
+            found = awaited(self._step, self._trigger.stage, suspect, self._of_role(suspect))
+            return ("unknown", found) if isinstance(found, str) else _stage_verdict(found, rows)
         stages = [row for row in rows if row.kind == "stage"]
         if not stages:
             return "unknown", f"No peer of {name} recorded what it is compared by."
         aimed = [row for row in stages if row.name == self._trigger.stage]
         focus = (aimed or sorted(stages, key=lambda row: -(row.difference or 0.0)))[0]
-        more, theirs = focus.difference or 0.0, focus.peer_value or 0.0
-        worked = f"{name} worked {duration(focus.value)} in {focus.name}, {focus.peers} {duration(theirs)}"
-        if more <= _SAME * theirs:
-            return "nothing", f"{worked}: no more than a tenth longer."
-        return "difference", f"{worked} ({duration(more, signed=True)}){_because(rows, more)}."
+        return _stage_verdict(focus, rows)
 
 
 def _beside(
@@ -253,6 +254,17 @@ def _because(rows: Sequence[SuspectRow], more: float) -> str:
         if best is not None and (best.difference or 0.0) > _SAME * more:
             causes.append(f"{best.name} {duration(best.difference or 0.0, signed=True)}")
     return f", most of it {', '.join(causes)}" if causes else ""
+
+
+def _stage_verdict(focus: SuspectRow, rows: Sequence[SuspectRow]) -> tuple[Shows, str]:
+    """Compare how long a suspect and its peers worked in a stage; the other rows say what at."""
+    more, theirs = focus.difference or 0.0, focus.peer_value or 0.0
+    worked = (
+        f"{focus.suspect} worked {duration(focus.value)} in {focus.name}, {focus.peers} {duration(theirs)}"
+    )
+    if more <= _SAME * theirs:
+        return "nothing", f"{worked}: no more than a tenth longer."
+    return "difference", f"{worked} ({duration(more, signed=True)}){_because(rows, more)}."
 
 
 def _memory_verdict(rows: Sequence[SuspectRow], name: str) -> tuple[Shows, str]:
