@@ -125,6 +125,15 @@ def test_little_left_of_what_was_noticed_is_nothing_left(
         )
 
 
+def test_in_a_loop_on_every_rank_the_slowest_rank_says_whether_it_was_gone(tmp_path: Path) -> None:
+    """The loop's own stage is rank 0's, which was never slow."""
+    own = [("rollout", 0.0, 2.0), ("update_actor", 2.0, 5.0)]
+    workers = [rank(0, [("gemm", 2, 5)], [("update_actor", 2, 5)]), rank(1, [("gemm", 2, 8)])]
+    report = asked_by(SLOW_STAGE, drawn_inputs(tmp_path, own, workers, 8.0))
+    assert asked(report).shows == "difference"
+    assert "update_actor took 6.00 s, 2.00 times the median before (3.00 s)." in asked(report).verdict
+
+
 def test_a_suspect_like_its_peer_is_no_cause_of_a_stage_that_is_still_slow(tmp_path: Path) -> None:
     """The stage is slow in all ranks; that is said, and no kernel of the suspect is blamed."""
     report = two_ranks(tmp_path, SLOW_STAGE, slow=0.0)

@@ -21,7 +21,7 @@ from verl_profiling.report.anatomy import capture_time
 from verl_profiling.report.asked import Asked, Shows, SuspectRow, Unit, in_unit
 from verl_profiling.report.awaited import awaited, ran_elsewhere
 from verl_profiling.report.compared_process import Activities, ComparedProcess
-from verl_profiling.report.intervals import EMPTY, Spans, length, spans_of, subtract
+from verl_profiling.report.intervals import Spans, length, spans_of, subtract
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.rows import MeasureRow
 from verl_profiling.trigger import Sign, Trigger
@@ -197,15 +197,13 @@ class _Comparison:
         return "difference", f"{took}, {ratio:.2f} times the median before ({duration(trigger.median)})."
 
     def _longest_window(self) -> Spans:
-        """Return when the loop was in the stage that was slow, else the worker that was in it longest."""
+        """Return when the slow stage ran where it ran longest: in the loop, or on one of its ranks."""
         stage = self._trigger.stage
-        windows = [self._step.during(stage)] if stage else []
-        if not windows or not len(windows[0]):
-            windows = [
-                spans_of((s.begin_ns, s.end_ns) for s in self._step.stages_of(worker) if s.name == stage)
-                for worker in self._step.workers
-            ]
-        return max(windows, key=length, default=EMPTY)
+        of_workers = (
+            spans_of((s.begin_ns, s.end_ns) for s in self._step.stages_of(worker) if s.name == stage)
+            for worker in self._step.workers
+        )
+        return max((self._step.during(stage), *of_workers), key=length)
 
     def _against_peers(self, name: str, suspect: ComparedProcess | None) -> tuple[Shows, str]:
         """Compare one suspect with its peers."""
