@@ -117,7 +117,8 @@ class Job:
             OSError: The folder cannot be written.
         """
         if at is not None and self.state.step is not None and at <= self.state.step:
-            raise ConfigError("--at", f"step {at} is over or has begun; the job is in step {self.state.step}")
+            now = f"step {at} is over or has begun; the job is in step {self.state.step}"
+            raise ConfigError("--at", f"{now}; name a later one, or leave it out for the next")
         by = f"{_user()}@{socket.gethostname()}"[:200]
         demand = Demand(id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, at=at, aim=aim)
         self.line.ask(demand)
@@ -220,11 +221,11 @@ def find_job_through_ray(
     jobs = list(_jobs(lines_through_ray(address)))
     found = [job for job in jobs if where == job.state.run_id or _is_at(job.state.place, where)]
     if not found:
-        others = ", ".join(f"{job.state.run_id} ({job.line.place})" for job in jobs)
+        others = ", ".join(f"{job.state.run_id} ({job.line.place})" for job in jobs) or "none"
         raise TraceFormatError(
             where,
             "no job in the Ray cluster can be asked for it: it has ended or died, runs without "
-            f"watch.enable=true, or in a folder without watch.ray=true; {others or 'nor for any other'}",
+            f"watch.enable=true, or in a folder without watch.ray=true; others there are: {others}",
         )
     return _the_one(found, where, run_id, must_run)
 
