@@ -23,6 +23,7 @@ from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 RANK = int(os.environ["RANK"])
 LATE = 2
 USUAL_S, LATE_S = 0.02, 0.2
+STEPS = {"slow": 300, "unlike": 16}
 Meet = Callable[[bool], bool]
 
 
@@ -71,7 +72,7 @@ def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> Non
         with profiling:
             if scenario == "added inside":
                 profiling.add_workers("actor", worker)
-            for step in range(1, 301 if scenario == "slow" else 9):
+            for step in range(1, STEPS.get(scenario, 8) + 1):
                 profiling.on_step_begin(step)
                 with profiling.stage("rollout"):
                     late = RANK == LATE and (scenario != "slow" or step >= 15)
