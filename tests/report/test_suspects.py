@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import os
 import socket
 import subprocess
@@ -396,6 +398,70 @@ def test_what_the_loop_waited_for_in_the_capture_is_compared(
     """The generation that ended in the wait, with that of the peer, which may be in the next one."""
     report = waited_for(tmp_path, [("rollout", 0.1, 5.9), ("rollout", 6.0, 8.1)], other)
     assert f"rollout0_rank0 worked 5.80 s in rollout, {says}" in asked(report).verdict
+
+
+@pytest.mark.parametrize(("peak", "shows"), [(572e6, "difference"), (379e6, "unknown")])
+def test_memory_that_was_held_is_told_from_the_peaks_of_the_capture(
+    tmp_path: Path, peak: float, shows: str
+) -> None:
+    """Both are in the verdict; what grows below a peak from before is not seen: equal peaks acquit nobody."""
+    inputs = drawn_inputs(tmp_path, STAGES, [rank(0, [("gemm", 2, 4)]), rank(1, [("gemm", 2, 4)])], 8.0)
+    assert inputs.manifest is not None
+    results = [
+        msgspec.structs.replace(worker, metrics={"stage/update_actor/process_peak_rss_bytes": value})
+        for worker, value in zip(inputs.manifest.workers, (379e6, peak), strict=True)
+    ]
+    manifest = msgspec.structs.replace(inputs.manifest, workers=results)
+    trigger = msgspec.structs.replace(SLOW_STAGE, sign="memory", stage="", value=428e6, median=340e6)
+    report = asked_by(trigger, msgspec.structs.replace(inputs, manifest=manifest))
+    assert asked(report).shows == shows
+    assert asked(report).verdict.startswith(
+        "actor_rank1 held 428 MB when it was noticed. The capture has peaks, not what was held: "
+        f"process_peak_rss_bytes of actor_rank1 is {peak / 1e6:.0f} MB, of actor_rank0 379 MB."
+    )
+
+
+def test_what_is_of_the_suspect_alone_is_the_first_finding(tmp_path: Path) -> None:
+    """A general one follows, though more seconds are at stake; on a schedule these come first."""
+    own: list[Drawn] = [("rollout", 0, 1), ("update_actor", 2, 8)]
+    host = [("aten::mm", 2.0, 2.1)]
+    workers = [
+        Worker("actor", 0, stages=[("update_actor", 2, 6)], operators=host),
+        Worker("actor", 1, stages=[("update_actor", 2, 8)], operators=host),
+    ]
+    inputs = drawn_inputs(tmp_path, own, workers, 8.0)
+    assert [finding.rule for finding in asked_by(Trigger(), inputs).findings][:2] == [
+        "host_bound",
+        "straggler",
+    ]
+    first, second, *_ = asked_by(SLOW_STAGE, inputs).findings
+    assert (first.rule, first.lanes, second.rule) == ("straggler", ["actor_rank1"], "host_bound")
+    assert second.seconds > first.seconds
+
+
+def test_a_process_that_ran_no_operator_is_not_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its trace is whole, as ``check`` says; the report has a note, and no finding of it."""
+    workers = [Worker("rollout", replica=index, stages=[("rollout", 0, 2)]) for index in range(2)]
+    for worker in workers:
+        worker.iterations.append(("rollout", 0.0, 2.0))
+    drawn_inputs(tmp_path, STAGES, workers, 8.0)
+    for path in tmp_path.glob("rollout*.torch.json.gz"):
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        recording = {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": "P"}
+        trace["traceEvents"].append({**recording, "ts": 0.0, "dur": 8e6})
+        path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    (inputs,) = find_steps(tmp_path)
+    report = build_report(inputs)
+    assert (report.coverage.missing, report.coverage.lanes, report.coverage.read) == ([], [], 2)
+    assert "coverage" not in {finding.rule for finding in report.findings}
+    noted = [note for note in report.notes if "ran no operator while it was recorded" in note]
+    assert [note.partition(":")[0] for note in noted] == [
+        f"rollout{index}_rank0.torch.json.gz" for index in range(2)
+    ]
+    assert main(["check", str(tmp_path)]) == 0
+    assert "all ok" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

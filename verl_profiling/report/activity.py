@@ -28,12 +28,15 @@ from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.units import duration
 
-__all__ = ["Activity", "read_activities"]
+__all__ = ["Activity", "NoOperatorsError", "read_activities"]
 
 _BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
 _CHUNK_BYTES = 4 << 20  # of JSON, taken at a time: arithmetic on arrays is cheap where they are long
 _MOST_CATEGORIES = 12  # that are named where nothing is recognised
 _LONGEST = 60  # characters of their names
+_UNNAMED = "no category"
+_OF_TORCH = "Trace"  # what a recording of torch's profiler has of itself
+_MARKS = frozenset((_UNNAMED, _OF_TORCH, "user_annotation", "python_function", "overhead"))
 
 
 class Activity:
@@ -116,6 +119,7 @@ def read_activities(
         unrecorded: Kind of the device that the lane used, if its artifacts say that none of it was recorded.
 
     Raises:
+        NoOperatorsError: They are whole, and hold no operator.
         TraceFormatError: None of them can be read, or nothing in them is known to be work.
         ConfigError: A pattern is no regular expression.
     """
@@ -130,6 +134,10 @@ def read_activities(
     if failure and not lane.about.traces:
         raise failure
     return lane.activities(windows, unrecorded)
+
+
+class NoOperatorsError(TraceFormatError):
+    """The traces of a lane are whole, and its process ran no operator while they were recorded."""
 
 
 class _Lane:
@@ -195,6 +203,7 @@ class _Lane:
             unrecorded: Kind of the device that was in use, if nothing of it was recorded.
 
         Raises:
+            NoOperatorsError: They are whole, and hold no operator.
             TraceFormatError: Nothing in the traces is known to be work.
         """
         by_name: defaultdict[str, list[object]] = defaultdict(list)
@@ -253,10 +262,18 @@ class _Lane:
         activity.on_device = activity.is_unknown = True
         return activity
 
+    def _without_work(self) -> TraceFormatError:
+        """Return what to say of traces without work; a whole one of torch's profiler had none to record."""
+        counts = _categories(self._paths, self._limits)
+        whole = _OF_TORCH in counts and counts.keys() <= _MARKS and not self.about.problems
+        if whole:
+            return NoOperatorsError(self._paths[0], "its process ran no operator while it was recorded")
+        return TraceFormatError(self._paths[0], _what_there_is(counts))
+
     def _of_host(self, windows: Sequence[Window]) -> Activity:
         activity = _reduced([self._reduction.host], _ON_HOST, windows)
         if not self._reduction.host_works:
-            raise TraceFormatError(self._paths[0], _what_there_is(self._paths, self._limits))
+            raise self._without_work()
         if self._reduction.launches:
             self._note("kernels were launched, and none was recorded")
         return activity
@@ -299,12 +316,17 @@ def _order(pid: object) -> tuple[bool, int, str]:
     return isinstance(pid, str), pid if isinstance(pid, int) else 0, str(pid)
 
 
-def _what_there_is(paths: Iterable[Path], limits: Limits) -> str:
-    """Return a sentence on the categories of the events in some traces."""
+def _categories(paths: Iterable[Path], limits: Limits) -> Counter[str]:
+    """Return how many events of each category some traces hold."""
     counts: Counter[str] = Counter()
     for path in paths:
         for events in Trace(path, limits).chunks():
-            counts.update(event.cat[:_LONGEST] or "no category" for event in events if event.ph != "M")
+            counts.update(event.cat[:_LONGEST] or _UNNAMED for event in events if event.ph != "M")
+    return counts
+
+
+def _what_there_is(counts: Counter[str]) -> str:
+    """Return a sentence on the categories of the events in traces without work."""
     if not counts:
         return "holds no events"
     named = ", ".join(f"{count:,} of {category}" for category, count in counts.most_common(_MOST_CATEGORIES))

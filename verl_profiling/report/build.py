@@ -11,7 +11,7 @@ import numpy as np
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Manifest
-from verl_profiling.report.activity import Activity, read_activities
+from verl_profiling.report.activity import Activity, NoOperatorsError, read_activities
 from verl_profiling.report.anatomy import anatomy, capture_time
 from verl_profiling.report.capture_rows import anchors, clock_notes, core_notes, costs, measures, requests
 from verl_profiling.report.collectives import collective_rows, matched_calls, waiting_by_lane
@@ -95,6 +95,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         [] if inputs.manifest is None else _without_trace(inputs.manifest, [*inputs.sources, *inputs.logs])
     )
     lost: list[str] = []
+    without_work = 0
     read: list[tuple[Source, Activity]] = []
     stages = Step(inputs.manifest, [])
     between = (
@@ -109,6 +110,9 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
             found = read_activities(
                 traces_of_lane, marks, windows, inputs.limits, inputs.communication, between, unrecorded
             )
+        except NoOperatorsError as error:
+            (missing if inputs.manifest is None else notes).append(f"{sources[0].path.name}: {error.problem}")
+            without_work += len(sources)
         except TraceFormatError as error:
             missing.append(str(error))
             incomplete.append(sources[0].lane)
@@ -127,7 +131,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         raise TraceFormatError(inputs.directory, "; ".join(missing) or "holds no trace to report on")
     return StepRead(
         step=Step(inputs.manifest, read, inputs.capture),
-        traces=sum(activity.traces for _, activity in read),
+        traces=sum(activity.traces for _, activity in read) + without_work,
         limited=sum(activity.limited for _, activity in read),
         events=sum(activity.events for _, activity in read),
         missing=missing,

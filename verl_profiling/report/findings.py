@@ -31,12 +31,13 @@ _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, o
 def find(report: Report) -> Report:
     """Return the report with its findings, those with most seconds at stake first.
 
-    What is missing comes before them, because it makes them partial; what the capture itself cost comes
-    last, because it is not about the training.
+    Where the watch asked for the capture, what is of its suspects alone comes before the others. What is
+    missing comes before all, because it makes them partial; what the capture itself cost comes last, because
+    it is not about the training.
     """
     rules = (rollout_findings, _stragglers, _idle_stages, idle_findings, _communication)
     found = [finding for rule in rules for finding in rule(report)]
-    found.sort(key=lambda finding: -finding.seconds)
+    found.sort(key=lambda finding: (not _is_of_suspects(finding, report), -finding.seconds))
     before, after = list(_coverage(report)), [*_capture(report), *_pause(report)]
     found = [*before, *found[: LIMIT - len(before) - len(after)], *after]
     return msgspec.structs.replace(report, findings=found)
@@ -62,6 +63,15 @@ def _coverage(report: Report) -> Iterator[Finding]:
             seconds=len(lanes) * report.span_us / 1e6,
             lanes=lanes,
         )
+
+
+def _is_of_suspects(finding: Finding, report: Report) -> bool:
+    """Return whether all lanes of a finding are of the suspects of the watch."""
+    suspects = report.asked.suspects if report.asked and report.asked.sign else []
+    return bool(finding.lanes) and all(
+        any(lane == one or lane.startswith(f"{one} ") or one.startswith(f"{lane}_rank") for one in suspects)
+        for lane in finding.lanes
+    )
 
 
 def _listed(lanes: list[str]) -> str:

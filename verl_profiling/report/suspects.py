@@ -213,7 +213,7 @@ class _Comparison:
             return "unknown", f"{name} recorded nothing."
         rows = [row for row in self.rows if row.suspect == name and row.difference is not None]
         if self._trigger.sign == "memory":
-            return _memory_verdict(rows, name)
+            return _memory_verdict(rows, name, self._trigger)
         if ran_elsewhere(self._step, self._trigger.stage, suspect):
             found = awaited(self._step, self._trigger.stage, suspect, self._of_role(suspect))
             return ("unknown", found) if isinstance(found, str) else _stage_verdict(found, rows)
@@ -265,13 +265,19 @@ def _stage_verdict(focus: SuspectRow, rows: Sequence[SuspectRow]) -> tuple[Shows
     return "difference", f"{worked} ({duration(more, signed=True)}){_because(rows, more)}."
 
 
-def _memory_verdict(rows: Sequence[SuspectRow], name: str) -> tuple[Shows, str]:
+def _memory_verdict(rows: Sequence[SuspectRow], name: str, trigger: Trigger) -> tuple[Shows, str]:
+    """Compare peaks: what was noticed is memory that a process held, which no capture records.
+
+    A process can hold more and more below a peak that it reached before, so equal peaks acquit nobody.
+    """
     peaks = [row for row in rows if row.kind == "memory"]
     if not peaks:
         return "unknown", f"No memory of {name} and a peer was measured."
     most = max(peaks, key=lambda row: row.difference or 0.0)
-    theirs = most.peer_value or 0.0
-    held = (
-        f"{most.name} of {name} is {in_unit(most.value, 'bytes')}, of {most.peers} {in_unit(theirs, 'bytes')}"
+    value, theirs = in_unit(most.value, "bytes"), in_unit(most.peer_value or 0.0, "bytes")
+    text = (
+        f"{name} held {in_unit(trigger.value, 'bytes')} when it was noticed. The capture has peaks, not what "
+        f"was held: {most.name} of {name} is {value}, of {most.peers} {theirs}."
     )
-    return ("nothing" if most.value <= (1 + _SAME) * theirs else "difference"), f"{held}."
+    more = most.value > (1 + _SAME) * (most.peer_value or 0.0)
+    return ("difference" if more else "unknown"), text
