@@ -40,12 +40,17 @@ ENTERS, LEAVES = b"\x1b[?1049h", b"\x1b[?1049l"
 
 
 def write_run(
-    run: Path, *, process: ProcessId | None = None, end_ns: int | None = None, enable: bool = True
+    run: Path,
+    *,
+    process: ProcessId | None = None,
+    end_ns: int | None = None,
+    enable: bool = True,
+    run_id: str = "abc",
 ) -> None:
     """Write ``run.json``; the process that runs the loop is by default this one."""
     run.mkdir(exist_ok=True)
     info = RunInfo(
-        run_id="abc",
+        run_id=run_id,
         begin_ns=1,
         process=process or ProcessId.current(),
         config={"watch": {"enable": enable}},
@@ -112,6 +117,29 @@ class TestOneFrame:
         assert rollout.split()[1:6] == ["5.00", "s", "58.8%", "5.00", "s"]
         assert rollout.count("▅") == 19
         assert rollout.count("█") == 1
+
+    def test_of_several_runs_the_one_that_goes_on_is_shown_or_the_one_that_is_named(
+        self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """By its id; where none or several go on, they are listed, one a line."""
+        older = run / "run_2"
+        write_run(older, end_ns=5, run_id="older")
+        WatchLog(older)(account(1, {"rollout": 5000}))
+        assert main(["top", str(run), "--once"]) == EXIT_OK
+        assert "step 29" in capsys.readouterr().out
+        assert main(["top", str(run), "--run", "older", "--once"]) == EXIT_OK
+        assert "run_2: has ended" in capsys.readouterr().out
+        assert main(["top", str(run), "--run", "nobody", "--once"]) == EXIT_BAD_INPUT
+        assert "has no run 'nobody'" in capsys.readouterr().err
+        write_run(run / "run_3", run_id="newer\n")
+        assert main(["top", str(run), "--once"]) == EXIT_BAD_INPUT
+        first, second, error = capsys.readouterr().err.splitlines()
+        assert first.startswith(f"  {run}: 1 step, run abc, started ")
+        assert second.startswith(rf"  {run / 'run_3'}: no captured step, run newer\n, started ")
+        assert second.endswith(", running")
+        assert error.endswith("holds 2 runs; name one of these with --run")
+        (run / "run_2" / "run.json").write_text("{")
+        assert main(["top", str(run), "--run", "abc", "--once"]) == EXIT_OK
 
     def test_the_loop_says_in_which_step_it_is(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """By its sign of life; one that is none is no matter."""

@@ -519,6 +519,22 @@ def test_a_job_is_alive_then_ended(job: Job, capsys: pytest.CaptureFixture[str])
     assert "refused: training ended after step 2" in capsys.readouterr().out
 
 
+def test_many_folders_are_one_short_line_that_is_said_once(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first and the last of them, and how many."""
+    job.step(2)
+    stepping = threading.Timer(0.5, job.step, (31,))
+    stepping.start()
+    assert main(["trigger", str(job.run), "--steps", "30", "--wait", "60"]) == 0
+    stepping.join()
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(set(lines)) == len(lines)
+    assert f"accepted: {job.run}/step_000003 to step_000032, 30 in all" in lines[0]
+    assert all(len(line) < len(str(job.run)) + 150 for line in lines)
+    assert lines[-1].startswith(f"done: {job.run}/step_000003 to step_000032, 30 in all; policy version ")
+
+
 def test_the_answer_names_a_worker_that_could_not(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     """In the list of requests too; and the exit code says so."""
     job.ask(Aim(tools=("nsys",)))

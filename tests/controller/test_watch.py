@@ -196,6 +196,29 @@ def test_a_worker_that_is_restarted_is_read_again_and_one_that_is_dead_is_named_
     assert "ActorDiedError" in said[0] or "ActorUnavailableError" in said[0]
 
 
+def test_a_loop_that_ends_within_a_step_asks_its_workers_once(
+    tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after SIGTERM: they are due when the step is cut short, and nobody is said not to have answered."""
+    config = watched(tmp_path, every=1, schedule={"steps": [100]})
+    set_up(config, pool.sync)
+    callback, _, whole = followed(config, ("actor", pool.sync))
+    callback.on_step_begin(1)
+    ray.get([worker.work.remote() for worker in pool.sync])
+    callback.on_train_end()
+    assert not [record.message for record in caplog.records if "has not answered" in record.message]
+    assert set(names(whole[-1].workers)) == {"actor_rank0", "actor_rank1", "actor_rank2"}
+
+
+def test_a_loop_without_workers_is_one_process(tmp_path: Path) -> None:
+    """Nobody is missing in its accounts."""
+    callback, early, whole = followed(watched(tmp_path))
+    run(callback, lambda step: None, steps=2)
+    assert {row.doubt for account in (*early, *whole) for row in account.exposed if row.name} == {
+        "one process"
+    }
+
+
 def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(
     tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -215,6 +215,8 @@ def test_a_process_that_leads_three_times_is_noticed() -> None:
     assert (first.sign, first.stage) == ("leader", "update_actor")
     assert (first.suspects, first.peers) == (["actor_rank3"], ["actor_rank1"])
     assert 0.1 < first.value < 0.2
+    assert first.reason.startswith("step 3: actor_rank3 was in stage update_actor")
+    assert first.reason.count("actor_rank3") == 1
     assert detector.observe(account(40, slow={"actor_rank3": 2.5})) is None
     found = [detector.observe(account(step, slow={"actor_rank3": 2.5})) for step in (41, 42)]
     assert [each is not None for each in found] == [False, True]

@@ -31,6 +31,13 @@ def use(lane: str, *stages: Timed, role: str = "", runs: int = 1) -> RankUse:
     )
 
 
+def test_a_loop_without_workers_waits_for_none() -> None:
+    """Where it has workers, they are missing; where it has none, it is one process."""
+    step = account(10, [use("controller", ("rollout", 0, 8))])
+    assert [row.doubt for row in exposed(step)] == ["not read", ""]
+    assert [row.doubt for row in exposed(step, has_workers=False)] == ["one process", ""]
+
+
 def account(length: int, loop: list[RankUse], *workers: RankUse) -> StepAccount:
     """Return the account of a step of some milliseconds."""
     return StepAccount(

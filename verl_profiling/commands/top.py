@@ -23,15 +23,16 @@ from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.arguments import at_least_0, local_path
 from verl_profiling.demand import CONTROL, LOOP_NAME, LoopState, read_message
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import RUN_NAME
+from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.named_files import named_file
 from verl_profiling.report.captures_so_far import CapturesSoFar
 from verl_profiling.report.columns import fitting_console
 from verl_profiling.report.watch_frame import Pulse, WatchFrame
 from verl_profiling.report.watch_history import WatchHistory
 from verl_profiling.run_files import read_starts
-from verl_profiling.timeline.inputs import the_run
+from verl_profiling.timeline.inputs import described, runs_at
 from verl_profiling.units import duration
+from verl_profiling.visible import visible
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, WatchLogReader, has_watch_log
 
 __all__ = ["View", "configure", "run"]
@@ -56,6 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "1 its process is gone without a word; 2 there is no such run, or it has no watch"
     )
     parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help="folder of a run")
+    parser.add_argument("--run", dest="run_id", metavar="ID", help="the run, where several share the folder")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument(
         "--interval",
@@ -68,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the run until the user has seen enough."""
-    run_dir = the_run(arguments.run_dir)
+    run_dir = _the_one(arguments.run_dir, arguments.run_id)
     if not run_dir.is_dir():
         raise TraceFormatError(run_dir, "no such folder of a run")
     view = View(run_dir)
@@ -86,6 +88,39 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     console.print(view.frame())
     return _exit_code(frame.pulse)
+
+
+def _the_one(path: Path, run_id: str | None) -> Path:
+    """Return the folder of the run that is meant: the only one there, or the only one that has not ended.
+
+    Raises:
+        TraceFormatError: There is none of that id, or several may be meant, which are listed.
+    """
+    found = runs_at(path)
+    if run_id is not None:
+        found = [run for run in found if run_id in {start.run_id for start in _starts(run)}]
+        if not found:
+            raise TraceFormatError(path, f"has no run {run_id!r}")
+    if len(found) > 1:
+        found = [run for run in found if _may_run(run)] or found
+    if len(found) > 1:
+        for run in found:
+            print(visible(f"  {run}: {described(run)}"), file=sys.stderr)
+        raise TraceFormatError(path, f"holds {len(found)} runs; name one of these with --run")
+    return found[0]
+
+
+def _may_run(run: Path) -> bool:
+    starts = _starts(run)
+    return bool(starts) and starts[-1].end_ns is None and starts[-1].process.alive() is not False
+
+
+def _starts(run: Path) -> list[RunInfo]:
+    """Return the starts of a run; none where they cannot be read."""
+    try:
+        return read_starts(run)
+    except TraceFormatError:
+        return []
 
 
 def _exit_code(pulse: Pulse) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = ["configure", "run"]
 
 _SOON_S = 0.3
 _MOST_RANKS = 4096
+_MOST_FOLDERS = 3
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,9 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
         verb = "cancelling" if demand is None else "asked as"
         print(visible(f"{verb} {request}; {job.in_words()}"), flush=True)
     answer: Answer | None = None
+    said: list[str] = []
     for answer in job.follow(request, _SOON_S if arguments.wait is None else arguments.wait):
-        if not arguments.json and not (demand is None and answer.state == "accepted"):
-            _print(_in_words(answer, job.line.place))
+        before, said = said, _in_words(answer, job.line.place)
+        if not arguments.json and said != before and not (demand is None and answer.state == "accepted"):
+            _print(said)
     if arguments.json:
         asked = {"request": request, "run": job.line.place, "job": job.in_words()}
         print(json.dumps({**asked, "answer": msgspec.to_builtins(answer) if answer is not None else None}))
@@ -145,11 +149,12 @@ def _in_words(answer: Answer, place: str) -> list[str]:
     """Return an answer as a line, and a line for each worker that has nothing."""
     if answer.state in ("refused", "cancelled"):
         return [f"{answer.state}: {answer.reason}" if answer.reason else answer.state]
-    folders = ", ".join(f"{place}/{name}" for name in answer.folders)
+    folders = _folders(place, answer.folders)
     if answer.state == "accepted":
         done = f" ({answer.made} of {len(answer.folders)} made)" if answer.made else ""
         return [f"accepted: {folders}{done}"]
-    versions = ", ".join(str(version) for version in answer.policy_versions if version is not None)
+    known = [str(version) for version in answer.policy_versions if version is not None]
+    versions = f"{known[0]} to {known[-1]}" if len(known) > _MOST_FOLDERS else ", ".join(known)
     parts = [
         f"done: {folders}",
         f"policy version {versions}" if versions else "",
@@ -158,6 +163,12 @@ def _in_words(answer: Answer, place: str) -> list[str]:
     ]
     reasons = [f"  {worker.name}: {worker.reason}" for worker in answer.workers if worker.reason]
     return ["; ".join(filter(None, parts)), *reasons]
+
+
+def _folders(place: str, names: Sequence[str]) -> str:
+    if len(names) > _MOST_FOLDERS:
+        return f"{place}/{names[0]} to {names[-1]}, {len(names)} in all"
+    return ", ".join(f"{place}/{name}" for name in names)
 
 
 def _aim(arguments: argparse.Namespace) -> Aim:

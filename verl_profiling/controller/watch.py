@@ -196,10 +196,12 @@ class Watch:
 
     def last_calls(self) -> Sequence[Call]:
         """Ask the workers for the last time, after a wait for :attr:`calls`; return the calls."""
+        asked_ns = self._workers.asked_ns
         self.step_ends()
         self._soon = self._at_once = True
         self._collect()
-        self._ask()
+        if self._workers.asked_ns == asked_ns:  # or the end of a step that was cut short has just asked
+            self._ask()
         return self._workers.calls
 
     def last_step_is_over(self) -> OtherRanks | None:
@@ -310,7 +312,8 @@ class Watch:
     def _explained(self, account: StepAccount) -> StepAccount:
         before = self.accounts[-1] if self.accounts else None
         try:
-            return msgspec.structs.replace(account, exposed=exposed(account, before))
+            rows = exposed(account, before, self._workers.has_any)
+            return msgspec.structs.replace(account, exposed=rows)
         except Exception as error:  # a mistake of the watch is no matter of the loop either
             self._say_once(id(exposed), account.step, error)
             return account

@@ -100,6 +100,11 @@ class WatchedWorkers:
                     return
 
     @property
+    def has_any(self) -> bool:
+        """Whether the loop has workers, read or not."""
+        return bool(self._roster.targets)
+
+    @property
     def are_read(self) -> bool:
         """Whether all have been asked and have answered, but for those that are silent for long."""
         return not (self._open or self._to_ask)

@@ -31,9 +31,11 @@ __all__ = [
     "UNWRITTEN",
     "FoundSteps",
     "absent",
+    "described",
     "find_steps",
     "is_step",
     "resolve_artifact",
+    "runs_at",
     "step_folders",
     "step_number",
     "steps_of",
@@ -157,27 +159,34 @@ def the_run(path: Path) -> Path:
     Raises:
         TraceFormatError: The path holds several runs.
     """
+    runs = runs_at(path)
+    if len(runs) > 1:
+        named = ", ".join(f"{_name(run)} ({described(run)})" for run in runs)
+        raise TraceFormatError(path, f"holds {len(runs)} runs; name one of them: {named}")
+    return runs[0]
+
+
+def runs_at(path: Path) -> list[Path]:
+    """Return the folders of the runs that a path names or holds; the path itself if there is none."""
     if path.name == RUN_NAME and path.is_file():
-        return path.parent
+        return [path.parent]
     if not path.is_dir() or is_step(path):
-        return path
+        return [path]
     below = {file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{RUN_NAME}")}
     runs = sorted(below)
     if (path / RUN_NAME).is_file() or step_folders(path):
         runs.insert(0, path)
-    if len(runs) > 1:
-        named = ", ".join(f"{_name(run)} ({_described(run)})" for run in runs)
-        raise TraceFormatError(path, f"holds {len(runs)} runs; name one of them: {named}")
-    return runs[0] if runs else path
+    return runs or [path]
 
 
 def _name(run: Path) -> Path:
     return run / RUN_NAME if (run / RUN_NAME).is_file() else run
 
 
-def _described(run: Path) -> str:
+def described(run: Path) -> str:
+    """Return how many captured steps a run has, its id and when it was started, and whether it goes on."""
     steps = len(step_folders(run))
-    count = f"{steps} step{'s' if steps != 1 else ''}"
+    count = f"{steps} step{'s' if steps != 1 else ''}" if steps else "no captured step"
     try:
         starts = read_starts(run)
     except TraceFormatError:
@@ -185,7 +194,8 @@ def _described(run: Path) -> str:
     if not starts:
         return f"{count}, without {RUN_NAME}: name a step folder"
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(starts[0].begin_ns / 1e9))
-    return f"{count}, run {starts[0].run_id}, started {began}"
+    goes_on = ", running" if starts[-1].end_ns is None and starts[-1].process.alive() else ""
+    return f"{count}, run {starts[0].run_id}, started {began}{goes_on}"
 
 
 def _refuse_mixture(path: Path, steps: list[StepInputs]) -> None:

@@ -18,7 +18,9 @@ from verl_profiling.watch.roles import working_in
 __all__ = ["exposed", "standings"]
 
 
-def exposed(account: StepAccount, before: StepAccount | None = None) -> list[ExposedStage]:
+def exposed(
+    account: StepAccount, before: StepAccount | None = None, has_workers: bool = True
+) -> list[ExposedStage]:
     """Return where a step's time went, in order of the loop's stages; the last row lies in no stage.
 
     ``C_r(s)`` is how far process ``r`` of the loop is after stage ``s``, ``F(s)`` the largest of them, and
@@ -28,10 +30,11 @@ def exposed(account: StepAccount, before: StepAccount | None = None) -> list[Exp
     Args:
         account: The account of the step.
         before: That of the step before, whose workers may have gone on in this one.
+        has_workers: Whether the loop calls any, so that they are missing where the account has none.
     """
     duration_ns = max(0, account.duration_ns)
     advances = _advances(_loop_of(account))
-    standing_in = _standings(account, advances, before)
+    standing_in = _standings(account, advances, before, has_workers)
     rows: list[ExposedStage] = []
     before_ns = 0
     for advance in advances:
@@ -61,10 +64,13 @@ def standings(account: StepAccount, before: StepAccount | None = None) -> dict[s
 
 
 def _standings(
-    account: StepAccount, advances: Iterable[Advance], before: StepAccount | None
+    account: StepAccount,
+    advances: Iterable[Advance],
+    before: StepAccount | None,
+    has_workers: bool = True,
 ) -> dict[str, list[Standing]]:
     found = {advance.name: [advance.standing] for advance in advances}
-    if len(account.loop) != 1:
+    if len(account.loop) != 1 or not (account.workers or has_workers):
         return found
     [loop] = _loop_of(account)
     if not account.workers:

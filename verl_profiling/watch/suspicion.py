@@ -72,7 +72,8 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
             ran |= dict.fromkeys(standing.ran) if found else {}
         suspects = suspects[:MOST_SUSPECTS]
         who = f"longest there: {', '.join(suspects)}" if suspects else "no process stands out there"
-        reason = f"{self.reason}; {who}" if self.stage else self.reason
+        says_who = self.sign == "leader" and len(suspects) <= 1
+        reason = f"{self.reason}; {who}" if self.stage and not says_who else self.reason
         return msgspec.structs.replace(
             self, suspects=suspects, peers=peers, ran=list(ran), reason=reason, aimed=True
         )
