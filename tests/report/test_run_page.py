@@ -14,6 +14,7 @@ from html_elements import Elements
 from step_folders import build_step
 
 from verl_profiling.cli import main
+from verl_profiling.report.asked import Asked
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import render_run, runs_of
@@ -56,6 +57,23 @@ def test_it_says_which_step_changed_first_and_which_is_slowest(steps: list[Repor
     figures = text_of(page, "figures")
     assert "Step, median9.15 s" in figures
     assert "SlowestStep 1313.9 s, +4.80 s over the median" in figures
+
+
+def test_captures_that_were_asked_for_are_not_compared(steps: list[Report], tmp_path: Path) -> None:
+    """They recorded what they were aimed at: no change is found in them, and that is said; all have bars."""
+    demand = Asked(kind="demand", reason="")
+    mixed = [msgspec.structs.replace(r, asked=demand) if r.step in (13, 14) else r for r in steps]
+    page = page_of(mixed, tmp_path)
+    said = text_of(page, "findings")
+    assert "Changed first: update_actor in Step 15" in said
+    assert "(median of 3 before" in said
+    assert "Left out, because what was recorded may differ: 2 captures that were asked for." in said
+    assert 'href="step_000013/report.html"' in page
+    few = text_of(page_of(mixed[2:5], tmp_path), "findings")
+    assert "What changed is said of three captured steps or more." in few
+    by_schedule = Asked(kind="schedule", reason="", sign="slow_step")
+    both = [msgspec.structs.replace(r, asked=by_schedule) for r in steps]
+    assert "Changed first: rollout in Step 13" in text_of(page_of(both, tmp_path), "findings")
 
 
 def test_every_step_has_a_row_with_a_link_to_its_page(steps: list[Report], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from verl_profiling.report.trend import (
     first_change,
     slowest,
     stage_seconds,
+    unaimed,
 )
 from verl_profiling.report.uncaptured import how_to_capture
 from verl_profiling.report.watch_picture import WatchPicture, watch_picture
@@ -97,14 +98,15 @@ def _figures(reports: Sequence[Report]) -> Iterator[str]:
     took = [report.span_us / 1e6 for report in reports]
     spread = f"from {duration(min(took))} to {duration(max(took))}"
     yield figure("Step, median", duration(median(took)), spread)
-    busy = [share for report in reports if (share := report.working_share) is not None]
+    alike = [reports[index] for index in unaimed(reports)]
+    busy = [share for report in alike if (share := report.working_share) is not None]
     if busy:
         spread = f"from {min(busy):.0%} to {max(busy):.0%}"
-        whose = "Devices" if any(report.shares_devices for report in reports) else "Lanes"
+        whose = "Devices" if any(report.shares_devices for report in alike) else "Lanes"
         yield figure(f"{whose} busy, median", f"{median(busy):.0%}", spread)
-    lost = [sum(report.lost_s.values()) for report in reports]
+    lost = [sum(report.lost_s.values()) for report in alike]
     if any(lost):
-        causes = [report.lost_s for report in reports]
+        causes = [report.lost_s for report in alike]
         total = {name: sum(row.get(name, 0.0) for row in causes) for row in causes for name in row}
         most = max(total, key=lambda name: total[name])
         line = f"of all devices; {total[most] / sum(lost):.0%} {escape(most.replace('_', ' '))}"
@@ -116,13 +118,18 @@ def _figures(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def _story(reports: Sequence[Report], links: Sequence[str]) -> str:
-    change = first_change(reports)
+    alike = unaimed(reports)
+    change = first_change([reports[index] for index in alike])
     if change is None:
         first = "No stage and no cause of lost time left its range."
-        if len(reports) < 3:
+        if len(alike) < 3:
             first = "What changed is said of three captured steps or more."
     else:
-        first = _changed(change, _anchor(reports[change.index], links[change.index]))
+        changed = alike[change.index]
+        first = _changed(change, _anchor(reports[changed], links[changed]))
+    if apart := len(reports) - len(alike):
+        captures = f"{apart} captures that were" if apart > 1 else "one capture that was"
+        first += f" Left out, because what was recorded may differ: {captures} asked for."
     index = slowest(reports)
     found = excess(reports, index) if len(reports) > 1 else None
     second = ""

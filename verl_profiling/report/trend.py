@@ -11,7 +11,7 @@ import msgspec
 from verl_profiling.report.model import Report
 from verl_profiling.report.thresholds import Shift
 
-__all__ = ["Change", "excess", "first_change", "slowest", "stage_seconds"]
+__all__ = ["Change", "excess", "first_change", "slowest", "stage_seconds", "unaimed"]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +37,13 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 def stage_seconds(report: Report) -> dict[str, float]:
     """Return the time of each outermost stage of the controller, and of the rest of the step."""
     return {row.name: row.duration_us / 1e6 for row in report.stages if row.depth == 0}
+
+
+def unaimed(reports: Sequence[Report]) -> list[int]:
+    """Return which steps were captured as the settings say: others recorded what they were asked for."""
+    return [
+        at for at, report in enumerate(reports) if report.asked is None or report.asked.kind == "schedule"
+    ]
 
 
 def slowest(reports: Sequence[Report]) -> int:
