@@ -34,9 +34,10 @@ def markdown(results: dict[str, Any]) -> str:
     lines += [
         "",
         f"{len(faulty)} runs with a fault, {len(soon)} of them noticed in time "
-        f"({len(soon) / len(faulty):.0%}): within 5 steps; where memory grows, within 5 after the window. "
+        f"({len(soon) / max(1, len(faulty)):.0%}): within 5 steps; where memory grows, within 5 after the "
+        "window. "
         f"{quiet:,} quiet steps, of all runs before their fault and of those without one, "
-        f"with {false} false alarms: {1000 * false / quiet:.2f} per 1,000.",
+        f"with {false} false alarms: {1000 * false / max(1, quiet):.2f} per 1,000.",
         "",
         *(
             f"- Missed: {run['fault']}, {run['loop']}: {run['miss']}"

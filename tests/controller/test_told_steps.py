@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from verl_profiling.controller.channel import Channel, FileChannel, StoreChannel
-from verl_profiling.controller.spmd import Alone
+from verl_profiling.controller.peers import Alone
 from verl_profiling.controller.told_steps import Hearing, Telling, ToldSteps
 from verl_profiling.step_account import RankUse, StageUse, StepAccount
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from verl_profiling.controller.decision import Decision
-from verl_profiling.controller.spmd import Alone
+from verl_profiling.controller.peers import Alone
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.trigger import Trigger

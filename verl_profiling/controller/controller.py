@@ -31,10 +31,11 @@ from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture, OpenSte
 from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.outside import Outside
 from verl_profiling.controller.participants import Participants
+from verl_profiling.controller.peers import Alone
 from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.rounds import Rounds
-from verl_profiling.controller.spmd import Alone, find_peers, knows_peers, leads
+from verl_profiling.controller.spmd import find_peers, knows_peers, leads
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.controller.watch import Watch
 from verl_profiling.controller.watch_outlet import WatchOutlet

@@ -15,9 +15,10 @@ from verl_profiling.controller.control_folder import ControlFolder
 from verl_profiling.controller.decision import Asker, Decisions
 from verl_profiling.controller.demands import Demands
 from verl_profiling.controller.inbox import Inbox
+from verl_profiling.controller.peers import Alone
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.run_claim import RunFolder
-from verl_profiling.controller.spmd import Alone, find_peers, has_peers
+from verl_profiling.controller.spmd import find_peers, has_peers
 from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.controller.told_steps import Hearing, Telling
 from verl_profiling.controller.watch import Listener, Watch

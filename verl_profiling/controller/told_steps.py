@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from verl_profiling.controller.spmd import Alone
+from verl_profiling.controller.peers import Alone
 from verl_profiling.identity import ProcessId
 from verl_profiling.step_account import RankUse, StepAccount
 from verl_profiling.watch.ring import MAX_NAMES
