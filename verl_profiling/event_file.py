@@ -1,8 +1,11 @@
-"""A file of events for TensorBoard, written with tensorboard's own writer: torch is not needed."""
+"""A file of events for TensorBoard, in tensorboard's own format: torch is not needed, and no thread."""
 
 from __future__ import annotations
 
+import os
+import socket
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,13 +30,17 @@ class EventFile:
     def __init__(self, logdir: Path, wanted_by: str) -> None:
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise ToolUnavailableError(
                 f"{wanted_by} needs {error.name}: pip install 'verl-profiling[tensorboard]'"
             ) from error
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(str(logdir))
+        logdir.mkdir(parents=True, exist_ok=True)
+        source = f"{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        path = logdir / f"events.out.tfevents.{int(time.time()):010d}.{source}"
+        self._writer = RecordWriter(path.open("xb"))
+        self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def add(self, step: int, scalars: Mapping[str, float], others: Iterable[Any] = ()) -> None:
         """Add a point.
@@ -42,15 +49,18 @@ class EventFile:
             step: The step that it belongs to.
             scalars: Numbers by tag.
             others: Values of a ``Summary`` that are none.
+
+        Raises:
+            OSError: The disk is full.
         """
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         summary = self._summary(value=[*values, *others])
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
-
-    def flush(self) -> None:
-        """Let TensorBoard see what was added."""
-        self._writer.flush()
+        self._write(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
-        """Write what was added, and close the file."""
+        """Close the file."""
         self._writer.close()
+
+    def _write(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()

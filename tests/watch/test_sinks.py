@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import resource
 import struct
 import sys
 import threading
@@ -242,6 +243,21 @@ class TestTensorBoard:
         points = read.Scalars("profiling/watch/rollout/exposed_s")
         assert [(point.step, point.value) for point in points] == [(3, 5.0), (4, 5.0)]
         sink.close()
+
+    def test_a_full_disk_is_an_error_of_the_sink_and_no_traceback_of_tensorboard(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """It is raised where it is written, so that the sink is switched off and named."""
+        pytest.importorskip("tensorboard")
+        sink = TensorBoardSink(tmp_path)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                sink.write(3, values_of(account(3)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert capfd.readouterr().err == ""
 
     def test_a_leader_in_doubt_is_no_point(self, tmp_path: Path) -> None:
         """No rank of before is repeated, and no number stands for none; the other curves have every step."""

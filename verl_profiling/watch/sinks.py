@@ -52,7 +52,6 @@ class TensorBoardSink:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to each curve."""
         self._file.add(step, values)
-        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
