@@ -191,6 +191,7 @@ def test_a_worker_that_is_restarted_is_read_again_and_one_that_is_dead_is_named_
     said = [record.message for record in caplog.records if "is not read" in record.message]
     *restarting, dead = said  # it may be asked just while it restarts, and answers after that
     assert "ActorDiedError" in dead
+    assert "actor rank 0 (pid " in dead, "it has said who it is, though it was never captured"
     assert all("ActorUnavailableError" in text for text in restarting), said
     assert len(restarting) <= 1, said
     assert "ActorDiedError" in said[0] or "ActorUnavailableError" in said[0]

@@ -153,6 +153,7 @@ class WatchedWorkers:
                 del self._lanes[process]
 
     def _take_reading(self, worker: Worker, reading: WatchReading, handshake: Handshake) -> None:
+        self._roster.known.setdefault(worker, reading.identity)
         process, domain, offset_ns = reading.process, reading.identity.clock_domain, 0
         if domain != clock.domain():
             known = self._handshakes.setdefault(domain, deque(maxlen=_HANDSHAKES))
@@ -160,7 +161,7 @@ class WatchedWorkers:
             offset_ns = best_handshake(known).offset_ns
         lane = self._lane_of(process)
         if lane is None:
-            identity = self._roster.known.get(worker, reading.identity)
+            identity = self._roster.known[worker]
             lane = Lane(identity.lane(), identity.role, identity.rank, self._stages, identity.replica)
             self._lanes[process] = lane
         self._process[worker] = process
