@@ -377,7 +377,7 @@ def test_an_account_that_cannot_be_added_up_is_said_once_and_the_loop_goes_on(
 ) -> None:
     """The hooks raise nothing, and the durations are there."""
 
-    def broken(account: StepAccount, before: StepAccount | None) -> None:
+    def broken(account: StepAccount, before: StepAccount | None, has_workers: bool) -> None:
         raise ZeroDivisionError("no stage")
 
     monkeypatch.setattr("verl_profiling.controller.watch.exposed", broken)
