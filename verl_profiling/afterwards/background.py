@@ -31,12 +31,13 @@ class BackgroundWork:
         self._work: list[tuple[float, int, Callable[[], float | None]]] = []
         self._numbers = count()
         self._unfinished = 0
-        self._running = False
+        self._running = self._closed = False
 
     def submit(self, work: Callable[[], float | None]) -> None:
         """Queue a function; it returns ``None``, or after how many seconds it is to be called again."""
         with self._changed:
             self._unfinished += 1
+            self._closed = False
             self._put(work, 0.0)
             if not self._running:
                 thread = threading.Thread(target=self._run, name=f"verl-profiling-{self._name}", daemon=True)
@@ -61,6 +62,14 @@ class BackgroundWork:
         with self._changed:
             return self._changed.wait_for(lambda: not self._unfinished, max(0.0, timeout_s))
 
+    def close(self, timeout_s: float) -> bool:
+        """Like :meth:`drain`; besides the thread ends without waiting for more work, which starts another."""
+        done = self.drain(timeout_s)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        return done
+
     def _put(self, work: Callable[[], float | None], delay_s: float) -> None:
         heapq.heappush(self._work, (time.monotonic() + delay_s, next(self._numbers), work))
         self._changed.notify_all()
@@ -71,7 +80,10 @@ class BackgroundWork:
     def _next(self) -> Callable[[], float | None] | None:
         """Wait for work that is due; return ``None`` when there has been none for a while."""
         with self._changed:
-            while self._has_work() or self._changed.wait_for(self._has_work, self._idle_s):
+            while self._has_work() or (
+                self._changed.wait_for(lambda: self._has_work() or self._closed, self._idle_s)
+                and self._has_work()
+            ):
                 wait_s = self._work[0][0] - time.monotonic()
                 if wait_s <= 0:
                     return heapq.heappop(self._work)[2]

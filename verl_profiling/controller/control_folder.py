@@ -159,7 +159,7 @@ class ControlFolder:
         if wait or self._work.is_idle:
             self._work.submit(self._write_beat)
         if wait:
-            self._work.drain(_PATIENCE_S)
+            self._work.close(_PATIENCE_S)
 
     def _write_beat(self) -> None:
         try:
