@@ -530,7 +530,7 @@ def test_many_folders_are_one_short_line_that_is_said_once(
     stepping.join()
     lines = capsys.readouterr().out.splitlines()[1:]
     assert len(set(lines)) == len(lines)
-    assert f"accepted: {job.run}/step_000003 to step_000032, 30 in all" in lines[0]
+    assert all(f": {job.run}/step_000003 to step_000032, 30 in all" in line for line in lines)
     assert all(len(line) < len(str(job.run)) + 150 for line in lines)
     assert lines[-1].startswith(f"done: {job.run}/step_000003 to step_000032, 30 in all; policy version ")
 
