@@ -34,7 +34,7 @@ def connected(command: str, address: str, purpose: str) -> Any:
         except Exception as error:  # no cluster, or another version of it
             raise ToolUnavailableError(
                 f"{command}: no Ray cluster at {address} ({error}); run this on a node of the cluster that "
-                "trains, or name it; one that wants a token needs RAY_AUTH_MODE=token"
+                "trains, or name its HOST:PORT; one that wants a token needs RAY_AUTH_MODE=token"
             ) from error
     return ray
 

@@ -25,7 +25,7 @@ from verl_profiling.aim import Aim
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.commands.asking import find_job
-from verl_profiling.controller.control_folder import MOST_REJECTED
+from verl_profiling.controller.control_folder import MOST_REJECTED, ControlFolder
 from verl_profiling.demand import Answer, Demand, LoopState, read_message, write_message
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
@@ -465,15 +465,27 @@ def test_ten_thousand_files_delay_no_step(job: Job) -> None:
 
 def test_a_folder_that_is_gone_ends_nothing(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     """It is said once."""
-    import shutil
-
     job.step()
-    shutil.rmtree(job.run / "control")
+    (job.run / "control").rename(job.run / "moved")  # at once: the loop still leaves its signs of life there
     job.step(3)
     assert len([message for message in caplog.messages if "cannot be seen" in message]) == 1
     os.kill(os.getpid(), signal.SIGUSR2)
     job.step()
     assert job.captured() == [5]
+
+
+def test_what_cannot_be_left_in_a_folder_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each try names a file of its own in its error, but it is the same trouble."""
+    folder = ControlFolder(tmp_path)
+    folder.path.rename(tmp_path / "moved")
+    for step in range(3):
+        folder.beat(LoopState(process=ProcessId.current(), run_id="r", step=step), wait=True)
+        folder.answer(Answer(demand=Demand(id=f"{step:012x}"), state="accepted"))
+    said = {message.split(":")[0] for message in caplog.messages}
+    assert len(caplog.messages) == 2
+    assert said == {"a request for a capture cannot be answered", "nobody can see that this loop runs"}
 
 
 def test_a_folder_that_cannot_be_made_is_said(

@@ -138,7 +138,7 @@ class ControlFolder:
                 self._thin_out(folder)
             write_message(path, answer)
         except OSError as error:
-            self._say(f"a request for a capture cannot be answered: {error}")
+            self._say(f"a request for a capture cannot be answered: {error}", once="answer")
 
     def answers(self) -> list[Answer]:
         """Return the answers that earlier starts of the run have left."""
@@ -167,7 +167,7 @@ class ControlFolder:
         except IndexError:  # a later one was written already
             return
         except OSError as error:
-            self._say(f"nobody can see that this loop runs: {error}")
+            self._say(f"nobody can see that this loop runs: {error}", once="beat")
 
     def _reject(self, path: Path, error: Exception) -> None:
         """Put a file aside that is no request, as long as there are few."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.errors import ToolUnavailableError, TraceFormatError
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, Artifact
 from verl_profiling.named_files import named_file
+from verl_profiling.ray_cluster import connected
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import is_step, resolve_artifact, step_folders
 
@@ -90,21 +91,9 @@ class Nodes:
     """
 
     def __init__(self, address: str = "auto") -> None:
-        try:
-            import ray
-            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-        except ImportError:
-            raise ToolUnavailableError(
-                "collect: files of other hosts come through Ray: pip install ray"
-            ) from None
-        if not ray.is_initialized():
-            try:
-                ray.init(address=address, log_to_driver=False, configure_logging=False)
-            except Exception as error:  # no cluster, or another version of it
-                raise ToolUnavailableError(
-                    f"collect: no Ray cluster at {address} ({error}); run this on a node of the cluster that "
-                    "trained, or name it: --address HOST:PORT"
-                ) from error
+        ray = connected("collect", address, "files of other hosts come")
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         self._ray: Any = ray
         self._pinned = NodeAffinitySchedulingStrategy
 
