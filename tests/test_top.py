@@ -118,6 +118,11 @@ class TestOneFrame:
         assert rollout.count("▅") == 19
         assert rollout.count("█") == 1
 
+    def test_memory_that_was_not_read_in_the_last_step_is_that_of_the_step_before(self) -> None:
+        """Of quick steps it is not read in each."""
+        lines = drawn(frame_of(account(1), account(2, peak_bytes=None)))
+        assert any(line.split()[:5] == ["actor", "4", "9", "GB", "3"] for line in lines)
+
     def test_of_several_runs_the_one_that_goes_on_is_shown_or_the_one_that_is_named(
         self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

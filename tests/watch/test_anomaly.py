@@ -235,8 +235,22 @@ def test_memory_that_grows_in_every_step_is_noticed() -> None:
     assert (first.sign, first.suspects, first.step) == ("memory", ["actor_rank1"], 21)
     assert first.peers == ["actor_rank0"]
     assert first.reason == (
-        "step 21: actor_rank1 has 14.2 MB, 39% more than 20 steps ago, and more after every one of them"
+        "step 21: actor_rank1 has 14.2 MB, 39% more than after step 1, and more each of the 20 times that it "
+        "was looked at since"
     )
+
+
+def test_memory_that_is_not_known_after_every_step_is_followed_where_it_is() -> None:
+    """Of quick steps it is not: after the window of those that are known its growth is noticed."""
+    detector = Detector(Anomaly())
+    found = []
+    for step in range(1, 70):
+        held = {f"actor_rank{rank}": 10_000_000 for rank in range(RANKS)}
+        held["actor_rank1"] += step * 200_000
+        found.append(detector.observe(account(step, held=held if step % 3 == 1 else None)))
+    [first] = [each for each in found if each is not None]
+    assert (first.sign, first.suspects, first.step) == ("memory", ["actor_rank1"], 61)
+    assert "118% more than after step 1" in first.reason
 
 
 def test_there_is_no_verdict_without_a_past() -> None:

@@ -206,17 +206,21 @@ def test_threads_lose_no_stage_of_each_other() -> None:
     assert all(0 <= ended.duration_ns < 10**10 for ended in told)
 
 
-def test_memory_is_read_at_the_end_of_long_stages_alone() -> None:
-    """For a short one that would cost more than the stage."""
-    asked = []
+def test_memory_is_read_for_a_thousandth_of_the_time() -> None:
+    """What a read took says when the next one is due; a clock that is set back does not put it off."""
+
+    def memory() -> tuple[int, int]:
+        begin_ns = time.thread_time_ns()
+        while time.thread_time_ns() < begin_ns + 1_000_000:
+            pass
+        return 200, 100
+
     marked = Marked()
-    marked.sink = StageRing(100, memory=lambda: asked.append(1) or (200, 100))  # type: ignore[func-returns-value]
-    marked.sink.add("short", 0, 999_999)
-    marked.sink.add("long", 0, 1_000_000)
-    short, long = marked.kept()
-    assert (short.peak_bytes, short.held_bytes) == (0, 0)
-    assert (long.peak_bytes, long.held_bytes) == (200, 100)
-    assert len(asked) == 1
+    marked.sink = StageRing(100, memory)
+    for end_s in (10, 10.1, 10.5, 13, 5, 5.1):
+        marked.sink.add("update", 0, int(end_s * 1e9))
+    known = [(stage.peak_bytes, stage.held_bytes) for stage in marked.kept()]
+    assert known == [(200, 100), (0, 0), (0, 0), (200, 100), (200, 100), (0, 0)]
 
 
 def test_memory_of_the_host_is_that_of_the_process() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
+from itertools import islice
 from statistics import median
 
 import msgspec
@@ -17,7 +18,7 @@ from verl_profiling.report.sparkline import sparkline
 from verl_profiling.report.watch_history import IN_NO_STAGE, main_rows, was_read
 from verl_profiling.units import byte_size, duration
 from verl_profiling.visible import visible
-from verl_profiling.watch_log import LoggedSpans, LoggedStage, LoggedStep
+from verl_profiling.watch_log import LoggedSpans, LoggedStage, LoggedStep, RoleMemory
 
 __all__ = ["Pulse", "WatchFrame"]
 
@@ -27,6 +28,7 @@ _WITH_MEDIAN = 64
 _WITH_SHARE = 48
 _TREND = 20
 _MANY_STAGES = 16
+_MANY_ROLES = 16
 _MANY_SPANS = 8
 
 
@@ -99,9 +101,12 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
         if self._read.spans:
             yield Text()
             yield self._spans(width, ascii_only)
-        if any(row.peak_bytes is not None or row.held_bytes is not None for row in self._read.memory):
+        known = {
+            row.role: row for step in self.steps for row in step.memory if row.peak_bytes or row.held_bytes
+        }
+        if known:
             yield Text()
-            yield _memory(self._read, whole=width >= _WITH_MEDIAN)
+            yield _memory(known.values(), whole=width >= _WITH_MEDIAN)
 
     @property
     def _read(self) -> LoggedStep:
@@ -197,15 +202,14 @@ def _led(step: LoggedStep) -> str:
     return f"one process alone is late for {led_ns / 1e9 / step.seconds:.1%} of step {step.step}"
 
 
-def _memory(step: LoggedStep, *, whole: bool) -> Table:
+def _memory(rows: Iterable[RoleMemory], *, whole: bool) -> Table:
     table = table_of("", "memory", *(["processes"] if whole else []), "highest peak", "held", "of")
     table.title = None
     table.columns[-1].justify = "left"
-    for row in step.memory:
+    for row in islice(rows, _MANY_ROLES):
         sizes = [None if size is None else byte_size(size) for size in (row.peak_bytes, row.held_bytes)]
-        if any(sizes):
-            count = [str(row.processes)] if whole else []
-            table.add_row(Text(visible(row.role)), *count, *sizes, Text(visible(row.lane)))
+        count = [str(row.processes)] if whole else []
+        table.add_row(Text(visible(row.role)), *count, *sizes, Text(visible(row.lane)))
     return table
 
 

@@ -14,7 +14,7 @@ __all__ = ["Growth"]
 
 
 class Growth:
-    """Follows what every process holds at the end of its steps.
+    """Follows what every process holds at the end of its steps, those after which it was read.
 
     Args:
         options: By which share it must grow, and in how many steps.
@@ -23,7 +23,7 @@ class Growth:
     def __init__(self, options: Anomaly) -> None:
         self._share = options.memory
         self._window = options.window
-        self._held: dict[str, deque[int]] = {}
+        self._held: dict[str, deque[tuple[int, int]]] = {}
 
     def observe(self, account: StepAccount, quiet: bool) -> Suspicion | None:
         """Return whose memory has grown in every step of the window, by the share in all.
@@ -38,11 +38,12 @@ class Growth:
         found: tuple[float, RankUse] | None = None
         for lane, use in uses.items():
             held = self._held.setdefault(lane, deque(maxlen=self._window + 1))
-            if not use.held_bytes or (held and use.held_bytes <= held[-1]):
+            if not use.held_bytes:
+                continue
+            if held and use.held_bytes <= held[-1][1]:
                 held.clear()
-            if use.held_bytes:
-                held.append(use.held_bytes)
-            share = held[-1] / held[0] - 1 if held else 0.0
+            held.append((account.step, use.held_bytes))
+            share = held[-1][1] / held[0][1] - 1
             if self._share is not None and len(held) > self._window and share >= self._share:
                 found = max(found or (share, use), (share, use), key=lambda each: each[0])
         if found is None or quiet:
@@ -50,9 +51,9 @@ class Growth:
         return self._suspicion(account, *found, list(uses.values()))
 
     def _suspicion(self, account: StepAccount, share: float, use: RankUse, uses: list[RankUse]) -> Suspicion:
-        history = list(self._held[use.lane])
+        first, history = self._held[use.lane][0][0], [size for _, size in self._held[use.lane]]
         growth = {
-            other.lane: held[-1] - held[0]
+            other.lane: held[-1][1] - held[0][1]
             for other in uses
             if other.role == use.role and (held := self._held[other.lane])
         }
@@ -66,5 +67,5 @@ class Growth:
             median=median(history[:-1]),
             history=list(map(float, history)),
             reason=f"step {account.step}: {use.lane} has {byte_size(history[-1])}, {share:.0%} more than "
-            f"{self._window} steps ago, and more after every one of them",
+            f"after step {first}, and more each of the {self._window} times that it was looked at since",
         )

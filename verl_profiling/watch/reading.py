@@ -23,7 +23,7 @@ class EndedStage(msgspec.Struct, frozen=True, gc=False):
         name: Its name.
         begin_ns: When it began, on the clock of the process.
         duration_ns: How long it took.
-        peak_bytes: The mark of the most memory at its end; 0 if it was too short for that to be read.
+        peak_bytes: The mark of the most memory at its end; 0 if that was not read.
         held_bytes: The memory at its end, likewise.
     """
 

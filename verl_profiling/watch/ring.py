@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import count
@@ -34,7 +35,9 @@ MAX_NAMES = 256
 """The names after these are one, ``OTHERS``."""
 
 _LONGEST_NAME = 200
-_LONG_NS = 1_000_000
+_PAUSE = 1_000
+"""So many times as long as reading the memory took is waited before it is read again."""
+
 _SLACK_NS = 1_000_000_000
 
 
@@ -59,13 +62,14 @@ class StageRing:
 
     Args:
         stages: How many are kept.
-        memory: Returns the peak and the size of the process's memory. It is asked at the end of a stage
-            that took at least a millisecond: for a shorter one it would cost more than the stage itself.
+        memory: Returns the peak and the size of the process's memory. It is asked at the end of a stage,
+            but for a thousandth of the time at most; at the end of the others nothing is known of it.
     """
 
     def __init__(self, stages: int, memory: Callable[[], tuple[int, int]] = process_memory) -> None:
         self.capacity = stages
         self._memory = memory
+        self._asked_ns = self._pause_ns = 0
         self._slots = bytearray(stages * SLOT.size)
         self._numbers = count(1)
         self._last = 0
@@ -105,7 +109,8 @@ class StageRing:
     def add(self, name: str, begin_ns: int, end_ns: int) -> None:
         """Keep a stage that lies in no other."""
         duration_ns = max(0, end_ns - begin_ns)
-        peak, held = self._memory() if duration_ns >= _LONG_NS else (0, 0)
+        # By its distance: the clock may be set back.
+        peak, held = self._ask_memory(end_ns) if abs(end_ns - self._asked_ns) >= self._pause_ns else (0, 0)
         index = self._index.get(name)
         if index is None:
             index = self._new_name(name)
@@ -140,6 +145,12 @@ class StageRing:
             outer = outer.parent
         if outer is None:
             self.add(stage.name, stage.begin_ns, clock.now_ns())
+
+    def _ask_memory(self, now_ns: int) -> tuple[int, int]:
+        begin_ns = time.thread_time_ns()
+        found = self._memory()
+        self._asked_ns, self._pause_ns = now_ns, _PAUSE * (time.thread_time_ns() - begin_ns)
+        return found
 
     def _new_name(self, name: str) -> int:
         name = name[:_LONGEST_NAME]
