@@ -23,6 +23,7 @@ from step_folders import build_step
 
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.commands.top import _heard
 from verl_profiling.demand import LoopState, write_message
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
@@ -34,7 +35,7 @@ from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.step_account import SpanTotal
 from verl_profiling.trigger import Trigger
 from verl_profiling.watch.log import WatchLog
-from verl_profiling.watch_log import WATCH_LOG, logged
+from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, logged
 
 ENTERS, LEAVES = b"\x1b[?1049h", b"\x1b[?1049l"
 
@@ -234,6 +235,21 @@ class TestExitCodes:
         write_run(run, end_ns=2)
         assert main(["top", str(run), "--once"]) == EXIT_OK
         assert "run: has ended; last heard of" in capsys.readouterr().out
+
+    def test_a_log_that_is_begun_anew_meanwhile_is_no_matter(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its file may get its other name right after it was looked for."""
+        look_at = Path.stat
+
+        def looks(path: Path, **how: bool) -> os.stat_result:
+            found = look_at(path, **how)
+            if path == run / WATCH_LOG:
+                path.rename(run / OLDER_WATCH_LOG)
+            return found
+
+        monkeypatch.setattr(Path, "stat", looks)
+        assert "last heard of" in _heard(run)
 
     def test_a_process_that_is_gone_is_a_finding(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Killed, or its machine was restarted."""

@@ -91,7 +91,8 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         stages: Its outermost stages, in order of their first begin.
         peak_bytes: The most memory that it has had by the step's end, of its device, or of the host where it
             has none: since it began, or since the program reset torch's mark.
-        held_bytes: What it had of that memory at the end of the last stage of the step.
+        held_bytes: What it had of that memory at the end of the last stage of the step after which it was
+            read.
         spans: What its trajectories and their spans add up to, if it runs trajectories.
     """
 

@@ -98,6 +98,14 @@ def test_a_watch_that_judges_no_step_is_said_once_at_the_begin(
     assert sum("watch.trigger: never asks" in record.message for record in caplog.records) == 1
 
 
+def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That the steps are not logged: when training begins, and not again with the first step."""
+    (tmp_path / "file").touch()
+    config = watched(tmp_path, save_path=str(tmp_path / "file" / "run"), schedule={"steps": []})
+    run(ProfilingCallback(config), lambda step: None, steps=3)
+    assert sum("its steps are not logged" in record.message for record in caplog.records) == 1
+
+
 def test_without_the_watch_nobody_is_called_and_nothing_is_kept(tmp_path: Path, pool: Pool) -> None:
     """The calls of a run are those of before: nothing reads a ring, and a worker has none."""
     config = configured(tmp_path)

@@ -94,6 +94,34 @@ def test_a_slow_tool_is_named_where_the_rollout_became_slow_by_it() -> None:
     assert found.trigger().reason == found.reason
 
 
+def test_a_slow_tool_of_one_rank_of_a_loop_of_several_is_named() -> None:
+    """Ranks that run trajectories themselves tell of their spans, too."""
+
+    def ranks(step: int, slow: bool) -> StepAccount:
+        begin_ns = step * 1_000 * MS
+        loop = [
+            RankUse(
+                lane=f"actor_rank{rank}",
+                role="actor",
+                rank=rank,
+                stages=[StageUse("generate", (150 if slow and rank == 2 else 50) * MS, 1, begin_ns)],
+                spans=[SpanTotal("tool:search", 10, (140 if slow and rank == 2 else 40) * MS)],
+            )
+            for rank in range(4)
+        ]
+        took_ms = 155 if slow else 55
+        found = StepAccount(step=step, begin_ns=begin_ns, end_ns=begin_ns + took_ms * MS, loop=loop)
+        return msgspec.structs.replace(found, exposed=exposed(found))
+
+    detector = Detector(Anomaly())
+    for step in range(1, 31):
+        assert detector.observe(ranks(step, slow=False)) is None
+    found = twice(detector, ranks(31, slow=True), ranks(32, slow=True))
+    assert found is not None
+    assert found.suspects == ["actor_rank2"]
+    assert found.reason.endswith("; tool:search of actor took 260 ms in 40 calls, usually 160 ms in 40 calls")
+
+
 def test_spans_say_nothing_of_a_stage_that_others_ran() -> None:
     """Nor does a span that grew by less than the stage."""
     detector = Detector(Anomaly())
@@ -238,6 +266,18 @@ def test_memory_that_grows_in_every_step_is_noticed() -> None:
         "step 21: actor_rank1 has 14.2 MB, 39% more than after step 1, and more each of the 20 times that it "
         "was looked at since"
     )
+
+
+def test_memory_that_grows_in_all_processes_of_a_role_is_noticed_once() -> None:
+    """They run the same code: it is one piece of news in a window, and says how many they are."""
+    detector = Detector(Anomaly())
+    found = []
+    for step in range(1, 42):
+        held = {f"actor_rank{rank}": 10_000_000 + step * (200_000 + rank) for rank in range(RANKS)}
+        found.append(detector.observe(account(step, held=held)))
+    [first] = [each for each in found if each is not None]
+    assert (first.sign, first.suspects, first.step) == ("memory", ["actor_rank3"], 21)
+    assert first.reason.endswith("; so it is with 3 more of its role")
 
 
 def test_memory_that_is_not_known_after_every_step_is_followed_where_it_is() -> None:

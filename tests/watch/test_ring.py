@@ -9,6 +9,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,27 @@ def test_threads_lose_no_stage_of_each_other() -> None:
     assert sorted(ended.number for ended in marked.kept()) == list(range(1, 4_001))
     assert {ended.name for ended in told} <= {f"t{number}" for number in range(8)}
     assert all(0 <= ended.duration_ns < 10**10 for ended in told)
+
+
+def test_a_full_ring_is_read_in_order_while_stages_end() -> None:
+    """The place of a stage may get a later one before it is read; that one is told in its turn."""
+    ring, ends = StageRing(1_000, lambda: (0, 0)), threading.Event()
+
+    def work() -> None:
+        while not ends.is_set():
+            ring.add("update", 0, time.time_ns())
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        read = [[ended.number for ended in ended_stages(*ring.read(0))] for _ in range(200)]
+    finally:
+        sys.setswitchinterval(before)
+        ends.set()
+        thread.join()
+    assert all(earlier < later for numbers in read for earlier, later in pairwise(numbers))
 
 
 def test_memory_is_read_for_a_thousandth_of_the_time() -> None:

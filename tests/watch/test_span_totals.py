@@ -273,6 +273,23 @@ def test_a_long_wait_for_a_reader_costs_sharpness_and_no_span() -> None:
     assert [found["generate"].runs for found in totals] == [400] * 60
 
 
+def test_a_clock_that_is_set_back_again_and_again_loses_no_span() -> None:
+    """Pieces that lie before those before them are joined, too: memory is bounded, and nobody waits."""
+    tally = SpanTally()
+
+    def work() -> None:
+        for number in range(10 * PIECES):
+            tally.add("generate", 0, (10 * PIECES - number) * S, False)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    _, told = tally.read()
+    assert len(told) <= (PIECES + 1) * PIECE.size
+    assert max(runs for _, _, _, runs, _, _ in PIECE.iter_unpack(told)) == 10 * PIECES
+
+
 def test_a_reader_that_comes_later_does_not_count_what_was_told_to_another(tally: SpanTally) -> None:
     """A loop that is resumed while its workers go on."""
     with span("generate"):

@@ -11,7 +11,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -173,7 +173,10 @@ class View:
 def _heard(run_dir: Path) -> str:
     """Return when the run was last heard of, and in which step it is."""
     signs = (WATCH_LOG, OLDER_WATCH_LOG, f"{CONTROL}/{LOOP_NAME}")
-    written = [path.stat().st_mtime for sign in signs if (path := run_dir / sign).exists()]
+    written = []
+    for sign in signs:
+        with suppress(OSError):  # not there, or just renamed: the log was begun anew
+            written.append((run_dir / sign).stat().st_mtime)
     if not written:
         return "nothing heard of it yet"
     ago = f"last heard of {duration(max(round(time.time() - max(written)), 0))} ago"

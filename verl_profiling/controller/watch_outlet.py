@@ -35,6 +35,7 @@ class WatchOutlet:
         self._folders = folders
         self._watch = watch
         self._outlet: Outlet | None = None
+        self._complained = False
 
     def begin(self) -> None:
         """Begin, unless this process follows another rank."""
@@ -43,7 +44,9 @@ class WatchOutlet:
         try:
             run = self._folders.run
         except OSError as error:
-            logger.warning("watch: its steps are not logged: %s", error)
+            if not self._complained:
+                logger.warning("watch: its steps are not logged: %s", error)
+            self._complained = True
             return
         self._outlet = Outlet(run.path, self._config.watch.sinks or (), WatchLog(run.path))
         self._watch.early.append(self._outlet.step_ended)

@@ -11,6 +11,7 @@ import concurrent.futures
 import os
 from asyncio import _get_running_loop, current_task
 from collections.abc import Generator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from threading import get_ident
 from types import TracebackType
@@ -107,12 +108,32 @@ class _Ready:
 
 
 _DONE: Final = _Ready(None)
+
+
+class _Async:
+    """What ``async with`` does with something is what ``with`` does, without a turn of the event loop."""
+
+    __slots__ = ()
+
+    def __aenter__(self: AbstractContextManager[Any]) -> _Ready:
+        return _Ready(self.__enter__())
+
+    def __aexit__(
+        self: AbstractContextManager[Any],
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> _Ready:
+        self.__exit__(kind, error, trace)
+        return _DONE
+
+
 TRAJECTORY: Final = "trajectory"
 """Name of trajectories where they are added up beside their spans."""
 _FAILED: Final = "failed"
 
 
-class Trajectory:
+class Trajectory(_Async):
     """One rollout of one prompt, from its dispatch to its response; made by :func:`trajectory`.
 
     Attributes:
@@ -181,17 +202,8 @@ class Trajectory:
         if _totals is not None:
             _totals.add(TRAJECTORY, self.begin_ns, self.end_ns, self.fate == _FAILED)
 
-    def __aenter__(self) -> _Ready:
-        return _Ready(self.__enter__())
 
-    def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> _Ready:
-        self.__exit__(kind, error, trace)
-        return _DONE
-
-
-class Span(msgspec.Struct, eq=False, gc=False):
+class Span(_Async, msgspec.Struct, eq=False, gc=False):
     """What a trajectory does for a while; made by :func:`span`.
 
     The garbage collector does not track spans, so that thousands of them do not make it run.
@@ -266,15 +278,6 @@ class Span(msgspec.Struct, eq=False, gc=False):
             if _totals is not None:
                 _totals.add(self.name, self.begin_ns, end_ns, self.failed)
 
-    def __aenter__(self) -> _Ready:
-        return _Ready(self.__enter__())
-
-    def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> _Ready:
-        self.__exit__(kind, error, trace)
-        return _DONE
-
 
 Node = Trajectory | Span
 _current: ContextVar[Node | None] = ContextVar("verl_profiling_innermost_span", default=None)
@@ -307,7 +310,7 @@ class _Idle:
         pass
 
 
-class _Totalled(msgspec.Struct, eq=False, gc=False):
+class _Totalled(_Async, msgspec.Struct, eq=False, gc=False):
     """What :func:`span` returns while nothing records and spans are added up; it belongs to no trajectory."""
 
     name: str
@@ -327,15 +330,6 @@ class _Totalled(msgspec.Struct, eq=False, gc=False):
     ) -> None:
         if _totals is not None:
             _totals.add(self.name, self.begin_ns, clock.now_ns(), kind is not None)
-
-    def __aenter__(self) -> _Ready:
-        return _Ready(self.__enter__())
-
-    def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> _Ready:
-        self.__exit__(kind, error, trace)
-        return _DONE
 
 
 _IDLE: Final[Any] = _Idle()

@@ -63,6 +63,7 @@ class Detector:
         self._read_ns = account.begin_ns
         if several and (slow := self._all.observe(account)) is not None:
             found = slow if slow.aimed else slow.aimed_with(account, self._before)
+            found = self._spans.explained(found, account, self._before)
         self._spans.observe(account)
         leading = self._leading.observe(account, self._before, quiet=found is not None)
         growing = self._growth.observe(account, quiet=(found or leading) is not None)

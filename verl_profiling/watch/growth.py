@@ -16,6 +16,8 @@ __all__ = ["Growth"]
 class Growth:
     """Follows what every process holds at the end of its steps, those after which it was read.
 
+    Where it grows in several processes of a role, which run the same code, that is one piece of news.
+
     Args:
         options: By which share it must grow, and in how many steps.
     """
@@ -35,7 +37,7 @@ class Growth:
         uses = {use.lane: use for use in (*account.loop, *account.workers)}
         for lane in [lane for lane in self._held if lane not in uses]:
             del self._held[lane]
-        found: tuple[float, RankUse] | None = None
+        grown: list[tuple[float, RankUse]] = []
         for lane, use in uses.items():
             held = self._held.setdefault(lane, deque(maxlen=self._window + 1))
             if not use.held_bytes:
@@ -45,19 +47,25 @@ class Growth:
             held.append((account.step, use.held_bytes))
             share = held[-1][1] / held[0][1] - 1
             if self._share is not None and len(held) > self._window and share >= self._share:
-                found = max(found or (share, use), (share, use), key=lambda each: each[0])
-        if found is None or quiet:
+                grown.append((share, use))
+        if not grown or quiet:
             return None
-        return self._suspicion(account, *found, list(uses.values()))
+        share, most = max(grown, key=lambda each: each[0])
+        alike = sum(use.role == most.role for _, use in grown) - 1
+        return self._suspicion(account, share, most, alike, list(uses.values()))
 
-    def _suspicion(self, account: StepAccount, share: float, use: RankUse, uses: list[RankUse]) -> Suspicion:
+    def _suspicion(
+        self, account: StepAccount, share: float, use: RankUse, alike: int, uses: list[RankUse]
+    ) -> Suspicion:
         first, history = self._held[use.lane][0][0], [size for _, size in self._held[use.lane]]
         growth = {
             other.lane: held[-1][1] - held[0][1]
             for other in uses
             if other.role == use.role and (held := self._held[other.lane])
         }
-        self._held[use.lane].clear()
+        for lane in growth:
+            self._held[lane].clear()
+        others = f"; so it is with {alike} more of its role" if alike else ""
         return Suspicion(
             step=account.step,
             sign="memory",
@@ -67,5 +75,6 @@ class Growth:
             median=median(history[:-1]),
             history=list(map(float, history)),
             reason=f"step {account.step}: {use.lane} has {byte_size(history[-1])}, {share:.0%} more than "
-            f"after step {first}, and more each of the {self._window} times that it was looked at since",
+            f"after step {first}, and more each of the {self._window} times that it was looked at since"
+            f"{others}",
         )

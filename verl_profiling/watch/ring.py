@@ -132,6 +132,8 @@ class StageRing:
             place = number % self.capacity * SLOT.size
             slot = bytes(self._slots[place : place + SLOT.size])
             kept, _, begin_ns, duration_ns, _, _ = SLOT.unpack(slot)
+            if kept != number:  # another thread has its place by now, or has not written it yet
+                continue
             if kept <= self._told if since_ns is None else begin_ns + duration_ns < since_ns - _SLACK_NS:
                 break
             found.append(slot)

@@ -126,8 +126,9 @@ def _joined(pieces: list[_Piece], longest_ns: int) -> list[_Piece]:
     """Return the pieces, of which those that together are shorter than that are one."""
     joined: list[_Piece] = []
     for piece in pieces:
-        if joined and 0 <= piece.end_ns - joined[-1].begin_ns < longest_ns:
-            joined[-1].end_ns = piece.end_ns
+        # Of a clock that was set back, the pieces may lie before those that were before them.
+        if joined and piece.end_ns - joined[-1].begin_ns < longest_ns:
+            joined[-1].end_ns = max(joined[-1].end_ns, piece.end_ns)
             joined[-1].sums |= piece.sums
         else:
             joined.append(piece)
