@@ -60,10 +60,20 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     assert _after_a_while(lambda: [str(child) for child in _children() - children]) == []
     assert outputs or not Path("outputs/profiling").exists(), "written into the working directory"
     folder = tmp_path_factory.getbasetemp()
-    parts = _after_a_while(lambda: [str(path) for path in folder.rglob(".*.part*") if path.is_file()])
+    parts = _after_a_while(lambda: _parts(folder))
     for part in parts:
         Path(part).unlink(missing_ok=True)
     assert parts == []
+
+
+def _parts(folder: Path) -> list[str]:
+    """Return the unfinished files in a folder; others may write and remove there meanwhile."""
+    return [
+        str(Path(inside, name))
+        for inside, _, names in os.walk(folder)
+        for name in names
+        if name.startswith(".") and ".part" in name
+    ]
 
 
 def _children() -> set[psutil.Process]:
@@ -81,7 +91,7 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def _after_a_while(look: Callable[[], list[str]], seconds: float = 5.0) -> list[str]:
+def _after_a_while(look: Callable[[], list[str]], seconds: float = 20.0) -> list[str]:
     """Return what ``look`` sees once it sees nothing, or when the time is up."""
     deadline = time.monotonic() + seconds
     while (seen := look()) and time.monotonic() < deadline:

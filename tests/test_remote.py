@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from verl_profiling.afterwards.uploads import remove_empty
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.remote import RemoteFolder, is_url
 
@@ -123,3 +125,21 @@ def test_a_checksum_decides_where_the_store_has_one(tmp_path: Path, monkeypatch:
     local.write_text("six")
     with pytest.raises(OSError, match="another checksum"):
         folder.put(local, "a")
+
+
+def test_a_staged_folder_in_which_others_still_remove_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is told of a file that waits there when none does."""
+    scandir = os.scandir
+
+    def vanishing(path: Any = ".") -> Any:
+        if str(path).endswith("vanishes"):
+            monkeypatch.setattr(os, "scandir", scandir)
+            Path(path).rmdir()
+        return scandir(path)
+
+    (tmp_path / "staged" / "step_000001" / "vanishes").mkdir(parents=True)
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert remove_empty(tmp_path / "staged")
+    assert not (tmp_path / "staged").exists()

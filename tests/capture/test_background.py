@@ -38,10 +38,10 @@ def test_work_is_done_in_order_and_told_once() -> None:
 def test_draining_waits_no_longer_than_told() -> None:
     """It returns whether all work was done in time; the rest continues."""
     finisher, go = Finisher(), threading.Event()
-    finisher.submit("c", PENDING, lambda: go.wait() and done())
+    finisher.submit("c", PENDING, lambda: go.wait(60) and done())
     begin = time.monotonic()
     assert not finisher.drain(0.1)
-    assert 0.1 <= time.monotonic() - begin < 2
+    assert 0.1 <= time.monotonic() - begin < 20
     assert finisher.take_finished() == []
     go.set()
     assert finisher.drain(10)
@@ -70,8 +70,8 @@ def test_submitting_does_not_wait() -> None:
     finisher, go = Finisher(), threading.Event()
     begin = time.monotonic()
     for _ in range(10):
-        finisher.submit("c", PENDING, lambda: go.wait() and done())
-    assert time.monotonic() - begin < 1
+        finisher.submit("c", PENDING, lambda: go.wait(60) and done())
+    assert time.monotonic() - begin < 20
     assert len(threads()) >= 1
     go.set()
     assert finisher.drain(10)

@@ -359,20 +359,31 @@ def test_discrete_stages_of_two_tasks_do_not_cut_each_other_short(tmp_path: Path
     """The recording ends with the stage that began it, not with another one of the same name."""
     import asyncio
 
-    @stage("generate")
-    async def generate(seconds: float) -> None:
-        await asyncio.sleep(seconds)
+    async def both() -> int:
+        begun, second_ended = asyncio.Event(), asyncio.Event()
 
-    async def both() -> None:
-        first = asyncio.create_task(generate(0.3))
-        await asyncio.sleep(0.01)
-        await asyncio.gather(first, generate(0.05))
+        @stage("generate")
+        async def first() -> None:
+            begun.set()
+            await second_ended.wait()
+
+        @stage("generate")
+        async def second() -> None:
+            await begun.wait()
+
+        task = asyncio.create_task(first())
+        await begun.wait()
+        await second()
+        ended_ns = time.time_ns()
+        second_ended.set()
+        await task
+        return ended_ns
 
     with record_step(settings(mode="discrete"), tmp_path) as recorded:
-        asyncio.run(both())
+        second_ended_ns = asyncio.run(both())
     assert recorded.result is not None
     [artifact] = recorded.result.artifacts
-    assert artifact.end_ns - artifact.begin_ns >= 300_000_000
+    assert artifact.begin_ns < second_ended_ns <= artifact.end_ns
 
 
 def test_discrete_stages_that_begin_at_once_on_two_threads_share_a_recording(tmp_path: Path) -> None:

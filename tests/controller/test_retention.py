@@ -67,6 +67,31 @@ def test_nothing_is_removed_unless_asked_for(tmp_path: Path, session: Session) -
     assert kept(config) == names(1, 2, 3, 4)
 
 
+def test_a_folder_that_a_worker_removes_while_it_is_measured_costs_no_capture(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that a profiler has made while it works on its recording."""
+    config = every_step(tmp_path, limits={"total_bytes": "1GB"})
+    scandir, gone = os.scandir, []
+
+    def vanishing(path: Any = ".") -> Any:
+        if str(path).endswith("vanishes"):
+            Path(path).rmdir()
+            gone.append(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    with callback:
+        for step in (1, 2):
+            callback.on_step_begin(step)
+            callback.on_step_end()
+            (Path(config.save_path) / names(step)[0] / "vanishes").mkdir()
+    assert kept(config) == names(1, 2)
+    assert len(gone) == 1
+
+
 def test_a_folder_with_files_of_somebody_else_stays(tmp_path: Path, session: Session) -> None:
     """A note in it, a report that was made of it: the folder is left alone, and that is said once."""
     config = every_step(tmp_path, run_id="r", limits={"keep_last": 1})

@@ -43,8 +43,9 @@ calls = output + ".cuda-calls"
 opened = open(calls).read().split().count("start") if os.path.exists(calls) else 0
 limit = int(options["capture-range-end"].partition(":")[2])
 for number in range(1, min(opened, limit) + 1):
-    with open(f"{{output}}.{{number}}.nsys-rep", "w") as report:
+    with open(f"{{output}}.{{number}}.writing", "w") as report:
         report.write("report")
+    os.replace(report.name, f"{{output}}.{{number}}.nsys-rep")
 sys.exit(code if code >= 0 else 1)
 """
 

@@ -162,7 +162,7 @@ def test_a_cancelled_task_ends_what_it_began() -> None:
     log = ran(cancelled())
     assert only(log).fate == "cancelled"
     assert named(log, "tool:slow").failed
-    assert only(log).end_ns - only(log).begin_ns < 10**9
+    assert only(log).end_ns - only(log).begin_ns < 30 * 10**9
 
 
 def test_the_loop_says_the_fate() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import socket
 import time
@@ -119,7 +120,7 @@ def remove_uploaded(path: Path) -> None:
 
 def remove_empty(folder: Path) -> bool:
     """Remove a folder unless there is a file in it; return whether."""
-    if any(path.is_file() for path in folder.rglob("*")):
+    if any(names for _, _, names in os.walk(folder)):  # whose folders others may remove meanwhile
         return False
     shutil.rmtree(folder, ignore_errors=True)
     return True

@@ -206,8 +206,8 @@ class RemoteRun:
         return folder not in self._waiting
 
     def drain(self, timeout_s: float) -> None:
-        """Wait for the uploads."""
-        if not self._background.drain(timeout_s):
+        """Wait for the uploads; their thread ends with them."""
+        if not self._background.close(timeout_s):
             logger.error("uploads to %s were not done after %g s", self.url, timeout_s)
 
     def leave(self) -> None:

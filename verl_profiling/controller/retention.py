@@ -7,6 +7,7 @@ so that a crash leaves a whole step, or none, and a name by which the next start
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Collection, Iterable
@@ -194,11 +195,12 @@ def _strangers(folder: Path, run_id: str) -> str:
 
 def _bytes_in(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.lstat().st_size
-        except OSError:
-            continue
+    for inside, _, names in os.walk(folder):  # workers remove files and folders there meanwhile
+        for name in names:
+            try:
+                total += Path(inside, name).lstat().st_size
+            except OSError:
+                continue
     return total
 
 

@@ -16,6 +16,8 @@ __all__ = ["CaptureSoFar", "CapturesSoFar"]
 
 _UNREADABLE = (OSError, TraceFormatError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _MOST_BYTES = 64 << 20
+_Version = tuple[int, int] | None
+"""When a manifest was written, and its inode: a file system tells times in steps of milliseconds."""
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -61,7 +63,7 @@ class CapturesSoFar:
     def __init__(self, run: Path, most: int) -> None:
         self._run = run
         self._most = most
-        self._read: dict[Path, tuple[int, CaptureSoFar]] = {}
+        self._read: dict[Path, tuple[_Version, CaptureSoFar]] = {}
 
     def look(self) -> tuple[int, list[CaptureSoFar]]:
         """Return how many step folders there are, and the latest of them, in order."""
@@ -73,17 +75,18 @@ class CapturesSoFar:
         self._read = {folder: self._capture(folder) for folder in latest}
         return len(folders), [capture for _, capture in self._read.values()]
 
-    def _capture(self, folder: Path) -> tuple[int, CaptureSoFar]:
+    def _capture(self, folder: Path) -> tuple[_Version, CaptureSoFar]:
         capture = CaptureSoFar(folder=folder.name, step=step_number(folder))
         try:
             path = named_file(folder, MANIFEST_NAME)
             found = path.stat()
-            if folder in self._read and self._read[folder][0] == found.st_mtime_ns:
+            version = (found.st_mtime_ns, found.st_ino)
+            if folder in self._read and self._read[folder][0] == version:
                 return self._read[folder]
             if not path.is_file() or found.st_size > _MOST_BYTES:
-                return 0, capture
+                return None, capture
             head = msgspec.json.decode(path.read_bytes(), type=_Head)
         except _UNREADABLE:
-            return 0, capture
+            return None, capture
         goes_on = head.state == "begun"
-        return found.st_mtime_ns, msgspec.structs.replace(capture, trigger=head.trigger, goes_on=goes_on)
+        return version, msgspec.structs.replace(capture, trigger=head.trigger, goes_on=goes_on)
