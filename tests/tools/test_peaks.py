@@ -87,8 +87,9 @@ def test_every_tool_says_how_high_the_process_was_after_each_stage(
 ) -> None:
     """The kernel's mark is only read, so it rises with a stage that sets it and stays there after it.
 
-    Of a stage that is over within a millisecond it is not read.
+    Of a stage that is over within a millisecond it is not read; the machine may stop one of several in it.
     """
+    short = {f"short{number}" for number in range(3)}
     with record_step({"enable": True, "tool": tool, "mode": mode}, tmp_path / "step") as recorded:
         with stage("large"), stage("inner"):
             before = process_peak_bytes()
@@ -96,13 +97,16 @@ def test_every_tool_says_how_high_the_process_was_after_each_stage(
             while process_peak_bytes() < before + 48 * MIB:  # other threads may free memory meanwhile
                 held.append(bytearray(16 * MIB))
         del held
-        with stage("short"):
-            pass
+        for name in short:
+            with stage(name):
+                pass
         with pytest.raises(KeyError):
             raise_after_2_ms()
     assert recorded.result is not None
     peaks = recorded.result.metrics
-    assert set(peaks) == {f"stage/{name}/process_peak_rss_bytes" for name in ("large", "raises")}
+    read = {name.split("/")[1] for name in peaks}
+    assert read - short == {"large", "raises"}
+    assert short - read
     assert peaks["stage/large/process_peak_rss_bytes"] > before + 32 * MIB
     assert peaks["stage/raises/process_peak_rss_bytes"] >= peaks["stage/large/process_peak_rss_bytes"]
 
