@@ -94,11 +94,11 @@ async def async_loop(config: ProfilingConfig) -> None:
     async with profiling:
         for step in (1, 2, 3, 4):
             await profiling.on_step_begin(step)
-            await asyncio.sleep(0.5 if RANK else 0.0)
+            await asyncio.sleep(2.0 if RANK and step == 2 else 0.0)
             await profiling.on_step_end()
     heart.cancel()
     gaps = [after - before for before, after in itertools.pairwise(beats)]
-    assert max(gaps) < 0.4, f"the event loop stood still for {max(gaps)} s"
+    assert max(gaps) < 1.5, f"the event loop stood still for {max(gaps)} s"
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,7 +27,8 @@ from verl_profiling.aim import Aim
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.commands.asking import find_job
-from verl_profiling.controller.control_folder import MOST_REJECTED, ControlFolder
+from verl_profiling.controller import control_folder
+from verl_profiling.controller.control_folder import MOST_REJECTED, MOST_TAKEN, ControlFolder
 from verl_profiling.demand import Answer, Demand, LoopState, read_message, write_message
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
@@ -33,6 +36,14 @@ from verl_profiling.run_files import read_manifest
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 Loop = Callable[[int], None]
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait for something."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def configured(tmp_path: Path, **given: Any) -> ProfilingConfig:
@@ -74,6 +85,21 @@ class Job:
             return given
 
         return answer
+
+    @contextlib.contextmanager
+    def stepping_once_asked(self, times: int = 1) -> Iterator[None]:
+        """Run steps beside what the block does, as soon as a request is there."""
+
+        def step() -> None:
+            wait_until(find_job(self.run).waiting)
+            self.step(times)
+
+        stepping = threading.Thread(target=step)
+        stepping.start()
+        try:
+            yield
+        finally:
+            stepping.join()
 
     def captured(self) -> list[int]:
         """Return the steps that have folders."""
@@ -249,7 +275,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, session: Session) -> 
     answer = job.ask()
     job.callback.on_step_begin(1)
     folder = job.run / "step_000001"
-    time.sleep(0.3)
+    wait_until((folder / "manifest.json").exists)  # it is written beside the loop
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
@@ -455,9 +481,9 @@ def test_ten_thousand_files_delay_no_step(job: Job) -> None:
     longest_s = 0.0
     answer = job.ask()
     for _ in range(200):
-        begin = time.monotonic()
+        begin = time.thread_time()
         job.step()
-        longest_s = max(longest_s, time.monotonic() - begin)
+        longest_s = max(longest_s, time.thread_time() - begin)
     assert answer().state == "done"
     assert len(list((job.run / "control" / "rejected").iterdir())) == MOST_REJECTED
     assert longest_s < 0.5
@@ -466,7 +492,8 @@ def test_ten_thousand_files_delay_no_step(job: Job) -> None:
 def test_a_folder_that_is_gone_ends_nothing(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     """It is said once."""
     job.step()
-    (job.run / "control").rename(job.run / "moved")  # at once: the loop still leaves its signs of life there
+    wait_until(lambda: find_job(job.run).state.step == 1)  # the sign of life is written beside the loop
+    (job.run / "control").rename(job.run / "moved")
     job.step(3)
     assert len([message for message in caplog.messages if "cannot be seen" in message]) == 1
     os.kill(os.getpid(), signal.SIGUSR2)
@@ -536,10 +563,8 @@ def test_many_folders_are_one_short_line_that_is_said_once(
 ) -> None:
     """The first and the last of them, and how many."""
     job.step(2)
-    stepping = threading.Timer(0.5, job.step, (31,))
-    stepping.start()
-    assert main(["trigger", str(job.run), "--steps", "30", "--wait", "60"]) == 0
-    stepping.join()
+    with job.stepping_once_asked(31):
+        assert main(["trigger", str(job.run), "--steps", "30", "--wait", "60"]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert len(set(lines)) == len(lines)
     assert all(f": {job.run}/step_000003 to step_000032, 30 in all" in line for line in lines)
@@ -556,10 +581,8 @@ def test_the_answer_names_a_worker_that_could_not(job: Job, capsys: pytest.Captu
     assert "tools=nsys  done: " in request
     assert request.endswith("policy version 11; actor_rank0 skipped")
     assert reason.startswith("  actor_rank0: asked for tools=nsys, which this process cannot: ")
-    stepping = threading.Timer(0.5, job.step)
-    stepping.start()
-    assert main(["trigger", str(job.run), "--tool", "nsys", "--wait", "20"]) == 1
-    stepping.join()
+    with job.stepping_once_asked():
+        assert main(["trigger", str(job.run), "--tool", "nsys", "--wait", "20"]) == 1
 
 
 def test_a_rank_that_no_engine_has_is_nothing_recorded(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -567,11 +590,9 @@ def test_a_rank_that_no_engine_has_is_nothing_recorded(job: Job, capsys: pytest.
     server = RolloutCaptureMixin()
     server.init_capture(settings(tool="spans"), requests=RequestLog())
     job.callback.add_rollout([server])
-    stepping = threading.Timer(0.5, job.step)
-    stepping.start()
-    asked = ["trigger", str(job.run), "--roles", "rollout", "--ranks", "7", "--wait", "20"]
-    assert main(asked) == 1
-    stepping.join()
+    with job.stepping_once_asked():
+        asked = ["trigger", str(job.run), "--roles", "rollout", "--ranks", "7", "--wait", "20"]
+        assert main(asked) == 1
     assert "no worker recorded" in capsys.readouterr().out
 
 
@@ -681,14 +702,6 @@ def start_loop(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]
         part.unlink()
 
 
-def wait_until(holds: Callable[[], object], seconds: float = 30.0) -> None:
-    """Wait for something."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_of_two_jobs_in_one_folder_one_is_named(
     tmp_path: Path, start_loop: Callable[..., subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -753,20 +766,56 @@ def test_a_request_is_found_where_the_time_of_the_folder_does_not_change(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As over NFS, whose clients keep attributes for long: the folder is read once a second anyway."""
-    real, first = os.stat, (job.run / "control" / "requests").stat()
-    monkeypatch.setattr(
-        "verl_profiling.controller.control_folder.os.stat",
-        lambda path, **more: first if str(path).endswith("/requests") else real(path, **more),
-    )
-    job.step()
+    the_folder_tells(monkeypatch, lambda changed_ns: 1)
+    now_s = 1000.0
+    clock = SimpleNamespace(monotonic=lambda: now_s, time_ns=time.time_ns)
+    monkeypatch.setattr(control_folder, "time", clock)
+    job.step(3)
     answer = job.ask()
-    begin = time.monotonic()
-    while not job.captured():
-        assert time.monotonic() - begin < 10
-        job.step()
-        time.sleep(0.01)
+    now_s += 0.9
+    job.step()
+    assert job.captured() == []
+    now_s += 0.2
+    job.step()
     assert answer().state == "done"
-    assert time.monotonic() - begin < 3
+
+
+def the_folder_tells(monkeypatch: pytest.MonkeyPatch, when_ns: Callable[[int], int]) -> None:
+    """Have the folder of requests tell another time of its last change."""
+    real = os.stat
+
+    def stat(path: Any, **more: Any) -> Any:
+        found = real(path, **more)
+        told = isinstance(path, str) and path.endswith("/requests")
+        return SimpleNamespace(st_mtime_ns=when_ns(found.st_mtime_ns)) if told else found
+
+    monkeypatch.setattr(control_folder.os, "stat", stat)
+
+
+def test_requests_right_after_each_other_are_each_found_in_the_next_step(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where files have times of 10 ms, so that what follows at once leaves the same time."""
+    the_folder_tells(monkeypatch, lambda changed_ns: changed_ns // 10**7 * 10**7)
+    for _ in range(20):
+        answer = job.ask(at=1000)
+        job.step()
+        assert answer().state == "accepted"
+        find_job(job.run).cancel(answer().demand.id)
+        job.step()
+        assert answer().state == "cancelled"
+
+
+def test_more_files_than_a_step_looks_at_are_looked_at_in_the_next(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the folder tells no other time."""
+    the_folder_tells(monkeypatch, lambda changed_ns: 1)
+    requests = put(job, "0.json", b"x").parent
+    for number in range(1, 3 * MOST_TAKEN):
+        put(job, f"{number}.json", b"x")
+    job.step(3)
+    assert list(requests.iterdir()) == []
 
 
 def test_what_nfs_leaves_of_a_removed_file_is_no_request(job: Job, caplog: pytest.LogCaptureFixture) -> None:

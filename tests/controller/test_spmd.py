@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -181,7 +183,7 @@ def test_a_rank_that_answers_late_is_taken_in(tmp_path: Path) -> None:
     assert (fates(first), fates(second)) == (BOTH, BOTH)
     [note] = first.notes
     assert note.startswith("actor_rank1 answered late: rank 1 (pid ")
-    assert "had not ended the step 1 s after rank 0 ended it" in note
+    assert re.search(r"had not ended the step \d+ s after rank 0 ended it", note)
     assert [span.name for span in first.workers[1].stages] == ["reward", "update_actor"]
 
 
@@ -220,7 +222,7 @@ def test_the_clock_of_another_host_is_measured(tmp_path: Path) -> None:
         assert clock.samples == 8
         assert abs(clock.offset_ns - 5_000_000_000) <= clock.error_ns < 500_000_000
         begin_ns = written.workers[1].stages[0].begin_ns - written.offset_ns(written.workers[1].identity)
-        assert abs(begin_ns - written.begin_ns) < 2_000_000_000
+        assert abs(begin_ns - written.begin_ns) < 4_000_000_000
 
 
 def test_an_async_loop_is_not_held_up(tmp_path: Path) -> None:
@@ -334,11 +336,11 @@ def test_a_value_that_comes_while_it_is_asked_for_is_not_lost(tmp_path: Path) ->
 
     def send() -> None:
         for name, wanted in zip(names, asked, strict=True):
-            wanted.wait(10)
+            wanted.wait(60)
             channel.put(name, b"1")
 
     def taken(name: str) -> bytes | None:
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 20
         while (value := channel.take(name)) is None and time.monotonic() < deadline:
             pass
         return value
@@ -355,6 +357,26 @@ def test_a_value_that_comes_while_it_is_asked_for_is_not_lost(tmp_path: Path) ->
         wanted.set()
     sender.join()
     assert lost == []
+
+
+def test_nothing_of_a_closed_folder_stays_whoever_writes_there(tmp_path: Path) -> None:
+    """A rank that is late gets an error, and leaves no file behind; of 50 closes."""
+
+    def write(channel: FileChannel) -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(5000):
+                channel.put("end/1", b"1")
+
+    for _ in range(50):
+        channel = lead_files(tmp_path)
+        writing = threading.Thread(target=write, args=(channel,))
+        writing.start()
+        while not channel.has("end/1"):
+            pass
+        channel.close()
+        writing.join()
+        assert channel.closed
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_crashed_job_left_is_passed_over(tmp_path: Path) -> None:

@@ -93,15 +93,24 @@ def test_a_late_rank_leads_in_the_accounts_of_rank_0_training_after_training(tmp
             ] * 3
             assert account.workers == []
             assert sum(row.exposed_ns for row in account.exposed) == account.duration_ns
-            assert all(0 <= use.stages[0].begin_ns - account.begin_ns < 100e6 for use in account.loop)
-            rollout = account.exposed[0]
-            assert (rollout.name, rollout.leader, rollout.role) == ("rollout", "actor_rank2", "actor")
-            assert rollout.doubt == ""
+            assert all(use.stages[0].begin_ns >= account.begin_ns for use in account.loop)
+            assert account.exposed[0].name == "rollout"
+        begins = [use.stages[0].begin_ns - account.begin_ns for account in found for use in account.loop]
+        assert median(begins) < 100e6
+        first = [(row.leader, row.role, row.doubt) for row in (account.exposed[0] for account in found)]
+        assert first.count(("actor_rank2", "actor", "")) >= 7, "another one may be interrupted in a step"
         assert median(account.exposed[0].exposed_ns for account in found) > 150e6
         assert median(account.exposed[0].lead_ns for account in found) > 100e6
         for rank in (1, 2):
             own = [(account.step, account.loop[0].lane) for account in accounts(tmp_path, rank, training)]
             assert own == [(step, LANES[rank]) for step in range(1, 9)]
+    assert not list((tmp_path / "run").glob(".spmd*"))
+
+
+def test_ranks_that_end_after_rank_0_end_well(tmp_path: Path) -> None:
+    """It waits for what they tell, and not for what else they do; strict settings raise what goes wrong."""
+    logs = run(tmp_path, "ends late", all={"strict": True})
+    assert logs == ["", "", ""]
     assert not list((tmp_path / "run").glob(".spmd*"))
 
 

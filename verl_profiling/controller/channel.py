@@ -153,7 +153,12 @@ class FileChannel:
 
     def close(self) -> None:
         """See :class:`Channel`."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        closed = self._folder.parent.with_name(f".{self._folder.name}")
+        try:
+            self._folder.rename(closed)  # or what somebody writes there meanwhile would stay
+        except OSError:
+            closed = self._folder
+        shutil.rmtree(closed, ignore_errors=True)
         for parent in (self._folder.parent, self._folder.parent.parent):
             with contextlib.suppress(OSError):  # another run's are in it
                 parent.rmdir()

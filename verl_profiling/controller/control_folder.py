@@ -40,7 +40,8 @@ TIMES_A_LOOK = 50
 """How many times as long as a look takes the next one waits."""
 _LOOKS = 8  # the shortest of some counts: any one may have been interrupted
 _PATIENCE_S = 5.0
-_LOOK_AGAIN_S = 1.0  # a file system may be late to say that a folder has changed, or tell times coarsely
+_LOOK_AGAIN_S = 1.0  # a file system may be late to say that a folder has changed
+_GRAIN_NS = 20_000_000  # what comes right after a change may leave the same time, where times are coarse
 
 
 class ControlFolder:
@@ -92,20 +93,22 @@ class ControlFolder:
             return False
         if changed_ns == self._seen_ns:
             self._again_s = now_s + _LOOK_AGAIN_S
-        self._seen_ns = changed_ns
+        is_fresh = 0 <= time.time_ns() - changed_ns < _GRAIN_NS
+        self._seen_ns = -1 if is_fresh else changed_ns
         return True
 
     def take(self) -> tuple[list[Demand], list[str]]:
         """Return the requests that came, the eldest first, and the ids of those to be cancelled."""
         demands: list[Demand] = []
         cancelled: list[str] = []
+        most = MOST_TAKEN + len(self._stuck)
         try:
             with os.scandir(self._requests) as entries:
-                names = [e.name for e in islice(entries, MOST_TAKEN + len(self._stuck))]
+                names = [e.name for e in islice(entries, most)]
         except OSError as error:
             self._say(f"requests for captures cannot be read: {error}")
             return [], []
-        if len(names) > MOST_TAKEN:
+        if len(names) == most:  # there may be more
             self._seen_ns = -1
         for name in names:
             path = self._requests / name

@@ -97,9 +97,13 @@ class Follower(Peer):
         return None
 
     def end(self, finished: list[Finished]) -> Generator[Round, None, None]:
-        """Hand over what was finished since."""
+        """Hand over what was finished since. Rank 0 may have ended: it waits for those that recorded."""
         if self._channel is not None:
-            self._channel.put(f"end/{self._rank}", msgspec.msgpack.encode(finished))
+            try:
+                self._channel.put(f"end/{self._rank}", msgspec.msgpack.encode(finished))
+            except (OSError, RuntimeError) as error:
+                if finished:
+                    logger.warning("rank %d: rank 0 is not told what was finished: %s", self._rank, error)
         yield from ()
 
     def _reached(self) -> Channel | None:
