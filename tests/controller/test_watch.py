@@ -15,7 +15,7 @@ from conftest import Pool
 from fleet import Reborn, WorkerGroup
 from test_callback import configured, local_worker, manifest, run, set_up
 
-from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig
+from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig, clock
 from verl_profiling.aim import Aim
 from verl_profiling.capture.session import Session
 from verl_profiling.commands.asking import find_job
@@ -447,6 +447,30 @@ def test_workers_are_read_at_once_when_that_is_asked_for(tmp_path: Path, session
         assert len(whole) == (0 if step == 1 else 2)
     callback.on_train_end()
     assert len(whole) == len(early) == 3
+
+
+@pytest.mark.parametrize("step", [6, 8])
+def test_each_step_has_one_account_though_the_clock_is_set_back(
+    tmp_path: Path, session: Session, step: int
+) -> None:
+    """By an hour, in one of the steps whose workers are still to be read; none is lost, none comes twice."""
+    config = watched(tmp_path, every=4, schedule={"steps": []})
+    worker = local_worker(config)
+    callback, _, whole = followed(config, ("actor", worker))
+    set_back_s = 0
+
+    def now_ns() -> int:
+        return time.time_ns() - set_back_s * 1_000_000_000
+
+    def work(number: int) -> None:
+        nonlocal set_back_s
+        set_back_s = 3600 if number >= step else 0
+        worker.work(["update_actor"])
+
+    with clock.replaced(now_ns, clock.domain()):
+        run(callback, work, steps=12)
+    assert [account.step for account in whole] == list(range(1, 13))
+    assert all(names(account.workers) for account in (*whole[:4], *whole[8:]))
 
 
 def test_what_lies_between_steps_belongs_to_none(tmp_path: Path, session: Session) -> None:

@@ -312,6 +312,24 @@ def test_a_captured_step_is_not_judged() -> None:
     assert slow_twice(detector, step + 40, times=longer("rollout", 9)) is not None
 
 
+def test_steps_after_the_clock_was_set_back_are_judged() -> None:
+    """Each once, though it comes twice, and though those before it seem to be later."""
+    detector = Detector(Anomaly())
+    day_ns = 86_400 * 10**9
+
+    def back(made: StepAccount) -> StepAccount:
+        return msgspec.structs.replace(made, begin_ns=made.begin_ns - day_ns, end_ns=made.end_ns - day_ns)
+
+    for step in range(1, 31):
+        assert detector.observe(account(step, read=False)) is None
+    for step in (31, 32):
+        slow = account(step, longer("rollout", 9), read=False)
+        assert (detector.observe(back(slow)) is not None) == (step == 32)
+    assert [detector.observe(account(step)) for step in range(1, 31)] == [None] * 30
+    whole = [detector.observe(back(account(step, longer("rollout", 9)))) for step in range(31, 41)]
+    assert [found.step for found in whole if found is not None] == [32]
+
+
 def test_signs_can_be_switched_off() -> None:
     """Each by ``null``; then nothing is noticed of it."""
     everything = {"slow": {"actor_rank3": 1.6}, "times": longer("rollout", 9)}

@@ -194,6 +194,28 @@ def test_what_a_capture_records_is_added_up_as_well(tally: SpanTally, time_passe
     assert [found.name for found in log.spans] == ["inside", "outlasting"]
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_span_that_is_entered_again_is_added_up_without_the_pause(
+    tally: SpanTally, time_passes: Time, recorded: bool
+) -> None:
+    """Whether a capture records it or not: two runs, and only the first of them failed."""
+    log = OpenLog(100)
+    if recorded:
+        start_log(log)
+    try:
+        tool = span("tool:search")
+        with suppress(ValueError), tool:
+            time_passes.passes(2 * S)
+            raise ValueError
+        time_passes.passes(60 * S)
+        with tool:
+            time_passes.passes(3 * S)
+    finally:
+        stop_log(log)
+        log.end()
+    assert everything(tally) == {"tool:search": SpanTotal("tool:search", 2, 5 * S, 1)}
+
+
 def test_async_spans_of_tasks_that_are_cancelled_are_counted(tally: SpanTally) -> None:
     """In whatever way they end; an exception passes through, and counts as failed."""
 

@@ -248,7 +248,11 @@ class Watch:
         self._collect()
 
     def _ended_until(self, time_ns: int) -> list[StepTime]:
-        return [step for step in self._ended if step.end_ns <= time_ns]
+        """Return the steps until the last that had ended by then; the clock may have been set back since."""
+        steps = list(self._ended)
+        while steps and steps[-1].end_ns > time_ns:
+            steps.pop()
+        return steps
 
     def _complete(self, steps: Sequence[StepTime]) -> None:
         """Make the whole accounts of steps that have ended, which are the first of all that wait for it."""

@@ -225,6 +225,7 @@ class Span(_Async, msgspec.Struct, eq=False, gc=False):
     loop: Measured | None = None
     task: Any = None
     failed: bool = False
+    entered_ns: int = 0
 
     def add(self, /, **facts: Any) -> None:
         """Add facts; a later value replaces an earlier."""
@@ -235,7 +236,7 @@ class Span(_Async, msgspec.Struct, eq=False, gc=False):
         if log is None:
             return self
         if self.begin_ns:  # entered again: one span, to the last end
-            self.end_ns = 0
+            self.end_ns, self.entered_ns = 0, clock.now_ns()
             return self
         self.thread = thread = get_ident()
         measured = None
@@ -251,7 +252,7 @@ class Span(_Async, msgspec.Struct, eq=False, gc=False):
             running = _get_running_loop()  # takes longer than all the rest, up to Python 3.11
             measured = None if running is None else log.measured(running)
         _current.set(self)
-        self.begin_ns = begin_ns = clock.now_ns()
+        self.begin_ns = self.entered_ns = begin_ns = clock.now_ns()
         log.add_span(self)
         if measured is not None:
             self.loop = measured
@@ -276,7 +277,7 @@ class Span(_Async, msgspec.Struct, eq=False, gc=False):
             else:
                 _leave(self)
             if _totals is not None:
-                _totals.add(self.name, self.begin_ns, end_ns, self.failed)
+                _totals.add(self.name, self.entered_ns, end_ns, kind is not None)
 
 
 Node = Trajectory | Span

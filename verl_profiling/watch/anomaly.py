@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_account import StepAccount
 from verl_profiling.watch.growth import Growth
@@ -11,6 +13,19 @@ from verl_profiling.watch.span_growth import SpanGrowth
 from verl_profiling.watch.suspicion import Suspicion
 
 __all__ = ["Detector"]
+
+
+class _Latest:
+    """The latest step so far: by its number, or by its begin where a loop comes to a step again."""
+
+    def __init__(self) -> None:
+        self._step = self._begin_ns = -inf
+
+    def is_passed_by(self, account: StepAccount) -> bool:
+        """Return whether a step is later, also if the clock was set back; then it is the latest."""
+        later = account.step > self._step or account.begin_ns > self._begin_ns
+        self._step, self._begin_ns = max(self._step, account.step), max(self._begin_ns, account.begin_ns)
+        return later
 
 
 class Detector:
@@ -30,8 +45,8 @@ class Detector:
         self._leading = Leading(options)
         self._growth = Growth(options)
         self._spans = SpanGrowth(options)
-        self._judged_ns: int | None = None
-        self._read_ns: int | None = None
+        self._judged = _Latest()
+        self._read = _Latest()
         self._unaimed: Suspicion | None = None
         self._before: StepAccount | None = None
 
@@ -49,8 +64,7 @@ class Detector:
             return None
         found = None
         several = len(account.loop) > 1
-        if not several and (self._judged_ns is None or account.begin_ns > self._judged_ns):
-            self._judged_ns = account.begin_ns
+        if not several and self._judged.is_passed_by(account):
             found = self._own.observe(account)
             self._unaimed = found if found is not None and not found.aimed else self._unaimed
         if not (account.workers or several):
@@ -58,9 +72,8 @@ class Detector:
         if self._unaimed is not None and self._unaimed.step == account.step:
             found, self._unaimed = self._unaimed.aimed_with(account, self._before), None
             found = self._spans.explained(found, account, self._before)
-        if self._read_ns is not None and account.begin_ns <= self._read_ns:
+        if not self._read.is_passed_by(account):
             return found
-        self._read_ns = account.begin_ns
         if several and (slow := self._all.observe(account)) is not None:
             found = slow if slow.aimed else slow.aimed_with(account, self._before)
             found = self._spans.explained(found, account, self._before)
