@@ -29,6 +29,7 @@ from verl_profiling.cli import main
 from verl_profiling.commands.asking import find_job
 from verl_profiling.controller import control_folder
 from verl_profiling.controller.control_folder import MOST_REJECTED, MOST_TAKEN, ControlFolder
+from verl_profiling.controller.step_folders import StepFolders
 from verl_profiling.demand import Answer, Demand, LoopState, read_message, write_message
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
@@ -285,6 +286,38 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, session: Session) -> 
     job.callback.on_train_end()
 
 
+def test_a_capture_that_cannot_begin_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder cannot be made: who asked does not wait for the end of training."""
+    answer = job.ask()
+    with monkeypatch.context() as full:
+        full.setattr(Path, "mkdir", _no_space)
+        job.step()
+    assert (answer().state, "could not begin: [Errno 28]" in answer().reason) == ("refused", True)
+    job.step()
+    assert job.captured() == []
+
+
+def _no_space(*given: object, **others: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_training_ends_also_where_its_last_capture_cannot_be_written(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks hears that, no request is left open, and the signal has its default action again."""
+    job = Job(configured(tmp_path))
+    job.step()
+    captured, later = job.ask(), job.ask(at=9)
+    job.callback.on_step_begin(2)
+    monkeypatch.setattr(StepFolders, "write", _no_space)
+    job.callback.on_train_end()
+    assert ("could not be written" in captured().reason, later().state) == (True, "refused")
+    with pytest.raises(TraceFormatError, match="training ended after step 2"):
+        find_job(job.run)
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    assert len((job.run / "watch.jsonl").read_text().splitlines()) == 4, "two lines a step"
+
+
 def test_no_room_is_said_to_who_asked(tmp_path: Path, session: Session) -> None:
     """As it is logged for the schedule."""
     job = Job(configured(tmp_path, limits={"min_free_bytes": "1000000TB"}))
@@ -474,6 +507,43 @@ def test_links_pipes_and_folders_are_not_opened(job: Job, tmp_path: Path) -> Non
     assert len(list((job.run / "control" / "rejected").iterdir())) == 4
 
 
+@pytest.mark.parametrize("name", ["requests", "answers", "rejected", ""])
+def test_nothing_is_moved_or_removed_behind_a_link(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Who may write the folder may ask, and cannot have the job's user empty another folder."""
+    job.step()
+    elsewhere = tmp_path / "elsewhere"
+    for folder in ("requests", "answers"):
+        (elsewhere / folder).mkdir(parents=True)
+    own = [elsewhere / place / f"{n}.json" for place in ("", "requests", "answers") for n in range(210)]
+    for path in own:
+        path.write_text("mine")
+    answer = job.ask()
+    put(job, "none.json", b"x")
+    folder = job.run / "control" / name
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(elsewhere)
+    job.step(3)
+    job.callback.on_train_end()
+    assert all(path.read_text() == "mine" for path in own)
+    assert len([path for path in elsewhere.rglob("*") if path.is_file()]) == len(own)
+    if name == "rejected":
+        assert answer().state == "done"
+    else:
+        assert "is a link" in caplog.text
+
+
+def test_what_is_logged_of_a_request_is_one_line(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever asks writes no line of their own into the log, and no control characters."""
+    put(job, "a\nERROR\x1b[31m.json", b"x")
+    demand = Demand(id="0123456789ab", by="me\nERROR\x1b[31m", aim=Aim(roles=("no\nbody",)))
+    write_message(job.run / "control" / "requests" / f"{demand.id}.json", demand)
+    job.step()
+    assert len(caplog.messages) == 2
+    assert all(text.isprintable() for text in caplog.messages)
+
+
 def test_ten_thousand_files_delay_no_step(job: Job) -> None:
     """A few are looked at in each step, few are kept, and a request gets through in the end."""
     for number in range(10_000):
@@ -648,6 +718,18 @@ def test_a_sign_of_life_that_is_none_is_one_line(
     (job.run / "control" / "loop.json").write_bytes(data)
     assert main(["trigger", str(job.run)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_run_that_is_named_can_be_asked_beside_one_that_cannot_be_read(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a name, that is an error: it might be the run that is meant."""
+    run_id = find_job(job.run).state.run_id
+    (job.run / "run_2" / "control").mkdir(parents=True)
+    (job.run / "run_2" / "control" / "loop.json").write_text("{}")
+    assert main(["trigger", str(job.run)]) == 2
+    assert "run_2/control/loop.json: is no LoopState" in capsys.readouterr().err
+    assert main(["trigger", str(job.run), "--run", run_id]) == 0
 
 
 def test_the_command_writes_nothing_behind_a_link(job: Job, tmp_path: Path) -> None:

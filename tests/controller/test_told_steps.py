@@ -22,11 +22,7 @@ class Post(Alone):
 
     def __init__(self, channel: Channel, rank: int, world: int = 1) -> None:
         self.others = range(1, world)
-        self.channel, self.rank, self.training = channel, rank, 0
-
-    def begin_telling(self) -> None:
-        """See :meth:`Alone.begin_telling`."""
-        self.training += 1
+        self.channel, self.rank, self.training = channel, rank, 1
 
     def key(self, rank: int, last: bool) -> str:
         """Return where a rank leaves word."""
@@ -99,6 +95,32 @@ def test_a_rank_that_has_no_room_tells_later(channel: Channel) -> None:
     assert found == {2: 1, 3: 1, 4: 1, 5: 2, 6: 2, 7: 2}, "three steps are kept at most"
 
 
+def test_a_step_is_told_once(channel: Channel) -> None:
+    """Also where more steps are complete before the loop has taken its accounts of the others."""
+    telling = Telling(Post(channel, 1), 10)
+    telling.take([account(1, 1)])
+    for step in (2, 3):
+        telling.take([account(step, 1)])
+    told = []
+    for _ in range(2):
+        data = channel.take("watch/1/1")
+        assert data is not None
+        told += [step.step for step in msgspec.msgpack.decode(data, type=ToldSteps).steps]
+        telling.take([])
+    assert told == [1, 2, 3]
+
+
+def test_a_rank_that_counts_otherwise_fills_no_memory(channel: Channel) -> None:
+    """Steps of numbers that rank 0 never comes to are kept for a while, and not all of them."""
+    rank_0, other = Hearing(Post(channel, 0, world=2), 5, 60.0), Telling(Post(channel, 1), 5)
+    for step in range(40):
+        other.take([account(10**6 + step, 1)])
+        rank_0.take([account(step, 0)])
+        assert [lanes(one) for one in rank_0.whole()] == [["actor_rank0"]]
+    [known] = rank_0._ranks.values()
+    assert len(known.steps) == 5
+
+
 def test_a_late_rank_is_named_once_and_taken_in_when_it_tells(
     channel: Channel, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,6 +146,7 @@ def test_what_was_told_in_an_earlier_training_is_not_of_the_next(channel: Channe
     post, other = Post(channel, 0, world=2), Post(channel, 1)
     Hearing(post, 10, 60.0)
     Telling(other, 10).take([account(1, 7)])
+    post.training = other.training = 2
     rank_0, telling = Hearing(post, 10, 60.0), Telling(other, 10)
     rank_0.take([account(1, 0)])
     assert list(rank_0.whole()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingC
 from verl_profiling.aim import Aim
 from verl_profiling.capture.session import Session
 from verl_profiling.commands.asking import find_job
+from verl_profiling.controller.watch import Watch
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.step_account import RankUse, StepAccount
 from verl_profiling.watch.reading import WatchReading
@@ -394,6 +396,30 @@ def test_an_account_that_cannot_be_added_up_is_said_once_and_the_loop_goes_on(
     assert len(early) == len(whole) == 3
     assert names(whole[0].loop) == {"controller": ["rollout", "update_actor"]}
     assert sum("ZeroDivisionError: no stage" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("method", ["step_is_over", "step_begins", "step_ends", "rollout_begins"])
+def test_a_mistake_of_the_watch_is_no_matter_of_the_loop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Of whatever kind it is, unless the settings are strict."""
+
+    def fails(*given: object) -> None:
+        raise KeyError("a mistake")
+
+    fails.__name__ = method
+    for strict in (False, True):
+        profiling = ProfilingCallback(watched(tmp_path, strict=strict))
+        profiling.on_train_begin()
+        with monkeypatch.context() as broken, pytest.raises(KeyError) if strict else contextlib.nullcontext():
+            broken.setattr(Watch, method, fails)
+            profiling.on_step_begin(1)
+            profiling.on_rollout_begin()
+            profiling.on_rollout_end()
+            profiling.on_step_end()
+            profiling.on_step_begin(2)
+        profiling.on_train_end()
+    assert "profiling failed, training goes on: KeyError: 'a mistake'" in caplog.text
 
 
 def test_the_account_of_an_aimed_capture_has_the_others_too(tmp_path: Path, pool: Pool) -> None:

@@ -194,7 +194,7 @@ def find_job(path: Path, run_id: str | None = None, must_run: bool = True) -> Jo
     """
     if not path.is_dir():
         raise TraceFormatError(path, "no such folder")
-    jobs = list(_jobs(FolderLine(run) for run in (path, *sorted(path.glob("run_*")))))
+    jobs = _jobs((FolderLine(run) for run in (path, *sorted(path.glob("run_*")))), run_id)
     if not jobs:
         raise TraceFormatError(path, "no job here can be asked: it needs watch.enable=true")
     return _the_one(jobs, str(path), run_id, must_run)
@@ -218,7 +218,7 @@ def find_job_through_ray(
     from verl_profiling.commands.ray_line import lines_through_ray
 
     where = where.rstrip("/")
-    jobs = list(_jobs(lines_through_ray(address)))
+    jobs = _jobs(lines_through_ray(address), run_id)
     found = [job for job in jobs if where == job.state.run_id or _is_at(job.state.place, where)]
     if not found:
         others = ", ".join(f"{job.state.run_id} ({job.line.place})" for job in jobs) or "none"
@@ -235,11 +235,19 @@ def _is_at(place: str, where: str) -> bool:
     return place == where or re.fullmatch(rf"{re.escape(where)}/run_\w+", place) is not None
 
 
-def _jobs(lines: Iterable[Line]) -> Iterator[Job]:
+def _jobs(lines: Iterable[Line], run_id: str | None) -> list[Job]:
+    """Return the jobs that are reached. One that says nothing readable is in the way, unless one is named."""
+    found: list[Job] = []
     for line in lines:
-        state = line.state()
+        try:
+            state = line.state()
+        except (ProfilingError, OSError):
+            if run_id is None:
+                raise
+            continue
         if state is not None:
-            yield Job(line, state)
+            found.append(Job(line, state))
+    return found
 
 
 def _the_one(found: list[Job], where: str, run_id: str | None, must_run: bool) -> Job:

@@ -97,7 +97,7 @@ def lines_through_ray(address: str) -> list[RayLine]:
         ToolUnavailableError: There is no Ray, or no cluster.
     """
     ray = connected("trigger", address, "jobs are asked")
-    latest: dict[str, RayLine] = {}
+    latest: dict[tuple[str, str], RayLine] = {}
     for found in ray.util.list_named_actors(all_namespaces=True):
         if found["namespace"] != NAMESPACE:
             continue
@@ -108,6 +108,6 @@ def lines_through_ray(address: str) -> list[RayLine]:
         except ProfilingError as error:
             print(f"warning: {visible(str(error))}", file=sys.stderr)
             continue
-        known = latest.get(line.run_id, line)
-        latest[line.run_id] = max(known, line, key=lambda one: one.begun)
+        which = line.run_id, line.place
+        latest[which] = max(latest.get(which, line), line, key=lambda one: one.begun)
     return sorted(latest.values(), key=lambda line: line.place)

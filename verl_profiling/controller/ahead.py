@@ -6,11 +6,13 @@ later; a rank that has not heard in time is a failed entry of that step, like on
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable
 
+from verl_profiling.controller.channel import PROBLEMS, in_a_line
 from verl_profiling.controller.decision import Decision
 from verl_profiling.controller.peers import Alone
 from verl_profiling.manifest import Manifest
@@ -18,6 +20,8 @@ from verl_profiling.settings.schedule import StepRange
 from verl_profiling.trigger import Trigger
 
 __all__ = ["Announced", "Announcing"]
+
+logger = logging.getLogger(__name__)
 
 _LEAST_STEPS = 2
 _LOOK_S = 1.0
@@ -36,7 +40,8 @@ class Announcing:
     def __init__(self, peers: Alone, lost: Callable[[Trigger, str], None]) -> None:
         self._peers = peers
         self._lost = lost
-        self._decided: int | None = None
+        self._step: int | None = None
+        self._decided = 0
         self._later: dict[int, Decision] = {}
         self._begun_s = 0.0
         self._step_times: deque[float] = deque(maxlen=_STEP_TIMES)
@@ -50,14 +55,14 @@ class Announcing:
         for missed in [one for one in self._later if one < step]:
             why = f"step {missed} never came, or was part of another capture"
             self._lost(self._later.pop(missed).trigger, why)
-        first = step + _LEAST_STEPS
-        if self._decided is not None and self._decided > step:
-            first = self._decided + 1
+        if self._step is None or step <= self._step:  # the loop counts anew
+            self._decided = step
+        self._step = step
+        first = max(step + _LEAST_STEPS, self._decided + 1)
         last = step + self._notice()
         while first <= last:
-            if (decision := asked(first)) is not None:
-                self._later[first] = decision
-                self._peers.announce(first, decision.step_range.last, decision.aim)
+            if first not in self._later and (decision := asked(first)) is not None:
+                self._announce(first, decision)
                 first = decision.step_range.last
             self._decided = first
             first += 1
@@ -65,6 +70,16 @@ class Announcing:
     def at(self, step: int) -> Decision | None:
         """Return what was decided on a step."""
         return self._later.pop(step, None)
+
+    def _announce(self, first: int, decision: Decision) -> None:
+        try:
+            self._peers.announce(first, decision.step_range.last, decision.aim)
+        except PROBLEMS as error:
+            self._lost(
+                decision.trigger, f"the other ranks cannot be told of step {first}: {in_a_line(error)}"
+            )
+        else:
+            self._later[first] = decision
 
     def _notice(self) -> int:
         """Return how many steps before a capture the others have to be told, so that all have looked."""
@@ -83,16 +98,25 @@ class Announced:
         self._peers = peers
         self._steps: dict[int, int] = {}
         self._look_s = 0.0
+        self._failed = False
 
     def step_begins(self, step: int) -> None:
         """Look, once a second at most."""
         now_s = time.monotonic()
         if now_s >= self._look_s:
             self._look_s = now_s + _LOOK_S
-            while (found := self._peers.announced()) is not None:
-                self._steps[found[0]] = found[1]
+            self._hear()
         if self._steps:
             self._steps = {first: last for first, last in self._steps.items() if first >= step}
+
+    def _hear(self) -> None:
+        try:
+            while (found := self._peers.announced()) is not None:
+                self._steps[found[0]] = found[1]
+        except PROBLEMS as error:
+            if not self._failed:
+                logger.warning("what rank 0 announces is not heard: %s", in_a_line(error))
+            self._failed = True
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
         """See :class:`~verl_profiling.controller.decision.Asker`; rank 0's order says the rest."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -134,7 +135,14 @@ class _Callback:
 
     def _wanting(self, step: int, policy_version: int | None) -> Controller | None:
         controller = self._controller
-        return controller if controller is not None and controller.wants(step, policy_version) else None
+        if controller is None:
+            return None
+        number = _whole_number(step)
+        try:
+            return controller if controller.wants(number, policy_version) else None
+        except Exception as error:
+            self._failed("on_step_begin", error)
+            return None
 
     def _live(
         self,
@@ -147,8 +155,14 @@ class _Callback:
         if event is not None:
             event(controller.order)
             if watched is not None and controller.watch is not None:
-                watched(controller.watch)
+                self._follow(watched, controller.watch)
         return controller if controller.live is not None else None
+
+    def _follow(self, watched: Callable[[Watch], None], watch: Watch) -> None:
+        try:
+            watched(watch)
+        except Exception as error:
+            self._failed(f"watch.{watched.__name__}", error)
 
     def _enter(self) -> None:
         if self._entered:
@@ -378,7 +392,10 @@ class AsyncProfilingCallback(_Callback):
         What it does until then is not part of the step.
         """
         if self._controller is not None:
-            self._controller.step_over()
+            try:
+                self._controller.step_over()
+            except Exception as error:
+                self._failed("on_step_over", error)
 
     async def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ProfilingCallback.on_step_end`."""
@@ -407,6 +424,13 @@ class AsyncProfilingCallback(_Callback):
             for round_ in self._abandoned(hook, error):
                 await round_.wait_async()
             self._failed(hook, error, loop_raised)
+
+
+def _whole_number(step: object) -> int:
+    try:
+        return index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
 
 
 def _raised(error: BaseException) -> str:

@@ -23,7 +23,25 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.identity import ProcessId, safe_name
 
-__all__ = ["Channel", "FileChannel", "StoreChannel", "default_store", "find_leader_files", "lead_files"]
+__all__ = [
+    "PROBLEMS",
+    "Channel",
+    "FileChannel",
+    "StoreChannel",
+    "default_store",
+    "find_leader_files",
+    "in_a_line",
+    "lead_files",
+]
+
+PROBLEMS = (OSError, RuntimeError, ValueError, msgspec.MsgspecError)
+"""What a channel raises, and the reading of what is found in it."""
+
+
+def in_a_line(error: Exception) -> str:
+    """Return an error without the frames that a store adds to it."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
 
 _CHUNK_BYTES = 1 << 20  # TCPStore refuses values of 8 MiB
 _SKEW_NS = 5_000_000_000

@@ -12,6 +12,7 @@ from verl_profiling.demand import Answer, Demand, LoopState, decode_message, enc
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import safe_name
 from verl_profiling.ray_mailbox import NAMESPACE, Mailbox, Taken
+from verl_profiling.visible import visible
 
 __all__ = ["ControlActor", "ray_runs"]
 
@@ -119,4 +120,4 @@ class ControlActor:
     def _say(self, text: str, once: str = "") -> None:
         if (once or text) not in self._said and len(self._said) < _MOST_SAID:
             self._said.add(once or text)
-            logger.warning("%s", text)
+            logger.warning("%s", visible(text))

@@ -25,6 +25,7 @@ from verl_profiling.demand import (
     write_message,
 )
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.visible import visible
 
 __all__ = ["ControlFolder"]
 
@@ -56,12 +57,10 @@ class ControlFolder:
 
     def __init__(self, run: Path) -> None:
         self.path = run / CONTROL
-        if self.path.is_symlink():
-            raise NotADirectoryError(20, "is a link", str(self.path))
+        self._not_elsewhere()
         for name in (REQUESTS, ANSWERS, REJECTED):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-            if (self.path / name).is_symlink():
-                raise NotADirectoryError(20, "is a link", str(self.path / name))
+            self._not_elsewhere(name)
         self._requests = self.path / REQUESTS
         self._watched = str(self._requests)
         self._seen_ns = -1
@@ -105,6 +104,8 @@ class ControlFolder:
         try:
             with os.scandir(self._requests) as entries:
                 names = [e.name for e in islice(entries, most)]
+            if names:
+                self._not_elsewhere(REQUESTS)
         except OSError as error:
             self._say(f"requests for captures cannot be read: {error}")
             return [], []
@@ -137,6 +138,7 @@ class ControlFolder:
         folder = self.path / ANSWERS
         path = folder / f"{answer.demand.id}.json"
         try:
+            self._not_elsewhere(ANSWERS)
             if not path.exists():
                 self._thin_out(folder)
             write_message(path, answer)
@@ -166,6 +168,7 @@ class ControlFolder:
 
     def _write_beat(self) -> None:
         try:
+            self._not_elsewhere()
             write_message(self.path / LOOP_NAME, self._beats.pop())
         except IndexError:  # a later one was written already
             return
@@ -177,6 +180,7 @@ class ControlFolder:
         self._say("a file is no request for a capture, and is kept aside: " + str(error), once="rejected")
         aside = self.path / REJECTED
         try:
+            self._not_elsewhere(REJECTED)
             if len(self._listed(aside)) < MOST_REJECTED:
                 path.rename(aside / f"{time.time_ns():x}-{path.name[:100]}")
                 return
@@ -217,7 +221,13 @@ class ControlFolder:
     def _say(self, text: str, once: str = "") -> None:
         if (once or text) not in self._said and len(self._said) < MOST_TAKEN:
             self._said.add(once or text)
-            logger.warning("%s", text)
+            logger.warning("%s", visible(text))
+
+    def _not_elsewhere(self, name: str = "") -> None:
+        """Raise ``OSError`` if a folder is a link: what is removed behind it would not be ours."""
+        for folder in (self.path, self.path / name):
+            if folder.is_symlink():
+                raise NotADirectoryError(20, "is a link", str(folder))
 
 
 def _changed_ns(path: Path) -> int:

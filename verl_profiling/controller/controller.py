@@ -104,26 +104,18 @@ class Controller:
         self._roster.add(role, workers, loop)
 
     def wants(self, step: int, policy_version: int | None = None) -> bool:
-        """Take note that a step begins; return whether it needs any work at all.
-
-        Raises:
-            TypeError: The step is not a whole number.
-        """
-        try:
-            number = index(step)
-        except TypeError:
-            raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
+        """Take note that a step begins; return whether it needs any work at all."""
         if self.watch is not None:
             self.watch.step_is_over()
-        action = self._scheduled(number)
+        action = self._scheduled(step)
         records = action is Action.RECORD
         if self._watching or action is not Action.OFF:
-            records |= self._decide(number)
-        self.order.step_begins(number, records)
+            records |= self._decide(step)
+        self.order.step_begins(step, records)
         if self._left is not None:
             self._follow_no_more()
         if self.watch is not None:
-            self.watch.step_begins(number, _version(policy_version)[0])
+            self.watch.step_begins(step, _version(policy_version)[0])
         return self.live is not None or self._decision is not None
 
     def _decide(self, step: int) -> bool:
@@ -179,7 +171,11 @@ class Controller:
         self.check_selection(capturing=True)
         outside = Outside()
         with outside.spans.during(CAPTURE_START):
-            live = yield from self._open(decision, step, policy_version, outside)
+            try:
+                live = yield from self._open(decision, step, policy_version, outside)
+            except Exception as error:
+                self.decisions.refused(decision.trigger, f"its capture could not begin: {error}")
+                raise
             if live is None:
                 return
             self._set_live(live)
@@ -347,19 +343,41 @@ class Controller:
             left.enter(self._folders)
 
     def train_end(self, why: str = "training ended inside it") -> Iterator[Round]:
-        """Close what is open; wait for overdue stops, then for artifacts that are being compressed."""
+        """Close what is open; wait for overdue stops, then for artifacts that are being compressed.
+
+        Each part is done whatever became of the others; what the first of them raised is raised in the end.
+        """
         self._ending.ended()
-        yield from self.close(complete=False, why=why)
-        self._follow_no_more()
-        self.decisions.train_ends()
-        self._listening.end()
+        failed: list[Exception] = []
+        parts = (self._end_capture(why), self._end_stops(), self._end_watch(), self._end_workers())
+        for part in (*parts, self._end_run()):
+            try:
+                yield from part
+            except Exception as error:
+                if failed:
+                    logger.error("the end of training: %s: %s", type(error).__name__, error)
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _end_capture(self, why: str) -> Iterator[Round]:
+        try:
+            yield from self.close(complete=False, why=why)
+            self._follow_no_more()
+        finally:
+            self.decisions.train_ends()
+            self._listening.end()
+
+    def _end_stops(self) -> Iterator[Round]:
         finish_s = self.config.timeouts.finish_s
         if calls := self._late.calls:
             yield Round(calls, finish_s)
         if self._late.dying:
             yield Waiting(self._late.wait_for_the_dying, min(DYING_S, finish_s))
         self._take_late_answers()
-        yield from self._end_watch()
+
+    def _end_workers(self) -> Iterator[Round]:
+        finish_s = self.config.timeouts.finish_s
         pending = self._folders.pending_workers()
         owners = {
             id(target) for (target, _), identity in self._roster.known.items() if identity.name in pending
@@ -377,6 +395,9 @@ class Controller:
         for item in finished:
             self._folders.note(item)
         yield from peers.end(finished)
+
+    def _end_run(self) -> Iterator[Round]:
+        finish_s = self.config.timeouts.finish_s
         self._folders.flush()
         if leads(self.config, self._roster.targets):
             self._put_end_on_record()

@@ -28,6 +28,7 @@ from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import Action, Schedule, StepRange
 from verl_profiling.trigger import Trigger
+from verl_profiling.visible import visible
 
 __all__ = ["Demands"]
 
@@ -191,7 +192,7 @@ class Demands:
             order.at = self._free_step(step)
         first = step if order.at is None else order.at
         self._orders.append(order)
-        logger.info("request %s of %s is accepted from step %d on", demand.id, demand.by or "somebody", first)
+        logger.info("request %s of %s is accepted from step %d on", demand.id, _whose(demand), first)
         folders = 1 if self._schedule.continuous else demand.steps
         self._answer(order, folders=[step_folder_name(first + number) for number in range(folders)])
 
@@ -279,7 +280,7 @@ class Demands:
         return [order for order in self._orders if order.demand.id in ids]
 
     def _refuse(self, order: _Order, why: str) -> None:
-        logger.warning("request %s of %s is refused: %s", order.demand.id, order.demand.by or "somebody", why)
+        logger.warning("request %s of %s is refused: %s", order.demand.id, _whose(order.demand), visible(why))
         if order in self._orders:
             self._orders.remove(order)
         self._answer(order, state="refused", reason=why, folders=order.answer.folders[: order.answer.made])
@@ -288,6 +289,10 @@ class Demands:
         order.answer = msgspec.structs.replace(order.answer, answered_ns=clock.now_ns(), **changes)
         for inbox in self._inboxes:
             inbox.answer(order.answer)
+
+
+def _whose(demand: Demand) -> str:
+    return visible(demand.by) or "somebody"
 
 
 def _in_words(order: _Order) -> str:

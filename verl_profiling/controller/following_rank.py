@@ -63,7 +63,7 @@ class Follower(Peer):
     def announced(self) -> tuple[int, int] | None:
         """See :meth:`Alone.announced`; nobody is waited for."""
         channel = self._reached()
-        while channel is not None and (data := channel.get(f"ahead/{self._announced}")) is not None:
+        while channel is not None and (data := channel.get(self._ahead())) is not None:
             self._announced += 1
             ahead = msgspec.msgpack.decode(data, type=Ahead)
             if ahead.ranks is None or self._rank in ahead.ranks:
@@ -98,9 +98,11 @@ class Follower(Peer):
 
     def end(self, finished: list[Finished]) -> Generator[Round, None, None]:
         """Hand over what was finished since. Rank 0 may have ended: it waits for those that recorded."""
+        word = self._last_word(self._rank)
+        self._training_ended()
         if self._channel is not None:
             try:
-                self._channel.put(f"end/{self._rank}", msgspec.msgpack.encode(finished))
+                self._channel.put(word, msgspec.msgpack.encode(finished))
             except (OSError, RuntimeError) as error:
                 if finished:
                     logger.warning("rank %d: rank 0 is not told what was finished: %s", self._rank, error)

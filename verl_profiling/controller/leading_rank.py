@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -67,12 +67,15 @@ class Leader(Peer):
         """Tell the others where the step is recorded; nobody is waited for."""
         self._next(step)
         self._take_late()
-        made = request()
-        self._asked = self._aimed_at(made.aim if made is not None else None)
-        self._channel = self._channel or self._join()
-        if self._channel is not None:
-            order = Order(made, ProcessId.current().clock_domain)
-            self._channel.put(f"{self._name}/order", msgspec.msgpack.encode(order))
+        made: CaptureRequest | None = None
+        try:
+            made = request()
+        finally:  # where that failed, the others wait for an order, too
+            self._asked = self._aimed_at(made.aim if made is not None else None)
+            self._channel = self._channel or self._join()
+            if self._channel is not None:
+                order = Order(made, ProcessId.current().clock_domain)
+                self._channel.put(f"{self._name}/order", msgspec.msgpack.encode(order))
         return made
         yield  # nobody is waited for, and yet it is a generator
 
@@ -82,7 +85,7 @@ class Leader(Peer):
         if channel is not None:
             asked = self._aimed_at(aim)
             ahead = Ahead(first, last, None if asked is self.others else list(asked))
-            channel.put(f"ahead/{self._announced}", msgspec.msgpack.encode(ahead))
+            channel.put(self._ahead(), msgspec.msgpack.encode(ahead))
             self._announced += 1
 
     def told_who(self, rank: int, role: str, number: int) -> None:
@@ -139,15 +142,20 @@ class Leader(Peer):
 
     def end(self, finished: list[Finished]) -> Generator[Round, None, None]:
         """Wait for those that took part to finish their artifacts, and take in what was late."""
-        channel = self._channel
-        if channel is None:
-            return
-        waiting = {rank for rank, process in self._heard.items()}
+        channel, self._channel = self._channel, None
+        try:
+            if channel is not None:
+                yield from self._last_words(channel)
+        finally:
+            self._training_ended()
+
+    def _last_words(self, channel: Channel) -> Iterator[Round]:
+        waiting = set(self._heard)
 
         def ended() -> bool:
             for rank in sorted(waiting):
                 gone = self._heard[rank].alive() is False
-                data = channel.take(f"end/{rank}")
+                data = channel.take(self._last_word(rank))
                 if data is not None or gone:
                     waiting.discard(rank)
                 for item in msgspec.msgpack.decode(data, type=list[Finished]) if data else ():
@@ -157,7 +165,6 @@ class Leader(Peer):
         yield Until(ended, self._timeouts.finish_s)
         self._take_late()
         channel.close()
-        self._channel = None
 
     def _take_late(self) -> None:
         for gathering in list(self._missing):

@@ -56,9 +56,6 @@ class Alone:
     def begun(self, workers: Iterable[WorkerIdentity]) -> None:
         """Note that this process's workers have begun the step."""
 
-    def begin_telling(self) -> None:
-        """Begin a training: what was told of the steps of an earlier one is not of this one."""
-
     def tell(self, steps: bytes, last: bool = False) -> bool:
         """Leave word of this rank's steps for rank 0; return whether there was room for it.
 
@@ -166,15 +163,23 @@ class Peer(Alone):
         self._seen: Counter[int] = Counter()
         self._name = ""
         self._announced = 0
-        self._training = 0
+        self._training = 1
 
-    def begin_telling(self) -> None:
-        """See :meth:`Alone.begin_telling`."""
+    def _training_ended(self) -> None:
+        """Begin all names anew: what nobody took of this training is not of the next one."""
         self._training += 1
+        self._announced = 0
+        self._seen.clear()
 
     def _word(self, rank: int, last: bool) -> str:
         return f"watch/{self._training}/{rank}" + ("/last" if last else "")
 
     def _next(self, step: int) -> None:
         self._seen[step] += 1
-        self._name = f"{step}.{self._seen[step]}"
+        self._name = f"{self._training}.{step}.{self._seen[step]}"
+
+    def _ahead(self) -> str:
+        return f"ahead/{self._training}/{self._announced}"
+
+    def _last_word(self, rank: int) -> str:
+        return f"end/{self._training}/{rank}"

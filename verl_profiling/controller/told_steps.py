@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from verl_profiling.controller.channel import PROBLEMS, in_a_line
 from verl_profiling.controller.peers import Alone
 from verl_profiling.identity import ProcessId
 from verl_profiling.step_account import RankUse, StepAccount
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 _SHARE_OF_A_STEP = 0.001
 _LEAST_S = 0.001
 _PAUSE_S = 0.005
-_PROBLEMS = (OSError, RuntimeError, ValueError, msgspec.MsgspecError)
 
 
 class ToldStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -103,12 +103,12 @@ class Telling:
         self._untold: deque[StepAccount] = deque(maxlen=most)
         self._own: deque[StepAccount] = deque()
         self._failed = False
-        peers.begin_telling()
 
     def take(self, accounts: Iterable[StepAccount]) -> None:
         """Take the accounts of this rank's next steps, and tell of them if there is room."""
-        self._own += accounts
-        self._untold += self._own
+        new = list(accounts)
+        self._own += new
+        self._untold += new
         self._tell()
 
     def whole(self) -> Iterator[StepAccount]:
@@ -124,9 +124,9 @@ class Telling:
         try:
             if self._peers.tell(msgspec.msgpack.encode(ToldSteps.of(self._untold)), last):
                 self._untold.clear()
-        except _PROBLEMS as error:
+        except PROBLEMS as error:
             if not self._failed:
-                logger.warning("watch: rank 0 is not told of the steps here: %s", _line(error))
+                logger.warning("watch: rank 0 is not told of the steps here: %s", in_a_line(error))
             self._failed = True
 
 
@@ -162,7 +162,6 @@ class Hearing:
         self._to_hear: dict[int, None] = {}
         self._step_s = 0.0
         self._ended = False
-        peers.begin_telling()
 
     def take(self, accounts: Iterable[StepAccount]) -> None:
         """Take the accounts of this rank's next steps."""
@@ -230,8 +229,8 @@ class Hearing:
                 self._keep(rank, msgspec.msgpack.decode(data, type=ToldSteps))
                 known.ended |= last
                 return
-        except _PROBLEMS as error:
-            problem = f"has told nothing that can be read ({_line(error)})"
+        except PROBLEMS as error:
+            problem = f"has told nothing that can be read ({in_a_line(error)})"
         late_s = time.monotonic() - self._waiting[0][0] if self._waiting else 0.0
         if known.awaited and not last and late_s >= self._patience_s and self._lacks(rank):
             known.awaited = False
@@ -252,6 +251,8 @@ class Hearing:
         for step in told.steps[-self._most :]:
             known.steps[step.step] = step
             known.until = step.step
+        while len(known.steps) > self._most:  # of a rank that counts otherwise, none are ever taken
+            del known.steps[next(iter(known.steps))]
 
     def _of_all(self, account: StepAccount) -> StepAccount:
         loop, workers = list(account.loop), list(account.workers)
@@ -262,7 +263,3 @@ class Hearing:
             while known.steps and (first := next(iter(known.steps))) <= account.step:
                 del known.steps[first]
         return msgspec.structs.replace(account, loop=loop, workers=workers)
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
