@@ -221,6 +221,13 @@ class TestOneFrame:
         nobody = drawn(frame_of(account(1)))
         assert not any("in trajectories" in line for line in nobody)
 
+    def test_what_trajectories_spent_is_of_the_last_step_of_which_it_is_known(self) -> None:
+        """A loop that marks no stage cannot say which steps were read; the heading names the step."""
+        spans = [SpanTotal("tool:search", 240, 4_000 * MS)]
+        lines = drawn(frame_of(account(7, {}, spans=spans), account(8, {}), account(9, {})))
+        assert any(line.startswith("in trajectories (step 7)") for line in lines)
+        assert any(line.startswith("tool:search") for line in lines)
+
     def test_a_step_of_no_time_is_shown(self) -> None:
         """A loop that does nothing divides by nothing."""
         nothing = msgspec.structs.replace(account(1), begin_ns=5, end_ns=5)

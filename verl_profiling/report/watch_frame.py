@@ -98,9 +98,9 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
         yield self._stages(width, ascii_only)
         if led := _led(self._read):
             yield _line(led)
-        if self._read.spans:
+        if spent := next((step for step in reversed(self.steps) if step.spans), None):
             yield Text()
-            yield self._spans(width, ascii_only)
+            yield self._spans(spent, width, ascii_only)
         known = {
             row.role: row for step in self.steps for row in step.memory if row.peak_bytes or row.held_bytes
         }
@@ -147,22 +147,23 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
             table.add_row(Text(f"and {more} more"))
         return table
 
-    def _spans(self, width: int, ascii_only: bool) -> Table:
+    def _spans(self, spent: LoggedStep, width: int, ascii_only: bool) -> Table:
         headings = ["calls", "mean"]
         headings += ["failed"] if width >= _WITH_SHARE else []
         headings += ["median"] if width >= _WITH_MEDIAN else []
         headings += ["trend"] if width >= _WITH_TREND else []
-        table = table_of("", "in trajectories", "total", *headings)
+        which = "" if spent is self.steps[-1] else f" (step {spent.step})"
+        table = table_of("", f"in trajectories{which}", "total", *headings)
         table.title = None
         known = [{spans.name: spans.seconds for spans in step.spans} for step in self.steps if step.spans]
-        for spans in self._read.spans[:_MANY_SPANS]:
+        for spans in spent.spans[:_MANY_SPANS]:
             values = [seconds.get(spans.name, 0.0) for seconds in known]
             cells = [duration(spans.seconds), f"{spans.runs:,}", _mean(spans)]
             cells += [f"{spans.failed:,}" if spans.failed else ""] if width >= _WITH_SHARE else []
             cells += [duration(median(values))] if width >= _WITH_MEDIAN else []
             cells += [sparkline(values, _TREND, ascii_only)] if width >= _WITH_TREND else []
             table.add_row(Text(visible(spans.name)), *map(Text, cells))
-        if (more := len(self._read.spans) - _MANY_SPANS) > 0:
+        if (more := len(spent.spans) - _MANY_SPANS) > 0:
             table.add_row(Text(f"and {more} more"))
         return table
 
