@@ -22,6 +22,14 @@ from verl_profiling.testing import shifted_clock
 from verl_profiling.workers import CaptureMixin
 
 
+def wait_for_begun(folder: Path, seconds: float = 30.0) -> None:
+    """Wait until a capture that begins is on disk, which is written beside the loop, twice."""
+    path, deadline = folder / MANIFEST_NAME, time.monotonic() + seconds
+    while not (path.exists() and "start_capture" in path.read_text()):
+        assert time.monotonic() < deadline, path
+        time.sleep(0.002)
+
+
 class TrainWorker(CaptureMixin):
     """A training rank.
 
@@ -182,7 +190,6 @@ class Loop:
                 with callback.stage("update_actor"):
                     ray.get([worker.work.remote() for worker in workers])
                 if step == doomed:
-                    while not (Path(config.save_path) / f"step_{step:06d}" / MANIFEST_NAME).exists():
-                        time.sleep(0.002)  # it is written beside the loop
+                    wait_for_begun(Path(config.save_path) / f"step_{step:06d}")
                     os.kill(os.getpid(), signal.SIGKILL)
                 callback.on_step_end()

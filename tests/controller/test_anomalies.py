@@ -183,7 +183,7 @@ def test_a_stage_that_becomes_slow_in_a_running_loop_is_captured(tmp_path: Path,
         save_path=str(tmp_path),
         tool="spans",
         schedule={"steps": []},
-        watch={"enable": True, "every": 4, "trigger": {"window": 6}},
+        watch={"enable": True, "every": 4, "trigger": {"window": 6, "slow_stage": 8.0, "slow_step": None}},
     )
     worker = TrainWorker()
     worker.set_up(config)
@@ -197,14 +197,10 @@ def test_a_stage_that_becomes_slow_in_a_running_loop_is_captured(tmp_path: Path,
             profiling.on_step_end()
     [folder] = sorted(tmp_path.glob("step_*"))
     manifest = read_manifest(folder)
-    assert manifest.step in (13, 14)
     trigger = manifest.trigger
-    assert (trigger.kind, trigger.sign, trigger.stage, trigger.noticed) == (
-        "anomaly",
-        "slow_stage",
-        "update",
-        12,
-    )
+    assert (trigger.kind, trigger.sign, trigger.stage) == ("anomaly", "slow_stage", "update")
+    assert trigger.noticed == 12
+    assert manifest.step in (13, 14)
     assert trigger.suspects == ["actor_rank0"]
     assert [span.name for span in manifest.workers[0].stages] == ["update_actor"]
 

@@ -120,7 +120,7 @@ async def test_ray_actors_are_captured(tmp_path: Path, pool: Pool) -> None:
 
 
 async def test_the_event_loop_is_free_while_a_remote_worker_stops(tmp_path: Path, pool: Pool) -> None:
-    """A worker takes a second to stop, and the loop goes on ticking."""
+    """A worker takes two seconds to stop, and the loop goes on ticking."""
     config = configured(tmp_path)
     switches = tmp_path / "switches"
     switches.mkdir()
@@ -129,13 +129,13 @@ async def test_the_event_loop_is_free_while_a_remote_worker_stops(tmp_path: Path
     callback.add_workers("actor", pool.sync[0])
     await callback.on_step_begin(2)
     (switches / "stop").touch()
-    asyncio.get_running_loop().call_later(1, (switches / "stop").unlink)
+    asyncio.get_running_loop().call_later(2, (switches / "stop").unlink)
     async with ticking() as ticks:
         begin = time.monotonic()
         await callback.on_step_end()
-        assert time.monotonic() - begin >= 0.9
+        assert time.monotonic() - begin >= 1.9
     await callback.on_train_end()
-    assert ticks.longest_s < 0.5
+    assert ticks.longest_s < 1.5
     assert manifest(config).workers[0].status == "ok"
 
 
@@ -144,7 +144,7 @@ async def test_the_event_loop_is_free_while_a_local_worker_stops(tmp_path: Path,
 
     class Slow(TrainWorker):
         def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> Any:
-            time.sleep(1)
+            time.sleep(2)
             return super().stop_capture(capture_id, finish_s)
 
     config = configured(tmp_path)
@@ -156,8 +156,8 @@ async def test_the_event_loop_is_free_while_a_local_worker_stops(tmp_path: Path,
     async with ticking() as ticks:
         begin = time.monotonic()
         await callback.on_step_end()
-        assert time.monotonic() - begin >= 0.9
-    assert ticks.longest_s < 0.5
+        assert time.monotonic() - begin >= 1.9
+    assert ticks.longest_s < 1.5
     assert manifest(config).workers[0].status == "ok"
 
 
@@ -183,7 +183,7 @@ async def test_a_rollout_may_begin_and_end_in_different_tasks(tmp_path: Path, se
 
 async def test_a_hung_worker_does_not_hold_the_loop_up(tmp_path: Path, pool: Pool) -> None:
     """It is failed after the timeout, and the loop ticks meanwhile."""
-    config = configured(tmp_path, timeouts={"start_s": 5, "stop_s": 0.5})
+    config = configured(tmp_path, timeouts={"start_s": 20, "stop_s": 2})
     switches = tmp_path / "switches"
     switches.mkdir()
     set_up(config, pool.sync[:1])
@@ -198,8 +198,8 @@ async def test_a_hung_worker_does_not_hold_the_loop_up(tmp_path: Path, pool: Poo
     await callback.on_train_end()
     fine, late = manifest(config).workers
     assert (fine.status, late.status, fine.notes) == ("ok", "ok", [])
-    assert "later than timeouts.stop_s=0.5" in late.notes[0]
-    assert ticks.longest_s < 0.4
+    assert "later than timeouts.stop_s=2" in late.notes[0]
+    assert ticks.longest_s < 1.5
 
 
 async def test_an_exception_closes_the_capture(tmp_path: Path, session: Session) -> None:

@@ -20,7 +20,7 @@ import pytest
 import ray
 from conftest import Pool
 from example_loops import settings
-from fleet import TrainWorker
+from fleet import TrainWorker, wait_for_begun
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig
 from verl_profiling.aim import Aim
@@ -276,7 +276,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, session: Session) -> 
     answer = job.ask()
     job.callback.on_step_begin(1)
     folder = job.run / "step_000001"
-    wait_until((folder / "manifest.json").exists)  # it is written beside the loop
+    wait_for_begun(folder)
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()

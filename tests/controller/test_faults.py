@@ -17,7 +17,7 @@ import ray
 from conftest import Pool
 from example_loops import spans
 from fault_tools import FAULTY
-from fleet import AsyncWorker, Reborn, TrainWorker
+from fleet import AsyncWorker, Reborn, TrainWorker, wait_for_begun
 from test_callback import configured, local_worker, manifest, run, set_up
 
 from verl_profiling import ProfilingCallback, ProfilingError
@@ -234,8 +234,7 @@ def test_what_became_of_an_artifact_is_heard_in_a_step_that_fails(
             callback.on_step_begin(step)
             path = Path(config.save_path) / f"step_{step:06d}" / MANIFEST_NAME
             if step == 2 and not start:
-                while not path.exists():
-                    time.sleep(0.01)
+                wait_for_begun(path.parent)
                 path.unlink()
                 path.mkdir()
             callback.on_step_end()
@@ -289,12 +288,12 @@ def test_a_hung_actor_is_a_failed_entry_until_it_answers_again(
     (switches / "stop").touch()
     begin = time.monotonic()
     callback.on_step_end()
-    assert 1 <= time.monotonic() - begin < 5
+    assert 1 <= time.monotonic() - begin < 10
     begin = time.monotonic()
     callback.on_step_begin(2)
     ray.get(pool.sync[0].work.remote())
     callback.on_step_end()
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 10, "neither for its start, up to 20 s"
     (switches / "stop").unlink()
     ray.get(pool.sync[1].work.remote())
     callback.on_step_begin(3)

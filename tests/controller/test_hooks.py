@@ -238,9 +238,9 @@ def test_a_hook_that_hangs_is_ended_with_all_it_started(
         child.wait()
     """
     command = [sys.executable, "-c", parent, child, str(tmp_path / "pid")]
-    config = settings(tmp_path, hang={"command": command, "when": "last", "timeout_s": 3})
+    config = settings(tmp_path, hang={"command": command, "when": "last", "timeout_s": 5})
     train(config, [local(config)])
-    assert "was ended: it took longer than timeout_s=3" in caplog.text
+    assert "was ended: it took longer than timeout_s=5" in caplog.text
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 10
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:

@@ -112,9 +112,11 @@ async def test_coroutines_run_on_the_loop_that_calls() -> None:
 def test_ray_actors_are_called_all_at_once(pool: Pool, tmp_path: Path) -> None:
     """The last one is called before the first one answers."""
     config = settings(tool="spans", save_path=str(tmp_path))
-    ray.get([actor.set_up.remote(config) for actor in pool.sync])
+    (switch := tmp_path / "work").touch()
+    ray.get([actor.set_up.remote(config, switches=tmp_path) for actor in pool.sync])
     targets = make_targets("actor", pool.sync)
-    calls = [call for target in targets for call in target.call("work", ["a"], 0.5)]
+    calls = [call for target in targets for call in target.call("work", ["a"])]
+    switch.unlink()
     Round(calls, 30).wait()
     assert [call.problem(30) for call in calls if not call.returned_ns] == []
     assert max(call.sent_ns for call in calls) < min(call.returned_ns for call in calls)
@@ -131,7 +133,7 @@ def test_a_round_waits_no_longer_than_told(pool: Pool, tmp_path: Path) -> None:
     [call] = target.call("work", [])
     begin = time.monotonic()
     assert outcome(call, 0.2) == "work did not return within 0.2 s; is the worker hung or busy?"
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10
     (switches / "work").unlink()
     Round([call], 10).wait()
     assert call.future.done()

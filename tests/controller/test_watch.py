@@ -53,7 +53,7 @@ def names(uses: list[RankUse]) -> dict[str, list[str]]:
     return {use.lane: [stage.name for stage in use.stages] for use in uses}
 
 
-def after_a_while(look: Callable[[], bool], seconds: float = 20.0) -> bool:
+def after_a_while(look: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Return whether something holds before the time is up."""
     deadline = time.monotonic() + seconds
     while not look() and time.monotonic() < deadline:
@@ -207,6 +207,22 @@ def test_a_worker_that_is_restarted_is_read_again_and_one_that_is_dead_is_named_
     assert "ActorDiedError" in said[0] or "ActorUnavailableError" in said[0]
 
 
+def test_a_loop_that_ends_before_all_were_asked_waits_for_all(
+    tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step had room for one call; those that are made at the end of training have time to be answered."""
+    monkeypatch.setattr("verl_profiling.controller.watch.ALLOWANCE_NS", 0)
+    monkeypatch.setattr("verl_profiling.controller.watch.SHARE", 0.0)
+    config = watched(tmp_path, every=2, schedule={"steps": [100]})
+    set_up(config, pool.sync)
+    callback, _, whole = followed(config, ("actor", pool.sync))
+    run(callback, lambda step: ray.get([worker.work.remote() for worker in pool.sync]), steps=2)
+    assert not [record.message for record in caplog.records if "has not answered" in record.message]
+    assert [set(names(account.workers)) for account in whole] == [
+        {"actor_rank0", "actor_rank1", "actor_rank2"}
+    ] * 2
+
+
 def test_a_loop_that_ends_within_a_step_asks_its_workers_once(
     tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,7 +250,7 @@ def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(
     tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that raised because a worker hangs must end, whatever the timeouts of captures are."""
-    monkeypatch.setattr("verl_profiling.controller.controller.LAST_READ_S", 0.3)
+    monkeypatch.setattr("verl_profiling.controller.controller.LAST_READ_S", 1.0)
     switches = tmp_path / "switches"
     switches.mkdir()
     config = watched(tmp_path, schedule={"steps": [100]})
@@ -611,6 +627,6 @@ def test_a_captured_step_begins_when_its_workers_record(tmp_path: Path, session:
     callback, _, whole = followed(config, ("actor", worker))
     run(callback, lambda step: worker.work(), steps=3)
     written = manifest(config)
-    assert abs(whole[1].begin_ns - written.begin_ns) < 50_000_000
-    assert whole[1].begin_ns >= written.rpcs[0].end_ns
+    for begin_ns in (whole[1].begin_ns, written.begin_ns):
+        assert written.rpcs[0].end_ns <= begin_ns <= written.stages[0].begin_ns
     assert whole[1].end_ns <= written.rpcs[1].begin_ns

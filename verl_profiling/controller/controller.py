@@ -532,7 +532,7 @@ class Controller:
         """Complete the accounts of the last steps."""
         if self.watch is not None:
             wait_s = min(LAST_READ_S, self.config.timeouts.start_s)
-            yield Round(self.watch.calls, wait_s)
+            yield Round(self.watch.open_calls(), wait_s)
             yield Round(self.watch.last_calls(), wait_s)
             if (ranks := self.watch.last_step_is_over()) is not None:
                 yield Waiting(ranks.wait, wait_s)

@@ -189,13 +189,13 @@ class Watch:
         """
         self._complete(self._ended_until(self._workers.known_until_ns) if self._every else list(self._ended))
 
-    @property
-    def calls(self) -> Sequence[Call]:
-        """The calls to workers that are not answered yet."""
+    def open_calls(self) -> Sequence[Call]:
+        """Ask those that are still to be asked; return the calls to workers that are not answered yet."""
+        self._workers.send()
         return self._workers.calls
 
     def last_calls(self) -> Sequence[Call]:
-        """Ask the workers for the last time, after a wait for :attr:`calls`; return the calls."""
+        """Ask the workers for the last time, after a wait for :meth:`open_calls`; return the calls."""
         asked_ns = self._workers.asked_ns
         self.step_ends()
         self._soon = self._at_once = True
