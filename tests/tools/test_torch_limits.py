@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from example_loops import settings, spans, train
 
 from verl_profiling import stage
+from verl_profiling.capture.early_end import Guard
 from verl_profiling.capture.session import Session
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.testing import RecordedStep, leaks, record_step
@@ -26,6 +28,25 @@ ONE = torch.ones(1)
 def _heap_of_one_piece() -> None:
     """What earlier tests left is given back, so that it costs no time to look at."""
     give_back()
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Wait until the thread that looks at recordings has done so, and what follows from it."""
+    looks, overrun = threading.Semaphore(0), Guard.overrun
+
+    def noting(guard: Guard, *arguments: Any) -> str:
+        if threading.current_thread().name == "verl-profiling-guard":
+            looks.release()
+        return overrun(guard, *arguments)
+
+    def wait() -> None:
+        while looks.acquire(blocking=False):
+            pass
+        assert all(looks.acquire(timeout=60) for _ in range(2)), "the second begins when the first is done"
+
+    monkeypatch.setattr(Guard, "overrun", noting)
+    return wait
 
 
 def work(events: int) -> None:
@@ -95,13 +116,15 @@ def test_a_stage_after_one_that_was_too_long_is_recorded(tmp_path: Path, session
     assert spans(tmp_path / "actor_rank0.short.torch.json.gz", "aten::addmm")
 
 
-def test_a_recording_that_only_its_thread_can_stop_ends_at_a_stage(tmp_path: Path, session: Session) -> None:
+def test_a_recording_that_only_its_thread_can_stop_ends_at_a_stage(
+    tmp_path: Path, session: Session, looked: Callable[[], None]
+) -> None:
     """With ``memory``, torch is stopped by the thread that trains, as soon as it passes a stage."""
     config = settings(tools={"torch": {"memory": True}}, limits={"max_events": 50_000})
     with record_step(config, tmp_path) as recorded:
         with stage("long"):
             work(60_000)
-            time.sleep(0.5)
+            looked()
             assert torch.autograd.profiler._is_profiler_enabled
         assert not torch.autograd.profiler._is_profiler_enabled
         train()
@@ -129,22 +152,26 @@ def test_it_ends_between_mini_batches_if_the_next_one_would_not_fit(tmp_path: Pa
     assert result.reason.startswith(f"ended after {whole} mini-batches")
 
 
-def test_a_recording_that_fits_is_not_touched(tmp_path: Path, session: Session) -> None:
+def test_a_recording_that_fits_is_not_touched(
+    tmp_path: Path, session: Session, looked: Callable[[], None]
+) -> None:
     """By default half of the available memory is far away."""
     with record_step(settings(), tmp_path) as recorded, stage("update_actor"):
         work(20_000)
-        time.sleep(0.5)
+        looked()
     assert result_of(recorded).status == "ok"
     assert len(spans(recorded.path, "aten::add")) == 20_000
 
 
-def test_it_ends_at_a_stage_where_another_thread_trains(tmp_path: Path, session: Session) -> None:
+def test_it_ends_at_a_stage_where_another_thread_trains(
+    tmp_path: Path, session: Session, looked: Callable[[], None]
+) -> None:
     """To stop torch while another thread is inside of an operator has ended the process."""
 
     def train_on_a_thread() -> None:
         with stage("long"):
             work(40_000)
-            time.sleep(0.6)
+            looked()
             assert torch.autograd.profiler._is_profiler_enabled
         ended.append(not torch.autograd.profiler._is_profiler_enabled)
         train()
