@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.workers import CaptureMixin
 
 RANK = int(os.environ["RANK"])
+STEPS = range(1, 8)
 
 
 class Actor(CaptureMixin):
@@ -26,16 +28,17 @@ class Actor(CaptureMixin):
 
 
 def main() -> None:
-    """Run three steps, of which the second is captured."""
+    """Run seven steps, of which the first and the last are not captured."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    config = ProfilingConfig(enable=True, save_path=sys.argv[1], schedule={"steps": [2]})  # type: ignore[arg-type]
+    meeting = f"file://{Path(sys.argv[1]).absolute()}.rendezvous"
+    dist.init_process_group("gloo", init_method=meeting, rank=RANK, world_size=int(os.environ["WORLD_SIZE"]))
+    config = ProfilingConfig(enable=True, save_path=sys.argv[1], schedule={"steps": [*STEPS][1:-1]})  # type: ignore[arg-type]
     actor = Actor()
     actor.init_capture(config, role="actor")
     profiling = ProfilingCallback(config)
     profiling.add_workers("actor", actor)
     with profiling:
-        for step in (1, 2, 3):
+        for step in STEPS:
             profiling.on_step_begin(step)
             actor.update()
             profiling.on_step_end()

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -466,17 +465,14 @@ def test_a_process_that_ran_no_operator_is_not_damaged(
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real capture of two ranks, of which rank 1 multiplies four times as often."""
+    """A real run of two ranks, of which rank 1 multiplies four times as often."""
     folder = tmp_path_factory.mktemp("slow_rank")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     program = str(Path(__file__).with_name("slow_rank.py"))
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    both = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, program, str(folder / "run")],
-            env={**os.environ, **where, "PYTHONPATH": str(ROOT), "RANK": str(rank)},
+            env={**os.environ, **both, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -484,19 +480,29 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     said = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
-    return folder / "run/step_000002"
+    return folder / "run"
+
+
+def more_in_the_stage(report: Report) -> float:
+    """Return how much longer the suspect worked in the stage than its peer."""
+    found = {(row.kind, row.name): row.difference for row in report.suspects}
+    return found["stage", "update_actor"] or 0.0
 
 
 @pytest.mark.parametrize(
     ("suspect", "peer"), [("actor_rank1", "actor_rank0"), ("actor_rank0", "actor_rank1")]
 )
 def test_a_rank_that_really_has_more_to_do_is_told_by_what(recorded: Path, suspect: str, peer: str) -> None:
-    """Rank 1's own work sets it apart, and the operator that it is; rank 0, which waits, has nothing."""
+    """Rank 1's own work sets it apart, and the operator that it is; rank 0, which waits, has nothing.
+
+    So says the middle one of five steps: a machine that does other things may hold a rank up in some.
+    """
     trigger = msgspec.structs.replace(
         SLOW_STAGE, sign="leader", value=0.5, median=0.0, history=[], suspects=[suspect], peers=[peer]
     )
-    (inputs,) = find_steps(recorded)
-    report = asked_by(trigger, inputs)
+    reports = [asked_by(trigger, inputs) for inputs in find_steps(recorded)]
+    assert len(reports) == 5
+    report = sorted(reports, key=more_in_the_stage)[2]
     rows = {(row.kind, row.name): row for row in report.suspects}
     more = rows["stage", "update_actor"].difference
     assert more is not None
