@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Mapping
@@ -234,6 +235,27 @@ def test_what_is_slow_now_and_then_is_no_news(period: int) -> None:
     assert slow_twice(detector, 201, times=longer("update_actor", 4)) is not None
 
 
+def test_what_is_slow_again_and_again_is_noticed_when_it_lasts_longer() -> None:
+    """Two slow steps in every ten; a slowness that then stays is noticed in its third step."""
+    detector = Detector(Anomaly())
+    quiet(detector)
+    late = {step: step % 10 < 2 or step >= 220 for step in range(31, 260)}
+    found = [
+        step
+        for step, is_late in late.items()
+        if detector.observe(account(step, longer("update_actor", 9) if is_late else USUAL))
+    ]
+    assert found == [41, 222]
+    late = {step: step in (31, 32, 33, 60, 61) for step in range(1, 70)}
+    detector = Detector(Anomaly())
+    found = [
+        step
+        for step, is_late in late.items()
+        if detector.observe(account(step, longer("reward", 9) if is_late else USUAL))
+    ]
+    assert found == [32, 61]
+
+
 def test_a_process_that_leads_three_times_is_noticed() -> None:
     """Though no step is slow: the others have waited for it all along. Once."""
     detector = Detector(Anomaly())
@@ -268,6 +290,14 @@ def test_memory_that_grows_in_every_step_is_noticed() -> None:
     )
 
 
+def test_memory_that_a_process_needs_to_warm_up_is_no_news() -> None:
+    """It grows in every step, by half or more, and less and less."""
+    detector = Detector(Anomaly())
+    for step in range(1, 60):
+        held = {f"actor_rank{rank}": int(1e9 * (2 - math.exp(-step / 10))) for rank in range(RANKS)}
+        assert detector.observe(account(step, held=held)) is None
+
+
 def test_memory_that_grows_in_all_processes_of_a_role_is_noticed_once() -> None:
     """They run the same code: it is one piece of news in a window, and says how many they are."""
     detector = Detector(Anomaly())
@@ -293,6 +323,17 @@ def test_memory_that_is_not_known_after_every_step_is_followed_where_it_is() -> 
     assert "118% more than after step 1" in first.reason
 
 
+def short(step: int, times: Mapping[str, float], scale: float) -> StepAccount:
+    """Return a step of a loop that has no workers; its times are so many times as long."""
+    begin_ns, now_ns, stages = step * 10**9, step * 10**9, []
+    for stage, usual in times.items():
+        stages += [StageUse(stage, int(usual * scale * MS), 1, now_ns)] if stage else []
+        now_ns += int(usual * scale * MS)
+    loop = [RankUse(lane="controller", role="controller", stages=stages)]
+    found = StepAccount(step=step, begin_ns=begin_ns, end_ns=now_ns, loop=loop)
+    return msgspec.structs.replace(found, exposed=exposed(found))
+
+
 def test_there_is_no_verdict_without_a_past() -> None:
     """Not before half of the window, and three steps, have been seen."""
     for window, needed in ((20, 10), (3, 3)):
@@ -301,6 +342,16 @@ def test_there_is_no_verdict_without_a_past() -> None:
             quiet(detector, before)
             found = slow_twice(detector, before + 1, times=longer("rollout", 5))
             assert (found is not None) == (before >= needed), (window, before)
+
+
+def test_microseconds_are_no_news() -> None:
+    """Steps that do nothing vary by whatever the machine does beside them."""
+    for stage, scale, noticed in (("rollout", 1e-4, False), ("rollout", 1e-2, True), ("", 1e-4, False)):
+        detector = Detector(Anomaly())
+        for step in range(1, 31):
+            assert detector.observe(short(step, {**USUAL}, scale)) is None
+        found = twice(detector, *(short(step, {**USUAL, stage: 1_000}, scale) for step in (31, 32)))
+        assert (found is not None) == noticed, (stage, scale)
 
 
 def test_a_captured_step_is_not_judged() -> None:

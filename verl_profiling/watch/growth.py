@@ -12,6 +12,9 @@ from verl_profiling.watch.suspicion import Suspicion, healthiest
 
 __all__ = ["Growth"]
 
+_STEADY = 0.5
+"""What grows by less in the second half of the window than by this share of the first is warming up."""
+
 
 class Growth:
     """Follows what every process holds at the end of its steps, those after which it was read.
@@ -28,7 +31,7 @@ class Growth:
         self._held: dict[str, deque[tuple[int, int]]] = {}
 
     def observe(self, account: StepAccount, quiet: bool) -> Suspicion | None:
-        """Return whose memory has grown in every step of the window, by the share in all.
+        """Return whose memory has grown in every step of the window, by the share in all, and goes on to.
 
         Args:
             account: The account of a step whose workers were read.
@@ -46,7 +49,10 @@ class Growth:
                 held.clear()
             held.append((account.step, use.held_bytes))
             share = held[-1][1] / held[0][1] - 1
-            if self._share is not None and len(held) > self._window and share >= self._share:
+            if self._share is None or len(held) <= self._window or share < self._share:
+                continue
+            half = held[len(held) // 2][1]
+            if held[-1][1] - half >= _STEADY * (half - held[0][1]):
                 grown.append((share, use))
         if not grown or quiet:
             return None

@@ -12,10 +12,13 @@ from verl_profiling.step_account import StepAccount
 from verl_profiling.units import duration
 from verl_profiling.watch.suspicion import Suspicion
 
-__all__ = ["IN_A_ROW", "MATTERS", "Slowness"]
+__all__ = ["IN_A_ROW", "LEAST_S", "MATTERS", "Slowness"]
 
 MATTERS = 0.1
 """Share of a usual step by which a stage must be longer than usual, to be slow."""
+
+LEAST_S = 0.001
+"""What is slow by less is no matter of a capture, whose recording takes longer (s)."""
 
 IN_A_ROW = 2
 """So many times one after another something must be slow: what is slow once is over when it is captured."""
@@ -46,12 +49,38 @@ class _Slow:
         return self.value - median(self.history)
 
 
+@dataclass
+class _Streak:
+    """How many times one after another something is slow, and when and for how many it last was."""
+
+    looks: int = 0
+    in_a_row: int = 0
+    is_told: bool = False
+    last: int = 0
+    lasted: int = 0
+
+    def is_news(self, slow: bool, window: int) -> bool:
+        self.looks += 1
+        if not slow:
+            self.in_a_row, self.is_told = 0, False
+            return False
+        self.in_a_row += 1
+        if self.in_a_row < IN_A_ROW:
+            return False
+        lasted = self.lasted if self.last and self.looks - self.last < window else 0
+        is_news = not self.is_told and self.in_a_row > lasted
+        self.is_told |= is_news
+        self.last, self.lasted = self.looks, max(self.in_a_row, lasted)
+        return is_news
+
+
 class Slowness:
     """Compares every step with those before it, and every stage with the times that it ran before.
 
-    Something is noticed when it is slow for the second time one after another, and not again until it was
-    not. Stages that run in less than half of the steps, such as a checkpoint, are no part of what is compared
-    of the step: each is compared with itself alone.
+    Something is noticed when it is slow for the second time one after another. While that goes on, and within
+    a window after it, it is noticed again only where it lasts longer than before. Stages that run in less
+    than half of the steps, such as a checkpoint, are no part of what is compared of the step: each is
+    compared with itself alone.
 
     Args:
         options: From where on something is slow.
@@ -62,7 +91,7 @@ class Slowness:
         self._enough = max(3, options.window // 2)
         self._steps: deque[_Seen] = deque(maxlen=options.window)
         self._stages: dict[str, deque[float]] = {}
-        self._in_a_row: Counter[str | None] = Counter()
+        self._streaks: dict[str | None, _Streak] = {}
 
     def observe(self, account: StepAccount) -> Suspicion | None:
         """Return what is slow in a step and was not before, if anything is."""
@@ -79,8 +108,9 @@ class Slowness:
         history = [before.without(seldom) for before in self._steps]
         value, usual = seen.without(seldom), median(history)
         ratio = self._options.slow_step
-        step_is_news = self._is_news(None, ratio is not None and value > ratio * usual)
-        slow = self._slow_stages(seen, MATTERS * usual)
+        is_slow = ratio is not None and value > ratio * usual and value - usual >= LEAST_S
+        step_is_news = self._is_news(None, is_slow)
+        slow = self._slow_stages(seen, max(MATTERS * usual, LEAST_S))
         worst = max((stage for stage in slow if stage.news), key=lambda stage: stage.excess, default=None)
         if worst is not None and (not step_is_news or worst.excess >= (value - usual) / 2):
             return _of_stage(step, worst)
@@ -102,9 +132,8 @@ class Slowness:
         return found
 
     def _is_news(self, what: str | None, slow: bool) -> bool:
-        """Return whether a stage, or the step, has been slow often enough now, and was not before."""
-        self._in_a_row[what] = self._in_a_row[what] + 1 if slow else 0
-        return self._in_a_row[what] == IN_A_ROW
+        """Return whether a stage, or the step, has been slow often enough now to be noticed."""
+        return self._streaks.setdefault(what, _Streak()).is_news(slow, self._options.window)
 
 
 def _of_stage(step: int, slow: _Slow) -> Suspicion:
