@@ -1,15 +1,32 @@
-"""Connects a command to a Ray cluster."""
+"""Whether this process is part of a Ray cluster, and connects a command to one."""
 
 from __future__ import annotations
 
 import socket
+import sys
 from typing import Any
 
 from verl_profiling.errors import ToolUnavailableError
 
-__all__ = ["connected"]
+__all__ = ["check_in_cluster", "connected", "in_cluster"]
 
 _KNOCK_S = 3.0
+
+
+def in_cluster() -> bool:
+    """Return whether this process is part of a Ray cluster; Ray is not imported for that."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def check_in_cluster() -> None:
+    """Check that an actor may be called: without a cluster, Ray would start another one for the call.
+
+    Raises:
+        RuntimeError: This process has left its cluster.
+    """
+    if not in_cluster():
+        raise RuntimeError("this process has left its Ray cluster")
 
 
 def connected(command: str, address: str, purpose: str) -> Any:

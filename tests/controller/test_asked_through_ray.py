@@ -214,6 +214,22 @@ def test_two_runs_at_once_are_told_apart(
     other.end()
 
 
+def test_runs_of_one_name_in_two_places_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two people call theirs the same: neither hides the other, and the place says which is meant."""
+    loops = [Loop(tmp_path / place, "same") for place in ("a", "b")]
+    assert main(["trigger", "same", "--ray"]) == 2
+    said = capsys.readouterr().err
+    assert all(loop.url in said for loop in loops)
+    for loop in loops:
+        assert main(["trigger", loop.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["run"] == loop.url
+    assert [len(find_job_through_ray(loop.url).waiting()) for loop in loops] == [1, 1]
+    for loop in loops:
+        loop.end()
+
+
 def test_an_asker_that_goes_leaves_its_request(loop: Loop, tmp_path: Path) -> None:
     """Killed while it waits; the capture is made, and the answer is kept."""
     at = 1000
@@ -334,6 +350,39 @@ def test_a_killed_job_is_known_to_be_gone_and_its_next_start_answers(
         assert time.monotonic() < deadline
     said = capsys.readouterr().err
     assert "is gone" in said or "no job in the Ray cluster can be asked" in said
+
+
+LEFT = """
+import sys
+import ray
+from example_loops import settings
+from fleet import TrainWorker, WorkerGroup
+from verl_profiling import ProfilingCallback
+
+ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
+watch = {"enable": True, "ray": True, "every": 100}
+config = settings(save_path=sys.argv[2], schedule={"steps": []}, watch=watch, tool="spans")
+actor, other = (ray.remote(num_cpus=0)(TrainWorker).remote() for _ in range(2))
+profiling = ProfilingCallback(config)
+profiling.add_workers("actor", actor)
+profiling.add_workers("critic", WorkerGroup([other]))
+with profiling:
+    for step in range(1, 6):
+        profiling.on_step_begin(step)
+        if step == 3:
+            ray.shutdown()
+        profiling.on_step_end()
+assert not ray.is_initialized()
+"""
+
+
+def test_a_loop_that_has_left_its_cluster_starts_no_other(tmp_path: Path) -> None:
+    """A call to an actor would: neither the actor that is asked is called, nor the workers."""
+    left = [sys.executable, "-c", LEFT, address(), str(tmp_path)]
+    done = subprocess.run(left, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("captures cannot be asked for through Ray any more") == 1
+    assert "read_watch raised RuntimeError: this process has left its Ray cluster" in done.stderr
 
 
 @pytest.mark.parametrize("where", ["file:///nowhere/run", "s3://bucket/run", "x"])

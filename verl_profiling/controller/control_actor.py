@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import uuid
 from concurrent.futures import Future
 from typing import Any
@@ -11,21 +10,16 @@ from typing import Any
 from verl_profiling.demand import Answer, Demand, LoopState, decode_message, encode_message
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import safe_name
+from verl_profiling.ray_cluster import check_in_cluster
 from verl_profiling.ray_mailbox import NAMESPACE, Mailbox, Taken
 from verl_profiling.visible import visible
 
-__all__ = ["ControlActor", "ray_runs"]
+__all__ = ["ControlActor"]
 
 logger = logging.getLogger(__name__)
 
 _LAST_WORD_S = 2.0
 _MOST_SAID = 20
-
-
-def ray_runs() -> bool:
-    """Return whether this process is part of a Ray cluster; Ray is not imported for that."""
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
 
 
 class ControlActor:
@@ -107,6 +101,7 @@ class ControlActor:
         if self._actor is None:
             return None
         try:
+            check_in_cluster()
             return getattr(self._actor, method).remote(*arguments)
         except Exception as error:
             self._lost(error)

@@ -10,7 +10,7 @@ from verl_profiling.aim import Aim
 from verl_profiling.controller.ahead import Announced, Announcing
 from verl_profiling.controller.anomalies import Anomalies, SlowHere
 from verl_profiling.controller.asked_by_signal import SignalAsking
-from verl_profiling.controller.control_actor import ControlActor, ray_runs
+from verl_profiling.controller.control_actor import ControlActor
 from verl_profiling.controller.control_folder import ControlFolder
 from verl_profiling.controller.decision import Asker, Decisions
 from verl_profiling.controller.demands import Demands
@@ -25,6 +25,7 @@ from verl_profiling.controller.watch import Listener, Watch
 from verl_profiling.demand import LoopState
 from verl_profiling.identity import ProcessId
 from verl_profiling.ranks import process_rank
+from verl_profiling.ray_cluster import in_cluster
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["Listening"]
@@ -112,7 +113,7 @@ class Listening:
         if not (run.remote is not None if wanted is None else wanted):
             return None
         try:
-            if ray_runs():
+            if in_cluster():
                 return ControlActor(run.run_id)
             if wanted:
                 logger.warning("captures cannot be asked for through Ray: this process is in no cluster")

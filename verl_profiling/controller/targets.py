@@ -13,6 +13,7 @@ from typing import Any
 from verl_profiling.controller.calls import Target
 from verl_profiling.controller.local_calls import Postponed
 from verl_profiling.errors import ConfigError
+from verl_profiling.ray_cluster import check_in_cluster
 
 __all__ = ["make_targets"]
 
@@ -31,6 +32,7 @@ class _RayActor(Target):
         return _identity_of(self._handle)
 
     def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        check_in_cluster()
         return [getattr(self._handle, method).remote(*arguments).future()]
 
 
@@ -50,6 +52,8 @@ class _WorkerGroup(Target):
         return frozenset(_identity_of(worker) for worker in workers)
 
     def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        if _is_actor(next(iter(getattr(self._group, "workers", None) or ()), None)):
+            check_in_cluster()
         bound = getattr(self._group, method, None)
         if bound is not None:
             references = bound(*arguments)
