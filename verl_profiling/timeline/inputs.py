@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -172,11 +173,20 @@ def runs_at(path: Path) -> list[Path]:
         return [path.parent]
     if not path.is_dir() or is_step(path):
         return [path]
-    below = {file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{RUN_NAME}")}
-    runs = sorted(below)
+    runs = sorted(_runs_below(path))
     if (path / RUN_NAME).is_file() or step_folders(path):
         runs.insert(0, path)
     return runs or [path]
+
+
+def _runs_below(path: Path) -> Iterator[Path]:
+    """Yield the folders of runs up to two levels down; a run that goes on may remove some meanwhile."""
+    for inside, folders, names in os.walk(path, followlinks=True):
+        depth = len(Path(inside).relative_to(path).parts)
+        if depth and RUN_NAME in names:
+            yield Path(inside)
+        if depth == 2:
+            folders.clear()
 
 
 def _name(run: Path) -> Path:
