@@ -157,8 +157,8 @@ class StepAccount(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def duration_ns(self) -> int:
-        """How long the step took."""
-        return self.end_ns - self.begin_ns
+        """How long the step took; 0 if the clock was set back in it."""
+        return max(0, self.end_ns - self.begin_ns)
 
     @property
     def spans(self) -> list[SpanTotal]:

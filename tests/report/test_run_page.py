@@ -296,3 +296,14 @@ class TestEveryStep:
         assert seen["hovered"][0] == "step 3: 8.50 s"
         assert seen["heights"][12] / seen["heights"][0] == pytest.approx(12.5 / 8.5, rel=0.1)
         assert seen["entered"].startswith("Step 12")
+
+    @pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
+    def test_a_stage_may_have_any_name_in_a_browser(self, run: Path) -> None:
+        """Also one that all objects of JavaScript have something of."""
+        for number, name in enumerate(("toString", "__proto__", "constructor"), start=20):
+            WatchLog(run)(account(number, {name: 8000.0}))
+        assert main(["report", str(run), "--save"]) == 0
+        seen = run_script("watch.js", str(run / "index.html"))
+        assert seen["problems"] == []
+        assert seen["bars"] == 23
+        assert seen["heights"][20:] == pytest.approx([seen["heights"][0]] * 3, rel=0.02)

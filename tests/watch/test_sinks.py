@@ -112,6 +112,12 @@ class TestValues:
         values = values_of(step)
         assert values["profiling/watch/a/exposed_s"] == pytest.approx(values["profiling/watch/step_s"])
 
+    def test_a_step_in_which_the_clock_was_set_back_took_no_time(self) -> None:
+        """It is no step of minus an hour, which would be all that is seen of the curve."""
+        made = account(7)
+        back = msgspec.structs.replace(made, end_ns=made.begin_ns - 3600 * 10**9)
+        assert values_of(back)["profiling/watch/step_s"] == 0
+
     def test_a_leader_in_doubt_has_no_rank(self) -> None:
         """Nor has one that is unknown."""
         for step in (account(1, doubt="tied"), account(1, leader="somebody")):

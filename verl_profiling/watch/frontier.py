@@ -32,7 +32,7 @@ def exposed(
         before: That of the step before, whose workers may have gone on in this one.
         has_workers: Whether the loop calls any, so that they are missing where the account has none.
     """
-    duration_ns = max(0, account.duration_ns)
+    duration_ns = account.duration_ns
     advances = _advances(_loop_of(account))
     standing_in = _standings(account, advances, before, has_workers)
     rows: list[ExposedStage] = []

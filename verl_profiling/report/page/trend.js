@@ -13,6 +13,7 @@ function makeTrend(container, kind) {
   const steps = kind === "watch" ? data.watch : data.steps;
   const colours = data[kind === "watch" ? "exposed" : kind];
   const names = Object.keys(colours);
+  const secondsOf = (step, name) => (Object.hasOwn(step[kind], name) ? step[kind][name] : 0); // any name: "toString", too
   const shown = (name) => (kind === "lost" ? name.replaceAll("_", " ") : name);
   const legend = element("ul", { className: "legend" }, ...names.map((name) =>
     element("li", {}, element("i", { className: colours[name] }), element("bdi", { textContent: shown(name) }))));
@@ -22,13 +23,13 @@ function makeTrend(container, kind) {
   const drawing = d3.select(container).append("svg").attr("height", HEIGHT);
   if (kind === "lost") hatching(drawing);
   const tip = makeTip(container);
-  const layers = d3.stack().keys(names).value((step, name) => step[kind][name] ?? 0)(steps);
+  const layers = d3.stack().keys(names).value(secondsOf)(steps);
   const totals = steps.map((_, index) => layers.at(-1)?.[index][1] ?? 0);
   const most = Math.max(...totals) || 1;
   const [unit, scale] = timeUnit(most);
 
   function lines(step, index) {
-    const parts = names.map((name) => [name, step[kind][name] ?? 0]).filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]);
+    const parts = names.map((name) => [name, secondsOf(step, name)]).filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]);
     const captured = step.captured ? [`captured: ${step.captured}`] : [];
     return [`step ${step.name}: ${duration(totals[index])}`, ...captured, ...parts.map(([name, seconds]) => `${shown(name)} ${duration(seconds)}`)];
   }
