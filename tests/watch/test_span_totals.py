@@ -295,6 +295,22 @@ def test_a_long_wait_for_a_reader_costs_sharpness_and_no_span() -> None:
     assert [found["generate"].runs for found in totals] == [400] * 60
 
 
+def test_many_names_in_an_answer_cost_no_step_its_spans() -> None:
+    """Thirty tools in two hours of steps, and a watch that keeps few steps."""
+    tally, lane = SpanTally(), Lane("agent_loop_rank0", "agent_loop", 0, stages=160)
+    for step in range(20):
+        for at in range(60):
+            for tool in range(30):
+                tally.add(f"tool:{tool}", 0, (step * 360 + at * 6) * S, False)
+    lane.spans.take(read_ring(StageRing(10), WORKER, None, tally).ended_spans())
+    steps = [
+        StepTime(step, step * 360 * S, (step + 1) * 360 * S, before_ns=step * 360 * S) for step in range(20)
+    ]
+    runs = [sum(total.runs for total in use.spans) if use else 0 for use in lane.uses(steps)]
+    assert sum(runs) == 20 * 60 * 30
+    assert min(runs) >= 55 * 30
+
+
 def test_a_clock_that_is_set_back_again_and_again_loses_no_span() -> None:
     """Pieces that lie before those before them are joined, too: memory is bounded, and nobody waits."""
     tally = SpanTally()

@@ -60,7 +60,7 @@ class Lane:
 
     def __init__(self, name: str, role: str, rank: int, stages: int, replica: int | None = None) -> None:
         self.told_ns = 0
-        self.spans = SpanPieces(stages)
+        self.spans = SpanPieces()
         self._use = RankUse(lane=name, role=role, rank=rank, replica=replica)
         self._stages: deque[EndedStage] = deque(maxlen=stages)
         self._last = 0

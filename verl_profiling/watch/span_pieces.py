@@ -8,21 +8,21 @@ from collections.abc import Iterable, Sequence
 
 from verl_profiling.step_account import SpanTotal
 from verl_profiling.watch.reading import EndedSpans
+from verl_profiling.watch.ring import MAX_NAMES
+from verl_profiling.watch.span_tally import PIECES
 
 __all__ = ["SpanPieces"]
 
+_MOST = 2 * PIECES * (MAX_NAMES + 1)
+
 
 class SpanPieces:
-    """Keeps what ended in each piece of time until that is in an account.
+    """Keeps what ended in each piece of time until that is in an account; at most what two answers hold."""
 
-    Args:
-        most: How many pieces are kept at most, of all names together.
-    """
-
-    def __init__(self, most: int) -> None:
+    def __init__(self) -> None:
         self._known: dict[str, SpanTotal] = {}
         self._heard = False
-        self._pieces: deque[tuple[int, int, SpanTotal]] = deque(maxlen=most)
+        self._pieces: deque[tuple[int, int, SpanTotal]] = deque(maxlen=_MOST)
 
     def take(self, told: Iterable[EndedSpans]) -> None:
         """Take the sums of an answer, of which only what is new is kept: they go on from answer to answer.
