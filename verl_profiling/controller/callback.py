@@ -137,7 +137,10 @@ class _Callback:
         controller = self._controller
         if controller is None:
             return None
-        number = _whole_number(step)
+        try:
+            number = index(step)
+        except TypeError:
+            raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
         try:
             return controller if controller.wants(number, policy_version) else None
         except Exception as error:
@@ -424,13 +427,6 @@ class AsyncProfilingCallback(_Callback):
             for round_ in self._abandoned(hook, error):
                 await round_.wait_async()
             self._failed(hook, error, loop_raised)
-
-
-def _whole_number(step: object) -> int:
-    try:
-        return index(step)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
 
 
 def _raised(error: BaseException) -> str:
