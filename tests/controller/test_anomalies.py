@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from example_loops import settings
 from fleet import TrainWorker
@@ -93,6 +94,22 @@ def test_the_next_step_is_captured_of_the_suspect_and_its_peer() -> None:
     assert (decision.trigger.kind, decision.trigger.noticed) == ("anomaly", step + 1)
     assert decision.trigger.suspects == ["rollout2_rank0"]
     assert loop.goes(account(step + 2)) is None
+
+
+def test_a_loop_that_counts_anew_is_captured_again() -> None:
+    """The epoch before ended with a capture: neither that nor its number holds up the next one."""
+    loop = Loop()
+    decision = loop.is_slow(loop.quiet(), slow=SLOW)
+    assert decision is not None
+    loop.captures(decision)
+    last = loop.step
+    loop.step = 0
+    for step in range(1, 24):
+        slow = SLOW if step > 21 else None
+        later = account(last + step, slow=slow)
+        decision = loop.goes(msgspec.structs.replace(later, step=step))
+    assert decision is not None
+    assert decision.step_range.first == 24
 
 
 def test_an_engine_that_is_waited_for_is_captured_whole() -> None:

@@ -119,6 +119,24 @@ def test_a_step_is_told_once(channel: Channel) -> None:
     assert told == [1, 2, 3]
 
 
+def test_a_loop_that_counts_anew_has_all_ranks_in_every_account(channel: Channel) -> None:
+    """Its steps have the numbers of the epoch before, also in one telling, and also where a rank is late."""
+    rank_0, other = Hearing(Post(channel, 0, world=2), 10, 60.0), Telling(Post(channel, 1), 10)
+    found: list[StepAccount] = []
+    for steps, late in (((0, 1, 2), False), ((3, 0, 1), False), ((2, 3, 4), True), ((0, 1), True)):
+        own, others = ([account(step, rank) for step in steps] for rank in (0, 1))
+        if not late:
+            other.take(others)
+        rank_0.take(own)
+        found += rank_0.whole()
+        if late:
+            other.take(others)
+        for _ in steps:
+            found += rank_0.whole()
+    assert [one.step for one in found] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]
+    assert {tuple(lanes(one)) for one in found} == {("actor_rank0", "actor_rank1")}
+
+
 def test_a_rank_that_counts_otherwise_fills_no_memory(channel: Channel) -> None:
     """Steps of numbers that rank 0 never comes to are kept for a while, and not all of them."""
     rank_0, other = Hearing(Post(channel, 0, world=2), 5, 60.0), Telling(Post(channel, 1), 5)

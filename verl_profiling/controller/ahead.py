@@ -55,7 +55,7 @@ class Announcing:
         for missed in [one for one in self._later if one < step]:
             why = f"step {missed} never came, or was part of another capture"
             self._lost(self._later.pop(missed).trigger, why)
-        if self._step is None or step <= self._step:  # the loop counts anew
+        if self._step is None or step < self._step:  # the loop counts anew
             self._decided = step
         self._step = step
         first = max(step + _LEAST_STEPS, self._decided + 1)

@@ -48,6 +48,7 @@ class Anomalies:
         self._made = 0
         self._captured: int | None = None
         self._coming: int | None = None
+        self._begun = 0
         self._uses: dict[str, RankUse] = {}
 
     def listen(self, account: StepAccount) -> None:
@@ -68,6 +69,9 @@ class Anomalies:
 
     def step_begins(self, step: int) -> None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
+        if step < self._begun:  # the loop counts anew
+            self._coming = self._captured = None
+        self._begun = step
         if self._coming is not None and step > self._coming:
             self._coming = None
 

@@ -140,6 +140,11 @@ class _Rank:
         self.awaited = True
         self.ended = False
 
+    def forget_until(self, step: int) -> None:
+        while (first := next(iter(self.steps))) != step:
+            del self.steps[first]
+        del self.steps[step]
+
     def has_told(self, step: int) -> bool:
         return step in self.steps or (self.until is not None and self.until >= step)
 
@@ -160,13 +165,18 @@ class Hearing:
         self._waiting: deque[tuple[float, StepAccount]] = deque()
         self._ranks = {rank: _Rank() for rank in peers.others}
         self._to_hear: dict[int, None] = {}
-        self._step_s = 0.0
+        self._step_s, self._last = 0.0, 0
         self._ended = False
 
     def take(self, accounts: Iterable[StepAccount]) -> None:
         """Take the accounts of this rank's next steps."""
         now_s = time.monotonic()
-        self._waiting += [(now_s, account) for account in accounts]
+        for account in accounts:
+            if account.step < self._last:  # the loop counts anew: what was told until now says nothing of it
+                for known in self._ranks.values():
+                    known.until = None
+            self._last = account.step
+            self._waiting.append((now_s, account))
         if self._waiting:
             self._step_s = self._waiting[-1][1].duration_ns / 1e9
             self._to_hear |= dict.fromkeys(self._ranks)
@@ -260,6 +270,5 @@ class Hearing:
             if (told := known.steps.get(account.step)) is not None:
                 loop += _later(told.loop, account.begin_ns)
                 workers += _later(told.workers, account.begin_ns)
-            while known.steps and (first := next(iter(known.steps))) <= account.step:
-                del known.steps[first]
+                known.forget_until(account.step)
         return msgspec.structs.replace(account, loop=loop, workers=workers)
