@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from asyncio import Future
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,8 @@ from verl_profiling.trajectories.spans import start_log, stop_log
 
 QUEUED, PREFILL = 0.05, 0.05
 BLOCK = 0.4
+ONES = 8
+SLEEPS = {"environment:start": 0.1, "tool:sleeps": 0.3, "reward": 0.05}
 
 
 class Simulated:
@@ -39,6 +43,8 @@ class Simulated:
         self.truth: Counter[str] = Counter()
         self.requests: list[Request] = []
         self.total = 0.0
+        self._blocked = threading.Event()
+        self._answered = threading.Semaphore(0)
 
     async def generate(self, id: str, decode: float) -> None:
         loop, answered = asyncio.get_running_loop(), asyncio.Event()
@@ -49,6 +55,8 @@ class Simulated:
             for wait in (QUEUED, PREFILL, decode):
                 time.sleep(wait)
                 marks.append(time.time_ns())
+            self._blocked.wait(20)  # the loop, before it is answered
+            marks[-1] = time.time_ns()
             arrival, scheduled, first, last = marks
             self.requests.append(
                 Request(
@@ -66,6 +74,7 @@ class Simulated:
             )
             self.truth.update(queued=scheduled - arrival, prefill=first - scheduled, decode=last - first)
             loop.call_soon_threadsafe(answered.set)
+            self._answered.release()
 
         with span("generate", request=id):
             threading.Thread(target=engine).start()
@@ -80,23 +89,30 @@ class Simulated:
             yield
         self.truth[name] += time.time_ns() - begin
 
+    async def sleep(self, name: str) -> None:
+        async with self.watched(name):
+            await asyncio.sleep(SLEEPS[name])
+
+    @property
+    def overslept(self) -> float:
+        """Seconds that the sleeps took longer than they should have."""
+        return sum(self.truth[name] / 1e9 - ONES * took for name, took in SLEEPS.items())
+
     async def one(self, number: int) -> None:
         begin = time.time_ns()
         with trajectory(group=f"g{number // 4}", sample=number % 4):
-            async with self.watched("environment:start"):
-                await asyncio.sleep(0.1)
+            await self.sleep("environment:start")
             await self.generate(f"r{number}", 0.25 + 0.02 * number)
-            async with self.watched("tool:sleeps"):
-                await asyncio.sleep(0.3)
-            async with self.watched("reward"):
-                await asyncio.sleep(0.05)
+            await self.sleep("tool:sleeps")
+            await self.sleep("reward")
         self.total += (time.time_ns() - begin) / 1e9
 
-    async def long(self) -> None:
+    async def long(self, others: Future[Any]) -> None:
         begin = time.time_ns()
         with trajectory(group="long"):
             async with self.watched("tool:sandbox"):  # goes on in the block, and long after it
                 await asyncio.sleep(1.5)
+                await others
         self.total += (time.time_ns() - begin) / 1e9
 
     async def blocks(self) -> None:
@@ -105,16 +121,28 @@ class Simulated:
             async with self.watched("tool:waits"):
                 await asyncio.sleep(0.42)
             async with self.watched("tool:blocks"):
+                self._blocked.set()
+                assert all(self._answered.acquire(timeout=20) for _ in range(ONES))
                 time.sleep(BLOCK)
         self.total += (time.time_ns() - begin) / 1e9
 
     async def run(self) -> None:
-        await asyncio.gather(*(self.one(number) for number in range(8)), self.long(), self.blocks())
+        others = asyncio.gather(*(self.one(number) for number in range(ONES)), self.blocks())
+        await self.long(others)
 
 
 @pytest.fixture(scope="module")
 def simulated() -> tuple[Simulated, Rollout]:
-    """What the stopwatch says, and the section of the report."""
+    """What the stopwatch says, and the section of the report; of a machine that did not stop meanwhile."""
+    for _ in range(5):
+        found = simulate()
+        if found[0].overslept < 0.02 * found[0].total:
+            break
+    return found
+
+
+def simulate() -> tuple[Simulated, Rollout]:
+    """Run a rollout."""
     simulated, log = Simulated(), OpenLog(10_000)
     begin = time.time_ns()
     start_log(log)
@@ -150,7 +178,7 @@ def test_every_cause_is_within_two_percent_of_the_rollout(simulated: tuple[Simul
     assert rollout.seconds == pytest.approx(truth.total, rel=0.02)
     assert sum(found.values()) == pytest.approx(rollout.seconds)
     expected = {cause: took / 1e9 for cause, took in truth.truth.items()}
-    assert expected["loop lag"] > 0.1 * rollout.seconds
+    assert expected["loop lag"] > ONES * BLOCK
     for cause in {*expected, *found}:
         assert found.get(cause, 0.0) == pytest.approx(expected.get(cause, 0.0), abs=0.02 * rollout.seconds), (
             cause
@@ -159,12 +187,12 @@ def test_every_cause_is_within_two_percent_of_the_rollout(simulated: tuple[Simul
 
 def test_the_blocking_tool_is_named_with_its_seconds(simulated: tuple[Simulated, Rollout]) -> None:
     """All that the engine had answered stood still; what ran elsewhere did not."""
-    _, rollout = simulated
+    truth, rollout = simulated
     row = max(rollout.blocks, key=lambda row: row.seconds)
     assert row.what == "tool:blocks"
     assert "test_rollout_truth.py" in row.function
-    assert row.seconds == pytest.approx(BLOCK, abs=0.1)
-    assert row.trajectories == 8
+    assert row.seconds == pytest.approx(truth.truth["tool:blocks"] / 1e9, abs=0.1)
+    assert row.trajectories == ONES
     assert rollout.explained > 0.9
     assert rollout.last is not None
     assert (rollout.last.trajectories, rollout.last.parts[0].cause) == (1, "tool:sandbox")
