@@ -17,7 +17,7 @@ from fleet import CoroutineWorker, TrainWorker, WorkerGroup
 
 from verl_profiling import CaptureStateError, ConfigError, ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.messages import StopReply
-from verl_profiling.capture.session import Session
+from verl_profiling.capture.session import Session, process_session
 from verl_profiling.manifest import Manifest, Request
 from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest
@@ -673,7 +673,8 @@ def test_artifacts_of_a_step_are_finished_by_the_next_captured_step(tmp_path: Pa
     callback.on_train_begin()
     for step in (1, 2):
         callback.on_step_begin(step)
-        ray.get(pool.sync[0].work.remote(seconds=0.2))
+        ray.get(pool.sync[0].work.remote())
+        ray.get(pool.sync[0].__ray_call__.remote(lambda _: process_session()._finisher.drain(20)))
         callback.on_step_end()
     [artifact] = manifest(config, 1).workers[0].artifacts
     assert artifact.status == "ok"

@@ -502,7 +502,7 @@ def test_links_pipes_and_folders_are_not_opened(job: Job, tmp_path: Path) -> Non
     (requests / "loop.json").symlink_to(requests / "loop.json")
     begin = time.monotonic()
     job.step(2)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10, "a pipe would be waited for without an end"
     assert (job.captured(), list(requests.iterdir()), good.exists()) == ([], [], True)
     assert len(list((job.run / "control" / "rejected").iterdir())) == 4
 
@@ -614,15 +614,21 @@ def test_a_message_is_a_regular_file_of_bounded_size(tmp_path: Path) -> None:
 
 def test_a_job_is_alive_then_ended(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     """The command says so at once."""
+
+    def shortest_s(code: int) -> float:
+        """Return how long the command takes where nothing interrupts it."""
+        took = []
+        for _ in range(3):
+            begin = time.monotonic()
+            assert main(["trigger", str(job.run)]) == code
+            took.append(time.monotonic() - begin)
+        return min(took)
+
     job.step(2)
-    begin = time.monotonic()
-    assert main(["trigger", str(job.run)]) == 0
-    assert time.monotonic() - begin < 1
+    assert shortest_s(0) < 1
     assert "the job runs (pid" in capsys.readouterr().out
     job.callback.on_train_end()
-    begin = time.monotonic()
-    assert main(["trigger", str(job.run)]) == 2
-    assert time.monotonic() - begin < 1
+    assert shortest_s(2) < 1
     assert "no job runs here: training ended after step 2" in capsys.readouterr().err
     assert main(["trigger", str(job.run), "--list"]) == 0
     assert "refused: training ended after step 2" in capsys.readouterr().out
@@ -700,12 +706,12 @@ def test_of_a_job_on_another_host_the_last_step_tells(job: Job, capsys: pytest.C
     elsewhere = msgspec.structs.replace(ProcessId.current(), clock_domain="elsewhere", host="node7")
     loop = job.run / "control" / "loop.json"
     for quiet_s, code, said in (
-        (3, 0, "step 5 began 3."),
-        (100, 0, "it is in a long step, or between two (validation, a checkpoint)"),
+        (30, 0, "step 5 began 3"),
+        (200, 0, "it is in a long step, or between two (validation, a checkpoint)"),
         (2000, 2, "nothing was heard of pid"),
     ):
         begun_ns = time.time_ns() - quiet_s * 10**9
-        write_message(loop, LoopState(process=elsewhere, run_id="r", step=5, begun_ns=begun_ns, step_s=2.0))
+        write_message(loop, LoopState(process=elsewhere, run_id="r", step=5, begun_ns=begun_ns, step_s=20.0))
         assert main(["trigger", str(job.run)]) == code
         assert said in "".join(capsys.readouterr())
 
@@ -755,7 +761,7 @@ worker.set_up(config)
 profiling = ProfilingCallback(config)
 profiling.add_workers("actor", worker)
 with profiling:
-    for step in range(1, 2000):
+    for step in range(1, 20_000):
         profiling.on_step_begin(step)
         time.sleep(0.02)
         profiling.on_step_end()
@@ -813,7 +819,7 @@ def test_a_killed_loop_is_seen_at_once_and_its_next_start_answers(
     loop = start_loop(run)
     wait_until((run / "control" / "loop.json").exists)
     job = find_job(run)
-    accepted = job.ask(Aim(), 1, 1900)
+    accepted = job.ask(Aim(), 1, 19_000)
     wait_until(lambda: job.answer(accepted.id))
     loop.kill()
     loop.wait()

@@ -314,7 +314,7 @@ def test_an_actor_that_hangs_at_the_start_does_not_hold_up_the_others(
     tmp_path: Path, pool: Pool, switches: Path
 ) -> None:
     """The step begins after the timeout; the late worker is stopped as soon as it answers."""
-    config = configured(tmp_path, schedule={"steps": [1, 2]}, timeouts={"start_s": 1, "stop_s": 2})
+    config = configured(tmp_path, schedule={"steps": [1, 2]}, timeouts={"start_s": 3, "stop_s": 10})
     set_up(config, pool.sync[:1])
     ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
     callback = ProfilingCallback(config)
@@ -329,7 +329,7 @@ def test_an_actor_that_hangs_at_the_start_does_not_hold_up_the_others(
     callback.on_train_end()
     fine, hung = manifest(config, 1).workers
     assert (fine.status, hung.status) == ("ok", "failed")
-    assert "start_capture did not return within 1 s; is the worker hung or busy?" in hung.reason
+    assert "start_capture did not return within 3 s; is the worker hung or busy?" in hung.reason
     assert [worker.status for worker in manifest(config, 2).workers] == ["ok", "ok"]
 
 

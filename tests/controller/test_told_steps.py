@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -259,10 +260,12 @@ def test_of_a_thousand_ranks_a_step_takes_a_part(tmp_path: Path) -> None:
         Telling(Post(channel, rank), 10).take([account(step, rank) for step in (1, 2, 3)])
     found: list[StepAccount] = []
     took: list[float] = []
+    gc.freeze()  # or one of the steps looks for garbage in all that this process has imported
     while len(found) < 3 and len(took) < 10_000:
         begin_s = time.thread_time()
         found += rank_0.whole()
         took.append(time.thread_time() - begin_s)
+    gc.unfreeze()
     assert [len(one.loop) for one in found] == [world] * 3
     assert len(took) > 10
     assert max(took) < 0.1
