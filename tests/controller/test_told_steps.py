@@ -205,6 +205,25 @@ def test_the_last_steps_are_waited_for_but_not_for_those_that_never_tell(channel
     assert time.monotonic() - begin_s < 10
 
 
+def test_what_a_rank_tells_just_before_its_last_word_is_not_lost(channel: Channel) -> None:
+    """Both may come between the look for the first, and that for the last."""
+    other = Telling(Post(channel, 1), 10)
+
+    class Between(Post):
+        def told(self, rank: int, last: bool = False) -> bytes | None:
+            found = super().told(rank, last)
+            if not last and not list(other.whole()):
+                other.take([account(1, 1)])
+                other.wait(1.0)
+            return found
+
+    rank_0 = Hearing(Between(channel, 0, world=2), 10, 60.0)
+    rank_0.take([account(1, 0)])
+    rank_0.wait(30.0)
+    [joined] = rank_0.whole()
+    assert lanes(joined) == ["actor_rank0", "actor_rank1"]
+
+
 def _many_stages() -> bytes:
     use = RankUse(lane="actor_rank1", role="actor", stages=[StageUse(str(n), 1) for n in range(1000)])
     told = StepAccount(step=1, begin_ns=0, end_ns=1, loop=[use])

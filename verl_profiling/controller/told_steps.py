@@ -202,6 +202,8 @@ class Hearing:
                 gone = self._is_gone(rank)  # before the look: it may have told and ended in between
                 self._hear(rank)
                 self._hear(rank, last=True)
+                if self._ranks[rank].ended:
+                    self._hear(rank)  # both words may have come between the two looks
                 self._ranks[rank].ended |= gone
             left = [rank for rank in left if not self._ranks[rank].ended]
             time.sleep(_PAUSE_S if left else 0.0)
