@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from verl_profiling.report.html import page_title
 from verl_profiling.report.model import Report
-from verl_profiling.report.page.colours import stage_colour
+from verl_profiling.report.page.colours import stage_class
 from verl_profiling.report.page.document import document
 from verl_profiling.report.page.summary import figure, figures
 from verl_profiling.report.page.tables import Cell, Link, percent, section, table, time
@@ -200,15 +200,6 @@ def _data(reports: Sequence[Report], links: Sequence[str]) -> dict[str, Any]:
             }
             for index, (report, link) in enumerate(zip(reports, links, strict=True))
         ],
-        "stages": {
-            name: "rest" if name.startswith("(") else f"s{stage_colour(name)}"
-            for row in stages
-            for name in row
-        },
+        "stages": {name: stage_class(name) for row in stages for name in row},
         "lost": {name: f"k-{name}" for row in causes for name in row},
     }
-
-
-def _colour(stage: str) -> str:
-    """Return the class of ``page.css`` that colours a stage, or the rest of a step."""
-    return "rest" if stage.startswith("(") else f"s{stage_colour(stage)}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_profiling.report.captures_so_far import CapturesSoFar
-from verl_profiling.report.page.colours import stage_colour
+from verl_profiling.report.page.colours import stage_class
 from verl_profiling.report.page.tables import Cell, Link, Shown, section, table, time
 from verl_profiling.report.watch_history import IN_NO_STAGE
 from verl_profiling.units import duration
@@ -101,9 +101,7 @@ class WatchPicture(NamedTuple):
                 }
                 for bar in self.bars
             ],
-            "exposed": {
-                name: "rest" if name.startswith("(") else f"s{stage_colour(name)}" for name in self.stages
-            },
+            "exposed": {name: stage_class(name) for name in self.stages},
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zlib import crc32
 
-__all__ = ["stage_colour"]
+__all__ = ["stage_class", "stage_colour"]
 
 _NAMED = (
     "rollout",
@@ -26,3 +26,8 @@ def stage_colour(name: str) -> int:
     if name in _NAMED:
         return _NAMED.index(name)
     return len(_NAMED) + crc32(name.encode()) % _OTHERS
+
+
+def stage_class(name: str) -> str:
+    """Return the class of ``page.css`` that colours a stage, or what is none: ``(in no stage)``."""
+    return "rest" if name.startswith("(") else f"s{stage_colour(name)}"
