@@ -85,6 +85,18 @@ def test_where_the_others_cannot_be_told_who_asked_is_refused(
     assert (answer.state, "the other ranks cannot be told" in answer.reason) == ("refused", True)
 
 
+def test_a_training_that_ends_twice_waits_for_the_others_once(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a call of the hook, and by the end of ``with``: rank 0 asks the others for no second farewell."""
+    callback = rank(0, tmp_path, monkeypatch)
+    steps(callback, 1, 25)
+    callback.on_train_end()
+    assert callback.watch is not None
+    assert callback.watch.last_step_is_over() is None
+    callback.on_train_end()
+
+
 def test_a_store_that_is_gone_ends_no_other_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The process of rank 0 had it, and has ended."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_STEPS = 2
 _LOOK_S = 1.0
+_LOOK_AGAIN_S = 30.0  # a store that is gone logs each look by itself
 _NOTICE_S = 2.5
 _STEP_TIMES = 8
 
@@ -117,6 +118,7 @@ class Announced:
             if not self._failed:
                 logger.warning("what rank 0 announces is not heard: %s", in_a_line(error))
             self._failed = True
+            self._look_s += _LOOK_AGAIN_S
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
         """See :class:`~verl_profiling.controller.decision.Asker`; rank 0's order says the rest."""

@@ -211,8 +211,9 @@ class Watch:
         return self._ranks
 
     def train_ends(self) -> None:
-        """Complete what there is."""
+        """Complete what there is; a second end of the same training waits for no rank again."""
         self._publish_whole()
+        self._ranks = None
 
     def _collect(self) -> None:
         """Take the answers that have come; with the last of them, what ended before is complete.
