@@ -135,6 +135,15 @@ def test_in_a_loop_on_every_rank_the_slowest_rank_says_whether_it_was_gone(tmp_p
     assert "update_actor took 6.00 s, 2.00 times the median before (3.00 s)." in asked(report).verdict
 
 
+def test_a_rank_that_begins_the_step_after_rank_0_is_compared_by_its_own_stages(tmp_path: Path) -> None:
+    """Rank 0 had left its stage when the suspect entered its own; that is no wait of the loop."""
+    workers = [rank(0, [], [("rollout", 0.0, 0.2)]), rank(1, [], [("rollout", 0.3, 2.3)])]
+    stages = [("rollout", 0.0, 0.2), ("update_actor", 0.2, 3.0)]
+    trigger = msgspec.structs.replace(SLOW_STAGE, stage="rollout", median=0.2, value=2.0)
+    said = asked(asked_by(trigger, drawn_inputs(tmp_path, stages, workers, 3.0))).verdict
+    assert "actor_rank1 worked 2.00 s in rollout, actor_rank0 200 ms (+1.80 s)" in said
+
+
 def test_a_suspect_like_its_peer_is_no_cause_of_a_stage_that_is_still_slow(tmp_path: Path) -> None:
     """The stage is slow in all ranks; that is said, and no kernel of the suspect is blamed."""
     report = two_ranks(tmp_path, SLOW_STAGE, slow=0.0)
