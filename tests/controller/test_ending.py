@@ -61,6 +61,10 @@ PROGRAM = """
                 os.kill(child, signal.SIGTERM)
                 _, status = os.waitpid(child, 0)
                 sys.exit(os.WTERMSIG(status))
+            if scenario == "child exits":
+                if not (child := os.fork()):
+                    sys.exit(0)
+                os.waitpid(child, 0)
             if scenario in ("terminated", "own handler"):
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(30)
@@ -89,6 +93,15 @@ def end(folder: Path, scenario: str) -> tuple[int, str]:
 def read(folder: Path, step: int = 2) -> Manifest:
     """Return the manifest of a step."""
     return read_manifest(folder / "run" / f"step_{step:06d}")
+
+
+def test_a_forked_child_that_exits_closes_no_capture(tmp_path: Path) -> None:
+    """The loop goes on, and its process is the one that writes."""
+    status, said = end(tmp_path, "child exits")
+    assert (status, "closing the capture" in said) == (0, False), said
+    assert [(read(tmp_path, step).complete, read(tmp_path, step).notes) for step in (1, 2)] == [
+        (True, [])
+    ] * 2
 
 
 @pytest.mark.parametrize(

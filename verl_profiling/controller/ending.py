@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 
@@ -28,13 +29,14 @@ class LoopEnding:
     def __init__(self, close: Callable[[str], Iterator[Round]]) -> None:
         self._close = close
         self._waits = False
+        self._process = 0
         self._recording = False
 
     def records(self, recording: bool) -> None:
         """Note whether a capture is open."""
         if recording and not self._waits:
             atexit.register(self._leave)
-            self._waits = True
+            self._waits, self._process = True, os.getpid()
         if recording != self._recording:
             self._recording = recording
             (termination.hold if recording else termination.release)()
@@ -47,6 +49,8 @@ class LoopEnding:
             self._waits = False
 
     def _leave(self) -> None:
+        if self._process != os.getpid():  # a fork of the loop's process ends, and the loop goes on
+            return
         self._waits = False
         why = f"the process of the loop ended{_why()}, and the loop did not say so"
         if self._recording:
