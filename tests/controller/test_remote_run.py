@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fleet import TrainWorker
 from fsspec.implementations.memory import MemoryFileSystem
 
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
+from verl_profiling.afterwards.background import BackgroundWork
 from verl_profiling.afterwards.hooks import HookEvent
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
@@ -339,3 +341,16 @@ def test_the_log_of_the_watch_arrives_and_goes_on(
     assert last == {1: "", 2: "step_000002.2", 3: "", 4: "step_000004.2", 5: ""}
     assert (2, "step_000002") in logged
     assert waiting(tmp_path) == []
+
+
+def test_the_thread_that_uploads_ends_with_the_run(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for more work."""
+    patient = partial(BackgroundWork, idle_s=600.0)
+    monkeypatch.setattr("verl_profiling.controller.remote_run.BackgroundWork", patient)
+    train(settings(tmp_path, tool="spans"))
+    uploading = [thread for thread in threading.enumerate() if thread.name == "verl-profiling-upload"]
+    for thread in uploading:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in uploading)
