@@ -576,6 +576,20 @@ def test_a_loop_without_step_ends_has_accounts_from_begin_to_begin(tmp_path: Pat
     assert [names(account.loop) for account in whole] == [{"controller": ["update"]}] * 3
 
 
+def test_generation_of_which_no_end_is_told_ends_with_its_step(tmp_path: Path) -> None:
+    """As in a manifest; else it would hide the next steps' stages, and be in one step of two."""
+    callback, _, whole = followed(watched(tmp_path, every=1, schedule={"steps": []}))
+    for step in range(1, 5):
+        callback.on_step_begin(step)
+        callback.on_rollout_begin()
+        time.sleep(0.01)
+        callback.on_step_end()
+    callback.on_train_end()
+    assert [names(account.loop) for account in whole] == [{"controller": ["rollout"]}] * 4
+    assert all(rollout.exposed_ns > 9_000_000 for account in whole for rollout in account.exposed[:1])
+    assert all(account.exposed[0].name == "rollout" for account in whole)
+
+
 def test_only_as_many_steps_are_kept_as_the_settings_say(tmp_path: Path) -> None:
     """Whatever a run's length, and however seldom its workers are read."""
     config = configured(

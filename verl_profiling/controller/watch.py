@@ -143,6 +143,8 @@ class Watch:
         step, self._step = self._step, None
         if step is None:
             return
+        if not self._beside:  # a loop that does not say when generation ends has it to the end of the step
+            self.rollout_ends()
         step.end_ns = clock.now_ns()
         self._step_ns = step.end_ns - step.begin_ns
         self._take_own_stages()
