@@ -23,6 +23,7 @@ from verl_profiling.capture.messages import StopReply
 
 RANK = int(os.environ["RANK"])
 LATE = 2
+TIMES_S = {"slow": (0.1, 0.7)}  # so long that nothing else on a busy machine looks slow twice
 USUAL_S, LATE_S = 0.02, 0.2
 STEPS = {"slow": 300, "unlike": 16}
 Meet = Callable[[bool], bool]
@@ -69,6 +70,7 @@ def meeting_through_files(folder: Path) -> Meet:
 
 def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> None:
     """Run one training."""
+    usual_s, late_s = TIMES_S.get(scenario, (USUAL_S, LATE_S))
     profiling = ProfilingCallback(config)
     worker = EndsLate() if scenario == "ends late" else TrainWorker()
     worker.init_capture(config, role="actor")
@@ -86,9 +88,9 @@ def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> Non
                 profiling.on_step_begin(step)
                 with profiling.stage("rollout"):
                     late = RANK == LATE and (scenario != "slow" or step >= 15)
-                    time.sleep(LATE_S if late else USUAL_S)
+                    time.sleep(late_s if late else usual_s)
                 with stage("update_actor"), stage("inside"):
-                    time.sleep(USUAL_S)
+                    time.sleep(usual_s)
                     ends = meet(profiling.last_folder is not None)
                 profiling.on_step_end()
                 if ends:

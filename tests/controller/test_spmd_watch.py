@@ -60,7 +60,7 @@ def test_a_rank_that_becomes_late_is_captured_with_a_peer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Over the store: noticed within five steps; whom the capture is not aimed at is not missing in it."""
-    trigger: dict[str, Any] = {"window": 8, "max_captures": 1, "slow_stage": 5.0, "slow_step": None}
+    trigger: dict[str, Any] = {"window": 8, "max_captures": 1, "slow_stage": 4.0, "slow_step": None}
     watch = {"enable": True, "every": 10, "trigger": {**trigger, "leader": None, "memory": None}}
     logs = run(tmp_path, "slow", all={"watch": watch})
     [folder] = (tmp_path / "run").glob("step_*")
