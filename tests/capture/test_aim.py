@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from example_loops import settings
 
-from verl_profiling import ConfigError, stage
+from verl_profiling import ConfigError, stage, trajectory
 from verl_profiling.aim import Aim
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
@@ -24,7 +24,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.role import RoleConfig
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.torch_profiler import TorchOptions
-from verl_profiling.workers import AgentLoopCaptureMixin, RolloutCaptureMixin
+from verl_profiling.workers import AgentLoopCaptureMixin, RewardCaptureMixin, RolloutCaptureMixin
 
 ACTOR = WorkerIdentity(role="actor")
 REPLICA = WorkerIdentity(role="rollout", rank=2, replica=1)
@@ -199,6 +199,25 @@ def test_a_role_that_was_switched_off_records_when_it_is_asked_for(session: Sess
     session.stop()
     other = session.start(request(tmp_path, 2, Aim(roles=("critic",))), ACTOR)
     assert (other.status, other.reason) == ("skipped", "not asked for")
+
+
+def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
+    session: Session, tmp_path: Path
+) -> None:
+    """The watch names it as it names a stage, but no window opens with it; a stage of the process is one."""
+    worker = RewardCaptureMixin()
+    worker.init_capture(settings(watch={"enable": True}))
+    busy = session.busy("reward")
+    assert busy is not None
+    found = []
+    for number, name in enumerate(("reward", "update_actor")):
+        aim = Aim(mode="discrete", roles=("reward",), stages=(name,))
+        worker.start_capture(request(tmp_path, number, aim))
+        with busy, stage("update_actor"), trajectory(group="a", sample=1):
+            pass
+        result = worker.stop_capture(f"run-{number}").result
+        found.append((result.status, result.mode, len(result.artifacts) > 0))
+    assert found == [("ok", "e2e", True), ("ok", "discrete", True)]
 
 
 def test_an_agent_loop_goes_on_with_its_trajectories(session: Session, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_account import StepAccount
+from verl_profiling.watch.frontier import exposed
 
 SLOW = {"rollout2_rank0": 2.5}
 
@@ -94,6 +95,30 @@ def test_the_next_step_is_captured_of_the_suspect_and_its_peer() -> None:
     assert (decision.trigger.kind, decision.trigger.noticed) == ("anomaly", step + 1)
     assert decision.trigger.suspects == ["rollout2_rank0"]
     assert loop.goes(account(step + 2)) is None
+
+
+def test_an_engine_is_recorded_in_its_window_whatever_its_own_stage_is_called() -> None:
+    """The servers of verl have one that lasts while they generate."""
+
+    def generating(step: int, slow: dict[str, float] | None = None) -> StepAccount:
+        found = account(step, slow=slow)
+        for use in found.workers:
+            use.stages[:] = [
+                msgspec.structs.replace(one, name="generate") if one.name == "rollout" else one
+                for one in use.stages
+            ]
+        return msgspec.structs.replace(found, exposed=exposed(found))
+
+    loop = Loop()
+    for step in range(1, 31):
+        assert loop.goes(generating(step)) is None
+    assert loop.goes(generating(31, SLOW)) is None
+    decision = loop.goes(generating(32, SLOW))
+    assert decision is not None
+    assert decision.aim is not None
+    assert decision.aim.stages == ("generate", "rollout")
+
+    assert settings().for_role("rollout", decision.aim).enable
 
 
 def test_a_loop_that_counts_anew_is_captured_again() -> None:

@@ -137,6 +137,26 @@ def test_the_rings_of_ray_actors_are_read_every_few_steps(tmp_path: Path, pool: 
         assert sum(row.exposed_ns for row in account.exposed) == account.duration_ns
 
 
+def test_a_capture_right_after_a_read_loses_nothing_of_it(tmp_path: Path, pool: Pool) -> None:
+    """The workers answer while the capture begins; what they told then comes before what its end tells."""
+    config = watched(tmp_path, schedule={"steps": [3]})
+    set_up(config, pool.sync)
+    callback, _, whole = followed(config, ("actor", pool.sync))
+    callback.on_train_begin()
+    for step in range(1, 5):
+        callback.on_step_begin(step)
+        with callback.stage("update"):
+            ray.get([worker.work.remote() for worker in pool.sync])
+        for worker in pool.sync:
+            worker.work.remote(["save"], 0.2)
+        callback.on_step_end()
+    callback.on_train_end()
+    assert [account.captured for account in whole] == ["", "", "step_000003", ""]
+    for account in whole:
+        found = names(account.workers)
+        assert all("update_actor" in found[f"actor_rank{rank}"] for rank in range(3)), found
+
+
 def test_a_worker_that_never_answers_is_named_once_and_holds_up_nothing(
     tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:

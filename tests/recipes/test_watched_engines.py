@@ -21,7 +21,7 @@ SETTINGS = (
     "profiling.watch.trigger={window: 6, cooldown: 0, max_captures: 5}",
     "fault.replica=1",
     f"fault.step={LATE_FROM}",
-    "fault.seconds=2",
+    "fault.seconds=4",
     f"steps={LAST}",
     "batch.prompts=16",
 )

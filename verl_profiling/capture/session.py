@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from verl_profiling import clock, termination
 from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.background import Finisher
@@ -238,7 +240,12 @@ class Session:
         self._hooks.drain(self._finish_s)
 
     def _role(self, identity: WorkerIdentity, aim: Aim | None) -> RoleConfig:
-        return self._configs[identity.name].for_role(identity.role, aim)
+        config = self._configs[identity.name]
+        side_by_side = self._busy.keys() if TRAJECTORIES in config.tool_names(identity.role) else ()
+        if aim is not None and not set(side_by_side).isdisjoint(aim.stages or ()):
+            # The watch names that as it names a stage, but no stage of the process is recorded in its place.
+            aim = msgspec.structs.replace(aim, mode="e2e", stages=None)
+        return config.for_role(identity.role, aim)
 
     def _prepare(self, role: RoleConfig) -> None:
         for tool in role.tools:

@@ -121,7 +121,7 @@ class Anomalies:
         if not uses:
             return None
         engines = [use for use in uses if use.role == ROLLOUT_ROLE and use.replica is not None]
-        # The window of an engine opens with the stage of that name.
+        window = [ROLLOUT] if engines else []  # whatever their own stage is called
         of_a_stage = (
             noticed.sign in _OF_A_STAGE and bool(noticed.ran) and (noticed.stage == ROLLOUT or not engines)
         )
@@ -130,7 +130,7 @@ class Anomalies:
             roles=tuple(dict.fromkeys(use.role for use in uses)),
             ranks=tuple(dict.fromkeys(use.rank for use in uses if use not in engines)) or None,
             replicas=tuple(dict.fromkeys(use.replica for use in engines if use.replica is not None)) or None,
-            stages=tuple(noticed.ran) if of_a_stage else None,
+            stages=tuple(dict.fromkeys([*noticed.ran, *window])) if of_a_stage else None,
         )
         try:
             self._check(aim)

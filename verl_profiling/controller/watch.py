@@ -180,7 +180,8 @@ class Watch:
             self.ring.end_stage(stage)
 
     def take(self, calls: Sequence[Call]) -> None:
-        """Take what came along with the answers to calls that ended a capture."""
+        """Take what came along with the answers to calls that ended a capture, after what was told before."""
+        self._workers.collect()
         for call in calls:
             self._workers.take(call)
 
