@@ -19,7 +19,6 @@ def account(
     doubt: Doubt = "",
     captured: str = "",
     peak_bytes: int | None = 6_000_000_000,
-    totals: dict[str, float] | None = None,
     spans: Sequence[SpanTotal] = (),
 ) -> StepAccount:
     """Return the account of a step of a loop that calls four ranks of an actor.
@@ -31,7 +30,6 @@ def account(
         doubt: Why that may not be the cause.
         captured: Name of its step folder.
         peak_bytes: Of the first rank; each other one has a GB more.
-        totals: Numbers that others add.
         spans: What the spans of an agent loop add up to, which is a worker, too, if there are any.
     """
     times = {**(STAGES if exposed_ms is None else exposed_ms), "": 500}
@@ -66,5 +64,4 @@ def account(
             for name, ms in times.items()
         ],
         captured=captured,
-        totals=totals or {},
     )

@@ -141,7 +141,6 @@ class StepAccount(msgspec.Struct, frozen=True, kw_only=True):
         exposed: Where the step's time went, in order of the stages.
         beside: Names of stages of the loop that run beside its steps, as generation in an asynchronous loop.
         captured: Name of its step folder, if it was captured.
-        totals: Numbers that others add.
     """
 
     step: int
@@ -153,7 +152,6 @@ class StepAccount(msgspec.Struct, frozen=True, kw_only=True):
     exposed: list[ExposedStage] = []
     beside: tuple[str, ...] = ()
     captured: str = ""
-    totals: dict[str, float] = {}
 
     @property
     def duration_ns(self) -> int:

@@ -7,7 +7,6 @@ grow and are rotated.
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 from collections.abc import Iterator
@@ -102,7 +101,6 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         memory: Memory by role.
         spans: What the trajectories and their spans add up to, the longest first.
         captured: Name of its step folder, if it was captured.
-        totals: Numbers that others add.
     """
 
     step: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -113,7 +111,6 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory: list[RoleMemory] = []
     spans: list[LoggedSpans] = []
     captured: str = ""
-    totals: dict[str, float] = {}
 
     @property
     def seconds(self) -> float:
@@ -155,7 +152,6 @@ def logged(account: StepAccount) -> LoggedStep:
         memory=memory,
         spans=[LoggedSpans(**msgspec.structs.asdict(total)) for total in account.spans],
         captured=account.captured,
-        totals={name: value for name, value in account.totals.items() if math.isfinite(value)},
     )
 
 
