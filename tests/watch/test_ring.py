@@ -247,6 +247,24 @@ def test_memory_is_read_for_a_thousandth_of_the_time() -> None:
     assert known == [(200, 100), (0, 0), (0, 0), (200, 100), (200, 100), (0, 0)]
 
 
+def test_memory_is_read_after_the_same_stage_where_stages_are_quick() -> None:
+    """What is held after two stages of a step differs; after long ones it is read each time."""
+
+    def memory() -> tuple[int, int]:
+        begin_ns = time.thread_time_ns()
+        while time.thread_time_ns() < begin_ns + 1_000_000:
+            pass
+        return 200, 100
+
+    for scale, expected in ((1, ["update", "update", "update"]), (100, ["update", "save"] * 3)):
+        marked = Marked()
+        marked.sink = StageRing(100, memory)
+        for step in range(3):
+            marked.sink.add("update", 0, int(2e9 * scale * (step + 10)))
+            marked.sink.add("save", 0, int(2e9 * scale * (step + 10.8)))
+        assert [stage.name for stage in marked.kept() if stage.held_bytes] == expected
+
+
 def test_memory_of_the_host_is_that_of_the_process() -> None:
     """Where no device is used, it is the process's own resident memory and the kernel's mark of it."""
     peak, held = process_memory()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from statistics import median
+from typing import NamedTuple
 
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_account import RankUse, StepAccount
@@ -16,9 +17,18 @@ _STEADY = 0.5
 """What grows by less in the second half of the window than by this share of the first is warming up."""
 
 
+class _Held(NamedTuple):
+    """What a process held after a step, the ``at``-th that was looked at."""
+
+    at: int
+    step: int
+    size: int
+
+
 class Growth:
     """Follows what every process holds at the end of its steps, those after which it was read.
 
+    Of quick steps it is not read after each: then some readings have to be had, too, before it is a sign.
     Where it grows in several processes of a role, which run the same code, that is one piece of news.
 
     Args:
@@ -28,7 +38,9 @@ class Growth:
     def __init__(self, options: Anomaly) -> None:
         self._share = options.memory
         self._window = options.window
-        self._held: dict[str, deque[tuple[int, int]]] = {}
+        self._enough = max(2, options.window // 4)
+        self._at = 0
+        self._held: dict[str, deque[_Held]] = {}
 
     def observe(self, account: StepAccount, quiet: bool) -> Suspicion | None:
         """Return whose memory has grown in every step of the window, by the share in all, and goes on to.
@@ -37,22 +49,26 @@ class Growth:
             account: The account of a step whose workers were read.
             quiet: Only follow: something else is noticed in this step.
         """
+        self._at += 1
         uses = {use.lane: use for use in (*account.loop, *account.workers)}
         for lane in [lane for lane in self._held if lane not in uses]:
             del self._held[lane]
         grown: list[tuple[float, RankUse]] = []
         for lane, use in uses.items():
-            held = self._held.setdefault(lane, deque(maxlen=self._window + 1))
+            held = self._held.setdefault(lane, deque())
             if not use.held_bytes:
                 continue
-            if held and use.held_bytes <= held[-1][1]:
+            if held and use.held_bytes <= held[-1].size:
                 held.clear()
-            held.append((account.step, use.held_bytes))
-            share = held[-1][1] / held[0][1] - 1
-            if self._share is None or len(held) <= self._window or share < self._share:
+            held.append(_Held(self._at, account.step, use.held_bytes))
+            while len(held) > self._enough + 1 and held[1].at <= self._at - self._window:
+                held.popleft()
+            share = held[-1].size / held[0].size - 1
+            is_long = len(held) > self._enough and self._at - held[0].at >= self._window
+            if self._share is None or not is_long or share < self._share:
                 continue
-            half = held[len(held) // 2][1]
-            if held[-1][1] - half >= _STEADY * (half - held[0][1]):
+            half = held[len(held) // 2].size
+            if held[-1].size - half >= _STEADY * (half - held[0].size):
                 grown.append((share, use))
         if not grown or quiet:
             return None
@@ -63,9 +79,9 @@ class Growth:
     def _suspicion(
         self, account: StepAccount, share: float, use: RankUse, alike: int, uses: list[RankUse]
     ) -> Suspicion:
-        first, history = self._held[use.lane][0][0], [size for _, size in self._held[use.lane]]
+        first, history = self._held[use.lane][0].step, [held.size for held in self._held[use.lane]]
         growth = {
-            other.lane: held[-1][1] - held[0][1]
+            other.lane: held[-1].size - held[0].size
             for other in uses
             if other.role == use.role and (held := self._held[other.lane])
         }
@@ -81,6 +97,6 @@ class Growth:
             median=median(history[:-1]),
             history=list(map(float, history)),
             reason=f"step {account.step}: {use.lane} has {byte_size(history[-1])}, {share:.0%} more than "
-            f"after step {first}, and more each of the {self._window} times that it was looked at since"
+            f"after step {first}, and more each of the {len(history) - 1} times that it was looked at since"
             f"{others}",
         )

@@ -38,6 +38,9 @@ _LONGEST_NAME = 200
 _PAUSE = 1_000
 """So many times as long as reading the memory took is waited before it is read again."""
 
+_OTHERS_PAUSE = 10
+"""So many pauses are waited for the stage after which it was read last: another one's size is no growth."""
+
 _SLACK_NS = 1_000_000_000
 
 
@@ -63,13 +66,14 @@ class StageRing:
     Args:
         stages: How many are kept.
         memory: Returns the peak and the size of the process's memory. It is asked at the end of a stage,
-            but for a thousandth of the time at most; at the end of the others nothing is known of it.
+            but for a thousandth of the time at most, and where stages are quick after the same one each time;
+            at the end of the others nothing is known of it.
     """
 
     def __init__(self, stages: int, memory: Callable[[], tuple[int, int]] = process_memory) -> None:
         self.capacity = stages
         self._memory = memory
-        self._asked_ns = self._pause_ns = 0
+        self._asked_ns = self._asked_after = self._pause_ns = 0
         self._slots = bytearray(stages * SLOT.size)
         self._numbers = count(1)
         self._last = 0
@@ -109,11 +113,10 @@ class StageRing:
     def add(self, name: str, begin_ns: int, end_ns: int) -> None:
         """Keep a stage that lies in no other."""
         duration_ns = max(0, end_ns - begin_ns)
-        # By its distance: the clock may be set back.
-        peak, held = self._ask_memory(end_ns) if abs(end_ns - self._asked_ns) >= self._pause_ns else (0, 0)
         index = self._index.get(name)
         if index is None:
             index = self._new_name(name)
+        peak, held = self._ask_memory(end_ns, index) if self._is_due(end_ns, index) else (0, 0)
         number = next(self._numbers)
         place = number % self.capacity * SLOT.size
         SLOT.pack_into(self._slots, place, number, index, begin_ns, duration_ns, peak, held)
@@ -148,10 +151,15 @@ class StageRing:
         if outer is None:
             self.add(stage.name, stage.begin_ns, clock.now_ns())
 
-    def _ask_memory(self, now_ns: int) -> tuple[int, int]:
+    def _is_due(self, now_ns: int, index: int) -> bool:
+        waited_ns = abs(now_ns - self._asked_ns)  # the clock may be set back
+        return waited_ns >= self._pause_ns * (1 if index == self._asked_after else _OTHERS_PAUSE)
+
+    def _ask_memory(self, now_ns: int, index: int) -> tuple[int, int]:
         begin_ns = time.thread_time_ns()
         found = self._memory()
-        self._asked_ns, self._pause_ns = now_ns, _PAUSE * (time.thread_time_ns() - begin_ns)
+        self._asked_ns, self._asked_after = now_ns, index
+        self._pause_ns = _PAUSE * (time.thread_time_ns() - begin_ns)
         return found
 
     def _new_name(self, name: str) -> int:
