@@ -22,7 +22,7 @@ export PIP_PROGRESS_BAR := off
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint repository docs tables bench bench-instructions bench-verl watch-faults clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -230,6 +230,9 @@ lint: .venv/.ready ## Check style and types
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
+size: .venv/.ready ## Print code lines by wing, and hold them against the ceilings of pyproject.toml
+	.venv/bin/python -m tests.size
+
 repository: .venv/.ready ## Check the workflow, the issue forms and the hooks
 	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yml
 	.venv/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/request.yml
@@ -252,6 +255,9 @@ bench-instructions: .venv-bench/.ready ## Hold the three cheapest ratios, counte
 
 watch-faults: .venv/.ready ## Put faults into running loops, and print what the watch notices (an hour)
 	.venv/bin/python benchmarks/watch_faults.py
+
+watch-judge: .venv/.ready ## Print what the watch notices of ten faults in three loops, and whom it names (a quarter of an hour)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/watch_judge.py
 
 bench-verl: .venv-verl/.ready ## Measure what profiling costs a real verl run (an hour)
 	.venv-verl/bin/python benchmarks/bench_verl.py

@@ -1,5 +1,6 @@
-"""Shim for tools that still call ``setup.py``; the metadata is in ``setup.cfg``."""
+"""Lists the packages; all other metadata is in ``setup.cfg``."""
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
-setup()
+# Hydra finds plugins in this namespace package only; ``package_dir`` says where ours is.
+setup(packages=[*find_packages(include=["verl_profiling*"]), "hydra_plugins"])

@@ -11,8 +11,10 @@ import gc
 import logging
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,13 @@ ROUNDS = 7
 CAPTURES = 21
 LOCAL, ACTORS = 1024, 48
 SLOWEST_S = 0.5
+HOSTS, ANSWER_S = (1, 32, 128), 0.02
 TIMEOUT_S = 2.0
 FAULTY = 4
 CODE = (
     "verl_profiling/controller/controller.py",
     "verl_profiling/controller/local_calls.py",
-    "verl_profiling/controller/participants.py",
+    "verl_profiling/controller/answers.py",
     "verl_profiling/controller/targets.py",
 )
 
@@ -70,6 +73,42 @@ class Worker:
         self.fault = fault
 
 
+class Group:
+    """Workers on several hosts that are called all at once; all answer after the same time."""
+
+    def __init__(self, hosts: int) -> None:
+        self.workers = [Worker(rank, LOCAL) for rank in range(LOCAL)]
+        for rank, worker in enumerate(self.workers):
+            host = f"host{rank * hosts // LOCAL}"
+            worker.identity = WorkerIdentity(role="actor", rank=rank, host=host, clock_domain=host)
+            worker.latency_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def execute_all_async(self, method: str, *arguments: Any) -> list[Reference]:
+        """Call them, in the background."""
+        references = [Reference() for _ in self.workers]
+
+        async def answer() -> None:
+            for worker, reference in zip(self.workers, references, strict=True):
+                reference.answer.set_result(await getattr(worker, method)(*arguments))
+
+        threading.Timer(ANSWER_S, lambda: asyncio.run(answer())).start()
+        return references
+
+
+class Reference:
+    """What is known of an answer, as Ray has it."""
+
+    def __init__(self) -> None:
+        self.answer: Future[Any] = Future()
+
+    def future(self) -> Future[Any]:
+        """Return the answer."""
+        return self.answer
+
+
 def timed(hook: Callable[[], object]) -> float:
     """Return the seconds of a hook."""
     begin = time.perf_counter()
@@ -77,7 +116,7 @@ def timed(hook: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def captured(workers: Sequence[Any], rounds: int) -> tuple[list[float], list[float], list[float]]:
+def captured(workers: Sequence[Any] | Group, rounds: int) -> tuple[list[float], list[float], list[float]]:
     """Return the seconds of every start and every stop, and the driver's resident KiB after each."""
     starts, stops, sizes = [], [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -126,6 +165,7 @@ def main() -> None:
     """Measure and print."""
     logging.disable(logging.ERROR)
     local_starts, local_stops, sizes = captured([Worker(rank, LOCAL) for rank in range(LOCAL)], CAPTURES)
+    grouped = {hosts: captured(Group(hosts), ROUNDS + 1) for hosts in HOSTS}
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     made = actors()
     actor_starts, actor_stops, _ = captured(made, ROUNDS + 1)
@@ -136,7 +176,10 @@ def main() -> None:
     slowest, timeout = "the slowest worker's answer", "`timeouts.start_s`"
 
     def against_slowest(what: str, seconds: list[float]) -> dict[str, Any]:
-        return row(what, seconds, "s", against=slowest, of=[SLOWEST_S] * len(seconds))
+        return row(what, seconds, "s", against=slowest, of=[SLOWEST_S] * len(seconds), hosts=1)
+
+    def against_answer(what: str, seconds: list[float], hosts: int) -> dict[str, Any]:
+        return row(what, seconds, "s", against="one answer", of=[ANSWER_S] * len(seconds), hosts=hosts)
 
     record(
         "scale",
@@ -146,6 +189,11 @@ def main() -> None:
             against_slowest(f"start of {LOCAL:,} local coroutines", local_starts[1:]),
             against_slowest("their stop, with one manifest", local_stops[1:]),
             row("what a capture of them adds to the driver's memory", [grown], "KiB"),
+            *(
+                against_answer(what, seconds[1:], hosts)
+                for hosts, (starts, stops, _) in grouped.items()
+                for what, seconds in ((f"start of a group of {LOCAL:,}", starts), ("their stop", stops))
+            ),
             against_slowest(f"start of {ACTORS} Ray actors", actor_starts[1:]),
             against_slowest("their stop, with one manifest", actor_stops[1:]),
             row(
@@ -154,11 +202,12 @@ def main() -> None:
                 "s",
                 against=timeout,
                 of=[TIMEOUT_S] * len(faulty_starts),
+                hosts=1,
             ),
         ],
         method=f"Workers that answer after up to {SLOWEST_S} s, the later the higher their rank; "
         f"{CAPTURES} captures of the local ones, the memory over the second half of them; {ROUNDS} of the "
-        "actors, by the clock.",
+        f"actors and of the groups, whose workers all answer after {ANSWER_S} s, by the clock.",
         code=CODE,
         peers={},
     )

@@ -66,11 +66,10 @@ def ours(events: int, folder: Path, worker: CaptureMixin, number: int) -> tuple[
     worker.start_capture(CaptureRequest(capture_id=str(number), run_id="bench", step=1, folder=str(folder)))
     make_events(events)
     begin = time.process_time()
-    reply = worker.stop_capture()
+    worker.stop_capture()
     stopped = time.process_time() - begin
-    finished = [*reply.finished, *worker.stop_capture(finish_s=60.0).finished]
+    (artifact,) = worker.stop_capture(finish_s=60.0).result.artifacts
     done = time.process_time() - begin
-    (artifact,) = (news.artifact for news in finished)
     if artifact.status != "ok":
         raise SystemExit(f"the artifact is {artifact.status}: {artifact.reason}")
     return stopped, done, artifact.events or 0

@@ -29,7 +29,13 @@ PACKAGES = (
 
 
 def row(
-    what: str, values: Sequence[float], unit: str, *, against: str = "", of: Sequence[float] = ()
+    what: str,
+    values: Sequence[float],
+    unit: str,
+    *,
+    against: str = "",
+    of: Sequence[float] = (),
+    hosts: int | None = None,
 ) -> dict[str, Any]:
     """Return a row: the median and the range of what was measured, and of its ratio to something.
 
@@ -39,8 +45,11 @@ def row(
         unit: Their unit.
         against: What it is compared with.
         of: That one's values in the same rounds; the ratio is taken round by round.
+        hosts: How many hosts the workers were on; a column of tables in which a row says so.
     """
     found: dict[str, Any] = {"what": what, "unit": unit, **_spread(values)}
+    if hosts is not None:
+        found["hosts"] = hosts
     if against:
         found["against"] = against
         found["ratio"] = _spread([mine / other for mine, other in zip(values, of, strict=True)])
@@ -145,12 +154,16 @@ def _version(package: str) -> str:
 
 def markdown(table: dict[str, Any]) -> str:
     """Return a table for a page, with what it says of itself below."""
-    lines = ["| what | median (range) | against | ratio (range) |", "|---|---|---|---|"]
+    titles = ["what", "median (range)", "against", "ratio (range)"]
+    on_hosts = any("hosts" in each for each in table["rows"])
+    if on_hosts:
+        titles.insert(1, "hosts")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for each in table["rows"]:
+        cells = [each["what"], *([str(each.get("hosts", ""))] if on_hosts else [])]
         ratio = _range(each["ratio"], "") if "ratio" in each else ""
-        lines.append(
-            f"| {each['what']} | {_range(each, each['unit'])} | {each.get('against', '')} | {ratio} |"
-        )
+        cells += [_range(each, each["unit"]), each.get("against", ""), ratio]
+        lines.append(f"| {' | '.join(cells)} |")
     measured = table["measured"]
     packages = ", ".join(f"{name} {found}" for name, found in measured["packages"].items())
     lines += [

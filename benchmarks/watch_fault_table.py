@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "markdown"]
+__all__ = ["RESULTS", "markdown", "where"]
 
 RESULTS = Path(__file__).with_name("watch_faults.json")
 
@@ -55,14 +55,17 @@ def markdown(results: dict[str, Any]) -> str:
             for one in results["simulated"]
         ),
     ]
-    measured = results["measured"]
-    lines += [
-        "",
+    lines += ["", where(results["measured"])]
+    return "\n".join(lines)
+
+
+def where(measured: dict[str, Any]) -> str:
+    """Return what was measured, on what, and when, as a sentence."""
+    return (
         f"Measured at version {measured['version']}, commit `{measured['commit']}`, on {measured['date']}: "
         f"{measured['cpu']}, {measured['cores']} cores, load average {measured['load']}, "
-        f"Python {measured['python']}.",
-    ]
-    return "\n".join(lines)
+        f"Python {measured['python']}."
+    )
 
 
 def _share(right: Any) -> str:

@@ -13,7 +13,7 @@ every reader renders::
 A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning that its
 docstring gives. Results are a table of ``benchmarks/results.json``, with where it was measured; its columns
 are made in ``benchmarks/results.py``. Rows are a tuple of named tuples, one column per field. Faults are what
-``make watch-faults`` found, with a table of their own.
+``make watch-faults`` or ``make watch-judge`` found, with a table of their own.
 With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
 """
 
@@ -147,9 +147,8 @@ def measured(name: str) -> str:
 def faults(name: str) -> str:
     """Return what was noticed of faults in running loops."""
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    found: str = import_module("watch_fault_table").markdown(
-        json.loads((DOCS.parent / "benchmarks" / name).read_text())
-    )
+    module = "watch_judge" if name == "watch_judge.json" else "watch_fault_table"
+    found: str = import_module(module).markdown(json.loads((DOCS.parent / "benchmarks" / name).read_text()))
     return found
 
 

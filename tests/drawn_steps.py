@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
-from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.devices import Device
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (
@@ -30,6 +30,7 @@ from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.step_inputs import StepInputs
 
 Drawn = tuple[str, float, float]
+Kernel = tuple[str, float, float] | tuple[str, float, float, dict[str, Any]]
 
 S = 1_000_000_000  # the synthetic steps are drawn in seconds
 BASE = 1_790_000_000 * S
@@ -41,20 +42,21 @@ class Worker:
     """One worker of a synthetic step, in seconds after its begin.
 
     Attributes:
-        kernels: What its device ran.
+        kernels: What its device ran; a kernel may have arguments.
         operators: What its host ran.
         calls: Calls of the CUDA runtime that its host made.
         tool: Starts and stops of its tool, each with the stage that it recorded.
         logged: Whether its requests were logged, though there may be none.
         pending: When requests were sent that had not ended.
         devices: What it computed on.
+        groups: Ranks of each process group that it is in, as the header of its trace has them.
     """
 
     role: str
     rank: int = 0
     replica: int | None = None
     stages: list[Drawn] = field(default_factory=list)
-    kernels: list[Drawn] = field(default_factory=list)
+    kernels: Sequence[Kernel] = field(default_factory=list)
     operators: list[Drawn] = field(default_factory=list)
     calls: list[Drawn] = field(default_factory=list)
     iterations: list[Drawn] = field(default_factory=list)
@@ -67,6 +69,13 @@ class Worker:
     logged: bool = False
     pending: list[float] = field(default_factory=list)
     devices: list[Device] = field(default_factory=list)
+    groups: list[list[int]] = field(default_factory=list)
+
+
+def in_group(kernel: Drawn, ranks: list[int], collective: str = "allreduce", name: str = "1") -> Kernel:
+    """Return a kernel that names its process group, in the words of Kineto."""
+    said = {"Collective name": collective, "Process Group Name": name}
+    return (*kernel, {**said, "Process Group Ranks": str(ranks), "Group size": len(ranks)})
 
 
 def ns(seconds: float) -> int:
@@ -118,6 +127,7 @@ def drawn_inputs(
                 "tid": 7,
                 "ts": begin * 1e6,
                 "dur": (stop - begin) * 1e6,
+                "args": args[0] if args else {},
             }
             for cat, spans in (
                 ("kernel", worker.kernels),
@@ -125,11 +135,17 @@ def drawn_inputs(
                 ("cuda_runtime", worker.calls),
                 ("user_annotation", worker.iterations),
             )
-            for name, begin, stop in spans
+            for name, begin, stop, *args in spans
         ]
+        peers = sum((other.role, other.replica) == (worker.role, worker.replica) for other in workers)
+        info = {"world_size": peers, "pg_config": [{"ranks": ranks} for ranks in worker.groups]}
         path = folder / f"{lane}.torch.json.gz"
         path.write_bytes(
-            gzip.compress(json.dumps({"baseTimeNanoseconds": BASE, "traceEvents": events}).encode())
+            gzip.compress(
+                json.dumps(
+                    {"baseTimeNanoseconds": BASE, "distributedInfo": info, "traceEvents": events}
+                ).encode()
+            )
         )
         begin, stop = worker.recorded
         results.append(
@@ -183,7 +199,6 @@ def drawn_inputs(
         rpcs=[Rpc("worker", name, ns(a), ns(b)) for name, a, b in calls],
         workers=results,
     )
-    write_controller_trace(folder, manifest)
     write_json_atomically(folder / MANIFEST_NAME, manifest)
     (inputs,) = find_steps(folder)
     return inputs
@@ -222,7 +237,8 @@ def whole_step(folder: Path, *, ranks: int = 8, replicas: int = 4, fault: str = 
             kernels += _gemms(first, first + works - 0.003 * (rank % 3), gap)
             kernels.append(("ncclDevKernel_AllReduce_Sum_f32", kernels[-1][2], last))
         kernels.append(("ncclDevKernel_Broadcast", begins[-1] - 0.2, begins[-1]))
-        workers.append(Worker("actor", rank, stages=own, kernels=kernels, recorded=(0, end)))
+        world = list(range(ranks))
+        workers.append(Worker("actor", rank, stages=own, kernels=kernels, recorded=(0, end), groups=[world]))
     for replica in range(replicas):
         late = fault == "long tail" and replica == replicas - 1
         stop = generated if late else 4.0 + 0.2 * replica / replicas

@@ -14,12 +14,12 @@ from typing import Any
 
 from example_loops import train
 
-from verl_profiling import ProfilingCallback, ProfilingConfig, stage
+from verl_profiling import ProfilingCallback, ProfilingConfig, stage, trajectory
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.session import process_session
 from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.testing import shifted_clock
-from verl_profiling.workers import CaptureMixin
+from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
 
 
 def wait_for_begun(folder: Path, seconds: float = 30.0) -> None:
@@ -126,6 +126,38 @@ class AsyncWorker(TrainWorker):
         with stage("generate"):
             await asyncio.sleep(seconds)
         return "text"
+
+
+class Engine(RolloutCaptureMixin):
+    """A rollout engine without requests of its own."""
+
+    def set_up(self, config: ProfilingConfig, replica: int) -> None:
+        """Set the capture up."""
+        self.init_capture(config, replica=replica, requests=RequestLog())
+
+    async def generate(self, seconds: float) -> None:
+        """Wait as long as a batch takes."""
+        with stage("rollout"):
+            await asyncio.sleep(seconds)
+
+
+class Agents(AgentLoopCaptureMixin):
+    """The one process that runs all trajectories."""
+
+    def set_up(self, config: ProfilingConfig) -> None:
+        """Set the capture up."""
+        self.init_capture(config)
+
+    async def run(self, engines: Sequence[Any], seconds: Sequence[float]) -> None:
+        """Run a trajectory on each engine."""
+        with stage("rollout"):
+            await asyncio.gather(
+                *(self._trajectory(engine, own) for engine, own in zip(engines, seconds, strict=True))
+            )
+
+    async def _trajectory(self, engine: Any, seconds: float) -> None:
+        async with trajectory(group="prompt"):
+            await engine.generate.remote(seconds)
 
 
 class CoroutineWorker:

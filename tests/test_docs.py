@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeGuard
+from typing import Any
 
 import pytest
 
@@ -213,24 +213,6 @@ def test_where_a_change_goes_names_files_that_exist() -> None:
     places = re.findall(r"`([\w/]+(?:\.\w+|/))`", section)
     assert len(places) > 30
     assert [place for place in places if not any((root / place).exists() for root in (PACKAGE, ROOT))] == []
-
-
-def test_every_promise_of_reliability_names_tests_that_exist() -> None:
-    """Each row of its tables names one at least, and each is a test function of that file."""
-    promises, _, _ = (ROOT / "docs" / "reliability.md").read_text().partition("## Measured")
-    rows = [row for row in promises.splitlines() if row.startswith("| ") and "| held by |" not in row]
-    assert len(rows) > 30
-    for row in rows:
-        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
-        assert named, row
-        for file, test in named:
-            functions = {node.name for node in ast.parse((ROOT / file).read_text()).body if is_function(node)}
-            assert test in functions, f"{file}::{test}"
-
-
-def is_function(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Return whether a statement defines a function."""
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def test_layout_names_every_room() -> None:

@@ -14,6 +14,9 @@ from step_folders import build_step
 from verl_profiling.analysis import open_step, open_steps
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import RunInfo
+from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.step_inputs import short_label
 
@@ -157,6 +160,29 @@ def test_several_traces_are_one_capture(traces: Path, tmp_path: Path) -> None:
     assert lanes(*nodes) == expected
     assert main(["merge", *map(str, nodes), "-o", str(tmp_path / "all.json.gz")]) == EXIT_OK
     assert json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("a.json.gz", "b.json.gz"), ("step1_rank0.json.gz", "step2_rank0.json.gz")],
+    ids=["times", "steps"],
+)
+def test_traces_given_by_name_are_one_capture(
+    tmp_path: Path, names: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recorded a year apart, or of two steps by their names: one timeline and one report have both."""
+    taken = (RANKS[0], "nccl_data.json.gz")
+    paths = [
+        str(shutil.copy(DATA / source, tmp_path / name)) for source, name in zip(taken, names, strict=True)
+    ]
+    assert main(["merge", *paths, "-o", str(tmp_path / "out.json.gz")]) == EXIT_OK
+    merged = json.loads(gzip.decompress((tmp_path / "out.json.gz").read_bytes()))["verlProfiling"]["sources"]
+    assert {source["path"] for source in merged} == set(names)
+    capsys.readouterr()
+    assert main(["report", "--json", *paths]) == EXIT_OK
+    (report,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert report["coverage"]["read"] == 2
+    assert report["step"] is None
 
 
 def test_roles_come_from_the_folders_that_were_named(tmp_path: Path) -> None:
@@ -303,3 +329,45 @@ def test_tables_of_another_report_do_not_stay(traces: Path, tmp_path: Path) -> N
     assert len((tmp_path / "csv" / "stages.csv").read_text().splitlines()) > 1
     assert main(["report", str(traces), "--csv", str(tmp_path / "csv")]) == EXIT_OK
     assert len((tmp_path / "csv" / "stages.csv").read_text().splitlines()) == 1
+
+
+WRITING = (["merge"], ["merge", "--format", "archive"], ["report", "--save"], ["split"])
+
+
+@pytest.mark.parametrize("command", WRITING, ids=" ".join)
+def test_nothing_is_written_behind_a_step_folder_that_is_a_link(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other steps are used; the link is named, with the folder to name instead."""
+    build_step(tmp_path / "run", step=1)
+    theirs = build_step(tmp_path / "theirs", step=2)
+    link = tmp_path / "run" / "step_000002"
+    link.symlink_to(theirs)
+    before = files(theirs)
+    code = main([*command, str(link.parent)])
+    assert files(theirs) == before
+    assert code == EXIT_FINDING
+    assert f"{link}: is a link; name the folder itself, {theirs}" in capsys.readouterr().err
+    assert main([*command, str(link)]) == EXIT_BAD_INPUT
+    assert f"{link}: is a link; name the folder itself, {theirs}" in capsys.readouterr().err
+    assert files(theirs) == before
+    assert main([*command, str(theirs)]) == EXIT_OK
+
+
+def test_a_step_folder_that_leads_back_to_its_run_is_in_nobodys_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is one run, its step is read, and no command takes the run for a step."""
+    run = tmp_path / "run"
+    build_step(run, step=1)
+    info = RunInfo(run_id="run", begin_ns=1, process=ProcessId.current(), config={}, versions={}, end_ns=2)
+    write_json_atomically(run / "run.json", info)
+    (run / "step_000009").symlink_to(".")
+    assert main(["check", str(run)]) == EXIT_FINDING
+    for command in (["merge"], ["report", "--save"], ["report", "--json"]):
+        capsys.readouterr()
+        assert main([*command, str(run)]) == EXIT_FINDING
+        printed = capsys.readouterr()
+        assert f"{run}/step_000009: is a link" in printed.err
+    assert json.loads(printed.out)["step"] == 1
+    assert {path.name for path in run.iterdir()} == {"index.html", "run.json", "step_000001", "step_000009"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,10 +13,11 @@ from step_folders import build_step
 
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.named_files import named_file
 from verl_profiling.nsys_ranges import NsysRange, read_ranges
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.run_files import read_manifest, write_json_atomically, write_result
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../x", "/etc/passwd", "a\0b"])
@@ -89,6 +91,47 @@ def test_a_manifest_cannot_name_what_is_outside(
     assert code != 0 or command in ("report", "merge", "split")
     assert {path for path in tmp_path.rglob("*") if folder not in path.parents} == before
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "report", "merge", "split"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"path": "x" * 5000},
+        {"path": "/etc/hostname"},
+        {"path": "../../x"},
+        {"lane": "../../x"},
+        {"process": 1 << 40},
+        {"link": "/etc/hostname"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_result_of_a_process_costs_its_own_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], command: str
+) -> None:
+    """Whatever a result file names, the other workers are used, and nothing is written outside."""
+    folder = build_step(tmp_path / "run")
+    manifest = read_manifest(folder)
+    worker, named = manifest.workers[0], {key: change[key] for key in ("path", "lane") if key in change}
+    gone = msgspec.structs.replace(ProcessId.current(), pid=change.get("process", 1), started="0")
+    result = msgspec.structs.replace(
+        worker,
+        capture_id=manifest.capture_id,
+        process=gone,
+        artifacts=[msgspec.structs.replace(worker.artifacts[0], status="pending", **named)],
+    )
+    write_result(folder, result)
+    if "link" in change:
+        (folder / "actor_rank0.result.json").unlink()
+        (folder / "actor_rank0.result.json").symlink_to(change["link"])
+    before = {path for path in tmp_path.rglob("*") if folder not in path.parents}
+    code = main([command, str(tmp_path / "run")])
+    printed = capsys.readouterr()
+    assert {path for path in tmp_path.rglob("*") if folder not in path.parents} == before
+    assert code in (0, 1)
+    if command == "check":
+        assert "ok          step_000012/actor_rank1.torch.json.gz" in printed.out
+        assert code == (1 if "path" in change else 0)
 
 
 @pytest.mark.parametrize(("folder", "artifact"), [("..", "victim"), ("step_000001", "../../victim")])

@@ -57,8 +57,8 @@ SHARED = (
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.
 DOCTOR = ("doctor", "device_report", "plan", "commands.doctor", "commands.plan")
-# Of a worker's process, the loop's knows the messages, and the stages it has of its own.
-TOLD_THE_CONTROLLER = ("capture.messages", "capture.stage")
+# The loop knows the messages to workers; in its own process the stages, the session and the numbers.
+TOLD_THE_CONTROLLER = ("capture.messages", "capture.metrics", "capture.session", "capture.stage")
 
 
 def module_of(path: Path) -> str:
@@ -157,7 +157,7 @@ def test_what_both_sides_share_knows_neither() -> None:
 
 
 def test_the_controller_does_not_know_the_workers() -> None:
-    """It speaks to them in messages; nothing of a worker's process is imported."""
+    """It speaks to them in messages; only the session of its own process is imported."""
     for module in MODULES:
         if is_in(module, ("controller",)):
             known = {name for name in own_imports(module) if is_in(name, ("workers", "capture"))}
@@ -196,6 +196,21 @@ def test_importing_imports_no_framework(
     """Not even building the callback does: frameworks are loaded where they are used."""
     run_python(
         f"import sys\n{statement}\nheavy = sorted(set({HEAVY}) & set(sys.modules))\nassert not heavy, heavy"
+    )
+
+
+def test_hydras_plugin_imports_no_framework(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Every Hydra application of the environment imports it when it starts."""
+    run_python(
+        f"""
+        import sys
+        import verl_profiling.integrations.hydra_plugin.verl_profiling_search_path
+
+        heavy = sorted((set({HEAVY}) - {{"hydra", "omegaconf"}}) & set(sys.modules))
+        assert not heavy, heavy
+        """
     )
 
 

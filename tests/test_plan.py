@@ -122,21 +122,36 @@ def test_bad_input_is_exit_2(tmp_path: Path, config: dict[str, Any], arguments: 
     assert code == 2
 
 
+def test_a_file_of_another_kind_is_one_readable_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program in the place of its settings; doctor says the same."""
+    (tmp_path / "x.py").write_text("import torch\ndef train(model: str) -> None:\n    pass\n")
+    for command in (["plan", str(tmp_path / "x.py")], ["doctor", str(tmp_path / "x.py")]):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "\\n" not in error
+        assert error.startswith(f"verl-profiling: error: {tmp_path / 'x.py'}: cannot be read: ")
+
+
 @pytest.mark.parametrize(
     "schedule",
     [
         {"steps": [7, 2, 3, 90]},
         {"steps": [2, 3, 4, 8], "continuous": True},
         {"every": 7},
+        {"every": 7, "first_step": 0},
         {"first_step": 0, "skip_first": 2, "wait": 1, "warmup": 1, "active": 2},
         {"wait": 1, "warmup": 2, "active": 3, "repeat": 2, "continuous": True},
         {},
     ],
 )
 def test_the_planned_steps_are_those_of_the_schedule(schedule: dict[str, Any]) -> None:
-    """Asked step by step, as the loop does."""
+    """Asked step by step, as the loop does, from the first one on."""
     config = settings(schedule=schedule)
-    wanted = [step for step in range(101) if config.schedule.action(step) is Action.RECORD]
+    steps = range(config.schedule.first_step, 101)
+    wanted = [step for step in steps if config.schedule.action(step) is Action.RECORD]
     plan = plan_of(config, 100)
     assert [step for first, last in steps_of(schedule, 100) for step in range(first, last + 1)] == wanted
     assert plan.warm_ups == [step for step in range(101) if config.schedule.action(step) is Action.WARMUP]

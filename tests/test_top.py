@@ -119,6 +119,20 @@ class TestOneFrame:
         assert rollout.count("▅") == 19
         assert rollout.count("█") == 1
 
+    def test_a_first_step_that_warms_up_flattens_no_line(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """What is far beyond the other steps is marked; these have their heights."""
+        write_run(tmp_path / "run")
+        log = WatchLog(tmp_path / "run")
+        for number in range(12):
+            log(account(number, {"rollout": {0: 57_000, 7: 8_000}.get(number, 4_000)}))
+        assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_OK
+        lines = capsys.readouterr().out.splitlines()
+        assert "▲▅▅▅▅▅▅█▅▅▅▅" in lines
+        (rollout,) = [line for line in lines if line.startswith("rollout")]
+        assert "▲▅▅▅▅▅▅█▅▅▅▅" in rollout
+
     def test_memory_that_was_not_read_in_the_last_step_is_that_of_the_step_before(self) -> None:
         """Of quick steps it is not read in each."""
         lines = drawn(frame_of(account(1), account(2, peak_bytes=None)))
@@ -176,10 +190,17 @@ class TestOneFrame:
         assert any("rollout" in line for line in lines)
         assert any("5.00 s" in line for line in lines)
 
-    def test_a_terminal_without_unicode_gets_ascii(self) -> None:
-        """Over a connection with an old locale, too."""
-        lines = drawn(frame_of(account(1), account(2, {"stúfe": 3})), encoding="ascii")
-        assert "".join(lines).isascii()
+    def test_a_terminal_without_unicode_gets_ascii(self, tmp_path: Path) -> None:
+        """Over a connection with an old locale, too: lines of other characters, and names without theirs."""
+        write_run(tmp_path / "run")
+        log = WatchLog(tmp_path / "run")
+        for number, ms in enumerate((100_000, 0, 2_000, 4_000, 500)):
+            log(account(number, {"stúfe": ms}))
+        command = [sys.executable, "-m", "verl_profiling.cli", "top", str(tmp_path / "run"), "--once"]
+        environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(command, env=environment, capture_output=True, check=True)
+        lines = done.stdout.decode("ascii").splitlines()
+        assert any(line.startswith("st?fe") and "^_=#." in line for line in lines)
 
     def test_the_leaders_are_of_the_last_step_whose_workers_were_read(self) -> None:
         """Which is named, where it is not the last one."""
@@ -420,6 +441,7 @@ class TestCaptures:
 def test_a_sparkline_is_as_high_as_its_numbers() -> None:
     """Of the last ones, measured by the highest of them."""
     assert sparkline([100, 0, 4, 8, 1], 4) == "▁▅█▂"
-    assert sparkline([0, 8], 4, ascii_only=True) == "_#"
+    assert sparkline([0, 8], 4) == "▁█"
+    assert sparkline([57, 4, 8, 4], 4) == "▲▅█▅"
     assert sparkline([0, 0], 4) == "▁▁"
     assert sparkline([], 4) == ""

@@ -60,7 +60,7 @@ def test_no_command_sends_control_characters(
 
 def test_a_spreadsheet_takes_no_name_for_a_formula(hostile: Path, tmp_path: Path) -> None:
     """A cell that begins like a formula is quoted; numbers are not."""
-    assert main(["report", str(hostile), "--csv", str(tmp_path / "csv")]) == 0
+    assert main(["report", str(hostile), "--csv", str(tmp_path / "csv")]) == 1
     cells = [
         cell
         for path in (tmp_path / "csv").glob("*.csv")

@@ -22,7 +22,7 @@ from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import Manifest, RunInfo
 from verl_profiling.report.check import CheckResult, check
 from verl_profiling.report.communication_kernels import communicates
-from verl_profiling.run_files import never_came, read_starts
+from verl_profiling.run_files import never_came, read_run
 from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
 from verl_profiling.timeline.inputs import absent, steps_of, the_run
 from verl_profiling.timeline.limits import Limits
@@ -238,24 +238,22 @@ class CapturedRun:
         """
         return _opened([self.directory], self.limits, self.communication)
 
-    def starts(self) -> list[RunInfo]:
-        """Return, for each start of the run, what is the same for all of its steps (settings, versions).
-
-        A resumed run started more than once; plain traces have no start.
+    def info(self) -> RunInfo | None:
+        """Return what holds for every step of the run (settings, versions); ``None`` for plain traces.
 
         Raises:
-            TraceFormatError: ``run.json``, or one of its successors, cannot be read.
+            TraceFormatError: ``run.json`` cannot be read.
         """
-        return read_starts(self.directory) if self.directory.is_dir() else []
+        return read_run(self.directory) if self.directory.is_dir() else None
 
     def never_came(self) -> str:
-        """Return a sentence on steps of the schedule that no start came to; empty where all came.
+        """Return a sentence on steps of the schedule that the loop never began; empty where it began all.
 
-        It is also empty while the last start trains, where that was killed, and where its file is damaged,
+        It is also empty while the run trains, where it was killed, and where its file is damaged,
         which :meth:`check` says.
         """
         try:
-            return visible(never_came(self.starts()))
+            return visible(never_came(self.info()))
         except TraceFormatError:
             return ""
 

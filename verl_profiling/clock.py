@@ -1,5 +1,6 @@
 """Clocks: reading them, and measuring how far a host's clock is from the controller's.
 
+While something records in a process, its time is monotonic, whatever the wall clock is set to.
 What was measured stands in the manifest, and :meth:`verl_profiling.manifest.Manifest.offset_ns` applies it.
 """
 
@@ -15,9 +16,44 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["ClockAnchor", "Handshake", "best_handshake", "domain", "now_ns", "read_anchor", "replaced"]
+__all__ = [
+    "ClockAnchor",
+    "Handshake",
+    "best_handshake",
+    "domain",
+    "follow",
+    "hold",
+    "now_ns",
+    "read_anchor",
+    "release",
+    "replaced",
+]
 
-now_ns = time.time_ns
+_wall_ns = now_ns = time.time_ns
+_held = 0
+
+
+def hold() -> None:
+    """Note that something begins to record: time goes on monotonically from now on."""
+    global now_ns, _held
+    if not _held:
+        monotonic_ns = time.monotonic_ns
+        ahead_ns = _wall_ns() - monotonic_ns()
+        now_ns = lambda: ahead_ns + monotonic_ns()  # noqa: E731
+    _held += 1
+
+
+def release() -> None:
+    """Take back one :func:`hold`; what belongs to the recording may still read its time."""
+    global _held
+    _held -= 1
+
+
+def follow() -> None:
+    """Read the wall clock again, unless something records: nothing that was recorded is still going on."""
+    global now_ns
+    if not _held:
+        now_ns = _wall_ns
 
 
 @cache
@@ -48,13 +84,13 @@ def replaced(clock: Callable[[], int], named: str) -> Iterator[None]:
         clock: Returns unix nanoseconds.
         named: What :func:`domain` returns meanwhile.
     """
-    global now_ns, _domain
-    before = now_ns, _domain
-    now_ns, _domain = clock, lambda: named  # type: ignore[assignment]
+    global now_ns, _wall_ns, _domain
+    before = now_ns, _wall_ns, _domain
+    now_ns, _wall_ns, _domain = clock, clock, lambda: named  # type: ignore[assignment]
     try:
         yield
     finally:
-        now_ns, _domain = before
+        now_ns, _wall_ns, _domain = before
 
 
 class ClockAnchor(msgspec.Struct, frozen=True):
@@ -66,7 +102,7 @@ class ClockAnchor(msgspec.Struct, frozen=True):
 
 def read_anchor() -> ClockAnchor:
     """Read the wall clock and the monotonic clock of this process at one instant."""
-    return ClockAnchor(now_ns(), time.monotonic_ns())
+    return ClockAnchor(_wall_ns(), time.monotonic_ns())
 
 
 @dataclass(frozen=True)

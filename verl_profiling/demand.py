@@ -121,7 +121,6 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         process: The process.
         run_id: The run.
-        start: Which start of it.
         place: The URL that it records to, or its folder on the host of the process.
         step: The step that began last.
         begun_ns: When it began, or when training did if none has begun yet.
@@ -132,7 +131,6 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     process: ProcessId
     run_id: str
-    start: int = 1
     place: str = ""
     step: int | None = None
     begun_ns: Ns = 0

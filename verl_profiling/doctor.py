@@ -83,7 +83,7 @@ def load_config(path: Path) -> ProfilingConfig:
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read ({error.strerror})") from error
     except (msgspec.DecodeError, ImportError) as error:
-        raise ConfigError(str(path), f"cannot be read: {error}") from error
+        raise ConfigError(str(path), f"cannot be read: {' '.join(str(error).split())}") from error
     for key in ("profiling", "config"):
         if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):
             values = values[key]

@@ -56,7 +56,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
             return None
         try:
             os.kill(self.pid, 0)
-        except ProcessLookupError:
+        except (ProcessLookupError, OverflowError):  # a file may name any number
             return False
         except PermissionError:
             pass

@@ -41,7 +41,6 @@ __all__ = [
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 RUN_NAME = "run.json"
-CONTROLLER_TRACE_NAME = "controller.trace.json.gz"
 
 CAPTURE_START, CAPTURE_STOP = "capture_start", "capture_stop"
 """The loop's pauses before and after a captured step."""
@@ -52,9 +51,6 @@ POLLING = "polling the replay buffer"
 CUT_SHORT = "the step was cut short"
 """How the note begins that says why a step ended early."""
 
-TOOL_THREAD = "tool"
-"""Name of the threads of the controller's trace that show when tools were started and stopped."""
-
 MAX_NS = 4 * 10**18
 """Largest time in a manifest or a trace (the year 2096): the sum or the difference of two fits 64 bits."""
 
@@ -62,7 +58,7 @@ Ns = Annotated[int, msgspec.Meta(ge=-MAX_NS, le=MAX_NS)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 ArtifactStatus = Literal["ok", "pending", "missing", "empty", "truncated", "failed", "skipped"]
 CaptureStatus = Literal["ok", "failed", "empty", "truncated", "skipped"]
-ManifestState = Literal["begun", "written", "recovered"]
+ManifestState = Literal["begun", "written"]
 RequestPart = Literal[
     "to the engine", "queued", "prefill", "first token", "decode", "generate", "from the engine"
 ]
@@ -262,6 +258,30 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return parts
 
 
+class HostClock(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a host's clock is ahead of the controller's.
+
+    ``controller_ns = host_ns - offset_ns``, with an error of at most ``error_ns``.
+
+    Attributes:
+        host: Host name.
+        clock_domain: The workers to which it applies (see ``WorkerIdentity.clock_domain``).
+        offset_ns: Offset when the capture opened.
+        error_ns: Bound of its error: half of the shortest round trip.
+        closing_offset_ns: Offset when the capture closed (drift shows as a difference).
+        closing_error_ns: Bound of its error.
+        samples: Round trips measured; 0 where no correction is needed (same clock).
+    """
+
+    host: str
+    clock_domain: str
+    offset_ns: Ns = 0
+    error_ns: Ns = 0
+    closing_offset_ns: Ns = 0
+    closing_error_ns: Ns = 0
+    samples: int = 0
+
+
 class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker recorded for one capture: plain and picklable.
 
@@ -289,6 +309,12 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
             worker the devices that its process has used.
         requests_logged: Whether requests were logged, so that without one the engine had nothing to do.
         pending_since_ns: When the requests were sent that had not ended when the log did.
+        process: The process that recorded.
+        revision: How often that process has written its result; of two, the larger one holds.
+        stopped: ``False`` in what a process writes while it still records.
+        folder: Absolute path, or URL, of the step folder as that process sees it.
+        cut_short: Why the step ended early in that process, a rank of a loop that runs on all ranks.
+        clock: Its clock, where the process measured that itself.
     """
 
     identity: WorkerIdentity
@@ -312,34 +338,16 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[Device] = []
     requests_logged: bool = False
     pending_since_ns: list[Ns] = []
+    process: ProcessId | None = None
+    revision: Count = 0
+    stopped: bool = True
+    folder: str = ""
+    cut_short: str = ""
+    clock: HostClock | None = None
 
     @property
     def name(self) -> str:
         return self.identity.name
-
-
-class HostClock(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a host's clock is ahead of the controller's.
-
-    ``controller_ns = host_ns - offset_ns``, with an error of at most ``error_ns``.
-
-    Attributes:
-        host: Host name.
-        clock_domain: The workers to which it applies (see ``WorkerIdentity.clock_domain``).
-        offset_ns: Offset when the capture opened.
-        error_ns: Bound of its error: half of the shortest round trip.
-        closing_offset_ns: Offset when the capture closed (drift shows as a difference).
-        closing_error_ns: Bound of its error.
-        samples: Round trips measured; 0 where no correction is needed (same clock).
-    """
-
-    host: str
-    clock_domain: str
-    offset_ns: Ns = 0
-    error_ns: Ns = 0
-    closing_offset_ns: Ns = 0
-    closing_error_ns: Ns = 0
-    samples: int = 0
 
 
 class Rpc(msgspec.Struct, frozen=True):
@@ -359,11 +367,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         schema_version: Version of this schema.
         run_id: Identifies the run.
         capture_id: Identifies the capture within the run.
-        state: ``begun``: what was expected when the capture began; nothing has been written since.
-            ``written``: what became of it. ``recovered``: what was on disk when the process that ran the
-            loop was gone.
+        state: ``begun``: what was expected when the capture began; the loop has written nothing since.
+            ``written``: what became of it.
         step: First step captured; names the folder.
-        start: Which start of the run recorded it, from 1: a run that is resumed starts again.
         steps: All steps captured (several for a continuous capture).
         step_spans: When each of them ran, in order.
         policy_version: Version of the weights, if the loop reports one.
@@ -390,7 +396,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     capture_id: str
     state: ManifestState = "written"
     step: int
-    start: int = 1
     steps: list[int]
     step_spans: list[StepSpan] = []
     policy_version: int | None = None
@@ -417,37 +422,33 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """``run.json``, ``run.2.json``, ...: what holds for every step that one start of a run records.
+    """``run.json``: what holds for every step of a run. A resumed run has a folder of its own.
 
     Attributes:
         schema_version: Version of this schema.
         run_id: Identifies the run.
-        start: Which start of the run it is, from 1; the n-th stands in ``run.<n>.json``.
         begin_ns: When it began to record.
         process: The process that runs the loop.
         config: The settings as used.
         versions: Versions of the packages that matter.
-        node_local: Hosts whose files cannot be seen from the controller; added when that is noticed.
         first_step: The first step that the loop began; added when training ends, like the next three.
         last_step: The last one.
         end_ns: When training ended; ``None`` while it runs, and if nobody lived to say so.
-        never_came: The steps that ``schedule.steps`` lists and no start of the run came to.
-        later_starts: In ``run.json``: the starts that came later, in order.
+        never_came: The steps that ``schedule.steps`` lists and the loop never began.
+        not_captured: Why the capture of a step could not begin, by step.
     """
 
     schema_version: int = SCHEMA_VERSION
     run_id: str
-    start: int = 1
     begin_ns: Ns
     process: ProcessId
     config: dict[str, Any]
     versions: dict[str, str]
-    node_local: list[str] = []
     first_step: int | None = None
     last_step: int | None = None
     end_ns: Ns | None = None
     never_came: list[int] = []
-    later_starts: list[RunInfo] = []
+    not_captured: dict[int, str] = {}
 
 
 def worst_fate(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:

@@ -139,7 +139,7 @@ def _candidates(schedule: Schedule) -> Iterator[int]:
     if schedule.steps is not None:
         return iter(sorted(set(schedule.steps)))
     if schedule.every is not None:
-        return count(schedule.every, schedule.every)
+        return count(-(-schedule.first_step // schedule.every) * schedule.every, schedule.every)
     return count(schedule.first_step + schedule.skip_first)
 
 

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, SCHEMA_VERSION, CaptureResult, Manifest, RunInfo
+from verl_profiling.manifest import (
+    CUT_SHORT,
+    MANIFEST_NAME,
+    RUN_NAME,
+    SCHEMA_VERSION,
+    Artifact,
+    CaptureResult,
+    Manifest,
+    RunInfo,
+    worst_fate,
+)
 from verl_profiling.named_files import check_lane, named_file
 from verl_profiling.units import step_list
 
@@ -21,15 +31,14 @@ __all__ = [
     "naming",
     "never_came",
     "read_manifest",
-    "read_result",
-    "read_starts",
-    "run_file_name",
+    "read_run",
     "write_json_atomically",
     "write_json_exclusively",
+    "write_result",
 ]
 
 RESULT_SUFFIX = ".result.json"
-"""Suffix of what a worker leaves in the step folder when nobody is there to take its result."""
+"""Suffix of a process's own part of the step folder."""
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -54,13 +63,18 @@ def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def write_json_atomically(path: Path, value: msgspec.Struct) -> None:
+def write_json_atomically(path: Path, value: msgspec.Struct, *, durable: bool = True) -> None:
     """Write ``value`` as indented JSON, so that readers see the old file or the new one.
+
+    Args:
+        path: The file.
+        value: Its content.
+        durable: Wait until it would outlive a crash of the machine.
 
     Raises:
         OSError: The folder cannot be written.
     """
-    with _written_beside(path, value) as part:
+    with _written_beside(path, value, durable) as part:
         part.replace(path)
 
 
@@ -85,62 +99,57 @@ def write_json_exclusively(path: Path, value: msgspec.Struct) -> bool:
 
 
 @contextmanager
-def _written_beside(path: Path, value: msgspec.Struct) -> Iterator[Path]:
+def _written_beside(path: Path, value: msgspec.Struct, durable: bool = True) -> Iterator[Path]:
     """Yield a finished temporary file beside ``path``; gone afterwards, unless it was renamed."""
     part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
     try:
         with naming(path), part.open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(value), indent=2))
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         yield part
     finally:
         part.unlink(missing_ok=True)
 
 
-def run_file_name(start: int) -> str:
-    """Return the name of the file that a start of a run leaves: ``run.json``, ``run.2.json``, ..."""
-    return RUN_NAME if start == 1 else f"run.{start}.json"
-
-
-def read_starts(run: Path) -> list[RunInfo]:
-    """Read what the starts of a run left in its folder, in order.
+def read_run(run: Path) -> RunInfo | None:
+    """Read what a run left in its folder; ``None`` if it left nothing.
 
     Raises:
-        TraceFormatError: One cannot be read.
+        TraceFormatError: It cannot be read.
     """
-    starts: list[RunInfo] = []
-    while (path := run / run_file_name(len(starts) + 1)).exists():
-        data = _read(path)
-        try:
-            starts.append(msgspec.json.decode(data, type=RunInfo))
-        except _UNREADABLE as error:
-            raise TraceFormatError(path, f"not the file of a run: {error}") from error
-    return starts
+    path = run / RUN_NAME
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(_read(path), type=RunInfo)
+    except _UNREADABLE as error:
+        raise TraceFormatError(path, f"not the file of a run: {error}") from error
 
 
-def never_came(starts: Sequence[RunInfo]) -> str:
-    """Return a sentence on the steps of the schedule that no start of a run came to; empty, if all came.
+def never_came(run: RunInfo | None) -> str:
+    """Return a sentence on the steps of the schedule that the loop never began; empty if it began all.
 
-    The last start knows, once it has ended; of one that was killed, or still trains, nothing is said.
+    It is empty for a run that was killed, or still trains.
 
     Args:
-        starts: What :func:`read_starts` returned.
+        run: The result of :func:`read_run`.
     """
-    if not starts or not starts[-1].never_came:
+    if run is None or not run.never_came:
         return ""
-    last = starts[-1]
-    which = f"start {last.start} of the run" if len(starts) > 1 else "the loop"
-    ran = f"{which} ran from step {last.first_step} to step {last.last_step}"
-    return f"{step_list(last.never_came)} of schedule.steps never came; {ran}"
+    ran = f"the loop ran from step {run.first_step} to step {run.last_step}"
+    return f"{step_list(run.never_came)} of schedule.steps never came; {ran}"
 
 
 def read_manifest(step_dir: Path) -> Manifest:
-    """Read ``manifest.json`` of a step folder.
+    """Read a step folder: ``manifest.json``, and each process's own result where that is newer.
 
     Raises:
-        TraceFormatError: It is missing, is not a manifest, or has a newer schema.
+        TraceFormatError: The manifest is missing, is none, or has a newer schema; or the folder is a link.
     """
+    if step_dir.is_symlink():
+        raise TraceFormatError(step_dir, f"is a link; name the folder itself, {step_dir.resolve()}")
     path = step_dir / MANIFEST_NAME
     data = _read(path, "; is this a step folder?")
     try:
@@ -149,7 +158,7 @@ def read_manifest(step_dir: Path) -> Manifest:
             raise TraceFormatError(
                 path, f"schema version {version}, newer than {SCHEMA_VERSION}: update verl-profiling"
             )
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = _folded(step_dir, msgspec.json.decode(data, type=Manifest))
     except _UNREADABLE as error:
         raise TraceFormatError(path, f"not a manifest: {error}") from error
     for worker in manifest.workers:
@@ -158,19 +167,146 @@ def read_manifest(step_dir: Path) -> Manifest:
     return manifest
 
 
-def read_result(path: Path) -> CaptureResult:
-    """Read what a worker has left of a capture.
+def write_result(folder: Path, worker: CaptureResult) -> None:
+    """Write a worker's result after the run, as the newest there is.
 
     Raises:
-        TraceFormatError: It cannot be read.
+        OSError: The folder cannot be written.
     """
+    revision = worker.revision + 1
+    path = folder / f"{worker.name}{RESULT_SUFFIX}"
+    write_json_atomically(path, msgspec.structs.replace(worker, revision=revision))
+
+
+def _folded(folder: Path, manifest: Manifest) -> Manifest:
+    """Return a manifest in which each worker has the newer of its reply and its file."""
+    notes = list(manifest.notes)
+    results: dict[str, CaptureResult] = {}
+    for path in sorted(folder.glob(f"*{RESULT_SUFFIX}")):
+        try:
+            result = msgspec.json.decode(_read(path), type=CaptureResult)
+            for artifact in result.artifacts:
+                check_lane(path, artifact.lane)
+        except (*_UNREADABLE, TraceFormatError) as error:
+            notes.append(f"{path.name} cannot be read, so the reply holds: {error}")
+            continue
+        if _capture_of(result.capture_id) == manifest.capture_id:
+            results[result.name] = result
+        else:
+            notes.append(f"{path.name} is of another capture, and ignored")
+    workers = []
+    for worker in manifest.workers:
+        own = results.pop(_file_of(worker, results), None)
+        if own is not None and worker.process not in (None, own.process):
+            notes.append(f"{own.name}{RESULT_SUFFIX} was written by {own.process}, and ignored")
+            own = None
+        elif own is not None and not worker.stopped and _began_after(own, manifest):
+            notes.append(f"{own.name} began to record when the step had ended")
+            own = None
+        workers.append(_settled(folder, _newer(worker, own)))
+    workers += [_settled(folder, result) for result in results.values()]
+    workers.sort(key=lambda one: (one.identity.role, one.identity.replica or 0, one.identity.rank))
+    cut = [f"{CUT_SHORT}: {worker.name}: {worker.cut_short}" for worker in workers if worker.cut_short]
+    clocks = {worker.clock.clock_domain: worker.clock for worker in workers if worker.clock is not None}
+    clocks |= {clock.clock_domain: clock for clock in manifest.clocks}
+    return msgspec.structs.replace(
+        manifest,
+        complete=manifest.complete and not cut,
+        workers=workers,
+        clocks=list(clocks.values()),
+        notes=list(dict.fromkeys([*notes, *cut])),
+    )
+
+
+def _file_of(worker: CaptureResult, results: dict[str, CaptureResult]) -> str:
+    """Return under which name a worker's file is; of one that never answered, the name is a guess."""
+    if worker.name in results or worker.revision:
+        return worker.name
+    who = worker.identity
+    for name, result in results.items():
+        other = result.identity
+        same_rank = (other.role, other.rank, other.replica) == (who.role, who.rank, who.replica)
+        if same_rank or (worker.process is not None and worker.process == result.process):
+            return name
+    return worker.name
+
+
+def _began_after(result: CaptureResult, manifest: Manifest) -> bool:
+    begins = [anchor.unix_ns - manifest.offset_ns(result.identity) for anchor in result.anchors[:1]]
+    return manifest.state == "written" and any(begin_ns > manifest.end_ns for begin_ns in begins)
+
+
+def _capture_of(capture_id: str) -> str:
+    """Return the id of the capture to which a window belongs."""
+    return capture_id.partition("/")[0]
+
+
+def _newer(reply: CaptureResult, file: CaptureResult | None) -> CaptureResult:
+    if file is None and not reply.revision:
+        return msgspec.structs.replace(reply, reason="; ".join(filter(None, (reply.reason, _fate(reply)))))
+    if file is None or file.revision <= reply.revision:
+        return reply
+    if file.stopped or reply.status != "failed":
+        return file
+    known = {artifact.path for artifact in file.artifacts}
+    promised = [artifact for artifact in reply.artifacts if artifact.path not in known]
+    reason = reply.reason or file.reason
+    return msgspec.structs.replace(file, artifacts=[*file.artifacts, *promised], reason=reason)
+
+
+def _fate(reply: CaptureResult) -> str:
+    """Return what is known of the process of a worker that has left no result."""
+    process = reply.process
+    if process is None or reply.status == "skipped" or process.alive():
+        return ""
+    return f"{process} has ended" if process.alive() is False else f"{process} is not seen from here"
+
+
+def _settled(folder: Path, worker: CaptureResult) -> CaptureResult:
+    """Return a worker whose artifacts say what became of them, once nobody works on them any more."""
+    if not worker.artifacts:
+        return worker
+    artifacts = [_on_disk(folder, worker, artifact) for artifact in worker.artifacts]
+    status, reason = worker.status, worker.reason
+    if (status, reason) == worst_fate(worker.artifacts):
+        status, reason = worst_fate(artifacts)
+    return msgspec.structs.replace(worker, artifacts=artifacts, status=status, reason=reason)
+
+
+def _on_disk(folder: Path, worker: CaptureResult, artifact: Artifact) -> Artifact:
+    if artifact.where:
+        if artifact.reason or not _sizes(folder, artifact):  # with a reason, it was not uploaded
+            return artifact
+        artifact = msgspec.structs.replace(artifact, where="")  # it has been fetched
+    waits = artifact.status == "pending" and not artifact.reason  # with a reason, a command collects it
+    if not waits or not _is_over(folder, worker):
+        return artifact
+    sizes = _sizes(folder, artifact)
+    if not sizes:
+        return msgspec.structs.replace(artifact, status="failed", reason="never finished")
+    raw = artifact.path not in sizes
+    reason = "it was not compressed by the end of training (timeouts.finish_s)" if raw else ""
+    return msgspec.structs.replace(artifact, status="ok", bytes=next(iter(sizes.values())), reason=reason)
+
+
+def _sizes(folder: Path, artifact: Artifact) -> dict[str, int]:
+    """Return the size of an artifact, and of its raw file, where they are in the step folder."""
+    found = {}
+    for name in (artifact.path, artifact.path.removesuffix(".gz")):
+        with suppress(TraceFormatError, OSError):
+            found[name] = named_file(folder, name).stat().st_size
+    return found
+
+
+def _is_over(folder: Path, worker: CaptureResult) -> bool:
+    """Return whether nobody works on a worker's artifacts any more."""
+    if worker.process is not None and worker.process.alive() is False:
+        return True
     try:
-        result = msgspec.json.decode(_read(path), type=CaptureResult)
-    except _UNREADABLE as error:
-        raise TraceFormatError(path, f"not the result of a worker: {error}") from error
-    for artifact in result.artifacts:
-        check_lane(path, artifact.lane)
-    return result
+        run = read_run(folder.parent)
+    except TraceFormatError:
+        return False
+    return run is not None and run.end_ns is not None
 
 
 def _read(path: Path, hint: str = "") -> bytes:

@@ -17,11 +17,12 @@ MOST_SPANS = 64
 """So many names of spans an account tells apart."""
 
 Doubt = Literal["", "one process", "tied", "evened out", "other order", "overlapped", "not read"]
-"""Why the leader of a stage may not be the cause.
+"""Why no leader of a stage is named, or why there is nobody to compare it with.
 
-``""``: nothing speaks against it. ``one process``: there is no other to compare it with. ``tied``: others
-lead with it. ``evened out``: the processes wait for each other inside the stage, which makes them equally
-long. ``other order``: they ran their stages in different orders. ``overlapped``: other roles ran beside it.
+``""``: one is named. ``one process``: there is no other to compare it with. ``tied``: several lead.
+``evened out``: the processes wait for each other inside the stage, which makes them equally long, or lets
+them end together. ``other order``: they ran their stages in different orders. ``overlapped``: other roles
+ran beside it, or trajectories of which the stage is not known.
 ``not read``: the stages of the workers are not known.
 """
 
@@ -113,10 +114,10 @@ class ExposedStage(msgspec.Struct, frozen=True, kw_only=True):
         name: Name of the stage; empty for the time that lies in none.
         exposed_ns: By how much it moved the step's end. These add up to the step.
         role: Role whose processes worked in it; that of the loop where no others did.
-        leader: Lane that was in it longest, or furthest along after it.
+        leader: Lane that was in it longest, or furthest along after it; empty where ``doubt`` says why.
         lead_ns: By how much the leader was in it longer than the median of its peers.
         imbalance: Longest duration over the mean of all processes of the role; 1.0 for one process.
-        doubt: Why the leader may not be the cause.
+        doubt: Why nobody is named.
     """
 
     name: str

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.messages import CaptureRequest, StartReply
 from verl_profiling.capture.session import process_session
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
@@ -97,18 +95,7 @@ def record_step(
     try:
         yield recorded
     finally:
-        recorded.result = _finished_result(session.stop(request.capture_id, _FINISH_S))
-
-
-def _finished_result(reply: StopReply) -> CaptureResult:
-    artifacts = [
-        next(
-            (finished.artifact for finished in reply.finished if finished.artifact.is_run_of(artifact)),
-            artifact,
-        )
-        for artifact in reply.result.artifacts
-    ]
-    return msgspec.structs.replace(reply.result, artifacts=artifacts)
+        recorded.result = session.stop(request.capture_id, _FINISH_S).result
 
 
 @contextmanager

@@ -159,9 +159,9 @@ class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
         loop: Number of the loop.
         begin_ns: When it began, as far as that was seen.
         end_ns: When it ended.
-        span: Number of the innermost span of the task that ran, or -1.
-        task: Name of the task; empty if none ran.
-        function: The function that ran: ``module.function (file:line)``.
+        span: Number of the innermost span of the task that was seen to run, or -1.
+        task: Name of the task; empty if none was seen.
+        function: The function that was seen: ``module.function (file:line)``. Empty if none was.
     """
 
     loop: Id

@@ -23,7 +23,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
         request: Id of the request on demand.
         sign: What the watch noticed.
         noticed: The step that it noticed.
-        stage: The stage that was slow, if one was.
+        stage: The stage that was slow, if one was; on demand, the only one that was asked for.
         suspects: Lanes of the processes that may be the cause, e.g. ``actor_rank3``; the likeliest first.
         peers: Lanes of processes of the same role that are captured to compare them with.
         value: What the step that was noticed had: seconds, a share of the step, or bytes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["byte_size", "duration", "step_list", "time_unit"]
+__all__ = ["byte_size", "duration", "lane_seconds", "step_list", "time_unit"]
 
 _TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 _SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
@@ -21,6 +21,11 @@ def duration(seconds: float, *, signed: bool = False) -> str:
         return "0 s"
     unit, scale = time_unit(seconds)
     return f"{'+' if signed and seconds > 0 else ''}{_three_digits(seconds / scale)} {unit}"
+
+
+def lane_seconds(seconds: float, whose: str = "lane") -> str:
+    """Return time that is added up over lanes, or devices: ``4.34 lane-seconds``."""
+    return f"{_three_digits(seconds)} {whose}-seconds"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

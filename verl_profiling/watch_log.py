@@ -90,7 +90,7 @@ class RoleMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class LoggedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line: the account of a step, without the stages of every process.
 
-    Of a step that has several, the last line counts: it is more complete, or of a later start of the run.
+    Of a step that has several, the last line counts: it is the most complete.
 
     Attributes:
         step: Number of the step.

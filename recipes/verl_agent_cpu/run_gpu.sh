@@ -5,5 +5,5 @@ set -euo pipefail
 folder=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH=$folder/../..${PYTHONPATH:+:$PYTHONPATH}
 exec "$folder/../verl_grpo_gpu/run_e2e.sh" \
-    "hydra.searchpath=[pkg://verl_profiling.conf,file://$folder]" +agent=gpu "agent_folder=$folder" \
+    "hydra.searchpath=[file://$folder]" +agent=gpu "agent_folder=$folder" \
     profiling.save_path=outputs/verl_agent_gpu "$@"

@@ -11,6 +11,7 @@ main(async ([executablePath, address, picture]) => {
   seen.axe.push(...(await violations(page)));
   seen.bars = await bars.count();
   seen.marks = await page.locator("#watch svg path.mark").count();
+  seen.beyond = await page.locator("#watch svg path.beyond").count();
   seen.links = await page.locator("#watch svg a").evaluateAll((all) => all.map((each) => each.getAttribute("aria-label")));
   seen.heights = await bars.evaluateAll((all) => all.map((each) => each.querySelector(".outline").getBBox().height));
   await bars.nth(Math.min(3, seen.bars - 1)).hover();

@@ -25,27 +25,25 @@ def threads() -> list[str]:
 
 
 def test_work_is_done_in_order_and_told_once() -> None:
-    """Finished artifacts are returned in order of submission, each with its capture."""
-    finisher = Finisher()
+    """Finished artifacts are passed on in order of submission, each once."""
+    finisher, news = Finisher(), []
     for number in range(5):
-        finisher.submit(f"c{number}", PENDING, lambda number=number: done(str(number)))
+        finisher.submit(f"c{number}", PENDING, lambda number=number: done(str(number)), news.append)
     assert finisher.drain(10)
-    news = finisher.take_finished()
-    assert [(n.capture_id, n.artifact.path) for n in news] == [(f"c{n}", str(n)) for n in range(5)]
-    assert finisher.take_finished() == []
+    assert [artifact.path for artifact in news] == [str(number) for number in range(5)]
 
 
 def test_draining_waits_no_longer_than_told() -> None:
     """It returns whether all work was done in time; the rest continues."""
-    finisher, go = Finisher(), threading.Event()
-    finisher.submit("c", PENDING, lambda: go.wait(60) and done())
+    finisher, go, news = Finisher(), threading.Event(), []
+    finisher.submit("c", PENDING, lambda: go.wait(60) and done(), news.append)
     begin = time.monotonic()
     assert not finisher.drain(0.1)
     assert 0.1 <= time.monotonic() - begin < 20
-    assert finisher.take_finished() == []
+    assert news == []
     go.set()
     assert finisher.drain(10)
-    assert len(finisher.take_finished()) == 1
+    assert len(news) == 1
     assert finisher.drain(0)
 
 
@@ -55,11 +53,11 @@ def test_work_that_raises_is_a_failed_artifact_and_the_next_goes_on(caplog: pyte
     def fail() -> Artifact:
         raise ValueError("broken")
 
-    finisher = Finisher()
-    finisher.submit("c", PENDING, fail)
-    finisher.submit("c", PENDING, done)
+    finisher, news = Finisher(), []
+    finisher.submit("c", PENDING, fail, news.append)
+    finisher.submit("c", PENDING, done, news.append)
     assert finisher.drain(10)
-    first, second = (news.artifact for news in finisher.take_finished())
+    first, second = news
     assert (first.status, first.reason) == ("failed", "finishing it raised ValueError: broken")
     assert second.status == "ok"
     assert "finishing a failed" in caplog.text
@@ -70,7 +68,7 @@ def test_submitting_does_not_wait() -> None:
     finisher, go = Finisher(), threading.Event()
     begin = time.monotonic()
     for _ in range(10):
-        finisher.submit("c", PENDING, lambda: go.wait(60) and done())
+        finisher.submit("c", PENDING, lambda: go.wait(60) and done(), print)
     assert time.monotonic() - begin < 20
     assert len(threads()) >= 1
     go.set()
@@ -79,13 +77,13 @@ def test_submitting_does_not_wait() -> None:
 
 def test_the_thread_ends_when_idle_and_comes_back(session: object) -> None:
     """No work, no thread; later work starts one again."""
-    finisher = Finisher()
-    finisher.submit("c", PENDING, done)
+    finisher, news = Finisher(), []
+    finisher.submit("c", PENDING, done, news.append)
     assert finisher.drain(10)
     deadline = time.monotonic() + 10
     while threads() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert threads() == []
-    finisher.submit("c", PENDING, done)
+    finisher.submit("c", PENDING, done, news.append)
     assert finisher.drain(10)
-    assert len(finisher.take_finished()) == 2
+    assert len(news) == 2

@@ -143,6 +143,26 @@ async def test_a_decorated_coroutine_function_is_a_span_until_it_is_done(tmp_pat
     assert found[0].end_ns - found[0].begin_ns >= 10_000_000
 
 
+async def test_an_async_block_is_a_span(tmp_path: Path) -> None:
+    """``async with stage(...)`` records what ``with`` does, in tasks side by side, and exceptions pass."""
+
+    async def one(name: str) -> None:
+        async with stage(name), stage("inner"):
+            await asyncio.sleep(0.01)
+
+    with recorded_stages(tmp_path) as found:
+        async with stage("outer"):
+            await asyncio.gather(one("a"), one("b"))
+        with pytest.raises(ValueError, match="passes"):
+            async with stage("failing"):
+                raise ValueError("passes")
+        async with ProfilingCallback({"enable": False}).stage("of the callback"):
+            pass
+    of_tasks = sorted(shape(found[1:5]))
+    assert of_tasks == [("a", 1, False), ("b", 1, False), ("inner", 2, False), ("inner", 2, False)]
+    assert shape([found[0], *found[5:]]) == [("outer", 0, False), ("failing", 0, True)]
+
+
 def test_a_decorated_method_gets_its_self(tmp_path: Path) -> None:
     """Methods, class methods and static methods can be decorated."""
 

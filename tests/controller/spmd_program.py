@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch.distributed as dist
 from fleet import TrainWorker
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig, stage
@@ -53,6 +54,8 @@ def loop(config: ProfilingConfig, scenario: str) -> None:
                 time.sleep(0.001)
             work(scenario, step, Path(config.save_path))
             profiling.on_step_end({"reward": RANK})
+            if scenario == "clock":  # as in a collective
+                dist.barrier()
 
 
 def asked_loop(config: ProfilingConfig) -> None:
@@ -112,14 +115,12 @@ def main() -> None:
         "timeouts": {"start_s": 20, "stop_s": 20, "finish_s": 20},
     }
     config = ProfilingConfig.from_any({**settings, **json.loads(given[0] if given else "{}")})
-    if scenario == "no callback" and RANK == 1:
-        return
     clock = shifted_clock(5_000_000_000, "elsewhere") if scenario == "clock" and RANK else None
     with clock or contextlib.nullcontext():
         if "MASTER_ADDR" in os.environ and scenario != "environment":
-            import torch.distributed as dist
-
             dist.init_process_group("gloo")
+        if scenario == "no callback" and RANK == 1:
+            return
         if scenario.startswith("asked"):
             asked_loop(config)
         elif scenario == "async":
@@ -127,8 +128,6 @@ def main() -> None:
         else:
             with contextlib.suppress(ValueError):
                 loop(config, scenario)
-        if scenario == "environment":
-            assert "torch" not in sys.modules
 
 
 if __name__ == "__main__":

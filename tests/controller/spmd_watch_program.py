@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import torch.distributed as dist
 from fleet import TrainWorker
 
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
@@ -41,9 +42,6 @@ class EndsLate(TrainWorker):
 def meeting_in_a_collective() -> Meet:
     """Return what waits for all ranks, and returns what rank 0 says."""
     import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
 
     def meet(said: bool) -> bool:
         flag = torch.tensor([float(said and RANK == 0)])
@@ -113,6 +111,7 @@ def main() -> None:
         "timeouts": {"start_s": 20, "stop_s": 20, "finish_s": 20},
     }
     config = ProfilingConfig.from_any({**settings, **own.get("all", {}), **own.get(str(RANK), {})})
+    dist.init_process_group("gloo")
     meet = meeting_in_a_collective() if scenario == "slow" else meeting_through_files(folder)
     train(config, scenario, meet, folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import Any
 
 import msgspec
 import pytest
+import ray
 from example_loops import settings
-from fleet import TrainWorker
+from fleet import Agents, Engine, TrainWorker
 from quiet_steps import USUAL, account, longer
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.aim import Aim
 from verl_profiling.capture.session import Session
+from verl_profiling.cli import main
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.decision import Decision
 from verl_profiling.errors import ConfigError
@@ -245,6 +248,44 @@ def test_a_stage_that_becomes_slow_in_a_running_loop_is_captured(tmp_path: Path,
     assert manifest.step in (13, 14)
     assert trigger.suspects == ["actor_rank0"]
     assert [span.name for span in manifest.workers[0].stages] == ["update_actor"]
+
+
+def test_a_replica_that_is_suspected_is_captured_with_its_peer(
+    tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also behind the process that runs the trajectories, which has none: the report compares the engines."""
+    trigger = {"window": 6, "slow_step": None, "slow_stage": 3.0, "leader": None, "memory": None}
+    config = settings(
+        save_path=str(tmp_path),
+        tool="spans",
+        schedule={"steps": []},
+        watch={"enable": True, "every": 3, "trigger": trigger},
+    )
+    engines = [ray.remote(num_cpus=0)(Engine).remote() for _ in range(2)]
+    agents = ray.remote(num_cpus=0)(Agents).remote()
+    ray.get([agents.set_up.remote(config), *(e.set_up.remote(config, i) for i, e in enumerate(engines))])
+    profiling = ProfilingCallback(config)
+    profiling.add_rollout(engines)
+    profiling.add_workers("agent_loop", [agents])
+    with profiling:
+        for step in range(1, 16):
+            profiling.on_step_begin(step)
+            profiling.on_rollout_begin()
+            ray.get(agents.run.remote(engines, [0.06, 1.0 if step > 8 else 0.06]))
+            profiling.on_rollout_end()
+            profiling.on_step_end()
+    for actor in (*engines, agents):
+        ray.kill(actor)
+    [folder] = sorted(tmp_path.glob("step_*"))
+    manifest = read_manifest(folder)
+    assert manifest.trigger.suspects == ["agent_loop_rank0", "rollout1_rank0"]
+    assert manifest.trigger.peers == ["rollout0_rank0"]
+    recorded = {worker.name for worker in manifest.workers if worker.status == "ok"}
+    assert recorded == {"agent_loop_rank0", "rollout0", "rollout1"}
+    assert main(["report", str(folder), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["suspects"]
+    more = {row["suspect"]: row["value"] - row["peer_value"] for row in rows if row["kind"] == "stage"}
+    assert more == {"rollout1_rank0": pytest.approx(0.94, abs=0.3)}
 
 
 @pytest.mark.parametrize("trigger", [None, {"slow_step": None, "slow_stage": None}])

@@ -18,9 +18,11 @@ from fleet import CoroutineWorker, TrainWorker, WorkerGroup
 from verl_profiling import CaptureStateError, ConfigError, ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.messages import StopReply
 from verl_profiling.capture.session import Session, process_session
-from verl_profiling.manifest import Manifest, Request
+from verl_profiling.manifest import CaptureResult, Manifest, Request
 from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest
+from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.merge import merge
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 Work = Callable[[int], object]
@@ -93,7 +95,7 @@ def test_wrong_settings_raise_at_once() -> None:
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_a_step_of_a_local_worker_is_captured(tmp_path: Path, session: Session, mode: str) -> None:
-    """Step 2, and only step 2, has a folder with a trace, the controller's trace and the manifest."""
+    """Step 2, and only step 2, has a folder with a trace, the worker's result and the manifest."""
     config = configured(tmp_path, tool="torch", mode=mode)
     worker = local_worker(config)
     callback = ProfilingCallback(config)
@@ -102,11 +104,8 @@ def test_a_step_of_a_local_worker_is_captured(tmp_path: Path, session: Session, 
     folder = Path(config.save_path) / "step_000002"
     artifact = "actor_rank0.torch.json.gz" if mode == "e2e" else "actor_rank0.update_actor.torch.json.gz"
     assert sorted(path.name for path in Path(config.save_path).iterdir()) == ["run.json", "step_000002"]
-    assert sorted(path.name for path in folder.iterdir()) == [
-        artifact,
-        "controller.trace.json.gz",
-        "manifest.json",
-    ]
+    found = {path.name for path in folder.iterdir()}
+    assert found == {artifact, "actor_rank0.result.json", "manifest.json"}
     assert callback.last_folder == folder
     assert spans(folder / artifact, "aten::addmm")
     written = manifest(config)
@@ -192,6 +191,7 @@ def test_a_continuous_capture_tells_its_steps_apart(tmp_path: Path, session: Ses
         with callback.stage("validate"):
             pass
         callback.add_metrics(step, {"reward": 10 * step})
+    callback.on_train_end()
     found = manifest(config, 2)
     first, second = found.step_spans
     assert [(span.step, span.policy_version) for span in (first, second)] == [(2, 7), (3, 9)]
@@ -322,13 +322,26 @@ def test_a_worker_whose_role_is_off_says_so(
     assert caplog.messages == [note]
 
 
-def test_a_role_is_added_once(tmp_path: Path, session: Session) -> None:
-    """A second list of workers under the same role would be mistaken for the first ranks."""
-    config = configured(tmp_path)
+def test_workers_that_are_added_again_take_the_place_of_the_first(tmp_path: Path, session: Session) -> None:
+    """Even in a captured step; of a worker of two roles the other role stays."""
+    config = configured(tmp_path, schedule={"steps": [1, 2]})
+    first, second = local_worker(config), local_worker(config)
+    second.also(config, "ref")
     callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
-    with pytest.raises(ConfigError, match="role 'actor' has its workers already"):
-        callback.add_workers("actor", local_worker(config))
+    callback.add_workers("actor", first)
+    callback.add_workers("ref", first)
+    callback.on_step_begin(1)
+    callback.add_workers("actor", second)
+    callback.add_workers("ref", second)
+    callback.on_step_end()
+    callback.on_step_begin(2)
+    callback.on_step_end()
+    callback.on_train_end()
+    assert (first.counts()["start_capture"], second.counts()["start_capture"]) == (1, 1)
+    for step in (1, 2):
+        assert [(worker.status, worker.roles) for worker in manifest(config, step).workers] == [
+            ("ok", ["actor", "ref"])
+        ]
 
 
 def test_a_callback_without_workers_says_so(tmp_path: Path, session: Session, caplog: Any) -> None:
@@ -445,8 +458,21 @@ class ServingWorker(TrainWorker):
         reply = super().stop_capture(capture_id, finish_s)
         end_ns = self.calls["stop_capture"]
         served = Request(replica=0, begin_ns=0, end_ns=end_ns, prompt_tokens=1, response_tokens=1)
-        result = msgspec.structs.replace(reply.result, requests=[served], policy_versions=[end_ns])
-        return msgspec.structs.replace(reply, result=result)
+
+        def with_request(result: CaptureResult) -> CaptureResult:
+            artifacts = [
+                msgspec.structs.replace(one, policy_versions=one.policy_versions or [end_ns])
+                for one in result.artifacts
+            ]
+            return msgspec.structs.replace(
+                result,
+                requests=[*result.requests, served],
+                policy_versions=[*result.policy_versions, end_ns],
+                artifacts=artifacts,
+            )
+
+        result = self.capture.amend(reply.result.capture_id, with_request)
+        return reply if result is None else msgspec.structs.replace(reply, result=result)
 
 
 def test_the_requests_of_all_rollout_windows_reach_the_manifest(tmp_path: Path, session: Session) -> None:
@@ -716,11 +742,9 @@ def test_workers_with_another_clock_are_put_on_the_controllers(
     slack_ns = there.error_ns
     assert update.begin_ns - slack_ns <= span.begin_ns - offset_ns
     assert span.end_ns - offset_ns <= update.end_ns + slack_ns
-    trace = Path(config.save_path) / "step_000002" / "controller.trace.json.gz"
-    rank0, rank1 = sorted(
-        (event for event in spans(trace, "update_actor") if event["pid"] > 1), key=lambda event: event["pid"]
-    )
-    [controllers] = [event for event in spans(trace, "update_actor") if event["pid"] == 1]
+    timeline = merge(find_steps(Path(config.save_path) / "step_000002")[0]).path
+    drawn = [event for event in spans(timeline, "update_actor") if event["cat"] == "stage"]
+    controllers, rank0, rank1 = sorted(drawn, key=lambda event: event["pid"])
     slack_us = slack_ns / 1000
     for event in (rank0, rank1):
         assert controllers["ts"] - slack_us <= event["ts"]

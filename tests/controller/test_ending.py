@@ -17,7 +17,7 @@ from test_callback import configured, local_worker, manifest, set_up
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture.session import Session
-from verl_profiling.controller.participants import Participants
+from verl_profiling.controller.answers import Answers
 from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 
@@ -217,7 +217,7 @@ def test_a_hook_that_fails_leaves_no_worker_recording(
         raise RuntimeError("a bug of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Participants, failing, fail)
+        patch.setattr(Answers, failing, fail)
         callback.on_step_begin(1)
         callback.on_step_end()
         assert session.sink is None

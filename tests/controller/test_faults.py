@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +24,6 @@ from test_callback import configured, local_worker, manifest, run, set_up
 from verl_profiling import ProfilingCallback, ProfilingError
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
-from verl_profiling.controller.leftovers import take_up
 from verl_profiling.manifest import MANIFEST_NAME, Artifact
 from verl_profiling.report.check import check
 from verl_profiling.tools.trace_file import output_of_raw_trace
@@ -182,11 +182,39 @@ def test_a_restarted_actor_is_not_taken_for_the_one_that_recorded(
     assert "restarted" in capsys.readouterr().out
 
 
+def test_an_actor_that_was_made_anew_is_added_again(tmp_path: Path, ray_cluster: None) -> None:
+    """By hand, under its name, in a captured step: that one names the dead, and the next one has the new."""
+    config = configured(tmp_path, schedule={"steps": [1, 2]})
+
+    def made() -> Any:
+        actor = ray.remote(num_cpus=0)(Reborn).options(name="anew").remote(config)
+        ray.get(actor.__ray_ready__.remote())
+        return actor
+
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", [worker := made()])
+    try:
+        with callback:
+            callback.on_step_begin(1)
+            ray.kill(worker)
+            callback.add_workers("actor", [worker := made()])
+            callback.on_step_end()
+            callback.on_step_begin(2)
+            ray.get(worker.work.remote())
+            callback.on_step_end()
+    finally:
+        ray.kill(worker)
+    [dead], [new] = (manifest(config, step).workers for step in (1, 2))
+    assert (dead.name, dead.status, new.name, new.status) == ("actor_rank0", "failed", "actor_rank0", "ok")
+    assert "ActorDiedError" in dead.reason
+    assert new.identity.pid != dead.identity.pid
+
+
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_what_a_worker_wrote_before_it_was_killed_is_kept(
     tmp_path: Path, ray_cluster: None, mode: str
 ) -> None:
-    """Stages that it had written are ok, the trace that it was writing is truncated, no part stays behind."""
+    """Stages that it had written are ok; the trace that it was writing is missing, where it was promised."""
     stages = ["update_critic", "update_actor"]
     doomed = "update_actor" if mode == "discrete" else None
     plan = tmp_path / "plan.json"
@@ -206,14 +234,13 @@ def test_what_a_worker_wrote_before_it_was_killed_is_kept(
     folder = Path(config.save_path) / "step_000002"
     [dead] = manifest(config).workers
     assert (dead.status, bool(re.search(r"Actor(Died|Unavailable)Error", dead.reason))) == ("failed", True)
-    written = [("update_critic", "ok")] if mode == "discrete" else []
     fates = [(artifact.stage, artifact.status) for artifact in dead.artifacts]
-    assert sorted(fates, key=str) == sorted([*written, (doomed, "truncated")], key=str)
-    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
-    checked = {entry.path: entry.fate for entry in check(folder).artifacts}
-    cut = next(artifact for artifact in dead.artifacts if artifact.status == "truncated")
-    assert checked.pop(cut.path) == "truncated"
-    assert set(checked.values()) == {"ok"}
+    assert fates == ([("update_critic", "ok")] if mode == "discrete" else [(None, "missing")])
+    found = {entry.path: entry.fate for entry in check(folder).artifacts}
+    assert found[dead.artifacts[0].path] == dead.artifacts[0].status
+    assert not check(folder).ok
+    for part in folder.glob(".*.part"):  # what a killed process was writing stays where it is
+        part.unlink()
 
 
 @pytest.mark.parametrize("next_step", ["the start fails", "the manifest cannot be written"])
@@ -241,34 +268,6 @@ def test_what_became_of_an_artifact_is_heard_in_a_step_that_fails(
             session._finisher.drain(10)
     [artifact] = manifest(config, 1).workers[0].artifacts
     assert (artifact.status, "finishing it raised" in artifact.reason) == ("failed", True)
-
-
-@pytest.mark.parametrize(
-    ("left", "status", "path"),
-    [
-        ({}, "missing", "a.torch.json.gz"),
-        ({".a.torch.json.part.tmp": b'{"traceEvents": [{"ph": "X"'}, "truncated", "a.torch.json"),
-        ({".a.torch.json.part": b'{"traceEvents": [{"ph": "X"}]}'}, "ok", "a.torch.json"),
-        (
-            {"a.torch.json": b'{"traceEvents": [{"ph": "X"}]}', ".a.torch.json.gz.part": b"\x1f"},
-            "ok",
-            "a.torch.json",
-        ),
-        ({"a.torch.json.gz": b"whole", "a.torch.json": b"whole"}, "ok", "a.torch.json.gz"),
-        ({".a.torch.json.part": b""}, "missing", "a.torch.json.gz"),
-    ],
-    ids=["nothing", "cut", "whole", "being compressed", "compressed", "empty"],
-)
-def test_what_a_process_left_is_taken_up_in_every_state(
-    tmp_path: Path, left: dict[str, bytes], status: str, path: str
-) -> None:
-    """Wherever it ended between the first byte and the last rename, one file is left, or none."""
-    for name, content in left.items():
-        (tmp_path / name).write_bytes(content)
-    promised = Artifact(path="a.torch.json.gz", lane="a", tool="torch", status="missing")
-    [artifact] = take_up(tmp_path, "a", [], [promised])
-    assert (artifact.status, artifact.path) == (status, path)
-    assert [file.name for file in tmp_path.iterdir()] == ([] if status == "missing" else [path])
 
 
 def test_a_hung_actor_is_a_failed_entry_until_it_answers_again(
@@ -390,13 +389,8 @@ def test_a_recording_that_is_stopped_late_is_taken_up(
     [artifact] = after.artifacts
     assert (after.status, artifact.status, artifact.step) == ("ok", "ok", 1)
     assert [span.name for span in after.stages] == ["update_actor"]
-    [note] = after.notes
-    assert note.startswith("actor_rank0 stopped ")
-    assert "later than timeouts.stop_s=0.5" in note
-    assert f"step 1: {note}" in caplog.messages
     folder = Path(config.save_path) / "step_000001"
     assert spans(folder / artifact.path, "aten::addmm")
-    assert len(spans(folder / "controller.trace.json.gz", "update_actor")) == 1
     assert check(folder).ok
 
 
@@ -489,8 +483,6 @@ FULL_DISK = """
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    import subprocess
-
     folder = tmp_path / "disk"
     folder.mkdir()
     mounting = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
@@ -514,6 +506,82 @@ def test_a_full_disk_is_reported_by_what_was_written(tiny_disk: Path, run_python
     assert [file.name for file in (tiny_disk / "step").iterdir()] == [path]
 
 
+@pytest.mark.parametrize("fault", ["read-only", "full", "a file in the way"])
+def test_a_step_whose_folder_cannot_be_made_is_said_everywhere(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    fault: str,
+    session: Session,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In the log, in ``run.json`` once that can be written, and by the check; others are whole."""
+    disk: Path = tmp_path if fault == "a file in the way" else request.getfixturevalue("tiny_disk")
+    config = configured(
+        tmp_path,
+        save_path=str(disk / "run"),
+        schedule={"steps": [1, 2, 3]},
+        limits={"min_free_bytes": "64KiB"},
+    )
+    run_folder, aside = Path(config.save_path), disk / "aside"
+
+    def break_disk() -> None:
+        if fault == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        elif fault == "full":
+            aside.write_bytes(bytes(200_000))
+        else:
+            run_folder.rename(aside)
+            run_folder.touch()
+
+    def mend_disk() -> None:
+        if fault == "read-only":
+            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        elif fault == "full":
+            aside.unlink()
+        else:
+            run_folder.unlink()
+            aside.rename(run_folder)
+
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    with callback:
+        for step in (1, 2, 3):
+            if step == 2:
+                break_disk()
+            callback.on_step_begin(step)
+            callback.on_step_end()
+            if step == 2:
+                mend_disk()
+    why = {"read-only": "Read-only file system", "full": "of free space"}.get(fault, "Not a directory")
+    assert any("step" in said and why in said for said in caplog.messages)
+    assert why in json.loads((run_folder / "run.json").read_text())["not_captured"]["2"]
+    assert main(["check", str(run_folder)]) == 1
+    assert re.search(rf"missing +run.json +step 2 was not captured: .*{why}", capsys.readouterr().out)
+    assert [manifest(config, step).workers[0].status for step in (1, 3)] == ["ok", "ok"]
+
+
+def test_the_only_step_that_could_not_be_captured_is_a_finding(
+    tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run that has no step folder; the watch had claimed its folder before."""
+    config = configured(tmp_path, watch={"enable": True})
+    run_folder, aside = Path(config.save_path), tmp_path / "aside"
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    with callback:
+        for step in (1, 2):
+            if step == 2:
+                run_folder.rename(aside)
+                run_folder.touch()
+            callback.on_step_begin(step)
+            callback.on_step_end()
+        run_folder.unlink()
+        aside.rename(run_folder)
+    assert main(["check", str(run_folder)]) == 1
+    assert "step 2 was not captured: NotADirectoryError" in capsys.readouterr().out
+
+
 LIMITED = """
     import resource, signal
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -527,7 +595,7 @@ def test_a_file_size_limit_is_reported_by_what_was_written(tmp_path: Path, run_p
     status, path, reason = done.stdout.strip().splitlines()[-1].split("|")
     assert status == "truncated"
     assert reason.startswith("cut off after 65536 bytes")
-    assert [file.name for file in (tmp_path / "step").iterdir()] == [path]
+    assert {file.name for file in (tmp_path / "step").iterdir()} == {path, "actor_rank0.result.json"}
 
 
 def test_a_disk_that_is_full_only_for_compression_keeps_the_raw_file(tiny_disk: Path) -> None:

@@ -100,7 +100,6 @@ def test_a_hook_of_the_last_capture_runs_once(tmp_path: Path, session: Session) 
         callback.on_step_begin(step)
         callback.on_step_end()
         assert step > 3 or notes(tmp_path) == []
-    callback._controller._take_late_answers()  # type: ignore[union-attr]
     callback.on_train_end()
     callback.on_train_end()
     assert notes(tmp_path) == [f"4 {tmp_path / 'run'}"]

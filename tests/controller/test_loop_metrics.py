@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -17,8 +18,8 @@ from test_callback import configured, local_worker, manifest, run
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture.messages import StopReply
+from verl_profiling.capture.metrics import finite_numbers
 from verl_profiling.capture.session import Session
-from verl_profiling.controller.loop_metrics import finite_numbers
 
 
 class Hostile:
@@ -173,8 +174,11 @@ def test_numbers_of_a_worker_that_are_not_finite_are_named(tmp_path: Path, sessi
     class Measuring(TrainWorker):
         def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
             reply = super().stop_capture(capture_id, finish_s)
-            reply.result.metrics.update(watts=math.nan, volts=12.0)
-            return reply
+            measured = {"watts": math.nan, "volts": 12.0}
+            result = self.capture.amend(
+                reply.result.capture_id, lambda result: msgspec.structs.replace(result, metrics=measured)
+            )
+            return reply if result is None else msgspec.structs.replace(reply, result=result)
 
     config = configured(tmp_path)
     worker = Measuring()

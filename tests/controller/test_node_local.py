@@ -18,7 +18,7 @@ from verl_profiling.capture.messages import CaptureRequest, StartReply
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.manifest import Artifact, Manifest
-from verl_profiling.run_files import read_manifest, read_starts, write_json_atomically
+from verl_profiling.run_files import read_manifest, write_json_atomically
 
 UNSHARE = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
 
@@ -61,7 +61,7 @@ def train(config: ProfilingConfig, worker: TrainWorker) -> None:
 def test_a_file_that_cannot_be_seen_is_named_with_its_host(
     tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the manifest, in run.json and by check, which exits with 1."""
+    """In the manifest and by check, which exits with 1."""
     config, worker = settings(tmp_path / "run"), Elsewhere()
     worker.elsewhere = tmp_path / "elsewhere"
     worker.set_up(config)
@@ -70,11 +70,9 @@ def test_a_file_that_cannot_be_seen_is_named_with_its_host(
     found = read_manifest(folder)
     [artifact] = found.workers[0].artifacts
     host = found.workers[0].identity.host
-    assert artifact.status == "ok"
-    assert artifact.where == f"{host}:{folder}/actor_rank0.torch.json.gz"
-    assert f"files of {host} cannot be seen from the controller" in " ".join(found.notes)
-    [start] = read_starts(tmp_path / "run")
-    assert start.node_local == [host]
+    assert artifact.status == "pending", "as the reply said; its own result is not seen from here"
+    assert artifact.where == f"{host}:{tmp_path}/elsewhere/step_000002/actor_rank0.torch.json.gz"
+    assert f"files of {host} are not seen from here" in " ".join(found.notes)
     assert main(["check", str(folder)]) == 1
     assert f"it is at {artifact.where}" in capsys.readouterr().out
 
@@ -87,7 +85,6 @@ def test_files_on_a_shared_file_system_are_not(tmp_path: Path, session: Session)
     found = read_manifest(tmp_path / "run" / "step_000002")
     assert found.workers[0].artifacts[0].where == ""
     assert found.notes == []
-    assert read_starts(tmp_path / "run")[0].node_local == []
 
 
 def _with_where(folder: Path, where: str, path: str = "actor_rank0.torch.json.gz") -> None:
@@ -183,19 +180,18 @@ try:
             callback.on_step_end()
 
     from verl_profiling.cli import main
-    from verl_profiling.run_files import read_manifest, read_starts
+    from verl_profiling.run_files import read_manifest
     from verl_profiling.timeline import gather
 
     folder = run / "step_000002"
     artifacts = [worker.artifacts[0] for worker in read_manifest(folder).workers]
-    assert [artifact.status for artifact in artifacts] == ["ok", "ok"], artifacts
+    assert [artifact.status for artifact in artifacts] == ["ok", "pending"], artifacts
     assert not artifacts[0].where and artifacts[1].where.endswith(":" + str(folder / artifacts[1].path))
-    assert read_starts(run)[0].node_local == [artifacts[1].where.partition(":")[0]]
     assert not (folder / artifacts[1].path).exists()
     assert main(["check", str(run)]) == 1
     gather.CHUNK_BYTES = 1000  # many of them
     assert main(["collect", str(run), "--address", cluster.address]) == 0
-    assert (folder / artifacts[1].path).stat().st_size == artifacts[1].bytes
+    assert (folder / artifacts[1].path).stat().st_size > 1000
     assert read_manifest(folder).workers[1].artifacts[0].where == ""
     assert main(["check", str(run)]) == 0
     assert not list(run.rglob(".*"))

@@ -22,7 +22,7 @@ def loop(callback: ProfilingCallback, first: int, last: int) -> None:
 
 def test_ends_without_begins_are_said_once(tmp_path: Path, session: Session, caplog: Any) -> None:
     """On steps that are captured and on others; the next steps are as they should be."""
-    config = configured(tmp_path, schedule={"steps": [1, 2]})
+    config = configured(tmp_path, schedule={"steps": [0, 1, 2]})
     callback = ProfilingCallback(config)
     callback.add_workers("actor", local_worker(config))
     for _ in range(3):
@@ -32,7 +32,7 @@ def test_ends_without_begins_are_said_once(tmp_path: Path, session: Session, cap
     assert step_end == "on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first"
     assert rollout_end.startswith("on_rollout_end without on_rollout_begin: the rollout has no begin")
     caplog.clear()
-    callback.on_step_begin(1)
+    callback.on_step_begin(0)
     callback.on_rollout_end()
     callback.on_step_end()
     callback.on_step_end()
@@ -51,6 +51,57 @@ async def test_a_coroutines_ends_without_begins_are_said_once(tmp_path: Path, ca
         "on_step_end without on_step_begin",
         "on_rollout_end without on_rollout_begin",
     ]
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_steps_that_never_end_are_said_once(
+    tmp_path: Path, session: Session, caplog: Any, watched: bool
+) -> None:
+    """Captured or only watched, with what to do; the watch has them from begin to begin."""
+    watch = {"enable": watched, "trigger": None}
+    config = configured(tmp_path, schedule={"steps": [] if watched else [4]}, watch=watch)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    with callback:
+        for step in range(1, 4):
+            callback.on_step_begin(step)
+    assert caplog.messages[:1] == [
+        "step 2 begins and step 1 has not ended: call on_step_end() last in every step, or "
+        "on_exception(error) where it raised"
+    ]
+    assert sum("has not ended" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_step_numbers_that_do_not_rise_are_said_once(
+    tmp_path: Path, session: Session, caplog: Any, watched: bool
+) -> None:
+    """Those of an epoch, or one for all; captured or only watched."""
+    watch = {"enable": watched, "trigger": None}
+    config = configured(tmp_path, schedule={"steps": [] if watched else [2]}, watch=watch)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    with callback:
+        for step in (1, 2, 1, 2, 2):
+            callback.on_step_begin(step)
+            callback.on_step_end()
+    assert caplog.messages == [
+        "step 1 begins after step 2: pass on_step_begin(step) a number that rises over the whole training, "
+        "not over an epoch; the schedule chooses steps by it"
+    ]
+
+
+def test_a_step_that_raised_may_begin_again(tmp_path: Path, session: Session, caplog: Any) -> None:
+    """After ``on_exception``, and after the end of a training; nothing is forgotten there."""
+    config = configured(tmp_path, schedule={"steps": [100]})
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    for _ in range(2):
+        with callback:
+            for step in (1, 1, 2):
+                callback.on_step_begin(step)
+                callback.on_exception(ValueError("it is tried again"))
+    assert caplog.messages == ["schedule.steps: step 100 never came; the loop ran from step 1 to step 2"]
 
 
 def test_a_loop_in_order_is_told_nothing(tmp_path: Path, session: Session, caplog: Any) -> None:

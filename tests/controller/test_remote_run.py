@@ -26,7 +26,7 @@ from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.manifest import Manifest
 from verl_profiling.report.check import check
-from verl_profiling.run_files import read_manifest, read_starts
+from verl_profiling.run_files import read_manifest, read_run
 from verl_profiling.watch_log import WatchLogReader
 
 
@@ -139,11 +139,11 @@ def manifest(tmp_path: Path, step: int = 2) -> Manifest:
 
 
 def test_a_run_behind_a_url_is_whole_there_and_gone_here(tmp_path: Path, session: Session) -> None:
-    """Artifacts, controller's trace, manifest and run.json; each manifest is the last of its step."""
+    """Artifacts, results, manifests and run.json; each process's result comes after what it names."""
     train(settings(tmp_path))
     run = copied(tmp_path)
     assert check(run).ok
-    assert [start.start for start in read_starts(run)] == [1]
+    assert read_run(run) is not None
     for step in (2, 4):
         folder = run / f"step_{step:06d}"
         found = read_manifest(folder)
@@ -151,13 +151,12 @@ def test_a_run_behind_a_url_is_whole_there_and_gone_here(tmp_path: Path, session
         assert found.metrics == {"reward": 0.5, "later": 1.0}
         assert {path.name for path in folder.iterdir()} == {
             "manifest.json",
-            "controller.trace.json.gz",
+            "actor_rank0.result.json",
             "actor_rank0.torch.json.gz",
         }
         names = [path.rpartition("/")[2] for path in Store.arrived if f"step_{step:06d}" in path]
-        assert names[0] == "actor_rank0.torch.json.gz"
         assert names.count("actor_rank0.torch.json.gz") == 1
-        assert names[-1] == "manifest.json"
+        assert names.index("actor_rank0.torch.json.gz") < names.index("actor_rank0.result.json")
     assert not any((tmp_path / "staging").iterdir())
 
 
@@ -217,30 +216,26 @@ def test_a_store_that_hangs_holds_nobody_up(tmp_path: Path, session: Session) ->
     assert time.monotonic() - begin < 20
     [staged] = (tmp_path / "staging").iterdir()
     artifact = read_manifest(staged / "step_000004").workers[0].artifacts[0]
-    assert artifact.status == "pending"
-    assert artifact.where.endswith(f":{staged}/step_000004/actor_rank0.torch.json.gz")
+    assert artifact.status == "ok", "here it is"
     Store.gate.set()
     session.stop("no such capture", finish_s=20)
     assert session._finisher.drain(20)
 
 
 def test_runs_with_one_url_do_not_mix(tmp_path: Path, session: Session) -> None:
-    """As with a folder: the second goes to run_2, one with the same name continues."""
+    """As with a folder: each goes to one of its own, those of one name, too."""
     config = settings(tmp_path, run_id="grpo", tool="spans")
     train(config)
     session.reset()
     train(settings(tmp_path, tool="spans"))
     run = copied(tmp_path)
-    assert [start.run_id for start in read_starts(run)] == ["grpo"]
-    assert len(read_starts(run / "run_2")) == 1
+    names = [info.run_id for info in map(read_run, (run, run / "run_2")) if info is not None]
+    assert names[0] == "grpo" != names[1]
     assert check(run / "run_2").ok
     session.reset()
     train(config)
     run = copied(tmp_path / "again")
-    assert [start.start for start in read_starts(run)] == [1, 2]
-    assert {path.name for path in run.glob("step_*")} == {
-        *("step_000002", "step_000004", "step_000002.2", "step_000004.2")
-    }
+    assert {path.name for path in (run / "run_3").glob("step_*")} == {"step_000002", "step_000004"}
 
 
 def test_a_store_that_is_down_at_the_beginning_does_not_lose_the_run(
@@ -253,7 +248,7 @@ def test_a_store_that_is_down_at_the_beginning_does_not_lose_the_run(
     [run] = copied(tmp_path).iterdir()
     assert run.name.startswith("run_")
     assert check(run).ok
-    assert len(read_starts(run)) == 1
+    assert read_run(run) is not None
     assert waiting(tmp_path) == []
 
 
@@ -331,15 +326,12 @@ def test_commands_refuse_urls_with_the_remedy(command: str, capsys: pytest.Captu
 def test_the_log_of_the_watch_arrives_and_goes_on(
     tmp_path: Path, session: Session, store: type[Store]
 ) -> None:
-    """With a capture and at the end; the next start keeps the steps of the one before. Nothing waits here."""
+    """With a capture and at the end; nothing waits here."""
     store.faults["cut"] = 1
-    for _ in range(2):
-        train(settings(tmp_path, run_id="one", watch={"enable": True}))
+    train(settings(tmp_path, run_id="one", watch={"enable": True}))
     run = copied(tmp_path)
-    logged = [(step.step, step.captured) for step in WatchLogReader(run).read()]
-    last = {step: captured for step, captured in logged if captured or step in (1, 3, 5)}
-    assert last == {1: "", 2: "step_000002.2", 3: "", 4: "step_000004.2", 5: ""}
-    assert (2, "step_000002") in logged
+    logged = {step.step: step.captured for step in WatchLogReader(run).read()}
+    assert logged == {1: "", 2: "step_000002", 3: "", 4: "step_000004", 5: ""}
     assert waiting(tmp_path) == []
 
 

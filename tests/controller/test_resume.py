@@ -13,9 +13,8 @@ from test_callback import configured
 
 from verl_profiling import ProfilingConfig
 from verl_profiling.cli import main
-from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.report.check import Checked, check
-from verl_profiling.run_files import read_manifest, read_starts
+from verl_profiling.run_files import read_run
 
 
 def train(config: ProfilingConfig, pool: Pool, first: int, last: int, doomed: int = 0) -> None:
@@ -37,29 +36,25 @@ def not_whole(run: Path) -> Iterator[Checked]:
 def test_a_run_that_was_killed_and_resumed_explains_itself(
     tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The step it died in, the start that it resumed with, its settings, and the steps that never came."""
+    """The step it died in; the resumed run is one of its own, with its settings and what never came."""
     before = configured(tmp_path, run_id="r", schedule={"steps": [2, 3, 50]})
     after = configured(tmp_path, run_id="r", schedule={"steps": [2, 3, 50]}, tool="spans")
-    run = Path(before.save_path)
+    run, resumed = Path(before.save_path), Path(before.save_path) / "run_2"
     train(before, pool, 1, 4, doomed=3)
-    killed = f"step_000003/{MANIFEST_NAME}"
     assert next(not_whole(run)).fate == "begun"
     assert {Path(entry.path).parent.name for entry in not_whole(run)} == {"step_000003"}
-    assert read_starts(run)[0].end_ns is None
+    first = read_run(run)
+    assert first is not None
+    assert first.end_ns is None
 
     train(after, pool, 3, 4)
-    first, second = read_starts(run)
-    assert [ProfilingConfig.from_any(start.config) for start in (first, second)] == [before, after]
-    assert [later.config for later in first.later_starts] == [second.config]
-    assert (second.first_step, second.last_step, second.never_came) == (3, 4, [50])
-    assert [read_manifest(folder).start for folder in sorted(run.glob("step_*"))] == [1, 1, 2]
-    never, left, *_ = not_whole(run)
-    assert never.reason == (
-        "step 50 of schedule.steps never came; start 2 of the run ran from step 3 to step 4"
-    )
-    assert (never.path, left.path, left.fate) == ("run.2.json", killed, "begun")
-
-    assert main(["recover", str(run / "step_000003")]) == 0
-    assert main(["check", str(run)]) == 1
-    assert f"cut         {killed}  the step was cut short: its process ended" in capfd.readouterr().out
-    assert main(["check", str(run / "step_000003.2")]) == 0
+    second = read_run(resumed)
+    assert second is not None
+    assert [ProfilingConfig.from_any(one.config) for one in (first, second)] == [before, after]
+    assert (second.run_id, second.first_step, second.last_step, second.never_came) == ("r", 3, 4, [50])
+    assert [folder.name for folder in sorted(resumed.glob("step_*"))] == ["step_000003"]
+    [never] = not_whole(resumed)
+    assert never.reason == "step 50 of schedule.steps never came; the loop ran from step 3 to step 4"
+    assert main(["check", str(run / "step_000003")]) == 1
+    assert "killed: its capture began" in capfd.readouterr().out
+    assert main(["check", str(resumed / "step_000003")]) == 0

@@ -12,17 +12,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_callback import configured, local_worker, manifest, run
+from test_callback import configured, local_worker, run
 
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
-from verl_profiling.controller import run_record
 from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import RunInfo
 from verl_profiling.report.check import Checked, check
-from verl_profiling.run_files import read_manifest, read_starts
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.run_files import read_manifest, read_run
 
 
 def record(config: ProfilingConfig) -> Path:
@@ -53,24 +50,28 @@ def test_a_second_run_gets_a_folder_of_its_own(
     assert len({read_manifest(step).run_id for step in root.rglob("step_000002")}) == 3
     assert f"save_path {root} belongs to run {read_manifest(first).run_id}, started" in caplog.text
     assert f"by pid {os.getpid()} on" in caplog.text
-    assert f"this run is recorded in {root / 'run_2'}. To continue a run, give it a run_id" in caplog.text
+    assert f"this run is recorded in {root / 'run_2'}" in caplog.text
 
 
-def test_a_run_that_is_started_again_continues_in_its_folder(tmp_path: Path, session: Session) -> None:
-    """Every start is on record with its settings, and each step says which of them recorded it."""
+def test_a_run_that_is_resumed_is_a_run_of_its_own(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has the same name, its own folder, and its own settings on record; that is no warning."""
+    caplog.set_level(logging.INFO)
     first = configured(tmp_path, run_id="experiment/7")
     again = configured(tmp_path, run_id="experiment/7", schedule={"steps": [3]})
-    assert [record(config).name for config in (first, again)] == ["step_000002", "step_000003"]
-    starts = read_starts(Path(first.save_path))
-    assert [(start.run_id, start.start) for start in starts] == [("experiment/7", 1), ("experiment/7", 2)]
-    assert [ProfilingConfig.from_any(start.config) for start in starts] == [first, again]
-    assert [start.process.pid for start in starts] == [os.getpid()] * 2
-    assert [(step.step, step.manifest and step.manifest.start) for step in find_steps(tmp_path / "run")] == [
-        (2, 1),
-        (3, 2),
+    root = Path(first.save_path)
+    assert [record(config) for config in (first, again)] == [
+        root / "step_000002",
+        root / "run_2" / "step_000003",
     ]
-    assert manifest(again, 3).notes == []
-    assert not list(tmp_path.rglob("run_2"))
+    for config, folder in ((first, root), (again, root / "run_2")):
+        info = read_run(folder)
+        assert info is not None
+        assert (info.run_id, info.process.pid) == ("experiment/7", os.getpid())
+        assert ProfilingConfig.from_any(info.config) == config
+    assert f"run experiment/7 goes on in {root / 'run_2'}" in caplog.text
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
 def train(config: ProfilingConfig, first: int, last: int) -> None:
@@ -81,51 +82,6 @@ def train(config: ProfilingConfig, first: int, last: int) -> None:
         for step in range(first, last + 1):
             callback.on_step_begin(step)
             callback.on_step_end()
-
-
-def test_one_file_has_every_start_with_its_settings(
-    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also of a start that captures nothing; each says how far it came, and which steps never did."""
-    schedules = [{"steps": [2, 50]}, {"steps": [2, 50, 60]}, {"steps": [2, 7]}]
-    settings = [configured(tmp_path, run_id="r", tool="spans", schedule=schedule) for schedule in schedules]
-    for config, steps in zip(settings, [(1, 3), (4, 6), (6, 7)], strict=True):
-        train(config, *steps)
-    root = Path(settings[0].save_path)
-    first = json.loads((root / "run.json").read_text())
-    starts = [first, *first["later_starts"]]
-    assert [ProfilingConfig.from_any(start["config"]) for start in starts] == settings
-    assert [start["start"] for start in starts] == [1, 2, 3]
-    assert [(start["first_step"], start["last_step"]) for start in starts] == [(1, 3), (4, 6), (6, 7)]
-    assert [start["never_came"] for start in starts] == [[50], [50, 60], []]
-    assert all(start["begin_ns"] < start["end_ns"] for start in starts)
-    assert caplog.messages == [
-        "schedule.steps: step 50 never came; the loop ran from step 1 to step 3",
-        "schedule.steps: steps 50, 60 never came; the loop ran from step 4 to step 6",
-    ]
-    assert [msgspec.structs.replace(one, later_starts=[]) for one in read_starts(root)] == [
-        msgspec.convert({**start, "later_starts": []}, RunInfo) for start in starts
-    ]
-
-
-def test_a_start_that_cannot_be_added_to_the_first_ones_file_is_on_record_in_its_own(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A full disk costs the copy; the step is captured, and readers find the start."""
-    config = configured(tmp_path, run_id="r", tool="spans")
-    train(config, 1, 3)
-
-    def refuse(*arguments: object) -> None:
-        raise OSError(28, "No space left on device", "run.json")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(run_record, "write_json_atomically", refuse)
-        train(config, 1, 3)
-    root = Path(config.save_path)
-    assert "start 2 of the run is not on record as it is now: [Errno 28]" in caplog.text
-    assert [start.start for start in read_starts(root)] == [1, 2]
-    assert read_starts(root)[0].later_starts == []
-    assert read_manifest(root / "step_000002.2").complete
 
 
 def test_a_run_that_goes_on_elsewhere_is_not_claimed_before_it_records(
@@ -144,7 +100,7 @@ def test_a_run_that_goes_on_elsewhere_is_not_claimed_before_it_records(
 
 
 def test_a_step_that_was_left_early_is_named_by_the_check(tmp_path: Path, session: Session) -> None:
-    """With why, and with exit status 1; recorded again by a resumed run, both recordings are told apart."""
+    """With why, and with exit status 1; a resumed run has a folder of its own."""
     config = configured(tmp_path, run_id="r", tool="spans")
     callback = ProfilingCallback(config)
     callback.add_workers("actor", local_worker(config))
@@ -166,13 +122,13 @@ def test_a_step_that_was_left_early_is_named_by_the_check(tmp_path: Path, sessio
     assert main(["check", str(root)]) == 1
     train(config, 2, 3)
     assert [entry for entry in check(root).artifacts if entry.fate != "ok"] == [cut]
-    assert main(["check", str(root / "step_000002.2")]) == 0
+    assert main(["check", str(root / "run_2")]) == 0
 
 
 def test_steps_that_never_came_are_named_by_the_check(
     tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Until a later start of the run comes to them."""
+    """A resumed run says nothing of those before its first step."""
     config = configured(tmp_path, run_id="r", tool="spans", schedule={"steps": [2, 5]})
     root = Path(config.save_path)
     train(config, 1, 3)
@@ -182,30 +138,7 @@ def test_steps_that_never_came_are_named_by_the_check(
     assert main(["report", str(root)]) == 0
     assert said in capsys.readouterr().err
     train(config, 4, 6)
-    assert main(["check", str(root)]) == 0
-    train(config, 6, 6)
-    assert main(["check", str(root)]) == 0
-
-
-def test_a_step_that_is_recorded_again_keeps_both_recordings(tmp_path: Path, session: Session) -> None:
-    """A run resumed from an earlier checkpoint comes to the same step: tools see both, a note says why."""
-    config = configured(tmp_path, tool="torch", run_id="r")
-    first = record(config)
-    before = contents(first)
-    assert [record(config).name for _ in range(2)] == ["step_000002.2", "step_000002.3"]
-    assert contents(first) == before
-    steps = find_steps(first.parent)
-    assert [step.directory.name for step in steps] == ["step_000002", "step_000002.2", "step_000002.3"]
-    assert [step.manifest.notes for step in steps if step.manifest] == [
-        [],
-        ["step 2 was recorded before, in step_000002; this is start 2 of the run"],
-        ["step 2 was recorded before, in step_000002; this is start 3 of the run"],
-    ]
-    result = check(first.parent)
-    assert result.ok
-    assert {Path(entry.path).parent.name for entry in result.artifacts} == {
-        step.directory.name for step in steps
-    }
+    assert main(["check", str(root / "run_2")]) == 0
 
 
 def test_a_loop_that_counts_from_the_start_again_overwrites_nothing(tmp_path: Path, session: Session) -> None:
@@ -222,11 +155,11 @@ def test_a_loop_that_counts_from_the_start_again_overwrites_nothing(tmp_path: Pa
 
 LIVING = """
     import sys
-    from verl_profiling.controller.run_claim import claim_run_folder
+    from verl_profiling.controller.run import claim_run
     from verl_profiling import ProfilingConfig
     config = ProfilingConfig(enable=True, tool="spans", save_path=sys.argv[1], run_id=sys.argv[2] or None)
     sys.stdin.readline() if len(sys.argv) > 3 else None
-    print(claim_run_folder(config).path, flush=True)
+    print(claim_run(config).path, flush=True)
     sys.stdin.readline()
 """
 
@@ -241,24 +174,6 @@ def printed(process: subprocess.Popen[str]) -> Path:
     """Return the folder that a process printed."""
     assert process.stdout is not None
     return Path(process.stdout.readline().strip())
-
-
-def test_a_run_of_the_same_name_that_still_runs_keeps_its_folder_to_itself(
-    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A second one gets its own; once the first has been killed, the next start continues where it was."""
-    config = configured(tmp_path, run_id="r")
-    root = Path(config.save_path)
-    with start(root, "r") as other:
-        try:
-            assert printed(other) == root
-            assert record(config).parent == root / "run_2"
-            assert f"by pid {other.pid} on" in caplog.text
-            assert "which is still running; this run is recorded in" in caplog.text
-        finally:
-            other.kill()
-    assert record(config) == root / "step_000002"
-    assert [start.process.pid for start in read_starts(root)] == [other.pid, os.getpid()]
 
 
 @pytest.mark.parametrize("run_id", ["", "r"])
@@ -276,7 +191,7 @@ def test_runs_that_start_at_the_same_moment_have_different_folders(tmp_path: Pat
         for process in processes:
             process.communicate("done\n", timeout=30)
     assert folders == [root, *(root / f"run_{number}" for number in range(2, 6))]
-    assert [len(read_starts(folder)) for folder in folders] == [1] * 5
+    assert all(read_run(folder) for folder in folders)
     assert [path.name for path in root.rglob(".*")] == []
 
 
@@ -314,7 +229,9 @@ def test_a_name_of_a_run_is_no_path(tmp_path: Path, session: Session) -> None:
     """Whatever it holds, it names no folder."""
     config = configured(tmp_path, run_id="../../etc/ü\n/" + "x" * 5000)
     assert record(config) == Path(config.save_path) / "step_000002"
-    assert read_starts(Path(config.save_path))[0].run_id == config.run_id
+    info = read_run(Path(config.save_path))
+    assert info is not None
+    assert info.run_id == config.run_id
     for run_id, problem in (("", "is empty"), ("a\0", "holds a NUL")):
         with pytest.raises(ConfigError, match=f"run_id: {problem}"):
             configured(tmp_path, run_id=run_id)
@@ -350,8 +267,6 @@ def test_a_folder_that_cannot_be_written_is_said_and_training_goes_on(
 
 def test_a_process_is_told_apart_from_a_later_one_with_its_number() -> None:
     """This process lives, one that started at another time does not, and other machines cannot be seen."""
-    import msgspec
-
     me = ProcessId.current()
     assert me.alive() is True
     assert msgspec.structs.replace(me, started="1").alive() is False

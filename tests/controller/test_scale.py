@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from verl_profiling.capture.messages import CaptureRequest, StartReply, StopRepl
 from verl_profiling.capture.replies import start_reply, stop_reply
 from verl_profiling.clock import now_ns
 from verl_profiling.controller.calls import Call
-from verl_profiling.controller.targets import MANY_IN_TURN, make_targets
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 
 THOUSAND = 1024
+MANY = 64
+SAMPLES = 8
 
 
 class Gathering:
@@ -148,16 +150,59 @@ def test_a_driver_keeps_nothing_of_captures_that_are_written(tmp_path: Path) -> 
     assert counts[1:] == [counts[1]] * 5
 
 
-def test_many_local_objects_with_plain_methods_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """They are called one after another, which a user of many should know; a few are no matter."""
+def test_many_local_objects_with_plain_methods_are_called_side_by_side(tmp_path: Path) -> None:
+    """Each stands for another process, so all starts are under way at once, and so are all stops."""
+    here = threading.Barrier(MANY)
 
-    class Plain:
-        def start_capture(self, request: Any) -> None: ...
+    class Plain(Fake):
+        def start_capture(self, request: CaptureRequest) -> StartReply:  # type: ignore[override]
+            here.wait(15)
+            return start_reply(self.identity, "recording", now_ns())
 
-    make_targets("actor", [Plain() for _ in range(MANY_IN_TURN)])
-    make_targets("critic", [Fake(rank) for rank in range(MANY_IN_TURN + 1)])
-    assert caplog.messages == []
-    with caplog.at_level(logging.WARNING):
-        make_targets("actor", [Plain() for _ in range(MANY_IN_TURN + 1)])
-    [message] = caplog.messages
-    assert "role 'actor': 17 local objects have plain methods, and are called one after another" in message
+        def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:  # type: ignore[override]
+            if capture_id is not None:
+                here.wait(15)
+            result = CaptureResult(identity=self.identity, capture_id=capture_id or "", status="ok", step=1)
+            return stop_reply(result, now_ns())
+
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", [Plain(rank) for rank in range(MANY)])
+    run(callback, lambda step: None)
+    assert [worker.status for worker in manifest(config).workers] == ["ok"] * MANY
+
+
+@pytest.mark.parametrize("hosts", [4, 16])
+@pytest.mark.parametrize("grouped", [True, False], ids=["one group", "one by one"])
+def test_calls_grow_with_workers_plus_hosts(tmp_path: Path, grouped: bool, hosts: int) -> None:
+    """Clocks of other hosts cost some calls each; each is measured often, at the start and at the stop."""
+    calls: Counter[str] = Counter()
+
+    class Counted(Fake):
+        async def _do(self, method: str) -> None:
+            calls[method] += 1
+
+    class Group:
+        """Workers that can only be called all at once."""
+
+        def __init__(self, workers: list[Counted]) -> None:
+            self.workers = workers
+
+        def execute_all_async(self, method: str, *arguments: Any) -> list[Any]:
+            return [asyncio.run(getattr(worker, method)(*arguments)) for worker in self.workers]
+
+    workers = []
+    for rank in range(MANY):
+        host = f"host{rank * hosts // MANY}"
+        workers.append(worker := Counted(rank))
+        worker.identity = WorkerIdentity(role="actor", rank=rank, host=host, clock_domain=host)
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", Group(workers) if grouped else workers)
+    callback.on_step_begin(2)
+    assert calls["start_capture"] <= 2 * MANY + SAMPLES * hosts
+    callback.on_step_end()
+    assert calls["stop_capture"] <= 2 * MANY + SAMPLES * hosts
+    clocks = manifest(config).clocks
+    assert len(clocks) == hosts
+    assert all(clock.samples >= 2 * SAMPLES for clock in clocks)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import pytest
 
 from verl_profiling import AsyncProfilingCallback
 from verl_profiling.aim import Aim
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.commands.asking import find_job
-from verl_profiling.errors import CaptureStateError
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.run_files import read_manifest
 
@@ -47,21 +47,20 @@ def spans(path: Path) -> list[dict[str, Any]]:
 
 async def finished(server: Any, result: CaptureResult) -> list[Artifact]:
     """Return a capture's artifacts after the background work on them."""
-    latest = {artifact.path: artifact for artifact in result.artifacts}
-    reply = await server.stop_capture(result.capture_id, 60.0)
-    server.news.extend(reply.finished)
-    for news in server.news:
-        if news.capture_id == result.capture_id:
-            latest[news.artifact.path] = news.artifact
-    return list(latest.values())
+    artifacts: list[Artifact] = (await server.stop_capture(result.capture_id, 60.0)).result.artifacts
+    return artifacts
 
 
 async def stop(server: Any, capture_id: str | None = None) -> CaptureResult:
-    """Stop a capture; keep its finished artifacts for :func:`finished`."""
-    reply = await server.stop_capture(capture_id)
-    server.news.extend(reply.finished)
-    result: CaptureResult = reply.result
+    """Stop a capture."""
+    result: CaptureResult = (await server.stop_capture(capture_id)).result
     return result
+
+
+def at_the_stop(result: CaptureResult) -> CaptureResult:
+    """Return a result without what the background work on its artifacts changes."""
+    artifacts = [msgspec.structs.replace(one, status="ok", bytes=0, events=0) for one in result.artifacts]
+    return msgspec.structs.replace(result, artifacts=artifacts, revision=0)
 
 
 async def assert_idling_with_stacks_is_cheap(server: Any, order: CaptureRequest) -> None:
@@ -193,7 +192,7 @@ class EngineContract:
             paths = await self.capture(server, request(tmp_path, step))
             names = [f"rollout0_rank{rank}.torch.json.gz" for rank in range(self.ranks)]
             assert [path.name for path in paths] == names
-            assert sorted(path.name for path in paths[0].parent.iterdir()) == names
+            assert sorted(path.name for path in paths[0].parent.iterdir()) == ["rollout0.result.json", *names]
             assert paths[0].parent.name == f"step_{step:06d}"
             assert all(server.iterations(path) >= 4 for path in paths)
 
@@ -217,7 +216,7 @@ class EngineContract:
         await server.generate(1, 2)
         first = await stop(server, order.capture_id)
         again = await stop(server, order.capture_id)
-        assert first == again
+        assert at_the_stop(first) == at_the_stop(again)
         assert first.status == "ok"
         assert first.cost.stop_s > 0
         assert [(span.name, span.stage) for span in first.tool_spans] == [("start", None), ("stop", None)]
@@ -230,17 +229,17 @@ class EngineContract:
         assert (result.status, result.identity.name) == ("skipped", "rollout0")
         assert "nothing is open" in result.reason
 
-    async def test_another_capture_is_refused_while_one_is_open(self, server: Any, tmp_path: Path) -> None:
-        """The error names step and replica; the open capture survives."""
+    async def test_another_capture_closes_the_open_one(self, server: Any, tmp_path: Path) -> None:
+        """Its loop has forgotten it: its result on disk is a failure, and the next capture is whole."""
         server.reconfigure()
-        order = request(tmp_path, 3)
+        order, after = request(tmp_path, 3), request(tmp_path, 4)
         await server.start_capture(order)
-        with pytest.raises(
-            CaptureStateError, match=r"step=4\).*already recording step 3 \(rollout replica 0"
-        ):
-            await server.start_capture(request(tmp_path, 4))
         await server.generate(1, 2)
-        assert (await stop(server, order.capture_id)).status == "ok"
+        paths = await self.capture(server, after)
+        assert [path.parent.name for path in paths] == ["step_000004"] * self.ranks
+        left = json.loads((Path(order.folder) / "rollout0.result.json").read_text())
+        assert (left["status"], left["reason"], left["step"]) == ("failed", "never stopped", 3)
+        assert len(left["requests"]) == 1
 
     async def test_concurrent_stops_get_one_result(self, server: Any, tmp_path: Path) -> None:
         """Three stops at once stop the engine once and agree."""
@@ -249,7 +248,7 @@ class EngineContract:
         await server.start_capture(order)
         await server.generate(1, 2)
         results = await asyncio.gather(*[stop(server, order.capture_id) for _ in range(3)])
-        assert results[0] == results[1] == results[2]
+        assert at_the_stop(results[0]) == at_the_stop(results[1]) == at_the_stop(results[2])
         assert results[0].status == "ok"
 
     async def test_uncreatable_folder_leaves_the_engine_alone(self, server: Any, tmp_path: Path) -> None:
@@ -358,7 +357,8 @@ class WindowContract(EngineContract):
         server.reconfigure(rollout={"start": 0, "count": 2})
         paths = await self.capture(server, request(tmp_path, 2), tokens=8)
         assert server.iterations(paths[0]) == 2
-        assert not list((tmp_path / "step_000001").iterdir())
+        left = [path.name for path in (tmp_path / "step_000001").iterdir()]
+        assert left == ["rollout0.result.json"]
 
     async def test_window_longer_than_the_rollout_keeps_what_ran(self, server: Any, tmp_path: Path) -> None:
         """A count that generation does not reach is cut at the stop."""
@@ -435,7 +435,7 @@ class WindowContract(EngineContract):
     async def test_a_stop_past_its_deadline_fails_and_delivers_later(
         self, server: Any, tmp_path: Path
     ) -> None:
-        """The result is `failed` after `rollout.stop_s`; later artifacts arrive with a later answer."""
+        """The result is `failed` after `rollout.stop_s`; what is written later is in the result on disk."""
         server.reconfigure(rollout={"stop_s": 0.001})
         order = request(tmp_path)
         await server.start_capture(order)
@@ -443,12 +443,15 @@ class WindowContract(EngineContract):
         result = await stop(server, order.capture_id)
         assert result.status == "failed"
         assert "0.001 s after the stop" in result.reason
+        late: list[dict[str, Any]] = []
         for _ in range(300):
-            if len(server.news) >= self.ranks:
+            left = json.loads((Path(order.folder) / "rollout0.result.json").read_text())
+            late = left["artifacts"]
+            if {artifact["status"] for artifact in late} == {"ok"}:
                 break
             await asyncio.sleep(0.1)
-            await stop(server)
-        assert [news.artifact.status for news in server.news] == ["ok"] * self.ranks
-        assert server.news[0].capture_id == order.capture_id
+        assert [one["status"] for one in late] == ["ok"] * self.ranks
+        assert all("it came late" in one["reason"] for one in late)
+        assert left["capture_id"] == order.capture_id
         server.reconfigure()
         await self.capture(server, request(tmp_path, 2))

@@ -28,7 +28,6 @@ class EngineServer:
     sees_requests = True
 
     def __init__(self, save_path: Path, replica: int = 0) -> None:
-        self.news: list[Any] = []
         self.save_path = save_path
         self.replica = replica
         self._others = set(multiprocessing.active_children())
@@ -41,7 +40,6 @@ class EngineServer:
 
     def reconfigure(self, **changes: Any) -> None:
         """Set the capture up anew."""
-        self.news.clear()
         self.init_capture(settings(self.save_path, **changes), replica=self.replica)
 
     async def generate(self, requests: int, tokens: int) -> int:

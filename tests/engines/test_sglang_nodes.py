@@ -16,6 +16,7 @@ import pytest
 
 from tests.engines.contract import spans
 from tests.engines.server import SGLANG_ON_CPU
+from verl_profiling.run_files import read_manifest
 
 sglang = pytest.importorskip(
     "sglang", reason="SGLang is not installed; make test-sglang builds its environment"
@@ -131,7 +132,7 @@ def test_the_first_node_records_for_all_and_the_others_are_silent(
         for rank in (0, 1):
             names = [span["name"] for span in spans(folder / f"rollout0_rank{rank}.torch.json.gz")]
             assert names.count("aten::embedding") >= 6
-        [worker] = json.loads((folder / "manifest.json").read_text())["workers"]
-        assert [artifact["status"] for artifact in worker["artifacts"]] == ["ok", "ok"]
+        [worker] = read_manifest(folder).workers
+        assert [artifact.status for artifact in worker.artifacts] == ["ok", "ok"]
     assert json.loads((tmp_path / "node1.json").read_text()) == {"replies": ["skipped"] * 4, "lines": []}
     assert not (tmp_path / "of_node_1").exists()

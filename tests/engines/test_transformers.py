@@ -22,12 +22,10 @@ class Server(RolloutCaptureMixin):
     too_long_message = "too long"
 
     def __init__(self, model: Path, save_path: Path) -> None:
-        self.news: list[Any] = []
         self.save_path = save_path
         self.engine = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
 
     def reconfigure(self, **changes: Any) -> None:
-        self.news.clear()
         self.init_capture({"enable": True, "save_path": str(self.save_path), **changes})
 
     async def generate(self, requests: int, tokens: int) -> int:
@@ -88,7 +86,6 @@ async def test_a_trainer_in_the_same_process_joins(server: Server, tmp_path: Pat
     assert len(result.requests) == 1
     again = trainer.stop_capture(order.capture_id)
     assert again.result.capture_id == order.capture_id
-    server.news += again.finished
     [artifact] = await finished(server, result)
     assert (artifact.path, artifact.status) == ("actor_rank0.torch.json.gz", "ok")
 

@@ -19,6 +19,7 @@ LOOP = """
 import json, sys
 from pathlib import Path
 from verl_profiling import ProfilingCallback
+from verl_profiling.run_files import read_manifest
 
 def settings(folder, mode):
     return {"enable": True, "save_path": str(folder), "mode": mode, "schedule": {"steps": [1, 3]}}
@@ -37,14 +38,12 @@ def run_steps(profiling, server, generate):
 
 def print_workers(folder):
     found = {}
-    for path in sorted(Path(folder).glob("*/step_*/manifest.json")):
-        [worker] = json.loads(path.read_text())["workers"]
-        found[f"{path.parent.parent.name} {path.parent.name}"] = {
-            "status": worker["status"],
-            "artifacts": [[a["path"], a["status"], a["events"] > 0] for a in worker["artifacts"]],
-            "requests": [
-                [r["prompt_tokens"], r["response_tokens"], r["policy_version"]] for r in worker["requests"]
-            ],
+    for step in sorted(Path(folder).glob("*/step_*")):
+        [worker] = read_manifest(step).workers
+        found[f"{step.parent.name} {step.name}"] = {
+            "status": worker.status,
+            "artifacts": [[a.path, a.status, a.events > 0] for a in worker.artifacts],
+            "requests": [[r.prompt_tokens, r.response_tokens, r.policy_version] for r in worker.requests],
         }
     print("\\nMANIFESTS " + json.dumps(found))
 """

@@ -20,8 +20,8 @@ from step_folders import Recording, build_step, with_facts
 from tests.fuzz.mutations import garble_bytes, garble_json
 from verl_profiling.analysis import open_step
 from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import Artifact, RunInfo
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.manifest import Artifact, CaptureResult, Manifest, RunInfo
+from verl_profiling.run_files import read_manifest, write_json_atomically, write_result
 
 __all__ = ["INPUTS", "Input", "build"]
 
@@ -135,18 +135,18 @@ def _dumped(database: sqlite3.Connection) -> bytes:
         return path.read_bytes()
 
 
-_STEP = ("check", "merge", "archive", "report", "split", "diff", "recover", "analysis")
+_STEP = ("check", "merge", "archive", "report", "split", "diff", "analysis")
 _FILE = ("check", "check", "merge", "archive", "report", "diff", "analysis")
 _SOUND, _RUN = "sound/step_000012", "run"
 _EXPORT = "run/nsys/host.1.1.sqlite"
 INPUTS = {
     "trace": Input("t.json.gz", "t.json.gz", _FILE, _change_trace),
     "trace of a step": Input(f"{_SOUND}/actor_rank0.torch.json.gz", _SOUND, _STEP, _change_trace),
-    "controller's trace": Input(f"{_SOUND}/controller.trace.json.gz", "sound", _STEP, _change_trace),
     "manifest": Input(f"{_SOUND}/manifest.json", "sound", _STEP, _change_text),
+    "result": Input(f"{_SOUND}/actor_rank0.result.json", "sound", _STEP, _change_text),
     "requests": Input(f"{_SOUND}/manifest.json", _SOUND, _STEP, _change_requests),
     "run.json": Input("run/run.json", _RUN, (*_STEP, "collect"), _change_text),
-    "begun manifest": Input("run/step_000013/manifest.json", _RUN, ("recover", *_STEP), _change_text),
+    "begun manifest": Input("run/step_000013/manifest.json", _RUN, _STEP, _change_text),
     "nsys manifest": Input("run/step_000012/manifest.json", _RUN, ("collect",), _change_text),
     "nsys notes": Input("run/nsys/host.1.ranges.jsonl", _RUN, ("collect",), _change_notes),
     "nsys export": Input(_EXPORT, _RUN, ("collect",), garble_bytes),
@@ -161,6 +161,7 @@ def build(folder: Path) -> None:
     original, step_folders.recordings = step_folders.recordings, lambda: small
     try:
         sound = with_facts(build_step(folder / "sound"))
+        write_result(sound, _still_pending(read_manifest(sound)))
         step = build_step(folder / "run")
         begun = build_step(folder / "run", step=13)
     finally:
@@ -186,6 +187,14 @@ def build(folder: Path) -> None:
     (folder / "whole.json").write_bytes(traces()[0])
     report = msgspec.json.encode(open_step(sound).report())
     (folder / "report.json").write_bytes(report)
+
+
+def _still_pending(manifest: Manifest) -> CaptureResult:
+    """Return a result of a process that ended before its artifact was finished."""
+    gone = msgspec.structs.replace(ProcessId.current(), started="0")
+    worker = manifest.workers[0]
+    pending = [msgspec.structs.replace(artifact, status="pending") for artifact in worker.artifacts]
+    return msgspec.structs.replace(worker, capture_id=manifest.capture_id, process=gone, artifacts=pending)
 
 
 def _stored() -> dict[str, Recording]:

@@ -99,6 +99,15 @@ class RunContract:
         assert [run.manifest(step).complete for step in (2, 3)] == [True, True]
         assert {w.status for step in (2, 3) for w in run.manifest(step).workers} == {"ok"}
 
+    def test_the_console_says_what_is_captured_and_where(self, run: Run) -> None:
+        """Once before the first step, and a line for each capture, though verl's levels drop INFO."""
+        [on] = [line for line in run.output.splitlines() if "profiling is on" in line]
+        assert "steps 2, 3" in on
+        assert str(run.save_path) in on
+        assert run.output.index(on) < run.output.index("step:1 - ")
+        for step in (2, 3):
+            assert run.output.count(f"step {step} captured in {run.save_path}/step_00000{step}") == 1
+
     def test_e2e_has_one_artifact_per_worker(self, e2e: Run) -> None:
         """Training process, engine, agent loops and rewards each have one file of the whole step."""
         for step in (2, 3):
@@ -218,7 +227,8 @@ class RunContract:
         lanes = {row.name: row for row in report.workers}
         assert max(row.busy_us for row in lanes.values()) <= device.busy_us
         assert device.busy_us <= sum(row.busy_us for row in lanes.values()) + 1e-3, "but for rounding"
-        assert sum(row.seconds for row in report.lost) == pytest.approx(device.idle_us / 1e6)
+        lost_us = device.idle_us + device.waiting_us
+        assert sum(row.seconds for row in report.lost) == pytest.approx(lost_us / 1e6)
         assert not any("not logged" in note for note in report.notes)
 
     def test_one_timeline_shows_all(self, run: Run) -> None:

@@ -119,8 +119,9 @@ def test_taking_over_switches_verls_profiler_off() -> None:
 
 
 def test_another_word_is_refused() -> None:
-    """A word that is neither settings nor ``verl`` is an error that lists the choice."""
-    with pytest.raises(ConfigError, match="choose from: verl"):
+    """A word that is neither settings nor ``verl`` is an error that lists the groups."""
+    said = r"^profiling: is the word 'torch'.*\+profiling=e2e \(or default, discrete, off, verl\)"
+    with pytest.raises(ConfigError, match=said):
         settings_of(verl_config(profiling="torch"))
 
 

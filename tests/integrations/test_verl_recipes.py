@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 
+from integrations.verl_runs import search_path
 from verl_profiling import ProfilingConfig
 from verl_profiling.integrations.verl_config import settings_from_verl
 from verl_profiling.run_files import read_manifest
@@ -99,13 +100,64 @@ def test_asynchronous_trainers_are_checked_too(trainer: str, main: str, roles: s
         (("-m", "verl.trainer.sft_trainer_ray", "+profiling=e2e"), "sft_trainer_ray is not profiled"),
         (("-m", "verl.trainer.main_po"), "verl.trainer.main_ppo"),
         (("-m",), "-m : "),
+        (("-m", "recipes.custom_worker"), "recipes.custom_worker: has no function under @hydra.main"),
+        (("-m", "recipes.custom_worker.score"), "its configuration has no actor_rollout_ref"),
     ],
 )
 def test_other_main_modules_are_refused_by_name(arguments: tuple[str, ...], says: str) -> None:
-    """SFT has no steps to profile; a name that is misspelt is told the others."""
+    """SFT has no steps to profile; a name that is misspelt is told verl's; another loop is none of verl's."""
     run = run_script(sys.executable, "-m", "verl_profiling.integrations.verl_check", *arguments)
     assert run.returncode == 1
     assert says in run.stderr
+
+
+OWN_MAIN = """
+import hydra
+
+@hydra.main(config_path=".", config_name="own", version_base=None)
+def main(config):
+    raise SystemExit("training began")
+
+if __name__ == "__main__":
+    main()
+"""
+OWN_CONFIG = """
+hydra: {searchpath: [pkg://verl.trainer.config]}
+defaults: [ppo_trainer, _self_]
+algorithm: {adv_estimator: grpo}
+actor_rollout_ref:
+  actor: {ppo_micro_batch_size_per_gpu: 1}
+  rollout: {name: vllm, log_prob_micro_batch_size_per_gpu: 1}
+trainer: {n_gpus_per_node: 1, total_training_steps: 4}
+"""
+
+
+def check_own_main(folder: Path, config: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Check a recipe that has a main module and a configuration of its own."""
+    (folder / "own_recipe").mkdir()
+    (folder / "own_recipe" / "train.py").write_text(OWN_MAIN)
+    (folder / "own_recipe" / "own.yaml").write_text(config)
+    command = (sys.executable, "-m", "verl_profiling.integrations.verl_check", "-m", "own_recipe.train")
+    return run_script(*command, *overrides, PYTHONPATH=search_path(folder))
+
+
+def test_a_main_module_of_ones_own_needs_no_search_path(tmp_path: Path) -> None:
+    """Its configuration is composed as in the run, and finds the group although it has a path of its own."""
+    run = check_own_main(tmp_path, OWN_CONFIG, "+profiling=e2e", "profiling.schedule.steps=[2,3]")
+    assert run.returncode == 0, run.stderr
+    assert "python -m own_recipe.train +profiling=e2e" in run.stdout
+    assert "will be captured: steps 2, 3 of actor, rollout, agent_loop, reward" in run.stdout
+    assert "training began" not in run.stdout + run.stderr
+
+
+def test_a_word_in_the_place_of_settings_is_one_clear_sentence(tmp_path: Path) -> None:
+    """``profiling: e2e`` beside the defaults is no group: the message says so once, with the remedy."""
+    run = check_own_main(tmp_path, f"{OWN_CONFIG}profiling: e2e\n")
+    assert run.returncode == 1
+    [line] = [line for line in run.stderr.splitlines() if line.startswith("profiling: ")]
+    assert line.count("profiling: ") == 1
+    assert "is the word 'e2e'" in line
+    assert "+profiling=e2e" in line
 
 
 def test_the_custom_worker_can_be_checked(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +10,7 @@ from integrations.run_contract import inside
 from integrations.verl_runs import REFERENCE, Run, run_verl
 from verl_profiling import ProfilingConfig
 from verl_profiling.cli import main
+from verl_profiling.run_files import read_run
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(2400)]
 
@@ -25,12 +26,13 @@ SETTINGS = (
     "trainer.test_freq=1",
     "data.val_max_samples=4",
 )
+STEPS = ((0, 1), (0, 2), (1, 3))
 STAGES = {"old_log_prob", "ref_log_prob", "update_actor", "update_weights", "save_checkpoint"}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    """Two starts of one run: two steps, then the third."""
+    """Two steps, and a run that is resumed for the third: it records into a folder of its own."""
     folder = tmp_path_factory.mktemp("resume")
     checkpoints = f"trainer.default_local_dir={folder / 'checkpoints'}"
     first = run_verl(
@@ -41,39 +43,37 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
         "profiling.schedule.steps=[1,2,3,50]",
     )
     second = run_verl(folder, *SETTINGS, checkpoints, "profiling.schedule.steps=[2,3,60]")
-    return first, second
+    return first, replace(second, save_path=second.save_path / "run_2")
 
 
-def test_one_file_has_both_starts(runs: tuple[Run, Run]) -> None:
+def test_each_run_has_a_file_of_its_own(runs: tuple[Run, Run]) -> None:
     """With the settings that each had, and the steps that it came to."""
     assert [run.code for run in runs] == [0, 0], runs[-1].output[-4000:]
-    record = json.loads((runs[0].save_path / "run.json").read_text())
-    starts = [record, *record["later_starts"]]
-    assert [ProfilingConfig.from_any(start["config"]).schedule.steps for start in starts] == [
+    infos = [info for run in runs if (info := read_run(run.save_path)) is not None]
+    assert [ProfilingConfig.from_any(info.config).schedule.steps for info in infos] == [
         (1, 2, 3, 50),
         (2, 3, 60),
     ]
-    assert [(start["first_step"], start["last_step"]) for start in starts] == [(1, 2), (3, 3)]
-    assert [runs[0].manifest(step).start for step in (1, 2, 3)] == [1, 1, 2]
-    assert {run.manifest(step).complete for run in runs for step in (1, 2, 3)} == {True}
+    assert [(info.first_step, info.last_step) for info in infos] == [(1, 2), (3, 3)]
+    assert [runs[number].manifest(step).complete for number, step in STEPS] == [True] * len(STEPS)
 
 
 def test_steps_that_never_came_are_said(runs: tuple[Run, Run], capsys: pytest.CaptureFixture[str]) -> None:
-    """At the end of each start, and by the check; step 2 came before the second start began."""
+    """At the end of each run, and by the check; step 2 came before the second run began."""
     first, second = runs
     assert "schedule.steps: steps 3, 50 never came; the loop ran from step 1 to step 2" in first.output
     assert "schedule.steps: step 60 never came; the loop ran from step 3 to step 3" in second.output
     assert main(["check", str(second.save_path)]) == 1
-    said = "run.2.json  step 60 of schedule.steps never came; start 2 of the run ran from step 3 to step 3"
+    said = "run.json  step 60 of schedule.steps never came; the loop ran from step 3 to step 3"
     lines = [line for line in capsys.readouterr().out.splitlines()[:-1] if not line.startswith("ok")]
     assert lines == [f"missing     {said}"]
 
 
 def test_the_reference_of_lora_is_the_worker_without_its_adapter(runs: tuple[Run, Run]) -> None:
     """Each stage of the worker lies inside the controller's of that name, checkpoints included."""
-    for step in (1, 2, 3):
-        controller = {span.name: span for span in runs[0].manifest(step).stages if not span.depth}
-        own = [span for span in runs[0].worker(step, "actor").stages if not span.depth]
+    for number, step in STEPS:
+        controller = {span.name: span for span in runs[number].manifest(step).stages if not span.depth}
+        own = [span for span in runs[number].worker(step, "actor").stages if not span.depth]
         assert {span.name for span in own} == STAGES
         assert len(own) == len(STAGES)
         for span in own:

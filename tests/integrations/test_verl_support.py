@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ from verl_profiling.integrations.verl_profiler import active_profiler
 from verl_profiling.integrations.verl_support import (
     can_be_profiled,
     check_request,
-    let_warnings_through,
     notes_on,
     remember_request,
 )
@@ -131,44 +131,37 @@ def test_a_trainer_that_is_hooked_hears_nothing(caplog: pytest.LogCaptureFixture
     assert caplog.records == []
 
 
-@pytest.fixture
-def loggers() -> Iterator[tuple[logging.Logger, logging.Logger]]:
-    """Return the root logger, with a handler of its own, and the package's."""
-    root, package = logging.getLogger(), logging.getLogger("verl_profiling")
-    before = (root.level, list(root.handlers), package.level, list(package.handlers))
-    root.handlers[:] = [logging.StreamHandler()]
-    yield root, package
-    root.setLevel(before[0])
-    root.handlers[:] = before[1]
-    package.setLevel(before[2])
-    package.handlers[:] = before[3]
+LOGGING = """
+import logging
+from verl_profiling.integrations.verl_support import let_lines_through
+
+for _ in range(2):
+    let_lines_through()
+logger = logging.getLogger("verl_profiling.any")
+for level in ("debug", "info", "warning", "error"):
+    getattr(logger, level)(f"an {level} line")
+"""
+VERLS = "import logging; logging.basicConfig(level=logging.WARNING)"
+VLLMS = f"{VERLS}; logging.root.setLevel(logging.ERROR); logging.root.handlers[0].setLevel(logging.ERROR)"
+OWN = f"{VERLS}; logging.getLogger('verl_profiling').setLevel(logging.WARNING)"
 
 
-def test_warnings_are_heard_where_an_import_has_silenced_them(
-    loggers: tuple[logging.Logger, logging.Logger], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("configured", "heard"),
+    [
+        ("", ["info", "warning", "error"]),
+        (VERLS, ["info", "warning", "error"]),
+        (VLLMS, ["info", "warning", "error"]),
+        (OWN, ["warning", "error"]),
+    ],
+)
+def test_lines_are_heard_once_where_others_have_silenced_them(
+    configured: str, heard: list[str], run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """With vLLM's server imported, the root logger and its handlers let only errors through."""
-    root, package = loggers
-    root.setLevel(logging.ERROR)
-    root.handlers[0].setLevel(logging.ERROR)
-    let_warnings_through()
-    let_warnings_through()
-    logging.getLogger("verl_profiling.any").warning("heard once")
-    logging.getLogger("verl_profiling.any").error("an error")
-    logging.getLogger("verl_profiling.any").info("nobody asked")
-    said = capsys.readouterr().err
-    assert (said.count("heard once"), said.count("an error"), said.count("nobody asked")) == (1, 0, 0)
-    assert len(package.handlers) == 1
-
-
-def test_logging_that_lets_warnings_through_is_left_alone(
-    loggers: tuple[logging.Logger, logging.Logger],
-) -> None:
-    """An application that configured its logging keeps it."""
-    root, package = loggers
-    root.setLevel(logging.WARNING)
-    let_warnings_through()
-    assert package.handlers == []
+    """The levels of verl and of vLLM's server drop them; an application's own level for them is kept."""
+    said = run_python(f"{configured}\n{LOGGING}").stderr
+    found = {level: said.count(f"an {level} line") for level in ("debug", "info", "warning", "error")}
+    assert found == {level: int(level in heard) for level in found}
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -245,10 +245,10 @@ class TestSynchronous:
             ("actor", 1, "ok"),
         ]
         assert {a.stage for worker in manifest.workers for a in worker.artifacts} == {"update_actor"}
-        asked = open_step(run.run.save_path / captured[step]).report().asked
-        assert asked is not None
-        assert asked.shows == "difference"
-        assert "actor_rank1" in asked.verdict.split("worked")[0]
+        suspects = open_step(run.run.save_path / captured[step]).to_frame("suspects")
+        [row] = suspects[(suspects.kind == "stage") & (suspects.name == "update_actor")].itertuples()
+        assert row.suspect.startswith("actor_rank1")
+        assert row.value - row.peer_value > 0.5 * SLOW_S
         assert rows_of(run.steps[noticed])["update_actor"].lead_ns > 0.9e9 * SLOW_S
 
     def test_people_can_read_it(self, run: Watched, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +275,7 @@ class TestSlowRollout:
     def test_what_slows_rollouts_is_noticed_and_captured(
         self, slow: dict[str, Any], suspect: str, tmp_path: Path
     ) -> None:
-        """The culprit is among the first two suspects, and what it did is in the capture."""
+        """The culprit is among the first two suspects, and the capture has it; a replica with its peer."""
         run = watched(
             tmp_path,
             {},
@@ -294,7 +294,8 @@ class TestSlowRollout:
         assert (trigger.kind, trigger.sign, trigger.stage) == ("anomaly", "slow_stage", "rollout")
         assert trigger.noticed == FIRST_SLOW + 1
         assert suspect in trigger.suspects[:2]
-        assert {worker.identity.lane() for worker in manifest.workers} == set(trigger.suspects)
+        assert ("rollout0_rank0" in trigger.peers) == ("replica" in slow)
+        assert {worker.identity.lane() for worker in manifest.workers} == {*trigger.suspects, *trigger.peers}
         assert {worker.status for worker in manifest.workers} == {"ok"}
 
 

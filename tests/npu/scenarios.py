@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
+from uuid import uuid4
 
 import msgspec
 import torch
@@ -19,7 +20,6 @@ import torch_npu
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import process_session
-from verl_profiling.manifest import CaptureResult
 from verl_profiling.run_files import read_manifest
 from verl_profiling.tools.npu import Metrics, NpuOptions, NpuTool
 from verl_profiling.tools.torch_memory import _observer
@@ -70,18 +70,14 @@ def worker(mode: str = "e2e", **options: Any) -> CaptureMixin:
     return mixin
 
 
-def request(folder: Path, capture_id: str = "c1", step: int = 1, keep: bool = True) -> CaptureRequest:
+def request(folder: Path, step: int = 1, keep: bool = True) -> CaptureRequest:
     """Return a request to capture a step into a folder."""
-    return CaptureRequest(capture_id=capture_id, run_id="run", step=step, folder=str(folder), keep=keep)
+    return CaptureRequest(capture_id=uuid4().hex, run_id="run", step=step, folder=str(folder), keep=keep)
 
 
 def stop(mixin: CaptureMixin) -> dict[str, Any]:
     """Stop, wait for the analysis, and return the result with the artifacts as they ended up."""
-    reply = mixin.stop_capture(finish_s=120)
-    final = {finished.artifact.path: finished.artifact for finished in reply.finished}
-    artifacts = [final.get(artifact.path, artifact) for artifact in reply.result.artifacts]
-    result: CaptureResult = msgspec.structs.replace(reply.result, artifacts=artifacts)
-    plain: dict[str, Any] = msgspec.to_builtins(result)
+    plain: dict[str, Any] = msgspec.to_builtins(mixin.stop_capture(finish_s=120).result)
     return plain
 
 
@@ -146,15 +142,12 @@ def stage_that_raises(root: Path) -> Any:
 def second_start(root: Path) -> Any:
     """Another capture is asked for while one is open."""
     mixin = worker()
-    mixin.start_capture(request(root))
-    message = ""
-    try:
-        mixin.start_capture(request(root, "c2", 2))
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-    joined = mixin.start_capture(request(root)).status
+    mixin.start_capture(request(root / "1"))
     work()
-    return {"message": message, "joined": joined, "result": stop(mixin)}
+    mixin.start_capture(request(root / "2", 2))
+    work()
+    result = stop(mixin)
+    return {"left": msgspec.json.decode((root / "1/actor_rank0.result.json").read_bytes()), "result": result}
 
 
 def beside_torch_profiler(root: Path) -> Any:
@@ -205,7 +198,7 @@ def two_captures(root: Path) -> Any:
     mixin = worker(**HOST_ONLY, analysis=False)
     results = []
     for number in (1, 2):
-        mixin.start_capture(request(root / f"step{number}", f"c{number}", number))
+        mixin.start_capture(request(root / f"step{number}", number))
         work()
         results.append(stop(mixin))
     files = sorted(str(file.relative_to(root)) for file in root.rglob("torch.op_range"))
@@ -296,7 +289,7 @@ def memory_over_steps(root: Path) -> Any:
     mixin.init_capture(settings, role="actor")
     recording, results = [], []
     for step in (1, 2):
-        mixin.start_capture(request(root / str(step), capture_id=f"c{step}", step=step))
+        mixin.start_capture(request(root / str(step), step))
         work()
         results.append(stop(mixin))
         recording.append(torch_npu._C._npu_isHistoryEnabled())

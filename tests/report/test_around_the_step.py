@@ -14,8 +14,7 @@ from drawn_steps import Worker, ns, report_of
 from rich.console import Console
 
 from verl_profiling.analysis import open_step
-from verl_profiling.controller.trace import write_controller_trace
-from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, MAX_NS, Rpc, StageSpan
+from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, Rpc, StageSpan
 from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.diff import compare
@@ -52,7 +51,6 @@ def reported(folder: Path, outside: list[StageSpan], calls: list[Rpc] = CALLS) -
     folder.mkdir(exist_ok=True)
     report_of(folder, STAGES, WORKERS)
     manifest = msgspec.structs.replace(read_manifest(folder), outside=outside, rpcs=calls)
-    write_controller_trace(folder, manifest)
     write_json_atomically(folder / MANIFEST_NAME, manifest)
     return open_step(folder).report()
 
@@ -151,16 +149,18 @@ def test_diff_compares_pauses_and_validation(report: Report, tmp_path: Path) -> 
 
 def test_the_controllers_lane_shows_them(report: Report) -> None:
     """On the thread of its stages, in the same clock, from the first pause on."""
-    trace = json.loads(gzip.decompress((Path(report.directory) / CONTROLLER_TRACE_NAME).read_bytes()))
-    assert trace["baseTimeNanoseconds"] == ns(-0.5)
+    trace = json.loads(gzip.decompress(open_step(Path(report.directory)).merge().path.read_bytes()))
+    since_s = (trace["baseTimeNanoseconds"] - ns(0)) / 1e9
+    drawn = [e for e in trace["traceEvents"] if e["ph"] == "X" and e.get("cat") == "stage"]
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     spans = {
-        e["name"]: (e["tid"], pytest.approx(e["ts"] / 1e6), pytest.approx(e["dur"] / 1e6))
-        for e in trace["traceEvents"]
-        if e["ph"] == "X"
+        e["name"]: (pytest.approx(e["ts"] / 1e6 + since_s), pytest.approx(e["dur"] / 1e6))
+        for e in drawn
+        if names[e["pid"]] == "controller"
     }
-    assert spans["capture_stop"] == (1, 10.5, 3.2)
-    assert spans["write"] == (1, 13.5, 0.2)
-    assert spans["validate"] == (1, 21.5, 6.0)
+    assert spans["capture_stop"] == (10.0, 3.2)
+    assert spans["write"] == (13.0, 0.2)
+    assert spans["validate"] == (21.0, 6.0)
 
 
 def test_the_terminal_names_what_took_longest(tmp_path: Path) -> None:

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from drawn_steps import Drawn, Worker, report_of
+from drawn_steps import Drawn, Kernel, Worker, in_group, report_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_profiling.analysis import open_step
 from verl_profiling.report.model import Report
 
+DATA = Path(__file__).parents[1] / "data"
 REDUCE, GATHER = "ncclDevKernel_AllReduce_Sum", "ncclDevKernel_AllGather"
+SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
 def ranks(*kernels: list[Drawn]) -> list[Worker]:
     """Return actors with these kernels, each in its ``update_actor``, which ends with the last kernel."""
     end = max(stop for own in kernels for _, _, stop in own)
     return [
-        Worker("actor", rank, stages=[("update_actor", 0, end)], kernels=own)
+        Worker(
+            "actor",
+            rank,
+            stages=[("update_actor", 0, end)],
+            kernels=own,
+            groups=[list(range(len(kernels)))],
+        )
         for rank, own in enumerate(kernels)
     ]
 
@@ -94,3 +107,186 @@ def test_a_rank_waits_at_most_as_long_as_it_communicates(calls: list[list[tuple[
     for slow in report.stragglers:
         assert 0 <= slow.median_us <= slow.slowest_us <= end * 1e6 + 1
         assert slow.behind_us >= 0
+
+
+def steps(folder: Path, ranks: Sequence[Sequence[Kernel]], groups: list[list[int]] | None = None) -> Report:
+    """Return the report of ranks with these kernels, which are in ``update_actor`` for four seconds."""
+    stage = ("update_actor", 0, 4)
+    workers = [
+        Worker("actor", rank, stages=[stage], kernels=own, groups=groups or [])
+        for rank, own in enumerate(ranks)
+    ]
+    return report_of(folder, [stage], workers, end=4)
+
+
+def nobody_is_blamed(report: Report) -> bool:
+    """Return whether no rank is said to wait, or to be slow, anywhere."""
+    waits = any(row.waiting_us or any(row.waiting_load) for row in report.workers)
+    behind = any(row.behind_us for row in report.stragglers)
+    return not waits and not behind and "straggler" not in {one.rule for one in report.findings}
+
+
+def test_groups_of_unequal_speed_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """Two tensor-parallel groups that were split from one, and have its name; in each all come at once."""
+    slow = [("gemm", 0, 1), in_group((REDUCE, 1, 3), [0, 1]), ("gemm", 3, 4)]
+    fast = [("gemm", 0, 1), in_group((REDUCE, 1, 1.1), [2, 3]), ("gemm", 1.1, 4)]
+    report = steps(tmp_path, [slow, slow, fast, fast])
+    assert waiting(report) == {f"actor_rank{rank}": 0.0 for rank in range(4)}
+    assert report.working_share == 1.0
+    assert not any(report.lost_s.values())
+    assert [row.behind_us for row in report.stragglers] == [0.0]
+    assert "straggler" not in {finding.rule for finding in report.findings}
+    assert {(row.group, row.wait_us) for row in report.collectives} == {("[0, 1]", 0.0), ("[2, 3]", 0.0)}
+
+
+def test_with_tensor_and_data_parallel_groups_each_wait_is_of_one_group(tmp_path: Path) -> None:
+    """Rank 2 waits for rank 3 in their tensor-parallel group; then ranks 0 and 1 wait for both."""
+
+    def rank(tensor: list[int], data: list[int], ready: float, left: float) -> list[Kernel]:
+        reduce = in_group((REDUCE, ready, left), tensor)
+        return [("gemm", 0, ready), reduce, in_group((REDUCE, left, 4), data, name="2")]
+
+    ranks = [
+        rank([0, 1], [0, 2], 1, 1.2),
+        rank([0, 1], [1, 3], 1, 1.2),
+        rank([2, 3], [0, 2], 1, 3.2),
+        rank([2, 3], [1, 3], 3, 3.2),
+    ]
+    report = steps(tmp_path, ranks)
+    assert waiting(report) == {"actor_rank0": 2.0, "actor_rank1": 2.0, "actor_rank2": 2.0, "actor_rank3": 0.0}
+    (slow,) = report.stragglers
+    assert (slow.slowest, slow.slowest_us, slow.behind_us) == ("actor_rank3", 4e6, pytest.approx(6e6))
+    late = {row.group: row.late for row in report.collectives}
+    assert late["[2, 3]"] == late["[1, 3]"] == "actor_rank3"
+    assert late["[0, 2]"] == "actor_rank2"
+
+
+@pytest.mark.parametrize("collective", ["send", "recv", "coalesced", ""])
+def test_sends_and_receives_of_a_pipeline_make_nobody_wait_for_all(collective: str, tmp_path: Path) -> None:
+    """Stages of a pipeline send one another as often; which one waits for which is not known."""
+    groups = [[0, 1]]
+    first, last = (SEND, 1, 1.5), (SEND, 1, 3)
+    if collective:
+        sends = [in_group(first, [0, 1], collective), in_group(last, [0, 1], collective)]
+        report = steps(tmp_path, [[("gemm", 0, 1), sends[0]], [("gemm", 0, 1), sends[1]]], groups)
+    else:
+        report = steps(tmp_path, [[("gemm", 0, 1), first], [("gemm", 0, 1), last]], groups)
+    assert nobody_is_blamed(report)
+    assert report.collectives == []
+    assert [row.communication_us for row in report.workers] == [0.5e6, 2e6]
+
+
+def test_an_all_to_all_of_experts_is_a_collective_though_it_sends(tmp_path: Path) -> None:
+    """NCCL makes it of sends and receives; the ranks of each expert-parallel group wait for one another."""
+    experts = "all_to_allv"
+    ranks = [
+        [("gemm", 0, 1), in_group((SEND, 1, 3), [0, 2], experts)],
+        [("gemm", 0, 1), in_group((SEND, 1, 1.5), [1, 3], experts)],
+        [("gemm", 0, 2.5), in_group((SEND, 2.5, 3), [0, 2], experts)],
+        [("gemm", 0, 1), in_group((SEND, 1, 1.5), [1, 3], experts)],
+    ]
+    report = steps(tmp_path, ranks)
+    assert waiting(report) == {"actor_rank0": 1.5, "actor_rank1": 0.0, "actor_rank2": 0.0, "actor_rank3": 0.0}
+    assert report.collectives[0].late == "actor_rank2"
+
+
+def test_ranks_that_were_not_captured_may_be_the_last(tmp_path: Path) -> None:
+    """Of four ranks two were: one waited for the other at least, and who came last is not said."""
+    world = [0, 1, 2, 3]
+    ranks = [
+        [("gemm", 0, 1), in_group((REDUCE, 1, 4), world)],
+        [("gemm", 0, 2), in_group((REDUCE, 2, 4), world)],
+    ]
+    report = steps(tmp_path, ranks)
+    assert waiting(report) == {"actor_rank0": 1.0, "actor_rank1": 0.0}
+    assert [(row.late, row.late_share) for row in report.collectives] == [("", 0.0)]
+    assert report.stragglers == []  # rank 1 may have waited for 2 s, so rank 0 may have worked as long
+
+
+def test_the_only_rank_of_its_group_is_not_compared_with_others(tmp_path: Path) -> None:
+    """Rank 0 waits for rank 1, which was not captured, and is not called slow for it."""
+    ranks = [
+        [("gemm", 0, 1), in_group((REDUCE, 1, 4), [0, 1])],
+        [("gemm", 0, 2), in_group((REDUCE, 2, 4), [2, 3])],
+        [("gemm", 0, 1), in_group((REDUCE, 1, 4), [2, 3])],
+    ]
+    report = steps(tmp_path, ranks)
+    assert waiting(report) == {"actor_rank0": 0.0, "actor_rank1": 0.0, "actor_rank2": 1.0}
+    (slow,) = report.stragglers
+    assert (slow.slowest, slow.behind_us) == ("actor_rank1", 1e6)
+
+
+@pytest.mark.parametrize("groups", [[], [[0, 1], [0, 1, 2, 3]]])
+def test_a_collective_without_a_group_is_matched_with_none(groups: list[list[int]], tmp_path: Path) -> None:
+    """The header of a trace names no group, as in old ones, or several: with gloo, or in a CUDA graph."""
+    ranks = [[("gemm", 0, 1 + rank / 2), (REDUCE, 1 + rank / 2, 4)] for rank in range(4)]
+    assert nobody_is_blamed(steps(tmp_path, ranks, groups))
+
+
+def test_a_collective_without_a_group_is_of_the_only_one_that_the_header_names(tmp_path: Path) -> None:
+    """Groups of one rank do not count; of two replicas each has a group of its own."""
+    workers = [
+        Worker(role, rank, replica, kernels=[(REDUCE, 0, end)], groups=[[0, 1], [rank]])
+        for role, rank, replica, end in (
+            ("actor", 0, None, 1),
+            ("actor", 1, None, 2),
+            ("rollout", 0, 0, 1),
+            ("rollout", 0, 1, 2),
+        )
+    ]
+    report = report_of(tmp_path, [("rollout", 0, 4)], workers, end=4)
+    assert [row.waiting_us for row in report.workers] == [0.0, 1e6, 0.0, 0.0]
+
+
+def real_rank(
+    folder: Path, content: Mapping[str, Any], rank: int, group: list[int], late_us: float, shorter: float
+) -> None:
+    """Write a real trace as one rank of a group, which comes late to each collective, or is quicker in it."""
+    changed = []
+    for event in content["traceEvents"]:
+        args = event.get("args", {})
+        if "Process Group Ranks" in args and event["cat"] == "kernel":
+            took = event["dur"] * shorter
+            args = {**args, "Process Group Ranks": str(group), "Group size": len(group)}
+            late = min(late_us, took)
+            event = {**event, "args": args, "ts": event["ts"] + late, "dur": took - late}
+        changed.append(event)
+    info = {**content["distributedInfo"], "rank": rank}
+    written = {**content, "distributedInfo": info, "traceEvents": changed}
+    (folder / f"rank{rank}.json.gz").write_bytes(gzip.compress(json.dumps(written).encode(), 1))
+
+
+def test_ranks_of_a_real_step_wait_in_their_group_only(tmp_path: Path) -> None:
+    """A step on A100s with NCCL, drawn as two groups, of which one is twice as quick in each collective."""
+    content = json.loads(gzip.decompress((DATA / "nccl_data.json.gz").read_bytes()))
+    for rank, (group, late_us, shorter) in enumerate(
+        [([0, 1], 0, 1.0), ([0, 1], 100, 1.0), ([2, 3], 0, 0.5), ([2, 3], 0, 0.5)]
+    ):
+        real_rank(tmp_path, content, rank, group, late_us, shorter)
+    report = open_step(tmp_path).report()
+    kernels = [e for e in content["traceEvents"] if e.get("cat") == "kernel" and "nccl" in e["name"]]
+    expected = sum(min(100, event["dur"]) for event in kernels)
+    assert [row.waiting_us for row in report.workers] == [pytest.approx(expected, abs=1), 0, 0, 0]
+    assert {(row.group, row.late) for row in report.collectives if row.wait_us} == {
+        ("[0, 1]", "worker_rank1")
+    }
+
+
+@pytest.mark.parametrize("name", ["vllm_tp2_rank{}.trace.json.gz", "megatron_tp2_rank{}.json.gz"])
+def test_gloo_names_no_groups_and_the_header_of_two_ranks_only_one(name: str, tmp_path: Path) -> None:
+    """Tensor parallel on CPUs: whatever else the header lists has one rank."""
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.json.gz").write_bytes((DATA / name.format(rank)).read_bytes())
+    report = open_step(tmp_path).report()
+    assert any(row.name == "gloo:all_reduce" and row.late for row in report.collectives)
+    assert sum(row.waiting_us for row in report.workers) > 0
+
+
+def test_two_of_128_ranks_of_an_old_trace_are_not_compared(tmp_path: Path) -> None:
+    """Its kernels send and receive, and name no group."""
+    for rank in range(2):
+        name = f"sampled_rank-{rank}.json.gz"
+        (tmp_path / f"rank{rank}.json.gz").write_bytes((DATA / name).read_bytes())
+    report = open_step(tmp_path).report()
+    assert [row.waiting_us for row in report.workers] == [0, 0]
+    assert report.collectives == []

@@ -54,6 +54,7 @@ def labelled(pid: object, label: str) -> dict[str, Any]:
     return {"ph": "M", "name": "process_labels", "pid": pid, "tid": 0, "args": {"labels": label}}
 
 
+IN_A_GROUP = {"Collective name": "allreduce", "Process Group Ranks": "[0, 1]", "Group size": 2}
 OPERATOR = event("cpu_op", 0, 40, pid=HOST, name="aten::mm")
 LAUNCH = event("cuda_runtime", 1, 3, pid=HOST, name="cudaLaunchKernel")
 
@@ -75,6 +76,31 @@ def test_torch_of_2021_has_other_categories() -> None:
     assert row.span_us == pytest.approx(996_477, abs=1)
 
 
+def test_the_kernels_of_deepseeks_own_experts_communicate(tmp_path: Path) -> None:
+    """As in its published traces; what lays out tokens, or sorts in a namespace of its own, computes."""
+    communicate = (
+        "void dpsk::ep::internode::notify_dispatch<false, 4>(int const*, long*, int)",
+        "void dpsk::ep::internode::dispatch<false, 8, true, 8>(int4*, float*, long*)",
+        "void dpsk::ep::internode::combine<__nv_bfloat16, 8>(int4*, float*, bool const*)",
+        "void dpsk::ep::internode::dispatch_ll<true, 3, 10, 7168>(void*, float*)",
+    )
+    compute = (
+        "void dpsk::ep::cuda::get_dispatch_layout<256>(long const*)",
+        "void cdpsk::ep::CUB_200::scan(int)",
+    )
+    names = [*communicate, *compute]
+    work = [event("kernel", 10 * at, 10 * at + 10, name=name) for at, name in enumerate(names)]
+    (row,) = report_of(tmp_path, work).workers
+    assert (row.communication_us, row.compute_us) == (40, 20)
+
+
+def test_an_empty_event_behind_the_last_is_no_damage(tmp_path: Path) -> None:
+    """JAX ends the list of its events with one."""
+    report = report_of(tmp_path, [event("kernel", 0, 10), event("kernel", 20, 30), {}])
+    assert (report.coverage.missing, report.coverage.events, report.notes) == ([], 2, [])
+    assert report.workers[0].busy_us == 20
+
+
 def test_an_mtia_accelerator_is_a_device() -> None:
     """Idle and computation are those of HolisticTraceAnalysis, which rounds times to microseconds."""
     row = only_row("mtia.json.gz")
@@ -84,6 +110,24 @@ def test_an_mtia_accelerator_is_a_device() -> None:
     assert row.memcpy_us == pytest.approx(covered_us(e for e in device if e["name"] == "dma_request"), abs=1)
     assert 100 * row.idle_us / row.span_us == pytest.approx(42.22, abs=0.1)
     assert 100 * row.compute_us / row.span_us == pytest.approx(54.84, abs=0.1)
+
+
+def test_an_mtia_accelerator_that_waits_is_idle() -> None:
+    """Its processing elements compute (``pe_exe``); waits for events and their records are no work.
+
+    HolisticTraceAnalysis 0.5 counts these waits: 4.30 % of 443.28 ms idle, 94.68 % computing.
+    """
+    row = only_row("mtia_inference.json.gz")
+    device = [e for e in complete("mtia_inference.json.gz") if e["cat"] == "mtia_ccp_events"]
+    waits = ("event_wait", "event_record")
+    work = [e for e in device if e["name"] not in waits]
+    assert row.busy_us == pytest.approx(covered_us(work), abs=1)
+    computes = [e for e in work if e["name"] != "dma_request"]
+    assert row.compute_us == pytest.approx(covered_us(computes), abs=1)
+    assert 100 * row.idle_us / row.span_us == pytest.approx(4.74, abs=0.01)
+    assert 100 * row.compute_us / row.span_us == pytest.approx(93.55, abs=0.01)
+    theirs = [e for e in device if e["name"] != "dma_request"]
+    assert covered_us(theirs) / 443_275.7 == pytest.approx(0.9468, abs=0.0001)
 
 
 def test_an_all_reduce_over_multicast_is_communication() -> None:
@@ -175,8 +219,9 @@ def test_one_lane_without_work_costs_that_lane(tmp_path: Path) -> None:
 
 def test_several_devices_are_one_row_each(tmp_path: Path) -> None:
     """A process that drives two GPUs has two rows, which add up, and share host, file and collectives."""
-    first = [event("kernel", 0, 10, pid=0), event("kernel", 20, 50, pid=0, name="ncclDevKernel_AllReduce")]
-    second = [event("kernel", 0, 5, pid=1), event("kernel", 30, 50, pid=1, name="ncclDevKernel_AllReduce")]
+    reduce = {"name": "ncclDevKernel_AllReduce", "args": IN_A_GROUP}
+    first = [event("kernel", 0, 10, pid=0), event("kernel", 20, 50, pid=0, **reduce)]
+    second = [event("kernel", 0, 5, pid=1), event("kernel", 30, 50, pid=1, **reduce)]
     report = report_of(tmp_path, [OPERATOR, *first, *second, labelled(1, "GPU 1")])
     rows = {row.name: row for row in report.workers}
     assert list(rows) == ["worker_rank0 GPU 0", "worker_rank0 GPU 1"]
@@ -191,7 +236,7 @@ def test_several_devices_are_one_row_each(tmp_path: Path) -> None:
 def test_a_stray_copy_on_another_device_hides_no_collective(tmp_path: Path) -> None:
     """A rank that touches a second GPU without communicating there is compared with the others as before."""
     for rank, end in ((0, 50), (1, 40)):
-        reduce = event("kernel", 20, end, pid=rank, name="ncclDevKernel_AllReduce")
+        reduce = event("kernel", 20, end, pid=rank, name="ncclDevKernel_AllReduce", args=IN_A_GROUP)
         stray = [event("gpu_memcpy", 0, 1, pid=0, name="Memcpy")] if rank else []
         content = {"baseTimeNanoseconds": BASE_NS, "traceEvents": [reduce, *stray]}
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(content))

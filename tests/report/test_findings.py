@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
-from drawn_steps import STAGES, Drawn, Worker, ns, report_of
+from drawn_steps import STAGES, Drawn, Worker, drawn_inputs, ns, report_of
 from step_folders import build_step
 
 from verl_profiling.analysis import open_step
+from verl_profiling.cli import main
 from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.trigger import Trigger
 
 WHOLE: list[Drawn] = [("update_actor", 0, 10)]
+REDUCE = "ncclDevKernel_AllReduce_Sum"
 
 
 def rules(report: Report) -> list[str]:
@@ -31,8 +35,7 @@ def said(report: Report, rule: str) -> Finding:
 
 def without_manifest(folder: Path) -> Report:
     """Return the report of the same traces, as any profiler leaves them."""
-    for name in ("manifest.json", "controller.trace.json.gz"):
-        (folder / name).unlink()
+    (folder / "manifest.json").unlink()
     return open_step(folder).report()
 
 
@@ -61,6 +64,64 @@ def test_the_slow_rank_is_found_behind_a_collective(tmp_path: Path) -> None:
     assert "host_bound" not in rules(report)  # what only one rank has is the straggler's
     even = report_of(tmp_path, WHOLE, [fast, as_rank(fast, 1)])
     assert "straggler" not in rules(even)
+
+
+def small_straggler(folder: Path, trigger: Trigger, marked: bool) -> Report:
+    """Return a step of 100 s in which rank 1 keeps rank 0 waiting for 0.4 s, and much else is wrong."""
+    stages = [("rollout", 0, 99), ("update_actor", 99, 100)]
+    workers = []
+    for rank, ready in ((0, 99.1), (1, 99.5)):
+        own = (
+            [("compute", 99, ready), ("update_actor", ready, 100)] if marked else [("update_actor", 99, 100)]
+        )
+        kernels = [("gemm", 99, ready), (REDUCE, ready, 99.6), ("gemm", 99.6, 100)]
+        workers.append(Worker("actor", rank, stages=own, kernels=kernels, recorded=(0, 100)))
+    inputs = drawn_inputs(folder, stages, workers, 100)
+    manifest = msgspec.structs.replace(inputs.manifest, trigger=trigger)
+    write_json_atomically(folder / MANIFEST_NAME, manifest)
+    return open_step(folder).report()
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("kind", ["anomaly", "demand"])
+def test_the_last_to_the_collectives_of_the_stage_that_was_asked_for_comes_first(
+    kind: str, marked: bool, tmp_path: Path
+) -> None:
+    """Whatever its share of the step, and also where what made it late has a stage of its own."""
+    sign = "slow_stage" if kind == "anomaly" else ""
+    report = small_straggler(tmp_path, Trigger(kind=kind, sign=sign, stage="update_actor"), marked)
+    first = report.findings[0]
+    assert (first.rule, first.lanes, first.seconds) == ("straggler", ["actor_rank1"], pytest.approx(0.4))
+    assert first.text == (
+        "Of the captured ranks, actor_rank1 comes last to the collectives of update_actor: the others waited "
+        "400 ms for it."
+    )
+
+
+@pytest.mark.parametrize(
+    "trigger", [Trigger(), Trigger(kind="demand"), Trigger(kind="demand", stage="rollout")]
+)
+def test_nobody_comes_last_where_no_stage_with_collectives_was_asked_for(
+    trigger: Trigger, tmp_path: Path
+) -> None:
+    """A schedule asks for none, and the rollout has none of them."""
+    assert "comes last" not in " ".join(
+        one.text for one in small_straggler(tmp_path, trigger, False).findings
+    )
+
+
+def test_ranks_that_come_last_in_turn_are_not_named(tmp_path: Path) -> None:
+    """Each keeps the other waiting once."""
+    begins = {0: (1.0, 3.4), 1: (1.4, 3.0)}
+    workers = [
+        Worker("actor", rank, stages=[("update_actor", 0, 4)], kernels=[(REDUCE, a, 2), (REDUCE, b, 4)])
+        for rank, (a, b) in begins.items()
+    ]
+    inputs = drawn_inputs(tmp_path, [("update_actor", 0, 4)], workers, 4)
+    trigger = Trigger(kind="anomaly", sign="slow_stage", stage="update_actor")
+    manifest = msgspec.structs.replace(inputs.manifest, trigger=trigger)
+    write_json_atomically(tmp_path / MANIFEST_NAME, manifest)
+    assert "straggler" not in rules(open_step(tmp_path).report())
 
 
 def test_the_outermost_stage_of_a_slow_rank_is_named(tmp_path: Path) -> None:
@@ -273,3 +334,56 @@ def test_nothing_to_divide_by_is_no_problem(tmp_path: Path) -> None:
         report, workers=[], devices=[], stages=[], stragglers=[], lost=[], span_us=0.0
     )
     assert [finding.rule for finding in find(empty).findings] in ([], ["coverage"])
+
+
+def test_advice_to_record_more_stands_behind_a_culprit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Most seconds are in no stage, or of CPU lanes without an operator; the slow rank comes first."""
+    firsts = {}
+    for kind in ("device", "cpu"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        own = [[("train", 0.0, end)] for end in (1.0, 2.0)]
+        workers = [
+            Worker("actor", rank, stages=own[rank], operators=[("aten::mm", 0.0, 0.2)]) for rank in range(2)
+        ]
+        if kind == "device":
+            workers = [
+                Worker("actor", rank, stages=own[rank], kernels=[("gemm", *own[rank][0][1:])])
+                for rank in range(2)
+            ]
+        report_of(folder, [("train", 0, 2)], workers, end=10.0 if kind == "device" else 2.1)
+        assert main(["report", str(folder), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["findings"]
+        assert found[1]["seconds"] > found[0]["seconds"]
+        firsts[kind] = [finding["rule"] for finding in found]
+    assert firsts == {"device": ["straggler", "between_stages"], "cpu": ["straggler", "host_bound"]}
+
+
+def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its responses are as long as the others', so no cap of their length helps."""
+    advice = {}
+    for case, tokens in (("slow", 100), ("long", 200)):
+        folder = tmp_path / case
+        folder.mkdir()
+        engines = [
+            Worker(
+                "rollout",
+                replica=replica,
+                kernels=[("attention", 0, end)],
+                iterations=[("execute_context_0(0)_generation_2(2)", 0, end)],
+                requests=[(0, end, tokens if replica == 2 else 100)],
+            )
+            for replica, end in ((0, 2.0), (1, 2.0), (2, 4.0))
+        ]
+        report_of(folder, [("rollout", 0, 4)], engines, end=4.5)
+        assert main(["report", str(folder), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["findings"]
+        (advice[case],) = (finding["advice"] for finding in found if finding["rule"] == "long_tail")
+    assert advice["slow"].startswith("compare the host and the device of rollout2 with those of the others: ")
+    assert "32.3 ms a token, the others 16.2 ms" in advice["slow"]
+    assert "cap the response length" not in advice["slow"]
+    assert "cap the response length" in advice["long"]

@@ -1,7 +1,8 @@
-"""Idle time has exactly one cause at each instant, and the right one in a step made to show it."""
+"""Lost time has exactly one cause at each instant, and the right one in a step made to show it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 from drawn_steps import STAGES, Worker, ns, report_of
 from step_folders import build_step
 
+from verl_profiling.cli import main
 from verl_profiling.manifest import (
     MANIFEST_NAME,
     Rpc,
@@ -16,7 +18,7 @@ from verl_profiling.manifest import (
 from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.build import build_report
 from verl_profiling.report.lost import CAUSES
-from verl_profiling.report.model import Report
+from verl_profiling.report.model import OTHER_RANKS, Report
 from verl_profiling.report.page.picture import picture
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
@@ -186,10 +188,10 @@ def test_causes_add_up_to_all_idle_time(tmp_path: Path, mode: str) -> None:
     (inputs,) = find_steps(build_step(tmp_path, mode=mode, rank1_clock_ns=777))
     report = build_report(inputs)
     for row in report.workers:
-        assert list(row.lost_us) == list(CAUSES)
-        assert sum(row.lost_us.values()) == pytest.approx(row.idle_us)
+        assert list(row.lost_us) == [*CAUSES, OTHER_RANKS]
+        assert sum(row.lost_us.values()) == pytest.approx(row.idle_us + row.waiting_us)
     assert sum(row.seconds for row in report.lost) == pytest.approx(
-        sum(r.idle_us for r in report.workers) / 1e6
+        sum(r.idle_us + r.waiting_us for r in report.workers) / 1e6
     )
     assert report.lost[-1].cause == "unexplained"
 
@@ -220,3 +222,56 @@ def test_nothing_is_said_when_nothing_stands_out(tmp_path: Path) -> None:
         ],
     )
     assert report.findings == []
+
+
+def test_lost_is_one_quantity_with_its_unit_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lane-seconds that are idle or wait: of 4 s, rank 0 waits 1 s for rank 1, and both are idle for 1 s."""
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    workers = [
+        Worker(
+            "actor", 0, stages=[("train", 0, 3)], kernels=[("gemm", 0, 1), ("ncclDevKernel_AllReduce", 1, 3)]
+        ),
+        Worker(
+            "actor", 1, stages=[("train", 0, 3)], kernels=[("gemm", 0, 2), ("ncclDevKernel_AllReduce", 2, 3)]
+        ),
+    ]
+    report_of(folder, [("train", 0, 3)], workers, end=4.0)
+
+    assert main(["report", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    lost = {"waiting_for_other_ranks": 1.0, "between_stages": 2.0}
+    assert {row["cause"]: row["seconds"] for row in told["lost"] if row["seconds"]} == lost
+    assert {row["cause"]: row["share"] for row in told["lost"]}["waiting_for_other_ranks"] == 0.125
+    of_lanes = [sum(row["lost_us"].values()) for row in told["workers"]]
+    assert of_lanes == [row["idle_us"] + row["waiting_us"] for row in told["workers"]] == [2e6, 1e6]
+
+    assert main(["report", str(folder)]) == 0
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    at = printed.index("Lost time by cause (all lanes)")
+    assert "cause lane-seconds share" in printed[at:]
+    assert "waiting for other ranks 1.00 s 12.5%" in printed[at:]
+
+    assert main(["report", str(folder), "--csv", str(tmp_path / "csv")]) == 0
+    assert "waiting_for_other_ranks,1.0,0.125" in (tmp_path / "csv/lost.csv").read_text()
+    assert "lost_waiting_for_other_ranks_us" in (tmp_path / "csv/workers.csv").read_text()
+
+    assert main(["report", str(tmp_path), "--save"]) == 0
+    page, run = ((at / name).read_text() for at, name in ((folder, "report.html"), (tmp_path, "index.html")))
+    assert "<dt>Lost</dt><dd><strong>3.00 <small>lane-seconds</small></strong>" in page
+    assert "Lost time by cause" in page
+    assert "<dt>Lost, median</dt><dd><strong>3.00 <small>lane-seconds</small></strong>" in run
+    assert "Idle time by cause" not in page + run + "".join(printed)
+
+
+def test_findings_say_lane_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is added up over lanes stands beside seconds of the step."""
+    worker = [Worker("actor", rank, kernels=[("gemm", 0, 4)]) for rank in range(2)]
+    report_of(tmp_path, [("train", 0, 4)], worker)
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (
+        finding["text"] == "Lanes were idle while the loop was in no stage: 12.0 lane-seconds (60% of all)."
+    )

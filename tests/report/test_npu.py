@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from step_folders import read_events
 
+from verl_profiling.analysis import open_step
 from verl_profiling.report.activity import read_activities
 from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
@@ -227,3 +228,23 @@ def test_older_names_of_processes_are_known(tmp_path: Path) -> None:
     (row,) = report.workers
     assert (row.compute_us, row.communication_us, row.memcpy_us) == (250, 180, 20)
     assert report.notes == []
+
+
+def test_ranks_of_an_npu_wait_in_the_group_that_its_collectives_name(tmp_path: Path) -> None:
+    """Of ``hcom_allReduce__661_0_1`` the first number is the group's; sends are between two ranks only."""
+    begins = {0: ("661", 80), 1: ("661", 120), 2: ("204", 190), 3: ("204", 190)}
+    for rank, (group, begin) in begins.items():
+        events = device_events(Decimal(1_700_000_000_000_000), "Communication")
+        for event in events:
+            if event["name"] == "hcom_allReduce__661_0_1":
+                late = {"ts": str(Decimal(1_700_000_000_000_000) + begin), "dur": 200.0 - begin}
+                event.update(late, name=f"hcom_allReduce__{group}_0_1")
+            elif event["name"] == "hcom_allReduce__661_1_1":
+                event.update(name=f"hcom_send__{group}_1_1", dur=event["dur"] - rank)
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(events))
+    report = open_step(tmp_path).report()
+    assert [row.waiting_us for row in report.workers] == [40, 0, 0, 0]
+    assert [(row.group, row.wait_us, row.late) for row in report.collectives] == [
+        ("661", 40, ""),
+        ("204", 0, ""),
+    ]

@@ -95,7 +95,6 @@ def test_plain_traces_have_no_anatomy_but_all_else(tmp_path: Path) -> None:
     """A folder of traces without a manifest is reported from first to last operator."""
     folder = build_step(tmp_path)
     (folder / "manifest.json").unlink()
-    (folder / "controller.trace.json.gz").unlink()
     report = report_of(folder)
     assert report.stages == []
     assert [row.name for row in report.workers] == list(WORKERS)

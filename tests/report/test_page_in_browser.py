@@ -76,7 +76,7 @@ def test_the_first_screen_has_four_figures_and_the_picture(seen: dict, report: R
 
 def test_all_sections_are_there(seen: dict) -> None:
     """What the capture holds is shown; sections without content are not."""
-    assert {"Lanes over time", "Step anatomy", "Idle time by cause", "Workers", "Rollout engines"} <= set(
+    assert {"Lanes over time", "Step anatomy", "Lost time by cause", "Workers", "Rollout engines"} <= set(
         seen["sections"]
     )
     assert {"Engine iterations", "Rollout tail", "Stragglers", "Kernels by self time"} <= set(

@@ -100,10 +100,10 @@ def test_an_instant_is_of_the_innermost_span() -> None:
 
 
 def test_what_a_trajectory_was_in_before_recording_began_is_not_its_own_code() -> None:
-    """Its first span may have begun before, as a long request has: until the next one it is unexplained."""
+    """It may have been in a span that nobody knows, such as a long request; its first one ends that."""
     running = trajectory(0, -50, 100)
     (found,) = causes_of(records_of(log_of([running], [span(0, 0, "tool:a", 60, 90)])))
-    assert found == {UNEXPLAINED: 60, "tool:a": 30, OWN_CODE: 10}
+    assert found == {"began before the capture": 60, "tool:a": 30, OWN_CODE: 10}
     (seen,) = causes_of(records_of(log_of([trajectory(0, 0, 100)], [span(0, 0, "tool:a", 60, 90)]), begin=10))
     assert seen == {OWN_CODE: 60, "tool:a": 30}, "all of it was recorded, though the step began later"
 

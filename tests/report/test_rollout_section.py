@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,8 +13,10 @@ import pytest
 from drawn_logs import add_log
 from drawn_steps import Worker, ns, report_of
 from rich.console import Console
+from step_folders import read_events
 
 from verl_profiling.analysis import open_step
+from verl_profiling.cli import main
 from verl_profiling.manifest import MANIFEST_NAME, POLLING, Request
 from verl_profiling.report.csv import write_csv
 from verl_profiling.report.diff import compare
@@ -205,6 +209,25 @@ def test_a_finding_on_polling_stands_for_the_idle_time_behind_it(tmp_path: Path)
     assert rules == {POLLING: {"polling"}, "other": {"after_generation"}}
 
 
+def test_a_block_that_no_sample_saw_has_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor is anything to be run in a thread: in the table, the finding and on the timeline it is unknown."""
+    log = DrawnLog()
+    asking = log.trajectory(0, 5, ("tokenize", 1, 4))
+    log.trajectory(0, 5, ("tool:search", 1, 4))
+    log.log.blocks = [Block(0, ns(1), ns(4), -1, "", ""), Block(0, ns(4.5), ns(4.7), asking, "", "")]
+    report = report_with(tmp_path, log)
+    [row] = rollout_of(report).blocks
+    assert (row.what, row.function, row.blocks, row.trajectories) == ("unknown", "", 2, 2)
+    [said] = [finding for finding in report.findings if finding.rule == "loop_blocked"]
+    assert said.text.startswith(
+        "Something unknown blocked the event loop of agent_loop_rank0 for 3.20 s, 2 t"
+    )
+    assert "in a thread" not in said.advice
+    assert main(["merge", str(tmp_path)]) == 0
+    shown = read_events(Path(capsys.readouterr().out.split()[0]))
+    assert {event["name"] for event in shown if event.get("cat") == "block"} == {"unknown"}
+
+
 @pytest.mark.parametrize(
     ("sleeps", "polling"),
     [
@@ -261,7 +284,10 @@ def test_a_tail_of_nothing_is_not_mentioned_and_one_is_singular(tmp_path: Path) 
     log.trajectory(0, 8)
     report = report_with(tmp_path / "late", log)
     late = [sentence for sentence in rollout_sentences(rollout_of(report)) if "last: " in sentence]
-    assert late == ["last: 1 of 5 trajectories (20.0%) takes 50.0% of the rollout, 4.00 s: own code 100%"]
+    assert late == [
+        "last: 1 of 5 trajectories (20.0%) takes 4.00 s, 50.0% of the 8.00 s from the first trajectory's "
+        "begin to the last one's end: own code 100%"
+    ]
     assert "The last 1 of 5" in render_html(report)
 
 
@@ -465,8 +491,8 @@ def test_findings_have_names_and_seconds(busy: Report) -> None:
     )
     assert said["loop_blocked"].seconds == pytest.approx(1.3)
     assert said["last_trajectories"].text == (
-        "The last trajectory takes 56% of the rollout (5.03 s; 2.5% of 40 trajectories): 100% of that is "
-        "tool `<b>sandbox`."
+        "The last trajectory takes 5.03 s, 56% of the 9.00 s from the first trajectory's begin to the last "
+        "one's end (2.5% of 40 trajectories): 100% of that is tool `<b>sandbox`."
     )
     assert said["trajectories_for_nothing"].text.endswith("nothing is made of: 8 filtered, 1 aborted.")
 
@@ -581,3 +607,23 @@ def test_the_way_to_an_engine_is_no_tool(cause: str, busy: Report) -> None:
         if found.rule == "trajectory_cause"
     ]
     assert "the server's process" in finding.advice
+
+
+def test_every_share_of_a_rollout_says_of_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The stage takes 10 s, and its trajectories 9 s of it: no number stands for both."""
+    log = DrawnLog()
+    for number in range(39):
+        log.trajectory(0.5, 3 + number / 39, ("tool:search", 0.5, 2))
+    log.trajectory(0.5, 9.5, ("tool:sandbox", 0.5, 9.5))
+    report_with(tmp_path, log)
+    assert main(["report", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path), "--save"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    page = (tmp_path / "report.html").read_text()
+    for text in (said, html.unescape(page)):
+        of_trajectories = "of the 9.00 s from the first trajectory's begin to the last one's end"
+        assert f"The last trajectory takes 5.53 s, 61% {of_trajectories}" in text
+        assert f"takes 5.53 s, 61.4% {of_trajectories}" in text
+        assert re.search(r"9\d\.\d% of the 10\.0 s of the rollout is attributed to a cause", text)
+        assert not re.search(r"% of the rollout", text)
+    assert "<b>The rollout on the wall clock, 10.0 s</b>" in page

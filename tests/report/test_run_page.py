@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -220,6 +222,44 @@ class TestEveryStep:
         assert elements.open == []
         assert set(elements.outside) == {"step_000012/report.html"}
 
+    def test_the_figures_are_those_of_the_watch(self, run: Path) -> None:
+        """Of all steps, and not of the captured one; without a captured step, too."""
+        WatchLog(run)(account(20, {"update_actor": 59_500.0}))
+        assert main(["report", str(run), "--save"]) == 0
+        page = (run / "index.html").read_text()
+        figures = text_of(page, "figures")
+        assert "Step, median8.50 sof 21 steps, from 8.50 s to 60.0 s" in figures
+        assert "SlowestStep 2060.0 s, +51.5 s over the median" in figures
+        assert (
+            "Slowest: Step 20; most of what it has over the median is in update_actor (+56.5 s)."
+            in text_of(page, "findings")
+        )
+        shutil.rmtree(run / "step_000012")
+        assert main(["report", str(run), "--save"]) == 0
+        bare = text_of((run / "index.html").read_text(), "figures")
+        assert "Step, median8.50 sof 21 steps, from 8.50 s to 60.0 s" in bare
+        assert "SlowestStep 2060.0 s, +51.5 s over the median" in bare
+
+    def test_a_first_step_that_warms_up_flattens_no_chart(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The axis ends with the other steps; the page, its figures and the terminal say both."""
+        log = WatchLog(tmp_path)
+        for number in range(1, 21):
+            ms = {1: 56_500.0, 12: 9000.0}.get(number, 5000.0)
+            log(account(number, {"rollout": ms, "update_actor": 3000.0}))
+        assert main(["report", str(tmp_path), "--save"]) == 0
+        page = (tmp_path / "index.html").read_text()
+        data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+        assert data["axis"]["watch"] == pytest.approx(12.5)
+        said = "SlowestStep 1212.5 s, +4.00 s over the median; the first took 60.0 s"
+        assert said in text_of(page, "figures")
+        build_step(tmp_path, step=12)
+        capsys.readouterr()
+        assert main(["report", str(tmp_path)]) == 0
+        said = "median 8.50 s, longest step 1 with 60.0 s, then step 12 with 12.5 s (rollout +4.00 s)"
+        assert said in capsys.readouterr().out
+
     def test_a_step_alone_and_json_say_nothing_of_it(
         self, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -296,6 +336,17 @@ class TestEveryStep:
         assert seen["hovered"][0] == "step 3: 8.50 s"
         assert seen["heights"][12] / seen["heights"][0] == pytest.approx(12.5 / 8.5, rel=0.1)
         assert seen["entered"].startswith("Step 12")
+
+    @pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
+    def test_a_step_beyond_the_axis_is_marked_in_a_browser(self, run: Path) -> None:
+        """It is as high as the axis; the others keep their heights."""
+        WatchLog(run)(account(20, {"update_actor": 600_000.0}))
+        assert main(["report", str(run), "--save"]) == 0
+        seen = run_script("watch.js", str(run / "index.html"))
+        assert (seen["problems"], seen["axe"]) == ([], [])
+        assert (seen["bars"], seen["beyond"]) == (21, 1)
+        assert seen["heights"][12] / seen["heights"][0] == pytest.approx(12.5 / 8.5, rel=0.1)
+        assert seen["heights"][12] <= seen["heights"][20] < 1.5 * seen["heights"][12]
 
     @pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
     def test_a_stage_may_have_any_name_in_a_browser(self, run: Path) -> None:

@@ -115,7 +115,7 @@ def test_findings_are_of_devices(tmp_path: Path) -> None:
     report = colocated(tmp_path, [GPU], [GPU])
     assert {finding.rule for finding in report.findings} <= {"host_bound", "after_generation", "idle_stage"}
     finding = next(finding for finding in report.findings if finding.rule == "host_bound")
-    assert finding.text.endswith("2.00 s of device time (20%).")
+    assert finding.text.endswith("2.00 device-seconds (20% of all).")
     assert finding.lanes == ["actor_rank0", "rollout0_rank0"]
 
 
@@ -174,10 +174,10 @@ def test_time_of_real_traces_is_divided_once(tmp_path: Path, mode: str) -> None:
     assert max(busy) <= shared.busy_us <= sum(busy) + 1e-3, "but for rounding"
     assert shared.span_us <= sum(alone[name].span_us for name in shared.lanes) + 1e-3, "but for rounding"
     for row in report.devices:
-        assert sum(row.lost_us.values()) == pytest.approx(row.idle_us)
+        assert sum(row.lost_us.values()) == pytest.approx(row.idle_us + row.waiting_us)
         assert row.busy_us + row.idle_us == pytest.approx(row.span_us)
-    idle_us = sum(row.idle_us for row in report.devices)
-    assert sum(lost.seconds for lost in report.lost) == pytest.approx(idle_us / 1e6)
+    lost_us = sum(row.idle_us + row.waiting_us for row in report.devices)
+    assert sum(lost.seconds for lost in report.lost) == pytest.approx(lost_us / 1e6)
 
 
 class DrawnLane:

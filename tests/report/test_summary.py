@@ -49,8 +49,8 @@ def test_lost_time_has_the_cause_of_the_first_finding(
 def test_waiting_for_a_slow_rank_is_lost(tmp_path: Path) -> None:
     """Fifteen ranks wait three seconds each, although their devices are busy with waiting."""
     healthy, slow = (seen(tmp_path / name, name) for name in ("healthy", "slow rank"))
-    assert "Lost 104 s" in healthy
-    assert "Lost 168 s" in slow
+    assert "Lost 104 lane-seconds" in healthy
+    assert "Lost 168 lane-seconds" in slow
 
 
 def test_a_healthy_step_is_calm(tmp_path: Path) -> None:

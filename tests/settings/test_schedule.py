@@ -39,10 +39,11 @@ def test_each_form_captures_the_steps_it_says(schedule: Schedule, expected: str)
     assert drawn(schedule) == expected
 
 
-def test_step_zero_is_captured_only_when_it_is_asked_for() -> None:
-    """``every`` starts with its first multiple; listing step 0 captures it."""
-    assert Schedule(every=3).action(0) is Action.OFF
-    assert Schedule(steps=(0,)).action(0) is Action.RECORD
+def test_step_zero_is_a_step_like_any_other() -> None:
+    """In a loop that counts from 0; ``every`` and a list capture it, cycles where ``first_step`` says so."""
+    assert drawn(Schedule(every=3), steps=8, first=-1) == ".R..R..R"
+    assert drawn(Schedule(steps=(0,)), steps=3, first=-1) == ".R."
+    assert drawn(Schedule(), steps=3, first=-1) == "..R"
 
 
 def test_steps_before_the_first_one_are_off() -> None:

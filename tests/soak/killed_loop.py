@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 from fault_tools import FAULTY
 
 from verl_profiling import ProfilingCallback, stage
-from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.workers import CaptureMixin
 
 STAGES = ("values", "update_critic", "update_actor")
@@ -46,8 +44,6 @@ def main(folder: Path, first: int, last: int, doomed: int, place: str) -> None:
     with callback:
         for step in range(first, last + 1):
             callback.on_step_begin(step)
-            while not any((folder / "run").glob(f"step_{step:06d}*/{MANIFEST_NAME}")):
-                time.sleep(0.002)  # a moment after the begin it is there
             passes("the begin", step)
             for name in STAGES:
                 with stage(name):

@@ -35,8 +35,6 @@ def test_traces_are_copied_byte_for_byte(tmp_path: Path) -> None:
     for lane in WORKERS:
         content = gzip.decompress((folder / f"{lane}.torch.json.gz").read_bytes())
         assert files[f"{lane}/{lane}.torch.json"] == content
-    controller = gzip.decompress((folder / "controller.trace.json.gz").read_bytes())
-    assert files["controller/controller.trace.json"] == controller
 
 
 def test_the_manifest_follows_the_documented_format(tmp_path: Path) -> None:
@@ -72,9 +70,10 @@ def test_offsets_put_all_files_on_one_clock(tmp_path: Path) -> None:
     (reference,) = {e["clocks"]["sync_to"]["file"] for e in entries if "clocks" in e}
     assert offsets[reference.partition("/")[0]] == 0
     bases = {lane: json.loads(recordings()[lane].trace)["baseTimeNanoseconds"] for lane in WORKERS}
-    begin_ns = json.loads((folder / "manifest.json").read_text())["begin_ns"]
     assert offsets["actor_rank1"] - offsets["actor_rank0"] == bases["actor_rank1"] - bases["actor_rank0"]
-    assert offsets["controller"] - offsets["actor_rank0"] == begin_ns - bases["actor_rank0"]
+    assert offsets["rollout0_rank0"] - offsets["actor_rank0"] == (
+        bases["rollout0_rank0"] - bases["actor_rank0"]
+    )
 
 
 def test_a_truncated_trace_is_packed_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -87,7 +86,7 @@ def test_a_truncated_trace_is_packed_as_far_as_it_goes(tmp_path: Path) -> None:
     assert problems == ["actor_rank0.torch.json.gz: the gzip stream is cut off"]
     with tarfile.open(path) as tar:
         sizes = {member.name: member.size for member in tar.getmembers()}
-    assert len(sizes) == len(WORKERS) + 2
+    assert len(sizes) == len(WORKERS) + 1
     assert sizes["actor_rank0/actor_rank0.torch.json"] > 1000
 
 

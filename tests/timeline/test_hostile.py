@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
+from drawn_logs import Drawn, add_log
 from step_folders import build_step, read_events
 
 from verl_profiling.analysis import open_step
@@ -293,15 +297,6 @@ def test_all_names_of_threads_are_kept_a_few_at_a_time(
     assert named_threads(write(tmp_path, *events, *names, GOOD % 5)) == {f"t{tid}": 1 for tid in range(8_000)}
 
 
-def test_a_controllers_trace_is_bounded_too(tmp_path: Path) -> None:
-    """It is held in memory as a whole; the rest of the timeline is made all the same."""
-    step = build_step(tmp_path)
-    result = open_step(step, Limits(controller_events=4)).merge()
-    assert result.limited
-    assert result.problems[0].startswith("controller.trace.json.gz: byte")
-    assert result.events > 100
-
-
 def test_pieces_of_a_trace_that_was_not_read_whole_are_truncated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,6 +316,65 @@ def test_a_trace_of_many_stages_is_cut_a_few_files_at_a_time(
     whole = {path.name: read_events(path) for path in open_step(step).split(tmp_path / "a")}
     monkeypatch.setattr("verl_profiling.timeline.split._OPEN_FILES", 1)
     assert {path.name: read_events(path) for path in open_step(step).split(tmp_path / "b")} == whole
+
+
+PEAK = """
+import re, sys
+from verl_profiling.cli import main
+code = main(sys.argv[1:])
+print(int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) >> 10)
+sys.exit(code)
+"""
+
+
+def step_with_log(run: Path, line: bytes, times: int) -> Path:
+    """Make a step whose log of trajectories has one more line, many times: a few megabytes."""
+    drawn = Drawn(run)
+    drawn.span("tool:x", 1, 2, drawn.trajectory(0, 100))
+    path = add_log(drawn.folder, drawn.log)
+    *lines, footer = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
+    with gzip.open(path, "wb", compresslevel=6) as file:
+        for part in (*lines, *[line * 1_000] * (times // 1_000), footer):
+            file.write(part)
+    assert path.stat().st_size < 6_000_000
+    return drawn.folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
+def test_a_small_log_of_trajectories_takes_no_memory_of_any_size(tmp_path: Path) -> None:
+    """A record may have many facts; what was read before the limit counts, and the exit code is 1."""
+    facts = b",".join(b'"%d":1' % number for number in range(400))
+    line = b'["s",9,-1,-1,"tool:x",1,2,7,0,false,"",{' + facts + b"}]\n"
+    step = step_with_log(tmp_path, line, 120_000)
+    done = subprocess.run([sys.executable, "-c", PEAK, "report", str(step)], capture_output=True, text=True)
+    assert int(done.stdout.split()[-1]) < 1_700, "MB"
+    assert done.returncode == 1, done.stderr
+    assert "(--max-memory raises it)" in done.stdout.replace("\n", " ")
+
+
+@pytest.mark.parametrize("command", ["report", "merge"])
+def test_at_most_so_many_records_of_a_log_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """They are in memory all at once, so a log has a limit of its own; it is said, and the exit code is 1."""
+    step = step_with_log(tmp_path, b'["lag",0,1,2]\n', 1_100_000)
+    assert main([command, str(step)]) == 1
+    assert "stopped after 1,048,576 records" in " ".join("".join(capsys.readouterr()).split())
+
+
+def test_any_number_of_notes_is_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first hundred of them stand in the report; the others are counted."""
+    step = build_step(tmp_path)
+    manifest = read_manifest(step)
+    notes = [f"note {number} of the capture" for number in range(100_000)]
+    write_json_atomically(step / "manifest.json", msgspec.structs.replace(manifest, notes=notes))
+    begin_s = time.monotonic()
+    assert main(["report", str(step)]) == 0
+    assert time.monotonic() - begin_s < 20
+    printed = capsys.readouterr().out
+    assert "note 99 of" in printed
+    assert "note 100 of" not in printed
+    assert "99,900 more notes are in manifest.json" in printed
 
 
 def test_one_unreadable_trace_costs_the_lane_no_other(tmp_path: Path) -> None:

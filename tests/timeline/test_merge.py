@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_folders import WORKERS, build_step, read_events, recordings, unix_ns
 
-from verl_profiling.controller.trace import write_controller_trace
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, StageSpan, ToolSpan
 from verl_profiling.run_files import read_manifest, write_json_atomically
@@ -44,8 +43,11 @@ def process_names(events: list[dict]) -> dict[int, str]:
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_every_event_is_in_the_timeline(tmp_path: Path, mode: str) -> None:
-    """Nothing but the old names of processes is lost, and nothing is added but lanes and arrows."""
+    """Nothing but the old names of processes is lost; added are what the manifest says, and arrows."""
     folder = build_step(tmp_path, mode=mode)
+    manifest = read_manifest(folder)
+    stages = [*manifest.stages, *(span for worker in manifest.workers for span in worker.stages)]
+    drawn = Counter([("X", span.name) for span in stages] + [("X", rpc.method) for rpc in manifest.rpcs])
     result, events = merged(folder)
     inputs = Counter(
         (event["ph"], event["name"])
@@ -55,8 +57,8 @@ def test_every_event_is_in_the_timeline(tmp_path: Path, mode: str) -> None:
         if event["ph"] != "M"
     )
     arrows = {("s", "causes"): 3, ("f", "causes"): 3}
-    assert Counter((e["ph"], e["name"]) for e in events if e["ph"] != "M") == inputs + Counter(arrows)
-    assert result.events == sum(inputs.values()) + 6
+    assert Counter((e["ph"], e["name"]) for e in events if e["ph"] != "M") == inputs + drawn + Counter(arrows)
+    assert result.events == sum(inputs.values()) + len(stages) + len(manifest.rpcs) + 6
 
 
 def test_times_differ_by_the_hosts_offset_and_by_nothing_else(tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ def test_stages_that_cross_get_threads_of_their_own(tmp_path: Path) -> None:
         ("late", 21, 22),
     ]
     stages = [StageSpan(name, begin + a * 1000, begin + b * 1000) for name, a, b in spans]
-    write_controller_trace(folder, msgspec.structs.replace(manifest, stages=stages))
+    write_json_atomically(folder / "manifest.json", msgspec.structs.replace(manifest, stages=stages))
     _, events = merged(folder)
     names = process_names(events)
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -223,7 +225,6 @@ def test_arrows_lead_into_stages_that_cross(tmp_path: Path) -> None:
     inside = [StageSpan(name, begin + a * 1000, begin + b * 1000) for name, a, b in SHORTER]
     workers = [msgspec.structs.replace(worker, stages=inside) for worker in manifest.workers]
     manifest = msgspec.structs.replace(manifest, stages=stages, workers=workers, clocks=[])
-    write_controller_trace(folder, manifest)
     write_json_atomically(folder / MANIFEST_NAME, manifest)
     _, events = merged(folder)
     names = process_names(events)
@@ -250,7 +251,7 @@ def test_a_tools_start_and_stop_have_a_lane(tmp_path: Path) -> None:
         for worker in manifest.workers
     ]
     manifest = msgspec.structs.replace(manifest, workers=workers)
-    write_controller_trace(folder, manifest)
+    write_json_atomically(folder / MANIFEST_NAME, manifest)
     result, events = merged(folder)
     base = json.loads(gzip.decompress(result.path.read_bytes()))["baseTimeNanoseconds"]
     names = process_names(events)
@@ -366,15 +367,6 @@ def test_a_missing_trace_is_named_and_the_rest_merged(tmp_path: Path) -> None:
     result, events = merged(folder)
     assert result.problems == ["actor_rank1.torch.json.gz is missing"]
     assert "actor_rank1" in process_names(events).values()
-
-
-def test_a_broken_controller_trace_costs_only_its_lanes(tmp_path: Path) -> None:
-    """The workers are merged all the same, and the damage is named."""
-    folder = build_step(tmp_path)
-    (folder / "controller.trace.json.gz").write_bytes(b"")
-    result, events = merged(folder)
-    assert any("controller.trace.json.gz at byte 0: is empty" in problem for problem in result.problems)
-    assert {event["name"] for event in events} >= {"aten::mm", "execute_context_0(0)_generation_1(1)"}
 
 
 def test_bytes_still_being_compressed_are_read_raw(tmp_path: Path) -> None:

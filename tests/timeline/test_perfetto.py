@@ -12,6 +12,7 @@ from browser import needs_browser, run_script
 from drawn_logs import Drawn
 from step_folders import WORKERS, build_step, read_events
 
+from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.server import TimelineServer, bundled_ui
@@ -107,12 +108,11 @@ def test_perfetto_counts_the_same_slices(opened: tuple[Path, dict[str, list[list
     """Per lane, Perfetto has as many slices as the traces have spans and marks."""
     folder, results = opened
     expected = Counter({lane: _slices(read_events(folder / f"{lane}.torch.json.gz")) for lane in WORKERS})
-    controller = read_events(folder / "controller.trace.json.gz")
-    for process in controller:
-        if process["name"] == "process_name":
-            name = process["args"]["name"]
-            lane = f"{name}_rank0" if name.startswith("rollout") else name
-            expected[lane] += _slices([e for e in controller if e["pid"] == process["pid"]])
+    manifest = read_manifest(folder)
+    expected["controller"] = len([*manifest.stages, *manifest.outside, *manifest.rpcs])
+    for worker in manifest.workers:
+        lane = worker.identity.lane()
+        expected[lane] += len(worker.stages) + len(worker.tool_spans)
     found: Counter[str] = Counter()
     for process, count in results["slices"]:
         found[process.split()[0]] += count

@@ -14,8 +14,8 @@ from verl_profiling.analysis import open_run
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import MANIFEST_NAME, RunInfo
-from verl_profiling.run_files import read_manifest, run_file_name, write_json_atomically
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, RunInfo
+from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps, runs_at
 
 BEGIN_NS = 1_700_000_000_000_000_000
@@ -25,7 +25,7 @@ def build_run(folder: Path, run_id: str, *steps: int) -> Path:
     """Make a run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     info = RunInfo(run_id=run_id, begin_ns=BEGIN_NS, process=ProcessId.current(), config={}, versions={})
-    write_json_atomically(folder / run_file_name(1), info)
+    write_json_atomically(folder / RUN_NAME, info)
     for step in steps:
         built = build_step(folder, step=step)
         write_json_atomically(

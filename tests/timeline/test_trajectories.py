@@ -328,7 +328,7 @@ def test_a_log_that_is_cut_damaged_or_missing_costs_what_is_not_there(tmp_path: 
     assert "agent_loop_rank1.trajectories.jsonl.gz is missing" in result.problems[0]
     assert "not a gzip file" in result.problems[1]
     assert result.problems[2] == f"{path.name}: was cut behind line {shown + 2}"
-    inputs.limits = Limits(events=50, controller_events=1_000)
+    inputs.limits = Limits(events=50)
     limited = merge(inputs)
     assert limited.limited
     assert any("--max-events raises it" in problem and path.name in problem for problem in limited.problems)

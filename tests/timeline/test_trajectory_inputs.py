@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from drawn_logs import add_log
@@ -15,10 +14,7 @@ from step_folders import build_step
 
 from verl_profiling.analysis import open_step
 from verl_profiling.errors import ConfigError
-from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.report.check import check
-from verl_profiling.report.recovery import recover
-from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.archive import write_archive
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.limits import Limits
@@ -233,30 +229,6 @@ def test_check_reads_logs_to_their_end(tmp_path: Path) -> None:
     assert reasons[paths[0].name] == ""
     assert "line 6: is not a log" in reasons[paths[2].name]
     assert "spans that were not recorded" in reasons["agent_loop_rank6.trajectories.jsonl.gz"]
-
-
-def test_recover_takes_in_logs_that_nobody_entered(tmp_path: Path) -> None:
-    """Also the part that a process was writing when it was killed, as cut."""
-    folder = build_step(tmp_path)
-    manifest = read_manifest(folder)
-    paths = [add_log(folder, log_of(rank, spans=SPANS), rank=rank) for rank in (0, 1)]
-    part = folder / f".{paths[1].name}.part"
-    part.write_bytes(paths[1].read_bytes()[: paths[1].stat().st_size // 2])
-    paths[1].unlink()
-    begun = msgspec.structs.replace(manifest, state="begun")
-    write_json_atomically(folder / MANIFEST_NAME, begun)
-    recover(folder, force=True)
-    workers = {worker.name: worker for worker in read_manifest(folder).workers}
-    statuses = {
-        name: [(artifact.tool, artifact.status) for artifact in worker.artifacts]
-        for name, worker in workers.items()
-        if name.startswith("agent_loop")
-    }
-    assert statuses == {
-        "agent_loop_rank0": [("trajectories", "ok")],
-        "agent_loop_rank1": [("trajectories", "truncated")],
-    }
-    assert workers["agent_loop_rank1"].identity.role == "agent_loop"
 
 
 def test_logs_without_a_manifest_are_found_by_name_and_time(tmp_path: Path) -> None:

@@ -162,12 +162,11 @@ class TestRealTorchNpu:
         ]
         assert [span["failed"] for span in outcome["result"]["stages"]] == [True, False]
 
-    def test_a_second_start_is_refused(self, outcomes: Outcome) -> None:
-        """torch_npu would split the output in two; the session refuses, and the first capture is whole."""
-        outcome = outcomes["second_start"]
-        assert "already recording step 1 (actor rank 0" in outcome["message"]
-        assert outcome["joined"] == "joined"
-        assert artifacts(outcome["result"]) == [("actor_rank0.npu", "ok")]
+    def test_another_capture_closes_the_open_one(self, outcomes: Outcome) -> None:
+        """Nobody stopped the first one, and its result on disk says so; both recordings are whole."""
+        left, result = outcomes["second_start"]["left"], outcomes["second_start"]["result"]
+        assert (left["status"], left["reason"]) == ("failed", "never stopped")
+        assert artifacts(left) == artifacts(result) == [("actor_rank0.npu", "ok")]
 
     def test_torch_profiler_is_left_alone(self, outcomes: Outcome) -> None:
         """Where torch's own profiler records the thread, we refuse, and it keeps its data."""

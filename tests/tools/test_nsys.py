@@ -39,7 +39,7 @@ def ranges(last_step: int | None = None, **given: Any) -> int:
         ({"schedule": {"steps": [2, 5, 9]}}, None, 3),
         ({"schedule": {"steps": [2, 5, 9]}}, 5, 2),
         ({"schedule": {"steps": [2, 3, 7], "continuous": True}}, None, 2),
-        ({"schedule": {"every": 10}}, 35, 3),
+        ({"schedule": {"every": 10}}, 35, 4),  # a loop may begin with step 0
         ({"schedule": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}}, None, 6),
         ({"schedule": {"steps": [2, 3]}, "mode": "discrete", "select": {"stages": STAGES}}, None, 4),
         (

@@ -118,11 +118,11 @@ class TestRealMsprobe:
         [_, critic] = outcome["entries"].values()
         assert [name for name in critic if "linear" in name] == LINEAR
 
-    def test_a_second_start_is_refused(self, ran: Callable[[str], Outcome]) -> None:
-        """The session refuses it, and the first recording is whole."""
-        outcome = ran("calls")["twice"]
-        assert "already recording step 1 (actor rank 0" in outcome["again"]
-        assert artifacts(outcome["result"]) == [("actor_rank0.precision", "ok")]
+    def test_another_capture_closes_the_open_one(self, ran: Callable[[str], Outcome]) -> None:
+        """Nobody stopped the first one, and its result on disk says so; both recordings are whole."""
+        left, result = ran("calls")["twice"]["left"], ran("calls")["twice"]["result"]
+        assert (left["status"], left["reason"]) == ("failed", "never stopped")
+        assert artifacts(left) == artifacts(result) == [("actor_rank0.precision", "ok")]
 
     def test_folders_that_cannot_be_written(self, ran: Callable[[str], Outcome]) -> None:
         """The start says so; msprobe, which leaves itself switched on then, is switched off."""

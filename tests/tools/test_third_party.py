@@ -45,6 +45,7 @@ def test_the_example_records_stages_apart(tmp_path: Path) -> None:
             with stage("update_actor"):
                 crunch()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "actor_rank0.result.json",
         "actor_rank0.update_actor.2.cprofile.txt",
         "actor_rank0.update_actor.cprofile.txt",
     ]

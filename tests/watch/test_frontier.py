@@ -125,7 +125,7 @@ def test_ranks_that_share_no_stage_are_not_compared() -> None:
     loop += [use(f"actor_rank{rank}", ("train", 0, length)) for rank, length in ((2, 50), (3, 70))]
     rows = exposed(account(80, loop))
     assert in_ms(rows) == [("generate", 40), ("train", 30), ("", 10)]
-    assert [row.doubt for row in rows] == ["tied", "other order", ""]
+    assert [row.doubt for row in rows] == ["evened out", "other order", ""]
 
 
 def test_a_stage_of_the_controller_names_who_worked_in_it() -> None:
@@ -178,8 +178,8 @@ def test_workers_that_were_not_read_are_not_guessed() -> None:
     assert rows[0].doubt == "not read"
 
 
-def test_of_roles_side_by_side_the_last_is_named() -> None:
-    """Agent loops hold the engines' work: the row names who ended last, and the others are known too."""
+def test_of_roles_side_by_side_the_row_has_the_last() -> None:
+    """Agent loops hold the engines' work: the row has the role that ended last, and names no process."""
     step = account(
         100,
         controller(("rollout", 0, 90)),
@@ -189,7 +189,7 @@ def test_of_roles_side_by_side_the_last_is_named() -> None:
         use("agent_loop1", ("agents", 1, 50), role="agent_loop"),
     )
     [row, _] = exposed(step)
-    assert (row.role, row.leader, row.doubt) == ("agent_loop", "agent_loop0", "overlapped")
+    assert (row.role, row.leader, row.lead_ns, row.doubt) == ("agent_loop", "", 0, "overlapped")
     [_, engines] = standings(step)["rollout"]
     assert (engines.leader, engines.lead_ns) == ("rollout0_rank0", 30 * MS)
 
@@ -242,7 +242,7 @@ def in_periods(lane: str, name: str, *periods: tuple[int, int]) -> RankUse:
     return msgspec.structs.replace(found, stages=[stage])
 
 
-def test_of_roles_inside_of_each_other_the_outer_is_named() -> None:
+def test_of_roles_inside_of_each_other_the_row_has_the_outer() -> None:
     """Rewards come and go inside of the trajectories, which ended last; the loop looked a while later."""
     [row, _] = exposed(
         account(
@@ -253,7 +253,7 @@ def test_of_roles_inside_of_each_other_the_outer_is_named() -> None:
             in_periods("reward_rank0", "reward", (50, 52), (80, 84), (90, 104)),
         )
     )
-    assert (row.role, row.leader, row.doubt) == ("agent_loop", "agent_loop_rank0", "overlapped")
+    assert (row.role, row.leader, row.doubt) == ("agent_loop", "", "overlapped")
 
 
 def test_of_two_batches_that_were_generated_in_a_step_the_wait_names_the_first_ones_engine() -> None:

@@ -191,7 +191,7 @@ def test_what_a_capture_records_is_added_up_as_well(tally: SpanTally, time_passe
         "inside": SpanTotal("inside", 1, MS),
         "outlasting": SpanTotal("outlasting", 1, MS),
     }
-    assert [found.name for found in log.spans] == ["inside", "outlasting"]
+    assert [found.name for found in log.spans] == ["before", "inside", "outlasting"]
 
 
 @pytest.mark.parametrize("recorded", [False, True])

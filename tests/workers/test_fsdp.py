@@ -52,7 +52,7 @@ def train(rank: int, folder: Path, config: dict[str, Any]) -> None:
     reply = worker.stop_capture("run-1", 60)
     assert started.status in ("recording", "skipped")
     if started.status == "recording":
-        assert [news.artifact.status for news in reply.finished] == ["ok"], reply
+        assert [artifact.status for artifact in reply.result.artifacts] == ["ok"], reply
     (folder / f"result{rank}.json").write_bytes(msgspec.json.encode(reply.result))
     dist.destroy_process_group()
     os._exit(0)  # torch 2.13 aborts now and then (1 of 30 without this package) in the exit handlers of FSDP

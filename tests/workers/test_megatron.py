@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -169,7 +170,9 @@ def captured(tmp_path: Path, body: Callable[[], None], mode: str = "e2e") -> Cap
     """Capture ``body`` as a worker would, and return the result."""
     worker = CaptureMixin()
     worker.init_capture({**SPANS, "mode": mode}, role="actor")
-    worker.start_capture(CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path / "step")))
+    worker.start_capture(
+        CaptureRequest(capture_id=uuid4().hex, run_id="r", step=1, folder=str(tmp_path / "step"))
+    )
     try:
         body()
     finally:

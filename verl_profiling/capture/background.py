@@ -1,19 +1,16 @@
-"""Does what is left to do on artifacts in the background, and keeps the outcome until it is asked for.
-
-What that is, a tool says: the ``finish`` of its ``Output`` (compression is in ``tools/trace_file.py``).
-"""
+"""Finishes artifacts in the background: compression, as a tool's ``Output.finish`` says, and uploads."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
 from verl_profiling.afterwards.background import BackgroundWork
 from verl_profiling.afterwards.uploads import Finish
-from verl_profiling.capture.messages import Finished
 from verl_profiling.manifest import Artifact
 
 __all__ = ["Finisher"]
@@ -28,10 +25,18 @@ class Finisher:
         self._lock = threading.Lock()
         self._background = BackgroundWork("finisher")
         self._unfinished: Counter[str] = Counter()
-        self._finished: list[Finished] = []
 
-    def submit(self, capture_id: str, pending: Artifact, finish: Finish) -> None:
-        """Queue the rest of the work on an artifact."""
+    def submit(
+        self, capture_id: str, pending: Artifact, finish: Finish, done: Callable[[Artifact], object]
+    ) -> None:
+        """Queue the rest of the work on an artifact.
+
+        Args:
+            capture_id: The capture.
+            pending: The artifact as it is now.
+            finish: Does the work.
+            done: Called with the artifact's final status.
+        """
 
         def work() -> float | None:
             try:
@@ -43,8 +48,8 @@ class Finisher:
                 )
             if not isinstance(artifact, Artifact):
                 return artifact
+            done(artifact)
             with self._lock:
-                self._finished.append(Finished(capture_id, artifact))
                 self._unfinished[capture_id] -= 1
             return None
 
@@ -61,9 +66,3 @@ class Finisher:
         with self._lock:
             self._unfinished += Counter()  # drops the captures that are done
             return capture_id not in self._unfinished
-
-    def take_finished(self) -> list[Finished]:
-        """Return the artifacts that were finished since the last call."""
-        with self._lock:
-            finished, self._finished = self._finished, []
-        return finished

@@ -49,6 +49,7 @@ class Capture:
         role: The worker's settings.
         identity: The worker.
         finisher: Does the background work on artifacts.
+        done: Called with the final status of an artifact that was finished in the background.
         predictions: What earlier captures of this process took.
         handover_s: How long a stop on another thread waits for the thread that owns the recording, in
             seconds.
@@ -60,6 +61,7 @@ class Capture:
         role: RoleConfig,
         identity: WorkerIdentity,
         finisher: Finisher,
+        done: Callable[[Artifact], object],
         predictions: Predictions,
         handover_s: float = HANDOVER_S,
     ) -> None:
@@ -76,7 +78,7 @@ class Capture:
         self._lock = HeldLock()
         self._recorded: OpenSpan | None = None
         self._owner = OwnerThread()
-        self._ledger = ArtifactLedger(request, finisher, ByteBudget(role.limits, request))
+        self._ledger = ArtifactLedger(request, finisher, ByteBudget(role.limits, request), done)
         self._stages: list[StageSpan] = []
         self._occurrences: Counter[str] = Counter()
         self._skipped: set[str] = set()
@@ -133,19 +135,6 @@ class Capture:
             self._give_up(str(error))
         self._anchors.append(clock.read_anchor())
         return self._result()
-
-    def try_stop(self, wait_s: float) -> bool:
-        """Let the thread that owns the recording stop it; return whether :meth:`close` may be called now.
-
-        Args:
-            wait_s: How long to wait for that thread.
-        """
-        if not self._tools.any_thread and not self._owner.is_current() and self._owner.is_alive():
-            try:
-                self._owner.hand_over(self._stop_for_good, wait_s)
-            except OwnerAbsentError:
-                return not self._owner.is_alive()
-        return True
 
     def step(self) -> None:
         """Note that a mini-batch is done."""

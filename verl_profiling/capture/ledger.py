@@ -24,11 +24,20 @@ class ArtifactLedger:
         request: The capture.
         finisher: Does the background work on artifacts.
         budget: What they may take of the disk.
+        done: Called with an artifact that a stage has left, and with the final status of what is finished
+            in the background.
     """
 
-    def __init__(self, request: CaptureRequest, finisher: Finisher, budget: ByteBudget) -> None:
+    def __init__(
+        self,
+        request: CaptureRequest,
+        finisher: Finisher,
+        budget: ByteBudget,
+        done: Callable[[Artifact], object],
+    ) -> None:
         self._request = request
         self._finisher = finisher
+        self._done = done
         self._budget = budget
         self._entries: dict[str, Artifact] = {}
 
@@ -69,11 +78,15 @@ class ArtifactLedger:
             )
             complete = _completing(expected.begin_ns, end_ns, truncated)
             artifact = complete(written)
+            if finish is not None:
+                artifact = msgspec.structs.replace(artifact, status="pending")
             if artifact.path != expected.path:
                 self._entries.pop(expected.path, None)
             self._entries[artifact.path] = artifact
+            if artifact.stage is not None:  # more follows, and this process may be killed meanwhile
+                self._done(artifact)
             if finish is not None:
-                self._finisher.submit(self._request.capture_id, artifact, _then(finish, complete))
+                self._finisher.submit(self._request.capture_id, artifact, _then(finish, complete), self._done)
 
     def skip(self, tool: Tool, destination: Destination, reason: str) -> None:
         """Note that a tool did not record on purpose; one that writes nothing has no entry."""

@@ -12,7 +12,7 @@ from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.watch.reading import WatchReading
 
-__all__ = ["Aim", "CaptureRequest", "Finished", "StartReply", "StopReply"]
+__all__ = ["Aim", "CaptureRequest", "StartReply", "StopReply"]
 
 StartStatus = Literal["recording", "armed", "joined", "skipped", "refused"]
 
@@ -31,7 +31,6 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         keep: ``False`` for a warm-up, which is discarded.
         last: No capture comes after this one, as far as the schedule says.
         upload: Where the files go that are written into ``folder``, if it only stages them.
-        loop: The process of the loop; a capture ends when it is seen to be gone.
         roles: Under which roles the callback knows the worker, the first one first.
         workers: How many workers are asked in all.
         aim: What this capture does differently from the settings.
@@ -47,17 +46,9 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     keep: bool = True
     last: bool = False
     upload: Upload | None = None
-    loop: ProcessId | None = None
     roles: list[str] = []
     workers: int = 1
     aim: Aim | None = None
-
-
-class Finished(msgspec.Struct, frozen=True):
-    """An artifact of an earlier capture whose background work is done since the last reply."""
-
-    capture_id: str
-    artifact: Artifact
 
 
 class StartReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +62,6 @@ class StartReply(msgspec.Struct, frozen=True, kw_only=True):
         reason: Why it was skipped or refused.
         expected: The artifacts that will exist if all goes well, as far as they are known now.
         process: The process that answered.
-        finished: Artifacts of earlier captures that were finished since the last answer.
         received_ns: When the call arrived, on the worker's clock.
         replied_ns: When it returned, on the worker's clock.
     """
@@ -81,7 +71,6 @@ class StartReply(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     expected: list[Artifact] = []
     process: ProcessId
-    finished: list[Finished] = []
     received_ns: int
     replied_ns: int
 
@@ -90,9 +79,8 @@ class StopReply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to ``stop_capture``.
 
     Attributes:
-        result: What was recorded. Its status is ``skipped`` if nothing was recording.
+        result: The worker's result, as in its file. Its status is ``skipped`` if nothing was recording.
         process: The process that answered; another one than at the start if a worker was restarted.
-        finished: Artifacts of this and earlier captures that were finished since the last answer.
         watch: What the watch kept since it was read last.
         received_ns: When the call arrived, on the worker's clock.
         replied_ns: When it returned, on the worker's clock.
@@ -100,7 +88,6 @@ class StopReply(msgspec.Struct, frozen=True, kw_only=True):
 
     result: CaptureResult
     process: ProcessId
-    finished: list[Finished] = []
     watch: WatchReading | None = None
     received_ns: int
     replied_ns: int

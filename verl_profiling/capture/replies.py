@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest, Finished, StartReply, StartStatus, StopReply
-from verl_profiling.capture.states import State
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 
 __all__ = [
-    "another_is_open",
     "cannot_be_had",
     "not_set_up",
     "nothing_to_stop",
@@ -30,7 +28,6 @@ def start_reply(
     *,
     reason: str = "",
     expected: Sequence[Artifact] = (),
-    finished: Sequence[Finished] = (),
 ) -> StartReply:
     """Return the answer to ``start_capture``, given now; see :class:`StartReply`."""
     return StartReply(
@@ -39,18 +36,16 @@ def start_reply(
         status=status,
         reason=reason,
         expected=list(expected),
-        finished=list(finished),
         received_ns=received_ns,
         replied_ns=clock.now_ns(),
     )
 
 
-def stop_reply(result: CaptureResult, received_ns: int, finished: Sequence[Finished] = ()) -> StopReply:
+def stop_reply(result: CaptureResult, received_ns: int) -> StopReply:
     """Return the answer to ``stop_capture``, given now; see :class:`StopReply`."""
     return StopReply(
         result=result,
         process=ProcessId.current(),
-        finished=list(finished),
         received_ns=received_ns,
         replied_ns=clock.now_ns(),
     )
@@ -84,16 +79,6 @@ def nothing_to_stop(
     """
     open_now = f"capture {request.capture_id} is open" if request else "nothing is open"
     return skipped(identity, f"stop_capture: {open_now}; call start_capture(...) first", capture_id)
-
-
-def another_is_open(
-    request: CaptureRequest, identity: WorkerIdentity, state: State, other: CaptureRequest
-) -> CaptureStateError:
-    """Return the refusal of a start while another capture is open."""
-    return CaptureStateError(
-        f"start_capture(step={request.step}): already {state.value} step {other.step} ({identity}); "
-        "call stop_capture() first"
-    )
 
 
 def not_set_up(request: CaptureRequest, who: object, arguments: str) -> CaptureStateError:

@@ -12,8 +12,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import threading
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -23,10 +22,8 @@ from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.capture import HANDOVER_S, Capture
 from verl_profiling.capture.messages import Aim, CaptureRequest, StartReply, StartStatus, StopReply
-from verl_profiling.capture.orphan import LOOK_S, OrphanWatch, is_orphan, leave_result
 from verl_profiling.capture.prediction import Predictions
 from verl_profiling.capture.replies import (
-    another_is_open,
     cannot_be_had,
     not_set_up,
     nothing_to_stop,
@@ -34,6 +31,7 @@ from verl_profiling.capture.replies import (
     stop_reply,
     switched_off,
 )
+from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile
 from verl_profiling.capture.stage import Both, Stage, StageSink
 from verl_profiling.capture.states import State
 from verl_profiling.errors import ConfigError, ToolUnavailableError
@@ -74,8 +72,7 @@ class Session:
         total_spans(None)
         self._busy: dict[str, Busy] = {}
         self._capture: Capture | None = None
-        self._watch: OrphanWatch | None = None
-        self._last: CaptureResult | None = None
+        self._file = ResultFile()
         self._configs: dict[str, ProfilingConfig] = {}
         self._prepared: set[Tool] = set()
         self._lock = threading.RLock()
@@ -127,6 +124,8 @@ class Session:
 
     def read_watch(self, identity: WorkerIdentity, since_ns: int | None) -> WatchReading | None:
         """Return what the watch has kept since then, or ``None`` if it is off; see :func:`read_ring`."""
+        if since_ns is not None:  # it is asked for, and does not come along with the end of a capture
+            clock.follow()
         return None if self.ring is None else read_ring(self.ring, identity, since_ns, self._tally)
 
     def busy(self, name: str) -> Busy | None:
@@ -145,7 +144,7 @@ class Session:
         """Start the capture that ``request`` describes, or join it if it runs already.
 
         Raises:
-            CaptureStateError: The worker is not registered, or another capture is open.
+            CaptureStateError: The worker is not registered.
             Exception: Whatever the tool raised; nothing records then.
         """
         received_ns = clock.now_ns()
@@ -162,20 +161,23 @@ class Session:
             if not role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
                 self._hooks.begun(request, identity, recorded=False)
                 return self._reply(identity, "skipped", received_ns, reason="not selected")
-            if self._capture is not None and is_orphan(self._capture.request):
-                self._rescue(self._capture)
             if self._capture is not None:
-                return self._join(self._capture, request, identity, received_ns)
+                if self._capture.request.capture_id == request.capture_id:
+                    return self._join(self._capture, request, identity, received_ns)
+                self._forgotten(self._capture, request)
             if request.aim is not None:
                 try:
                     self._prepare(role)
                 except ToolUnavailableError as error:
                     return self._reply(identity, "refused", received_ns, reason=cannot_be_had(request, error))
-            capture = Capture(request, role, identity, self._finisher, self._predictions, self._handover_s)
+            file = self._file.opened(request, role, identity)
+            capture = Capture(
+                request, role, identity, self._finisher, file.finished, self._predictions, self._handover_s
+            )
             expected = capture.open()
-            self._capture = capture
-            self._watch = OrphanWatch(request, partial(self._rescue, capture))
+            self._capture, self._file = capture, file
             termination.hold()
+            clock.hold()
             self._pass_stages_to(capture)
             self._hooks.begun(request, identity)
             status: StartStatus = "armed" if capture.state is State.ARMED else "recording"
@@ -198,8 +200,8 @@ class Session:
             capture = self._capture
             if capture is not None and capture_id in (None, capture.request.capture_id):
                 result = self._close(capture)
-            elif self._last is not None and capture_id in (None, self._last.capture_id):
-                result = self._last
+            elif self._file.holds(capture_id):
+                result = self._file.result
             else:
                 identity = capture.identity if capture else WorkerIdentity(role="unknown")
                 result = nothing_to_stop(identity, capture_id, capture.request if capture else None)
@@ -214,7 +216,25 @@ class Session:
             if capture_id is None:
                 self._hooks.train_ends()
                 self._hooks.drain(self._hooks.longest_s)
-        return stop_reply(result, received_ns, self._finisher.take_finished())
+            if result.capture_id and result.capture_id == self._file.result.capture_id:
+                result = self._file.result
+        return stop_reply(result, received_ns)
+
+    def amend(
+        self, capture_id: str, change: Callable[[CaptureResult], CaptureResult]
+    ) -> CaptureResult | None:
+        """Add to the result of a capture what only another part of this process knows.
+
+        Args:
+            capture_id: The capture.
+            change: Returns the result with what is to be added.
+
+        Returns:
+            The result; ``None`` if it is not the capture that this process recorded last.
+        """
+        with self._lock:
+            file = self._file
+            return file.amend(change) if file.result.capture_id == capture_id else None
 
     def step(self) -> None:
         """Count a finished mini-batch, for the ``mini_batches`` window of the tools that have one."""
@@ -232,7 +252,7 @@ class Session:
                     capture.identity,
                     capture.request.step,
                 )
-                leave_result(capture.request, self._close(capture))
+                self._close(capture)
         if not self._finisher.drain(self._finish_s):
             logger.error(
                 "artifacts were still being compressed after %.0f s; they stay uncompressed", self._finish_s
@@ -253,30 +273,25 @@ class Session:
                 tool.prepare()
                 self._prepared.add(tool)
 
-    def _rescue(self, capture: Capture) -> bool:
-        """Close a capture whose loop is gone; return whether that was possible, or had been done."""
-        if self._capture is not capture:
-            return True
-        if not capture.try_stop(LOOK_S):
-            return False
-        with self._lock:
-            if self._capture is capture:
-                capture.notes.append(
-                    f"{capture.request.loop}, which captured, is gone; this process stopped by itself"
-                )
-                leave_result(capture.request, self._close(capture))
-        return True
+    def _forgotten(self, capture: Capture, request: CaptureRequest) -> None:
+        """Close a capture that its loop has not stopped before it asked for another."""
+        logger.warning(
+            "start_capture(step=%d): step %d was never stopped (%s); closing it",
+            *(request.step, capture.request.step, capture.identity),
+        )
+        self._close(capture, NOT_STOPPED)
 
-    def _close(self, capture: Capture) -> CaptureResult:
+    def _close(self, capture: Capture, failed: str = "") -> CaptureResult:
         try:
-            self._last = capture.close()
+            result = capture.close()
         finally:
             self._capture = None
             self._pass_stages_to(None)
-            if self._watch is not None:
-                self._watch.end()
             termination.release()
-        return self._last
+            clock.release()
+        if failed:
+            result = msgspec.structs.replace(result, status="failed", reason=failed)
+        return self._file.close(result)
 
     def _pass_stages_to(self, capture: Capture | None) -> None:
         """Set the receiver of stages."""
@@ -286,8 +301,6 @@ class Session:
     def _join(
         self, capture: Capture, request: CaptureRequest, identity: WorkerIdentity, received_ns: int
     ) -> StartReply:
-        if capture.request.capture_id != request.capture_id:
-            raise another_is_open(request, capture.identity, capture.state, capture.request)
         self._hooks.begun(request, identity)
         if identity.role not in capture.roles:
             capture.roles.append(identity.role)
@@ -307,8 +320,7 @@ class Session:
         reason: str = "",
         expected: Sequence[Artifact] = (),
     ) -> StartReply:
-        finished = self._finisher.take_finished()
-        return start_reply(identity, status, received_ns, reason=reason, expected=expected, finished=finished)
+        return start_reply(identity, status, received_ns, reason=reason, expected=expected)
 
 
 def _differences(role: RoleConfig, other: RoleConfig) -> str:

@@ -102,6 +102,14 @@ class Stage:
         if sink is not None:
             sink.end(self.name, kind is not None)
 
+    async def __aenter__(self) -> None:
+        self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
     def __call__(self, function: F) -> F:
         """Decorate a function or a coroutine function; its return value and attributes are kept.
 

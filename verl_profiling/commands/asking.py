@@ -16,6 +16,7 @@ from verl_profiling.aim import Aim
 from verl_profiling.commands.folder_line import FolderLine
 from verl_profiling.demand import FINAL, Answer, Demand, LoopState, new_request_id
 from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
+from verl_profiling.timeline.inputs import is_step
 
 __all__ = ["Job", "Line", "find_job", "find_job_through_ray"]
 
@@ -194,6 +195,8 @@ def find_job(path: Path, run_id: str | None = None, must_run: bool = True) -> Jo
     """
     if not path.is_dir():
         raise TraceFormatError(path, "no such folder")
+    if is_step(path):
+        raise TraceFormatError(path, f"is a step; name its run, {path.absolute().parent}")
     jobs = _jobs((FolderLine(run) for run in (path, *sorted(path.glob("run_*")))), run_id)
     if not jobs:
         raise TraceFormatError(path, "no job here can be asked: it needs watch.enable=true")

@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Reads every artifact that the manifests name, to the last byte. Exits 1 when one is missing, empty, "
         "truncated, unreadable or too large, when a step was left early or recorded no worker, and when "
-        "listed steps never came."
+        "listed steps never came or could not be captured."
     )
     parser.epilog = "example: verl-profiling check outputs/run && echo complete"
     add_paths(parser)

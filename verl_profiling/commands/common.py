@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,9 +16,6 @@ from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.whole_files import clear_leftovers
 from verl_profiling.visible import visible
-
-if TYPE_CHECKING:
-    from verl_profiling.report.model import Report
 
 __all__ = ["StepByStep", "progress", "warn"]
 
@@ -85,11 +81,6 @@ class StepByStep:
             if len(self._failures) == len(self.steps):
                 raise
             warn(str(error))
-            self.exit_code = EXIT_FINDING
-
-    def note_limits(self, read: Report) -> None:
-        """Exit with 1 if a trace was not read whole because of a limit; the report says which."""
-        if read.coverage.limited:
             self.exit_code = EXIT_FINDING
 
     def problem(self, sentence: str) -> None:

@@ -88,7 +88,8 @@ def _reports(path: Path, arguments: argparse.Namespace) -> _Side:
     for step in work.each:
         with work.surviving():
             reports.append(step.report())
-            work.note_limits(reports[-1])
+            if reports[-1].coverage.limited:
+                work.exit_code = EXIT_FINDING
     return _Side(reports, work.exit_code)
 
 

@@ -72,6 +72,7 @@ def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress,
     if arguments.format == "archive":
         path, problems = step.archive(arguments.output, ranks=arguments.ranks, on_progress=advance)
         summary = f"{path}  ({byte_size(path.stat().st_size)})"
+        damaged = len(problems) > len(step.inputs.logs)  # an archive holds no log, and says so of each
     else:
         result = step.merge(
             arguments.output,
@@ -83,13 +84,14 @@ def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress,
             on_progress=advance,
         )
         problems = result.problems
-        if result.limited:
-            work.exit_code = EXIT_FINDING
+        damaged = bool(problems)
         if arguments.max_bytes is not None and result.bytes > arguments.max_bytes:
             least = f"names and events of more than a second take {byte_size(result.bytes)}"
             work.problem(f"{result.path}: --max-bytes {byte_size(arguments.max_bytes)} is not kept: {least}")
         left_out = f", {result.left_out:,} left out" if result.left_out else ""
         summary = f"{result.path}  ({byte_size(result.bytes)}, {result.events:,} events{left_out})"
+    if damaged:
+        work.exit_code = EXIT_FINDING
     for problem in problems:
         warn(problem)
     return summary

@@ -47,7 +47,7 @@ class RayLine:
         except Exception as error:  # it is gone meanwhile
             raise _Gone(f"{name}: {error}") from error
         first = decode_message(self._call("state"), LoopState, name)
-        self.run_id, self.begun = first.run_id, (first.start, first.begun_ns)
+        self.run_id, self.begun = first.run_id, (0, first.begun_ns)
         self.place = first.place if is_url(first.place) else f"{first.process.host}:{first.place}"
 
     def state(self) -> LoopState | None:

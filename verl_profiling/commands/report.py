@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
-from verl_profiling.commands import EXIT_OK
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.arguments import add_communication, add_limits, add_paths, limits_of
 from verl_profiling.commands.common import StepByStep, progress, warn
 from verl_profiling.errors import ConfigError, TraceFormatError
@@ -109,7 +109,8 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
         for step in work.each:
             with work.surviving():
                 reports.append((step, step.report(advance)))
-                work.note_limits(reports[-1][1])
+                if reports[-1][1].coverage.missing:
+                    work.exit_code = EXIT_FINDING
     for path in paths:
         if sentence := open_run(path).never_came():
             warn(sentence)

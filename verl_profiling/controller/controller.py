@@ -7,9 +7,9 @@ round. So a hook is a generator here, which they run.
 from __future__ import annotations
 
 import logging
-import uuid
 from asyncio import AbstractEventLoop
-from collections.abc import Generator, Iterator, Mapping
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import count
 from operator import index
 from pathlib import Path
@@ -19,34 +19,34 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.afterwards.hooks import FinishHooks
-from verl_profiling.capture.messages import Aim, CaptureRequest
+from verl_profiling.aim import Aim
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.session import process_session
 from verl_profiling.capture.stage import SpanLog, StageSink
-from verl_profiling.controller.calls import Round, Waiting
+from verl_profiling.controller.answers import Answers
+from verl_profiling.controller.calls import Round, Target, Waiting, Worker
 from verl_profiling.controller.decision import Decision, Decisions
 from verl_profiling.controller.ending import LoopEnding
-from verl_profiling.controller.late_answers import DYING_S, OverdueStops
 from verl_profiling.controller.listening import Listening
-from verl_profiling.controller.loop_metrics import finite_numbers
 from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture, OpenStep
 from verl_profiling.controller.order import LoopOrder
-from verl_profiling.controller.outside import Outside
-from verl_profiling.controller.participants import Participants
-from verl_profiling.controller.peers import Alone
 from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.roster import Roster
-from verl_profiling.controller.rounds import Rounds
-from verl_profiling.controller.spmd import find_peers, knows_peers, leads
-from verl_profiling.controller.step_folders import StepFolders
+from verl_profiling.controller.spmd import Ranks, find_ranks, knows_place, leads, nested
+from verl_profiling.controller.step_folder import StepFolders, is_pending
 from verl_profiling.controller.watch import Watch
 from verl_profiling.controller.watch_outlet import WatchOutlet
 from verl_profiling.errors import ProfilingError
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, Manifest
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, CaptureResult, Manifest, StageSpan
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, StepRange
+from verl_profiling.units import step_list
 
 __all__ = ["Controller"]
 
+HANDSHAKES = 8
+_PAUSES = (CAPTURE_START, CAPTURE_STOP, "write")
 LAST_READ_S = 5.0  # training may have ended because a worker hangs
 
 logger = logging.getLogger(__name__)
@@ -69,9 +69,8 @@ class Controller:
         self.config = config
         self.live: OpenCapture | None = None
         self.last_folder: Path | None = None
-        self._token = uuid.uuid4().hex[:12]
         self._folders = StepFolders(config)
-        self._late = OverdueStops(self._folders)
+        self._owing: set[Worker] = set()
         self._retention = Retention(config.limits)
         self._refused: tuple[int, str] | None = None
         self._scheduled = config.schedule.action
@@ -79,7 +78,9 @@ class Controller:
         self._decision: Decision | None = None
         self._watching = config.watch.enable
         self._hooks = FinishHooks(config.after)
-        self._peers: Alone | None = None
+        self._ranks: Ranks | None = None
+        self._unreached = ""
+        self._patience_s = config.timeouts.start_s
         self._identity = WorkerIdentity(role="controller")
         self._roster = Roster(config)
         watch = config.watch
@@ -87,9 +88,8 @@ class Controller:
         self._listening = Listening(config, self._roster, self._folders, self.decisions, self.watch)
         self._outlet = WatchOutlet(config, self._roster, self._folders, self.watch)
         self.sink: StageSink | None = self._receiver(None)
-        self._rounds = Rounds(self._roster, config.timeouts, self.watch)
-        self._captures = count(1)
-        self._left: Outside | None = None
+        self._warm_ups = count(1)
+        self._after: SpanLog | None = None
         self.run_notes: list[str] = []
         self._notes: list[str] = []
         self._ending = LoopEnding(self.train_end)
@@ -105,6 +105,9 @@ class Controller:
 
     def wants(self, step: int, policy_version: int | None = None) -> bool:
         """Take note that a step begins; return whether it needs any work at all."""
+        if self._after is not None:
+            self._end_after()
+            clock.follow()
         if self.watch is not None:
             self.watch.step_is_over()
         action = self._scheduled(step)
@@ -112,8 +115,6 @@ class Controller:
         if self._watching or action is not Action.OFF:
             records |= self._decide(step)
         self.order.step_begins(step, records)
-        if self._left is not None:
-            self._follow_no_more()
         if self.watch is not None:
             self.watch.step_begins(step, _version(policy_version)[0])
         return self.live is not None or self._decision is not None
@@ -122,7 +123,8 @@ class Controller:
         """Decide on a step, unless the open capture goes on in it; return whether it is recorded."""
         if self._watching and not self._listening.complete:
             self._listening.begin()
-            self._peers = self._listening.together(self._peers)
+            self._find_ranks()
+            self._listening.together(self._ranks)
             self._outlet.begin()
             self.sink = self._receiver(None)
         live = self.live
@@ -138,15 +140,11 @@ class Controller:
                 logger.warning("%s", text)
 
     def train_begin(self) -> None:
-        """Check the settings against the workers; a run that goes on has this start on record from now on.
-
-        Raises:
-            OSError: The run's folder cannot be written.
-        """
+        """Check the settings against the workers."""
         self.check_selection()
-        if leads(self.config, self._roster.targets):
-            self._folders.train_begins()
-        if knows_peers(self.config, self._roster.targets):  # else the first step does it
+        if self._folders.claimed is not None and leads(self.config, self._roster.targets):
+            self._folders.claimed.amend(end_ns=None)  # the callback is entered again
+        if knows_place(self.config, self._roster.targets):  # else the first step does it
             self._listening.begin()
             self._outlet.begin()
 
@@ -164,25 +162,23 @@ class Controller:
                 return
             logger.warning("step %d begins while step %d is being captured; closing it", step, live.step.step)
             yield from self.close(complete=False, why=f"step {step} began before this one had ended")
-            self._follow_no_more()
+            self._end_after()
         decision, self._decision = self._decision, None
         if decision is None:
             return
         self.check_selection(capturing=True)
-        outside = Outside()
-        with outside.spans.during(CAPTURE_START):
+        outside = SpanLog()
+        with outside.during(CAPTURE_START):
             try:
                 live = yield from self._open(decision, step, policy_version, outside)
             except Exception as error:
                 self.decisions.refused(decision.trigger, f"its capture could not begin: {error}")
+                self._folders.not_captured(step, f"{type(error).__name__}: {error}")
                 raise
             if live is None:
                 return
             self._set_live(live)
-            self._say_begun(live)
-            yield from self._rounds.start(live, live.request)
-            if self._peers is not None:
-                self._peers.begun(live.participants.identities())
+            yield from self._start(live, live.request)
         live.step.begin_ns = clock.now_ns()
         self._say_begun(live)
         self._count_from_here(live)
@@ -209,7 +205,7 @@ class Controller:
             for target in self._roster.driven(live.request.aim)
         ):
             live.rollout_request = msgspec.structs.replace(next(live.rollout_requests), step=live.step.step)
-            yield from self._rounds.start(live, live.rollout_request)
+            yield from self._start(live, live.rollout_request)
         if not beside:
             live.begin_rollout()
 
@@ -242,7 +238,7 @@ class Controller:
         live.step.end_ns = clock.now_ns()
         if live.step.step >= live.step_range.last:
             live.end_rollout()
-            self.sink = self._receiver(live.outside.spans)
+            self.sink = self._receiver(live.outside)
 
     def step_end(self, metrics: Mapping[str, Any] | None) -> Iterator[Round]:
         """Close the capture, unless it goes on in the next step."""
@@ -264,7 +260,8 @@ class Controller:
         if live is not None and any(one.step == step for one in live.steps):
             live.keep(metrics, step)
         elif self._folders.wrote_last(step):
-            self._folders.add_metrics(step, *finite_numbers(metrics))
+            self._folders.add_metrics(step, metrics)
+            self._folders.flush()
 
     def abandon(self, why: str) -> Iterator[Round]:
         """Close the capture after a hook failed, at all events so that no worker goes on recording."""
@@ -296,51 +293,95 @@ class Controller:
             return
         live.notes += [f"{CUT_SHORT}: {why}"] if why else []
         end_ns = live.step.end_ns or clock.now_ns()
-        with live.outside.spans.during(CAPTURE_STOP):
-            manifest = yield from self._conclude(live, end_ns, complete)
-        if live.outside.folder is not None:
-            self._left, self.sink = live.outside, self._receiver(live.outside.spans)
-        failed = [worker for worker in manifest.workers if worker.status not in ("ok", "skipped")]
+        with live.outside.during(CAPTURE_STOP):
+            results = yield from self._conclude(live, end_ns, complete, why)
+        if live.request.keep:
+            self._after, self.sink = live.outside, self._receiver(live.outside)
+        failed = [worker for worker in results if worker.status not in ("ok", "skipped")]
         if failed and self.config.strict and live.trigger.kind == "schedule":
             raise ProfilingError(
                 f"step {live.request.step}: {failed[0].name} {failed[0].status}: {failed[0].reason}"
             )
 
-    def _conclude(self, live: OpenCapture, end_ns: int, complete: bool) -> Generator[Round, None, Manifest]:
-        """Stop all workers and write what they recorded; return the manifest."""
+    def _conclude(
+        self, live: OpenCapture, end_ns: int, complete: bool, why: str
+    ) -> Generator[Round, None, list[CaptureResult]]:
+        """Stop all workers and write the manifest; return what they recorded."""
         stages = live.spans.close()
         window, live.rollout_request = live.rollout_request, None
-        yield from self._rounds.stop(live, *([window] if window is not None else []), live.request)
-        self._set_live(None)
-        if self.watch is not None:
-            self.watch.capture_ended()
-        participants = live.participants
-        manifest = live.manifest(self._identity, end_ns, [*self.run_notes, *self._notes])
-        manifest = msgspec.structs.replace(
-            manifest, complete=complete, stages=stages, workers=participants.results()
-        )
+        results: list[CaptureResult] = []
         try:
-            if live.request.keep and self._peers is not None:
-                whole = yield from self._peers.conclude(manifest, live.folder, participants.finished)
-                if whole is not None:
-                    manifest = self._written(live, whole)
-                    self.decisions.concluded(manifest)
+            yield from self._stop(live, *([window] if window is not None else []), live.request)
+            self._owing |= live.answers.owing
+            results = live.answers.results()
+            manifest = live.manifest(self._identity, end_ns, [*self.run_notes, *self._notes])
+            if self._ranks is not None:
+                stages, results = self._joined(self._ranks, live, stages, why)
+            manifest = msgspec.structs.replace(manifest, complete=complete, stages=stages, workers=results)
+            if live.request.keep and leads(self.config, self._roster.targets):
+                self._write(live, manifest)
+                self.decisions.concluded(manifest)
+            if live.request.keep:
                 self.last_folder = live.folder
-            self._hooks.ended(live.request.capture_id, lambda: self._folders.is_written(live.folder))
+            folder, upload = live.folder, live.request.upload
+            self._hooks.ended(live.request.capture_id, lambda: not is_pending(folder, upload))
         except Exception as error:
             self.decisions.refused(live.trigger, f"what was recorded could not be written: {error}")
             raise
-        finally:  # a manifest that cannot be written costs no news of earlier steps
-            self._take_late_answers()
-            for finished in participants.finished:
-                self._folders.note(finished)
-        return manifest
+        finally:  # until here, SIGTERM unwinds the process
+            self._set_live(None)
+            if self.watch is not None:
+                self.watch.capture_ended()
+        return results
 
-    def _follow_no_more(self) -> None:
-        """End the record of what the loop does after a captured step."""
-        left, self._left, self.sink = self._left, None, self._receiver(None)
-        if left is not None:
-            left.enter(self._folders)
+    def _joined(
+        self, ranks: Ranks, live: OpenCapture, stages: list[StageSpan], why: str
+    ) -> tuple[list[StageSpan], list[CaptureResult]]:
+        """Enter into this process's result what its callback knows of the step, which is this rank's own.
+
+        Returns:
+            The loop's stages and the workers' results, for rank 0 with what stands for the other ranks.
+        """
+        own, results, joined = ProcessId.current(), live.answers.results(), []
+        noted = [] if ranks.leads else [*self._notes, *live.notes, *live.answers.notes]
+        for worker in results:
+            stages = nested(stages, worker.stages) if worker.process == own else stages
+        for worker in results:
+            if worker.process == own:
+                amended = process_session().amend(
+                    worker.capture_id,
+                    lambda result: msgspec.structs.replace(
+                        result,
+                        stages=nested(result.stages, stages),
+                        notes=[*result.notes, *(f"rank {ranks.rank}: {note}" for note in noted)],
+                        cut_short=why,
+                        clock=ranks.clock,
+                    ),
+                )
+                worker = amended or worker
+            joined.append(worker)
+        if ranks.leads:
+            joined += self._expected(ranks, live)
+        return stages, joined
+
+    def _expected(self, ranks: Ranks, live: OpenCapture) -> list[CaptureResult]:
+        """Return what stands for the other ranks."""
+        aim = live.request.aim
+        [target, *_] = self._roster.driven(aim) or self._roster.targets
+        return ranks.expected(live.answers.model(live.request, target), aim)
+
+    def _end_after(self) -> None:
+        """End the record of the loop's stages after a captured step."""
+        after, self._after, self.sink = self._after, None, self._receiver(None)
+        if after is None:
+            return
+        spans, notes = after.close(), after.notes()
+        if any(span.name not in _PAUSES for span in spans):
+            self._folders.add_stages_after(spans, notes)
+        try:
+            self._folders.flush()
+        except OSError as error:
+            logger.warning("the last step folder does not say what followed the step: %s", error)
 
     def train_end(self, why: str = "training ended inside it") -> Iterator[Round]:
         """Close what is open; wait for overdue stops, then for artifacts that are being compressed.
@@ -348,9 +389,10 @@ class Controller:
         Each part is done whatever became of the others; what the first of them raised is raised in the end.
         """
         self._ending.ended()
+        self.order.is_left()
         failed: list[Exception] = []
-        parts = (self._end_capture(why), self._end_stops(), self._end_watch(), self._end_workers())
-        for part in (*parts, self._end_run()):
+        parts = (self._end_capture(why), self._end_watch(), self._end_workers(), self._end_run())
+        for part in parts:
             try:
                 yield from part
             except Exception as error:
@@ -363,38 +405,26 @@ class Controller:
     def _end_capture(self, why: str) -> Iterator[Round]:
         try:
             yield from self.close(complete=False, why=why)
-            self._follow_no_more()
+            self._end_after()
         finally:
             self.decisions.train_ends()
             self._listening.end()
 
-    def _end_stops(self) -> Iterator[Round]:
-        finish_s = self.config.timeouts.finish_s
-        if calls := self._late.calls:
-            yield Round(calls, finish_s)
-        if self._late.dying:
-            yield Waiting(self._late.wait_for_the_dying, min(DYING_S, finish_s))
-        self._take_late_answers()
-
     def _end_workers(self) -> Iterator[Round]:
-        finish_s = self.config.timeouts.finish_s
-        pending = self._folders.pending_workers()
-        owners = {
-            id(target) for (target, _), identity in self._roster.known.items() if identity.name in pending
-        }
-        peers = self._peers or Alone()
+        """Let processes finish what they are compressing: Ray ends them with the loop."""
+        timeouts = self.config.timeouts
+        owing = {id(target) for target, _ in self._owing}
         targets = [
             target
             for target in self._roster.targets
-            if id(target) in owners or not peers.writes or self._roster.runs_hooks(target)
+            if id(target) in owing or self._roster.runs_hooks(target)
         ]
-        calls = self._roster.send(targets, "stop_capture", None, finish_s)
-        yield (round_ := Round(calls, finish_s + self.config.timeouts.start_s + self._hooks.longest_s))
+        calls = self._roster.send(targets, "stop_capture", None, timeouts.finish_s)
+        for call in calls:
+            call.awaited = True
+        yield (round_ := Round(calls, timeouts.finish_s + timeouts.start_s + self._hooks.longest_s))
         self._roster.remember_unanswered(round_)
-        finished = [item for call in calls for item in getattr(call.reply(), "finished", ())]
-        for item in finished:
-            self._folders.note(item)
-        yield from peers.end(finished)
+        self._owing.clear()
 
     def _end_run(self) -> Iterator[Round]:
         finish_s = self.config.timeouts.finish_s
@@ -406,100 +436,167 @@ class Controller:
         self._hooks.train_ends()
         yield Waiting(self._hooks.drain, self._hooks.longest_s)
         self._folders.leave()
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.end()
 
     def _open(
-        self, decision: Decision, step: int, policy_version: int | None, outside: Outside
+        self, decision: Decision, step: int, policy_version: int | None, outside: SpanLog
     ) -> Generator[Round, None, OpenCapture | None]:
         policy_version, notes = _version(policy_version)
         step_range, aim = decision.step_range, decision.aim
         keep = step_range.action is Action.RECORD
-
-        def make_request() -> CaptureRequest | None:
-            if keep and (why := self._refuses(step)):
-                self.decisions.refused(decision.trigger, why)
-                return None
-            folder = self._folders.make(step) if keep else self._folders.path(step)
-            if keep:
-                self.decisions.begun(decision.trigger, folder.name)
-            return CaptureRequest(
-                capture_id=f"{self._token}-{next(self._captures)}",
-                run_id=self._folders.run.run_id,
-                step=step,
-                folder=str(folder),
-                policy_version=policy_version,
-                keep=keep,
-                workers=self._workers(aim),
-                last=self._is_last(step_range),
-                upload=remote.upload_of(folder) if (remote := self._folders.run.remote) else None,
-                loop=ProcessId.current(),
-                aim=aim,
-            )
-
-        self._peers = self._peers or find_peers(self.config, self._roster.targets, self._folders)
-        request = yield from self._peers.agree(step, make_request)
-        if request is None:
+        self._find_ranks()
+        if self._unreached or not (yield from self._knows_run(step)):
             return None
-        folder = Path(request.folder)
+        run = self._folders.run
+        if self._ranks is not None and self._ranks.leads:
+            self._ranks.publish(run)
+        if keep and (why := self._refuses(step)):
+            self.decisions.refused(decision.trigger, why)
+            return None
+        name = self._folders.name(step, keep)
+        folder = self._folders.make(name, self._ranks is not None) if keep else run.path / name
+        if keep:
+            self.decisions.begun(decision.trigger, name)
+        request = CaptureRequest(
+            capture_id=f"{run.token}-{name if keep else f'warm-up-{next(self._warm_ups)}'}",
+            run_id=run.run_id,
+            step=step,
+            folder=str(folder),
+            policy_version=policy_version,
+            keep=keep,
+            workers=self._workers(aim),
+            last=self._is_last(step_range),
+            upload=run.upload_of(folder),
+            aim=aim,
+        )
         windows = (
             msgspec.structs.replace(
                 request, capture_id=f"{request.capture_id}/{number}", stage=ROLLOUT, occurrence=number
             )
             for number in count(1)
         )
-        alone = self._peers.processes == 1 and self._peers.writes
-        participants = Participants(self.config, self._roster.known, request.aim, alone)
-        if keep and self._peers.writes:
+        if keep and leads(self.config, self._roster.targets):
             self._hooks.begun(request, self._identity)
-            participants.notes += self._folders.notes_on(folder, step)
         return OpenCapture(
             step_range,
             decision.trigger,
             request,
             folder,
-            participants,
+            Answers(self.config, self._roster.known, request.aim, self._ranks is None),
             [OpenStep(step, request.policy_version, clock.now_ns())],
             windows,
             outside,
             notes=notes,
         )
 
+    def _find_ranks(self) -> None:
+        """Find the other ranks of the loop, if it has any; where they cannot be reached, say so once."""
+        said: list[str] = []
+        self._ranks = self._ranks or find_ranks(self.config, self._roster.targets, said.append)
+        if said and not self._unreached:
+            logger.error("%s", said[0])
+        self._unreached = said[0] if said else ""
+
+    def _knows_run(self, step: int) -> Generator[Round, None, bool]:
+        """Return whether it is known where the run records; a rank waits until rank 0 has said so."""
+        ranks = self._ranks
+        if ranks is None or ranks.leads or self._folders.claimed is not None:
+            return True
+        yield Waiting(ranks.wait_for_run, self._patience_s)
+        self._folders.claimed = ranks.run()
+        if self._folders.claimed is None:
+            logger.error(
+                "step %d: rank %d is not captured: rank 0 has not begun a captured step within %g s; has it "
+                "a callback with workers and the same settings? Where it has none, set spmd: false",
+                *(step, ranks.rank, self._patience_s),
+            )
+            self._patience_s = 0.0
+        return self._folders.claimed is not None
+
+    def _start(self, live: OpenCapture, request: CaptureRequest) -> Iterator[Round]:
+        """Start what a request is for: the engines of a rollout window, or all others that are driven."""
+        answers = live.answers
+        targets = self._concerned(request, self._roster.driven(request.aim))
+        round_ = Round(self._roster.send(targets, "start_capture", request), self.config.timeouts.start_s)
+        answers.take_calls(round_)
+        yield round_
+        self._roster.remember_unanswered(round_)
+        answers.take_starts(round_, request)
+        remote = answers.remote_clocks(targets, HANDSHAKES)
+        yield from self._shake_hands(live, "start_capture", request, remote)
+
+    def _stop(self, live: OpenCapture, *requests: CaptureRequest) -> Iterator[Round]:
+        """Stop what was started with these requests, all at the same time."""
+        answers, stop_s = live.answers, self.config.timeouts.stop_s
+        remote = answers.remote_clocks(answers.targets, HANDSHAKES)
+        rounds = []
+        for request in requests:
+            targets = self._concerned(request, answers.targets)
+            rounds.append(Round(self._roster.send(targets, "stop_capture", request.capture_id), stop_s))
+        yield Round([call for round_ in rounds for call in round_.calls], stop_s)
+        for round_, request in zip(rounds, requests, strict=True):
+            self._roster.remember_unanswered(round_)
+            answers.take_stops(round_, request)
+            if self.watch is not None:
+                self.watch.take(round_.calls)
+        yield from self._shake_hands(live, "stop_capture", requests[-1].capture_id, remote)
+
+    def _concerned(self, request: CaptureRequest, targets: Iterable[Target]) -> list[Target]:
+        windowed = request.stage is not None
+        return [target for target in targets if self._roster.has_windows(target, request.aim) is windowed]
+
+    def _shake_hands(
+        self, live: OpenCapture, method: str, argument: CaptureRequest | str, times: Counter[Target]
+    ) -> Iterator[Round]:
+        """Repeat a call, which changes nothing, to measure clocks that are not the controller's.
+
+        Args:
+            live: The capture.
+            method: The method.
+            argument: Its argument.
+            times: How often each target is called; a group can only be called as a whole.
+        """
+        while times:
+            targets, times = list(times), times - Counter(dict.fromkeys(times, 1))
+            round_ = Round(self._roster.send(targets, method, argument), self.config.timeouts.start_s)
+            yield round_
+            live.answers.take_handshakes(round_, closing=method == "stop_capture")
+
     def _workers(self, aim: Aim | None) -> int:
         """Return how many workers are asked, those of other ranks included."""
         own = sum(target.size for target in self._roster.driven(aim))
-        return max(1, own * (self._peers.processes if self._peers is not None else 1))
+        return max(1, own * (self._ranks.world_size if self._ranks is not None else 1))
 
     def _refuses(self, step: int) -> str:
         """Return why the limits leave no room for a capture; said when it begins to be so."""
-        why = self._retention.refusal(self._folders.run, self._unfinished())
+        why = self._retention.refusal(self._folders.run)
         before, self._refused = self._refused, None
         if why:
             self._refused = (step if before is None else before[0], why)
             if before is None:
                 logger.warning("step %d is not captured, nor are others until there is room: %s", step, why)
+                self._folders.not_captured(step, f"{why}; nor were others until there was room")
         elif before is not None:
             self._notes.append(f"from step {before[0]} on nothing was captured until now: {before[1]}")
         return why
 
-    def _written(self, live: OpenCapture, manifest: Manifest) -> Manifest:
-        """Write a manifest, and remove the captures that it takes the place of; return it."""
-        leaving, notes = self._retention.take(
-            self._folders.run, live.folder, manifest, self._unfinished() | {live.folder}
-        )
-        with live.outside.spans.during("write"):
-            manifest = msgspec.structs.replace(
-                manifest, notes=[*manifest.notes, *notes], outside=live.outside.spans.so_far()
+    def _write(self, live: OpenCapture, manifest: Manifest) -> None:
+        """Write a manifest, and remove the captures that it takes the place of."""
+        leaving, notes = self._retention.take(self._folders.run, live.folder, manifest)
+        with live.outside.during("write"):
+            notes = [*manifest.notes, *notes]
+            self._folders.write(
+                live.folder, msgspec.structs.replace(manifest, notes=notes, outside=live.outside.so_far())
             )
-            written = self._folders.write(live.folder, manifest)
-        live.outside.folder = live.folder
-        self._late.expect(live.overdue, written)
+        upload, steps = live.request.upload, step_list([step.step for step in live.steps])
+        logger.info("profiling: %s captured in %s", steps, upload.url if upload else live.folder)
         self._retention.remove(leaving)
-        return manifest
-
-    def _unfinished(self) -> set[Path]:
-        others = self._peers.unfinished if self._peers is not None else set()
-        return self._folders.unfinished | self._late.folders | others
 
     def _set_live(self, live: OpenCapture | None) -> None:
+        if (live is None) != (self.live is None):
+            (clock.hold if live is not None else clock.release)()
         self.live, self.sink = live, self._receiver(live.spans if live is not None else None)
         self._ending.records(live is not None)
 
@@ -509,24 +606,18 @@ class Controller:
 
     def _say_begun(self, live: OpenCapture) -> None:
         """Write what is expected, so that the folder explains itself whatever becomes of this process."""
-        if live.request.keep and self._peers is not None and self._peers.writes:
-            manifest = live.manifest(self._identity, live.steps[0].begin_ns, [*self.run_notes, *self._notes])
-            workers = self._peers.expected(
-                live.participants.expected(live.request, self._roster.driven(live.request.aim))
-            )
-            self._folders.begin(live.folder, msgspec.structs.replace(manifest, workers=workers))
+        if not (live.request.keep and leads(self.config, self._roster.targets)):
+            return
+        manifest = live.manifest(self._identity, live.steps[0].begin_ns, [*self.run_notes, *self._notes])
+        workers = live.answers.expected(live.request, self._roster.driven(live.request.aim))
+        if self._ranks is not None:
+            workers += self._expected(self._ranks, live)
+        self._folders.begin(live.folder, msgspec.structs.replace(manifest, workers=workers))
 
     def _close_rollout_window(self, live: OpenCapture) -> Iterator[Round]:
         request, live.rollout_request = live.rollout_request, None
         if request is not None:
-            yield from self._rounds.stop(live, request)
-
-    def _take_late_answers(self) -> None:
-        """Bring manifests up to date with answers that nobody waited for."""
-        self._late.take()
-        for call in self._roster.take_answered():
-            for finished in getattr(call.reply(), "finished", ()):
-                self._folders.note(finished)
+            yield from self._stop(live, request)
 
     def _end_watch(self) -> Iterator[Round]:
         """Complete the accounts of the last steps."""
@@ -540,12 +631,11 @@ class Controller:
             yield Waiting(self._outlet.end, self.config.timeouts.finish_s)
 
     def _put_end_on_record(self) -> None:
-        """Say which steps of the schedule never came, here and in the run's files, if it has any."""
-        record = self._folders.record
-        came_before = record.came if record is not None else lambda step: False
-        never_came = self.order.train_ends(self.config.schedule, came_before)
-        if record is not None and (steps := self.order.steps) is not None:
-            record.train_ends(*steps, never_came)
+        """Say which steps of the schedule never came, here and in the run's file, if it has one."""
+        run = self._folders.claimed
+        never_came = self.order.train_ends(self.config.schedule, run is not None and run.resumes)
+        if run is not None and (steps := self.order.steps) is not None:
+            run.amend(first_step=steps[0], last_step=steps[1], end_ns=clock.now_ns(), never_came=never_came)
 
     def _is_last(self, step_range: StepRange) -> bool:
         last_step = None if self._watching else self.config.schedule.last_step()

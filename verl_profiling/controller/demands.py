@@ -240,11 +240,13 @@ class Demands:
         for order in now:
             order.flying += 1
             self._take(order, last, last - step + 1)
+        stages = (first.aim.stages if first.aim else None) or ()
         trigger = Trigger(
             kind="demand",
             reason="; ".join(dict.fromkeys(_in_words(order) for order in now)),
             by=", ".join(dict.fromkeys(order.demand.by for order in now if order.demand.by)),
             request=_SEPARATOR.join(order.demand.id for order in now),
+            stage=stages[0] if len(stages) == 1 else "",
         )
         return Decision(StepRange(step, last), trigger, first.aim)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from verl_profiling.aim import Aim
-from verl_profiling.controller.ahead import Announced, Announcing
+from verl_profiling.controller.ahead import AnnouncedByRank0, Announcing
 from verl_profiling.controller.anomalies import Anomalies, SlowHere
 from verl_profiling.controller.asked_by_signal import SignalAsking
 from verl_profiling.controller.control_actor import ControlActor
@@ -15,11 +15,10 @@ from verl_profiling.controller.control_folder import ControlFolder
 from verl_profiling.controller.decision import Asker, Decisions
 from verl_profiling.controller.demands import Demands
 from verl_profiling.controller.inbox import Inbox
-from verl_profiling.controller.peers import Alone
 from verl_profiling.controller.roster import Roster
-from verl_profiling.controller.run_claim import RunFolder
-from verl_profiling.controller.spmd import find_peers, has_peers
-from verl_profiling.controller.step_folders import StepFolders
+from verl_profiling.controller.run import Run
+from verl_profiling.controller.spmd import Ranks, place_of
+from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.controller.told_steps import Hearing, Telling
 from verl_profiling.controller.watch import Listener, Watch
 from verl_profiling.demand import LoopState
@@ -88,12 +87,12 @@ class Listening:
             return
         remote = run.remote
         place = remote.url if remote is not None else str(run.path.absolute())
-        state = LoopState(process=ProcessId.current(), run_id=run.run_id, start=run.start, place=place)
+        state = LoopState(process=ProcessId.current(), run_id=run.run_id, place=place)
         self._inboxes = list(self._opened(run))
         for inbox in self._inboxes:
             demands.open(inbox, state)
 
-    def _opened(self, run: RunFolder) -> Iterator[Inbox]:
+    def _opened(self, run: Run) -> Iterator[Inbox]:
         """Yield the ways in which people reach the loop, and say which they are."""
         ways = []
         if run.remote is None:
@@ -107,7 +106,7 @@ class Listening:
             ways.append(f"verl-profiling trigger --ray {run.run_id}")
         logger.info("captures are asked for with %s", " or ".join((*ways, "SIGUSR2")))
 
-    def _through_ray(self, run: RunFolder) -> ControlActor | None:
+    def _through_ray(self, run: Run) -> ControlActor | None:
         """Return an actor to ask, if there is to be one."""
         wanted = self._config.watch.ray
         if not (run.remote is not None if wanted is None else wanted):
@@ -121,23 +120,17 @@ class Listening:
             logger.warning("captures cannot be asked for through Ray: %s: %s", type(error).__name__, error)
         return None
 
-    def together(self, peers: Alone | None) -> Alone | None:
-        """Listen together with the other ranks of the loop, if it has any; return them.
-
-        Args:
-            peers: What is known of them.
-        """
-        self.complete = True
-        if not self._together:
-            return peers
-        peers = peers or find_peers(self._config, self._roster.targets, self._folders)
+    def together(self, ranks: Ranks | None) -> None:
+        """Listen together with the other ranks of the loop, if it has any."""
+        self.complete = ranks is not None or not self._together
+        if ranks is None:
+            return
         if self._watch is not None:
-            self._watch_together(self._watch, peers)
-        if peers.writes:
-            self._decisions.ahead = Announcing(peers, self._decisions.refused)
+            self._watch_together(self._watch, ranks)
+        if ranks.leads:
+            self._decisions.ahead = Announcing(ranks, self._decisions.refused)
         else:
-            self._add(Announced(peers))
-        return peers
+            self._add(AnnouncedByRank0(ranks))
 
     def end(self) -> None:
         """Listen no more; the next begin of training may."""
@@ -154,18 +147,18 @@ class Listening:
 
     @property
     def _together(self) -> bool:
-        return has_peers(self._config, self._roster.targets)
+        return place_of(self._config, self._roster.targets) is not None
 
     def _add(self, asker: Asker) -> None:
         """Add somebody who comes before the watch."""
         self._added.append(asker)
         self._decisions.askers.insert(0, asker)
 
-    def _watch_together(self, watch: Watch, peers: Alone) -> None:
+    def _watch_together(self, watch: Watch, peers: Ranks) -> None:
         """Account for this process as a rank; what looks slow here is told at once, by every rank."""
         options, patience_s = self._config.watch, self._config.timeouts.start_s
         ranks: Hearing | Telling | None = None
-        if options.every and peers.writes:
+        if options.every and peers.leads:
             ranks = Hearing(peers, options.steps, patience_s)
         elif options.every:
             ranks = Telling(peers, options.steps)

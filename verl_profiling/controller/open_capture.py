@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.metrics import finite_numbers
 from verl_profiling.capture.stage import OpenSpan, SpanLog
-from verl_profiling.controller.late_answers import OverdueStop
-from verl_profiling.controller.loop_metrics import finite_numbers
-from verl_profiling.controller.outside import Outside
-from verl_profiling.controller.participants import Participants
+from verl_profiling.controller.answers import Answers
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest, StepSpan
 from verl_profiling.settings.schedule import StepRange
@@ -45,14 +43,13 @@ class OpenCapture:
         trigger: Who asked for it.
         request: What the workers were asked for.
         folder: Its step folder.
-        participants: What every worker answered.
+        answers: The workers' answers.
         steps: The steps that have begun.
         rollout_requests: The requests of the rollout windows that are still to come.
-        outside: What this process does before and after the steps.
+        outside: The pauses in which the capture starts and stops, and the loop's stages after the step.
         spans: The controller's stages.
         metrics: Numbers of the loop.
         notes: What a user should know of it.
-        overdue: Stops that were not answered in time.
         rollout_request: The rollout window that is open.
         rollout_span: The stage of the rollout that runs.
     """
@@ -61,14 +58,13 @@ class OpenCapture:
     trigger: Trigger
     request: CaptureRequest
     folder: Path
-    participants: Participants
+    answers: Answers
     steps: list[OpenStep]
     rollout_requests: Iterator[CaptureRequest]
-    outside: Outside
+    outside: SpanLog
     spans: SpanLog = field(default_factory=SpanLog)
     metrics: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    overdue: list[OverdueStop] = field(default_factory=list)
     rollout_request: CaptureRequest | None = None
     rollout_span: OpenSpan | None = None
 
@@ -105,12 +101,12 @@ class OpenCapture:
             end_ns=end_ns,
             complete=False,
             controller=controller,
-            outside=self.outside.spans.so_far(),
-            rpcs=list(self.participants.rpcs),
-            clocks=self.participants.clocks(),
+            outside=self.outside.so_far(),
+            rpcs=list(self.answers.rpcs),
+            clocks=self.answers.clocks(),
             metrics=dict(self.metrics),
             trigger=self.trigger,
-            notes=[*notes, *self.notes, *self.participants.notes, *self.spans.notes()],
+            notes=[*notes, *self.notes, *self.answers.notes, *self.spans.notes()],
         )
 
     def keep(self, metrics: Mapping[str, Any] | None, step: int | None = None) -> None:

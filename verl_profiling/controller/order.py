@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from verl_profiling.settings.schedule import Schedule
 from verl_profiling.units import step_list
@@ -19,6 +18,7 @@ class LoopOrder:
     def __init__(self) -> None:
         self._first: int | None = None
         self._last: int | None = None
+        self._newest: int | None = None
         self._captured: set[int] = set()
         self._in_step = False
         self._in_rollout = False
@@ -26,8 +26,20 @@ class LoopOrder:
 
     def step_begins(self, step: int, captured: bool) -> None:
         """Follow the begin of a step."""
+        if self._in_step and "not ended" not in self._said:
+            self._say(
+                f"step {step} begins and step {self._last} has not ended: call on_step_end() last in every "
+                "step, or on_exception(error) where it raised",
+                "not ended",
+            )
+        if self._newest is not None and step <= self._newest and "again" not in self._said:
+            self._say(
+                f"step {step} begins after step {self._newest}: pass on_step_begin(step) a number that rises "
+                "over the whole training, not over an epoch; the schedule chooses steps by it",
+                "again",
+            )
         self._in_step = True
-        self._last = step
+        self._last = self._newest = step
         if self._first is None:
             self._first = step
         if captured:
@@ -38,6 +50,10 @@ class LoopOrder:
         if not self._in_step:
             self._say("on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first")
         self._in_step = False
+
+    def is_left(self) -> None:
+        """Follow a loop that raises or ends: it may begin with any step again."""
+        self._in_step, self._newest = False, None
 
     def rollout_begins(self) -> None:
         """Follow the begin of generation."""
@@ -57,26 +73,27 @@ class LoopOrder:
         """The first and the last step that the loop began."""
         return (self._first, self._last) if self._first is not None and self._last is not None else None
 
-    def train_ends(self, schedule: Schedule, came_before: Callable[[int], bool]) -> list[int]:
+    def train_ends(self, schedule: Schedule, resumes: bool) -> list[int]:
         """Warn of steps that the schedule chose and the loop never began; return those that it lists.
 
         Args:
             schedule: The steps to capture.
-            came_before: Returns whether an earlier start of the run came to a step.
+            resumes: An earlier run of the same name may have come to the steps before the first one here.
         """
         if self.steps is None:
             self._say("training ends and on_step_begin(step) was never called: nothing was captured")
             return []
         ran = "the loop ran from step {} to step {}".format(*self.steps)
         listed = [step for step in schedule.steps or () if step not in self._captured]
-        never = [step for step in listed if not came_before(step)]
+        first = self.steps[0] if resumes else None
+        never = [step for step in listed if first is None or step >= first]
         if never:
             self._say(f"schedule.steps: {step_list(never)} never came; {ran}")
         elif not self._captured and not listed and schedule.steps != ():
             self._say(f"schedule: no step was captured; {ran}, and {schedule.in_words()}")
         return never
 
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _say(self, text: str, mistake: str = "") -> None:
+        if (mistake or text) not in self._said:
+            self._said.add(mistake or text)
             logger.warning("%s", text)

@@ -9,21 +9,20 @@ import logging
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from verl_profiling.afterwards.background import BackgroundWork
-from verl_profiling.afterwards.uploads import Retries, Upload, remove_empty, remove_uploaded
+from verl_profiling.afterwards.uploads import Retries, remove_empty
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import safe_name
-from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, Manifest, RunInfo
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, RunInfo
 from verl_profiling.remote import RemoteFolder, put_again
-from verl_profiling.run_files import run_file_name
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, has_watch_log
+from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
 __all__ = ["RemotePlace", "RemoteRun", "in_time"]
 
@@ -48,27 +47,26 @@ class RemotePlace:
         """Return a folder inside."""
         return RemotePlace(self.folder.child(name))
 
-    def starts(self) -> list[RunInfo]:
-        """Read what the starts of a run left.
+    def run(self) -> RunInfo | None:
+        """Read what a run left; ``None`` if there is none.
 
         Raises:
-            TraceFormatError: One cannot be read.
+            TraceFormatError: It cannot be read.
         """
-        starts: list[RunInfo] = []
-        while (name := run_file_name(len(starts) + 1)) in self._names:
-            try:
-                starts.append(msgspec.json.decode(self.folder.read(name), type=RunInfo))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise TraceFormatError(f"{self.label}/{name}", f"not the file of a run: {error}") from error
-        return starts
+        if RUN_NAME not in self._names:
+            return None
+        try:
+            return msgspec.json.decode(self.folder.read(RUN_NAME), type=RunInfo)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TraceFormatError(f"{self.label}/{RUN_NAME}", f"not the file of a run: {error}") from error
 
     def steps(self) -> set[str]:
         """Return the names of the step folders."""
         return {name for name in self._names if name.startswith("step_")}
 
-    def create(self, name: str, info: RunInfo) -> bool:
+    def create(self, info: RunInfo) -> bool:
         """Write a run's file unless it exists; return whether."""
-        created = self.folder.create(name, msgspec.json.format(msgspec.json.encode(info), indent=2))
+        created = self.folder.create(RUN_NAME, msgspec.json.format(msgspec.json.encode(info), indent=2))
         self._names = self.folder.names()
         return created
 
@@ -99,80 +97,43 @@ def in_time(function: Callable[[], T], timeout_s: float) -> T:
 
 
 class RemoteRun:
-    """Uploads the controller's files of a run.
+    """Uploads the loop's files of a run.
 
     Args:
         config: The settings.
         run_id: The run.
         url: The run's folder.
-        steps: Names of the step folders that are there already.
     """
 
-    def __init__(self, config: ProfilingConfig, run_id: str, url: str, steps: set[str]) -> None:
+    def __init__(self, config: ProfilingConfig, run_id: str, url: str) -> None:
         self.url = url
-        self.steps = steps
         self.folder = config.local_folder / f"{safe_name(run_id)}-{uuid.uuid4().hex[:8]}"
         self._retry_s = config.remote.retry_s
         self._background = BackgroundWork("upload")
-        self._waiting: dict[Path, Manifest] = {}
-        self._failed: set[Path] = set()
         self._sent: dict[Path, int] = {}
+        self._queued: set[Path] = set()
         self.folder.mkdir(parents=True, mode=0o700)
 
-    def upload_of(self, folder: Path) -> Upload:
-        """Return where the files of a step folder go."""
-        return Upload(url=f"{self.url}/{folder.name}", retry_s=self._retry_s)
-
-    def publish(self, folder: Path, manifest: Manifest) -> None:
-        """Upload the controller's files of a step in the background, the manifest last.
-
-        Artifacts that lie there, such as those of a worker that died, go before it.
-        """
-        is_queued = folder in self._waiting
-        self._waiting[folder] = manifest
-        if is_queued:
+    def publish(self, folder: Path | None = None) -> None:
+        """Upload, in the background, the run's files, and the manifest of a step as it is by then."""
+        manifest = folder / MANIFEST_NAME if folder is not None else self.folder
+        if manifest in self._queued:
             return
+        self._queued.add(manifest)
         retries = Retries(self._retry_s)
 
         def work() -> float | None:
-            sent = self._waiting[folder]
+            self._queued.discard(manifest)
             try:
                 self._put_run_files()
-                remote = RemoteFolder(f"{self.url}/{folder.name}")
-                for path in _files_of(folder, sent):
-                    remote.put(path, path.name)
-                    if path.name not in (MANIFEST_NAME, CONTROLLER_TRACE_NAME):
-                        remove_uploaded(path)
-            except Exception as error:  # each file system raises errors of its own
-                wait_s = retries.next_s()
-                if wait_s is not None:
-                    return wait_s
-                self._failed.add(folder)
-                logger.error(
-                    "%s was not uploaded to %s: %s: %s; it stays in %s",
-                    *(folder.name, self.url, type(error).__name__, error, folder),
-                )
-            else:
-                self._failed.discard(folder)
-            if self._waiting[folder] is not sent:
-                return 0.0  # it was written again meanwhile
-            del self._waiting[folder]
-            return None
-
-        self._background.submit(work)
-
-    def publish_run_files(self) -> None:
-        """Upload, in the background, what is on record of the run's starts, and the watch's log."""
-        retries = Retries(self._retry_s)
-
-        def work() -> float | None:
-            try:
-                self._put_run_files()
+                if folder is not None:
+                    self._put(RemoteFolder(f"{self.url}/{folder.name}"), manifest)
             except Exception as error:  # each file system raises errors of its own
                 wait_s = retries.next_s()
                 if wait_s is None:
                     logger.error(
-                        "run files not uploaded to %s: %s: %s", self.url, type(error).__name__, error
+                        "%s was not uploaded to %s: %s: %s; it stays in %s",
+                        *(manifest.name, self.url, type(error).__name__, error, manifest.parent),
                     )
                 return wait_s
             return None
@@ -181,29 +142,21 @@ class RemoteRun:
 
     def _put_run_files(self) -> None:
         remote = RemoteFolder(self.url)
-        for path in self.folder.glob("run*.json"):
-            remote.put(path, path.name)
-            remove_uploaded(path)
-        if has_watch_log(self.folder):
-            self._put_watch_log(remote)
-
-    def _put_watch_log(self, remote: RemoteFolder) -> None:
-        """Upload the watch's log as it is now; what an earlier start left there becomes its older part."""
-        older = self.folder / OLDER_WATCH_LOG
-        if not self._sent and not older.exists() and WATCH_LOG in remote.names():
-            older.write_bytes(remote.read(WATCH_LOG))
+        if (self.folder / RUN_NAME).exists():
+            self._put(remote, self.folder / RUN_NAME)
         for name in (OLDER_WATCH_LOG, WATCH_LOG):
-            path = self.folder / name
-            if path.exists():
-                copy = path.with_suffix(".part")  # the log grows meanwhile
-                shutil.copyfile(path, copy)
-                remote.put(copy, name)
-                self._sent[path] = copy.stat().st_size
-                copy.unlink()
+            if (self.folder / name).exists():
+                self._put(remote, self.folder / name)
 
-    def is_published(self, folder: Path) -> bool:
-        """Return whether no upload of a step folder's manifest is due."""
-        return folder not in self._waiting
+    def _put(self, remote: RemoteFolder, path: Path) -> None:
+        """Upload a file as it is now; it may be written again meanwhile."""
+        copy = path.with_name(f".{path.name}.upload")
+        shutil.copyfile(path, copy)
+        try:
+            remote.put(copy, path.name)
+            self._sent[path] = copy.stat().st_size
+        finally:
+            copy.unlink()
 
     def drain(self, timeout_s: float) -> None:
         """Wait for the uploads; their thread ends with them."""
@@ -211,11 +164,7 @@ class RemoteRun:
             logger.error("uploads to %s were not done after %g s", self.url, timeout_s)
 
     def leave(self) -> None:
-        """Remove what has arrived, and name what has not."""
-        for folder in sorted(self.folder.glob("step_*")):
-            if folder not in self._failed and folder not in self._waiting:
-                for name in (CONTROLLER_TRACE_NAME, MANIFEST_NAME):
-                    (folder / name).unlink(missing_ok=True)
+        """Remove what has arrived, and log what has not."""
         for path, size in self._sent.items():
             if path.exists() and path.stat().st_size == size:
                 path.unlink()
@@ -224,13 +173,3 @@ class RemoteRun:
                 "files of run %s wait in %s. To upload them: %s",
                 *(self.url, self.folder, put_again(self.folder, self.url)),
             )
-
-
-def _files_of(folder: Path, manifest: Manifest) -> Iterator[Path]:
-    """Yield what of a step folder the controller uploads, in order."""
-    for worker in manifest.workers:
-        for artifact in worker.artifacts:
-            path = folder / artifact.path
-            if artifact.status in ("ok", "truncated") and not artifact.where and path.exists():
-                yield path
-    yield from (path for path in (folder / CONTROLLER_TRACE_NAME, folder / MANIFEST_NAME) if path.exists())

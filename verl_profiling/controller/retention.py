@@ -1,7 +1,7 @@
 """Which captures of a run stay, and whether there is room for another one: ``limits`` on the loop's side.
 
 What is removed is a step folder of this run in which nothing is but what the run wrote. It is renamed first,
-so that a crash leaves a whole step, or none, and a name by which the next start finds the rest.
+so that a crash never leaves half a step under its own name.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_profiling.controller.run_claim import RunFolder
+from verl_profiling.controller.run import Run
+from verl_profiling.controller.step_folder import is_pending
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import CONTROLLER_TRACE_NAME, MANIFEST_NAME, Manifest
+from verl_profiling.manifest import MANIFEST_NAME, Manifest
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.limits import Limits
 from verl_profiling.units import byte_size
@@ -56,25 +57,20 @@ class Retention:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._stored: list[_Stored] | None = None
+        self._stored: list[_Stored] = []
         self._removal: threading.Thread | None = None
 
-    def refusal(self, run: RunFolder, unfinished: Collection[Path]) -> str:
-        """Return why no further step can be captured; empty if one can.
-
-        Args:
-            run: The run's folder.
-            unfinished: Step folders that workers may still write into.
-        """
+    def refusal(self, run: Run) -> str:
+        """Return why no further step can be captured; empty if one can."""
         if why := self._limits.no_room(run.path):
             return why
         total = self._limits.total_bytes
-        if total is None or not (stored := self._known(run)):
+        if total is None or not (stored := self._stored):
             return ""
         sizes = {}
         for step in stored:
             sizes[step.folder] = size = _bytes_in(step.folder) if step.bytes is None else step.bytes
-            step.bytes = None if step.folder in unfinished else size
+            step.bytes = None if is_pending(step.folder) else size
         newest = max(stored, key=lambda step: step.begin_ns)
         leaving = [step.folder for step in self._beyond(stored, room_for=1)]
         held = sum(size for folder, size in sizes.items() if folder not in leaving)
@@ -86,24 +82,21 @@ class Retention:
             f"another would exceed limits.total_bytes={limit}"
         )
 
-    def take(
-        self, run: RunFolder, folder: Path, manifest: Manifest, unfinished: Collection[Path]
-    ) -> tuple[list[Path], list[str]]:
+    def take(self, run: Run, folder: Path, manifest: Manifest) -> tuple[list[Path], list[str]]:
         """Take up a capture that is about to be written; return the folders to remove, and notes on them.
 
         Args:
             run: The run's folder.
             folder: Its step folder.
             manifest: Its manifest.
-            unfinished: Step folders that workers may still write into; they stay for now.
         """
         if self._limits.keep_last is None and self._limits.total_bytes is None:
             return [], []
-        stored = self._stored = [step for step in self._known(run) if step.folder != folder]
+        stored = self._stored = [step for step in self._stored if step.folder != folder]
         stored.append(_Stored(folder, manifest.begin_ns, manifest.end_ns - manifest.begin_ns))
         leaving, notes = [], []
         for step in self._beyond(stored):
-            if step.folder in unfinished:
+            if is_pending(step.folder):  # it stays for now
                 continue
             if strangers := _strangers(step.folder, run.run_id):
                 step.shared = True
@@ -143,18 +136,6 @@ class Retention:
             )
             self._removal.start()
 
-    def _known(self, run: RunFolder) -> list[_Stored]:
-        """Return the run's captures; what earlier starts left is read once."""
-        if self._stored is None:
-            self._stored = []
-            for folder in run.path.glob("step_*"):
-                manifest = _manifest_of(folder, run.run_id)
-                if manifest is not None:
-                    duration_ns = manifest.end_ns - manifest.begin_ns
-                    self._stored.append(_Stored(folder, manifest.begin_ns, duration_ns))
-            self._delete(list(run.path.glob(f".step_*{_REMOVED}")))
-        return self._stored
-
     def _beyond(self, stored: list[_Stored], room_for: int = 0) -> list[_Stored]:
         """Return the captures that do not stay, with room for so many more."""
         if self._limits.keep_last is None:
@@ -168,8 +149,6 @@ class Retention:
 
 def _manifest_of(folder: Path, run_id: str) -> Manifest | None:
     """Return the manifest of a step folder if this run wrote it; what is behind a link is not its own."""
-    if folder.is_symlink():
-        return None
     try:
         manifest = read_manifest(folder)
     except TraceFormatError:
@@ -182,11 +161,11 @@ def _strangers(folder: Path, run_id: str) -> str:
     manifest = _manifest_of(folder, run_id)
     if manifest is None:
         return "its manifest"
-    own = {MANIFEST_NAME, CONTROLLER_TRACE_NAME}
+    own = {MANIFEST_NAME}
     own.update(artifact.path for worker in manifest.workers for artifact in worker.artifacts)
     lanes = {worker.name for worker in manifest.workers}
     lanes.update(artifact.lane for worker in manifest.workers for artifact in worker.artifacts)
-    begins = tuple(f"{name}." for name in [*lanes, "manifest", "controller"])
+    begins = tuple(f"{name}." for name in [*lanes, "manifest"])
     found = [path.name for path in folder.iterdir()]
     return ", ".join(
         sorted(name for name in found if name not in own and not name.lstrip(".").startswith(begins))[:3]
@@ -210,4 +189,4 @@ def _delete_all(folders: list[Path], before: threading.Thread | None) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
-            logger.warning("%s cannot be removed whole; the next start of the run tries again", folder)
+            logger.warning("%s cannot be removed completely; remove it by hand", folder)

@@ -45,22 +45,27 @@ class Roster:
         self._unanswered: list[Call] = []
 
     def add(self, role: str, workers: Any, loop: AbstractEventLoop | None) -> None:
-        """Register workers; those registered under another role already get one name more.
+        """Register workers, in the place of those that the role has; others of them get one name more.
 
         Raises:
-            ConfigError: There are none, the role has some already, its files would have the names of
-                another's, or one has no capture methods.
+            ConfigError: There are none, the role's files would have the names of another's, or one has no
+                capture methods.
         """
-        roles = self.roles
-        if role in roles:
-            raise ConfigError("", f"role {role!r} has its workers already; add all of a role at once")
-        for other in roles:
-            if safe_name(other) == safe_name(role):
+        for other in self.roles:
+            if other != role and safe_name(other) == safe_name(role):
                 raise ConfigError(
                     "", f"roles {other!r} and {role!r} have files of the same names; rename one of them"
                 )
+        added = make_targets(role, workers, loop)
+        for target in [target for target in self.targets if role in target.roles]:
+            if target.roles != [role]:
+                target.roles.remove(role)
+                continue
+            self.targets.remove(target)
+            for number in range(target.size):
+                self.known.pop((target, number), None)
         by_key = {target.key: target for target in self.targets}
-        for target in make_targets(role, workers, loop):
+        for target in added:
             if (known := by_key.get(target.key)) is not None:
                 known.roles.append(role)
             else:

@@ -1,67 +1,308 @@
-"""One program on every rank: each process has a callback of its own, and all of them make one manifest.
+"""One program on every rank: each has a callback of its own, and writes its own result.
 
-Rank 0 leads: it decides where a step is recorded and writes the manifest. The others follow: they begin and
-end the same steps, because the schedule decides from the step's number alone, drive their own workers,
-and hand over what these recorded. Nobody waits for a rank longer than the timeouts say.
+The ranks talk through the default store of ``torch.distributed``, on a connection of their own, with four
+families of keys: ``run`` (where the run records), ``requests`` (captures that the schedule does not know),
+``watch`` (what ranks did in their steps) and ``clock`` (handshakes between hosts). A background thread
+reads them, and nobody waits for a rank.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from verl_profiling import clock
+from verl_profiling.aim import Aim
+from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.calls import Target
-from verl_profiling.controller.channel import (
-    Channel,
-    StoreChannel,
-    default_store,
-    find_leader_files,
-    lead_files,
-)
-from verl_profiling.controller.following_rank import Follower
-from verl_profiling.controller.leading_rank import Leader
-from verl_profiling.controller.peers import Alone
-from verl_profiling.controller.step_folders import StepFolders
-from verl_profiling.errors import ConfigError
+from verl_profiling.controller.run import Run
+from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
 from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["find_peers", "has_peers", "knows_peers", "leads"]
+__all__ = [
+    "PROBLEMS",
+    "Announced",
+    "Ranks",
+    "find_ranks",
+    "in_a_line",
+    "knows_place",
+    "leads",
+    "nested",
+    "place_of",
+]
 
 logger = logging.getLogger(__name__)
 
-_joined: Counter[str] = Counter()
+PROBLEMS = (OSError, RuntimeError, ValueError, msgspec.MsgspecError)
+"""What a store raises, and the reading of what is found in it."""
+
+HANDSHAKES = 8
+_HANDSHAKE_S = 2.0
+_LOOK_S = 1.0
+_FIRST_LOOK_S = 0.02
+_CHUNK_BYTES = 1 << 20  # TCPStore refuses values of 8 MiB
+
+_trainings: Counter[str] = Counter()
 
 
-def find_peers(config: ProfilingConfig, targets: list[Target], folders: StepFolders) -> Alone:
-    """Return how this callback works together with those of other processes.
+class _RunPlace(msgspec.Struct, frozen=True):
+    """Rank 0's message to all others: where the run records."""
 
-    It has peers where the process is a rank of several, and drives nothing but objects of its own:
-    one that drives Ray actors or worker groups is the only one, whatever its environment says.
+    path: str
+    run_id: str
+    token: str
+    url: str | None
+    retry_s: float
+    clock_domain: str
 
-    Raises:
-        ConfigError: ``spmd: true``, and nothing says which rank this is.
+
+class Announced(msgspec.Struct, frozen=True, array_like=True):
+    """A capture that rank 0 is going to make, and that the schedule does not know."""
+
+    first: int
+    last: int
+    aim: Aim | None
+
+
+class Ranks:
+    """The ranks of one loop, from one of them.
+
+    Args:
+        rank: This process's rank.
+        world_size: How many there are.
+        store: The default store.
+
+    Attributes:
+        processes: The other ranks' processes, as far as they have said so; rank 0 knows them.
+        clock: This rank's clock, where its host is not rank 0's.
     """
-    if config.spmd and process_rank() is None:
-        raise ConfigError(
-            "spmd", "no rank: initialise torch.distributed, or set RANK and WORLD_SIZE as torchrun does"
+
+    def __init__(self, rank: int, world_size: int, store: Any) -> None:
+        from torch.distributed import PrefixStore
+
+        _trainings["begun"] += 1
+        connection = store.clone() if hasattr(store, "clone") else store
+        self._store = PrefixStore(f"verl_profiling/{_trainings['begun']}", connection)
+        self.rank, self.world_size = rank, world_size
+        self.others = range(1, world_size)
+        self.processes: dict[int, ProcessId] = {}
+        self.clock: HostClock | None = None
+        self._place: _RunPlace | None = None
+        self._known = threading.Event()
+        self._ended = threading.Event()
+        self._requests: list[Announced] = []
+        self._sent = self._received = self._asked = 0
+        self._thread = threading.Thread(target=self._listen, name="verl-profiling-ranks", daemon=True)
+        self._thread.start()
+        logger.info("rank %d of %d: the ranks' callbacks record together", rank, world_size)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which decides, and writes the manifests."""
+        return self.rank == 0
+
+    def publish(self, run: Run) -> None:
+        """Say where the run records; rank 0 does, once."""
+        if self._place is not None:
+            return
+        domain = ProcessId.current().clock_domain
+        path = str(run.path.absolute())
+        self._place = _RunPlace(path, run.run_id, run.token, run.url, run.retry_s, domain)
+        self.put("run", msgspec.msgpack.encode(self._place))
+
+    def wait_for_run(self, timeout_s: float) -> None:
+        """Wait until :meth:`run` has an answer."""
+        self._known.wait(timeout_s)
+
+    def run(self) -> Run | None:
+        """Return where the run records; ``None`` while rank 0 has not said it."""
+        place = self._place
+        if place is None:
+            return None
+        return Run(Path(place.path), place.run_id, place.token, place.url, place.retry_s)
+
+    def announce(self, request: Announced) -> None:
+        """Tell the other ranks of a capture some seconds before its step begins."""
+        self.put(f"requests/{self._sent}", msgspec.msgpack.encode(request))
+        self._sent += 1
+
+    def announced(self) -> list[Announced]:
+        """Return the captures that rank 0 has announced since."""
+        found, self._requests = self._requests, []
+        return found
+
+    def tell(self, steps: bytes, last: bool = False) -> bool:
+        """Leave this rank's steps for rank 0; return whether there was room for it.
+
+        Args:
+            steps: What there is to tell.
+            last: Training ends; for this there is always room.
+        """
+        key = _watch_key(self.rank, last)
+        if not last and self._store.check([key]):
+            return False
+        self.put(key, steps)
+        return True
+
+    def told(self, rank: int, last: bool = False) -> bytes | None:
+        """Return what a rank has left of its steps since; nobody is waited for."""
+        return self.take(_watch_key(rank, last))
+
+    def expected(self, model: CaptureResult, aim: Aim | None) -> list[CaptureResult]:
+        """Return what stands for the other ranks until their results are there.
+
+        Args:
+            model: What stands for a worker of this rank.
+            aim: What the capture does differently.
+        """
+        others = [rank for rank in self.others if aim is None or aim.ranks is None or rank in aim.ranks]
+        return [self._stand_in(model, rank) for rank in others]
+
+    def _stand_in(self, model: CaptureResult, rank: int) -> CaptureResult:
+        process = self.processes.get(rank)
+        who = {"host": "unknown", "clock_domain": "unknown", "pid": 0}
+        if process is not None:
+            who = {"host": process.host, "clock_domain": process.clock_domain, "pid": process.pid}
+        return msgspec.structs.replace(
+            model,
+            identity=WorkerIdentity(role=model.identity.role, rank=rank, **who),  # type: ignore[arg-type]
+            process=process,
+            reason=f"rank {rank} has left no result",
         )
-    place = _place(config, targets)
-    if place is None:
-        return Alone()
-    rank, world_size = place
-    store = default_store()
-    if store is not None:
-        _joined["store"] += 1
-        channel: Channel = StoreChannel(store, f"verl_profiling/{_joined['store']}")
-        join: Callable[[], Channel | None] = lambda: channel  # noqa: E731
-    else:
-        path, since_ns = config.local_folder, clock.now_ns()
-        join = lambda: lead_files(path) if rank == 0 else find_leader_files(path, since_ns)  # noqa: E731
-    logger.info("rank %d of %d: the ranks' callbacks record together", rank, world_size)
-    return Leader(config, world_size, join, folders) if rank == 0 else Follower(config, rank, join)
+
+    def end(self) -> None:
+        """Listen no more."""
+        self._ended.set()
+        self._thread.join(_LOOK_S)
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a value under a key."""
+        chunks = [value[at : at + _CHUNK_BYTES] for at in range(0, len(value), _CHUNK_BYTES)]
+        for number, chunk in enumerate(chunks):
+            self._store.set(f"{key}/{number}", chunk)
+        self._store.set(key, str(len(chunks)))
+
+    def get(self, key: str) -> bytes | None:
+        """Return what is under a key, or ``None``; never waits for it."""
+        if not self._store.check([key]):
+            return None
+        parts = range(int(self._store.get(key)))
+        return b"".join(self._store.get(f"{key}/{number}") for number in parts)
+
+    def take(self, key: str) -> bytes | None:
+        """Like :meth:`get`, and remove it; the key itself last, so that it can be used again."""
+        value = self.get(key)
+        if value is not None:
+            for number in range(int(self._store.get(key))):
+                self._store.delete_key(f"{key}/{number}")
+            self._store.delete_key(key)
+        return value
+
+    def _listen(self) -> None:
+        """Read the store until training ends; one that is gone is said once, and training goes on."""
+        pause_s = _FIRST_LOOK_S
+        try:
+            self._introduce()
+            while not self._ended.wait(pause_s):
+                self._look()
+                waits = self._place is None or len(self.processes) < self.leads * len(self.others)
+                pause_s = _FIRST_LOOK_S if waits else _LOOK_S
+        except PROBLEMS as error:
+            if not self._ended.is_set():
+                logger.warning("rank %d: the other ranks are not reached: %s", self.rank, in_a_line(error))
+
+    def _introduce(self) -> None:
+        if not self.leads:
+            self.put(f"run/{self.rank}", msgspec.msgpack.encode(ProcessId.current()))
+
+    def _look(self) -> None:
+        if self.leads:
+            for rank in self.others:
+                if rank not in self.processes and (data := self.get(f"run/{rank}")) is not None:
+                    self.processes[rank] = msgspec.msgpack.decode(data, type=ProcessId)
+            while self._asked < self._store.add("clock/asked", 0):
+                self._answer(self._asked + 1)
+                self._asked += 1
+            return
+        if self._place is None and (data := self.get("run")) is not None:
+            place = msgspec.msgpack.decode(data, type=_RunPlace)
+            self._measure(place.clock_domain)
+            self._place = place
+            self._known.set()
+        while (data := self.get(f"requests/{self._received}")) is not None:
+            self._received += 1
+            self._requests.append(msgspec.msgpack.decode(data, type=Announced))
+
+    def _measure(self, domain: str) -> None:
+        """Measure this host's clock against rank 0's, by one rank of the host."""
+        own = ProcessId.current()
+        if own.clock_domain == domain or os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        number = self._store.add("clock/asked", 1)
+        handshakes = []
+        for turn in range(HANDSHAKES):
+            sent_ns = clock.now_ns()
+            self.put(f"clock/{number}/ping/{turn}", b"ping")
+            data = self._await(f"clock/{number}/pong/{turn}")
+            if data is None:
+                break
+            received_ns, replied_ns = msgspec.msgpack.decode(data, type=tuple[int, int])
+            # Rank 0 answers, so this is the offset of its clock: this one is ahead by the opposite.
+            handshakes.append(Handshake(sent_ns, received_ns, replied_ns, clock.now_ns()))
+        if handshakes:
+            best = best_handshake(handshakes)
+            self.clock = HostClock(
+                host=own.host,
+                clock_domain=own.clock_domain,
+                offset_ns=-best.offset_ns,
+                error_ns=best.error_ns,
+                closing_offset_ns=-best.offset_ns,
+                closing_error_ns=best.error_ns,
+                samples=len(handshakes),
+            )
+
+    def _answer(self, number: int) -> None:
+        for turn in range(HANDSHAKES):
+            if self._await(f"clock/{number}/ping/{turn}") is None:
+                return
+            received_ns = clock.now_ns()
+            self.put(f"clock/{number}/pong/{turn}", msgspec.msgpack.encode((received_ns, clock.now_ns())))
+
+    def _await(self, key: str) -> bytes | None:
+        deadline = time.monotonic() + _HANDSHAKE_S
+        while (value := self.get(key)) is None and time.monotonic() < deadline:
+            if self._ended.wait(0.0005):
+                return None
+        return value
+
+
+def place_of(config: ProfilingConfig, targets: list[Target]) -> tuple[int, int] | None:
+    """Return rank and world size where several callbacks record together, else ``None``.
+
+    They do where the process is a rank of several, and drives nothing but objects of its own: one that
+    drives Ray actors or worker groups is the only one, whatever its environment says.
+    """
+    place = process_rank()
+    local = bool(targets) and all(target.is_local for target in targets)
+    if config.spmd is False or place is None or place[1] == 1 or not (local or config.spmd):
+        return None
+    return place
+
+
+def knows_place(config: ProfilingConfig, targets: list[Target]) -> bool:
+    """Return whether it is known yet if several callbacks record together: the workers may have to tell."""
+    return bool(targets) or config.spmd is not None or (process_rank() or (0, 1))[1] == 1
 
 
 def leads(config: ProfilingConfig, targets: list[Target]) -> bool:
@@ -69,25 +310,54 @@ def leads(config: ProfilingConfig, targets: list[Target]) -> bool:
 
     Before it has workers, only rank 0 of several does.
     """
-    place = _place(config, targets) if knows_peers(config, targets) else process_rank()
+    place = place_of(config, targets) if knows_place(config, targets) else process_rank()
     return place is None or place[0] == 0
 
 
-def knows_peers(config: ProfilingConfig, targets: list[Target]) -> bool:
-    """Return whether it is known yet if several callbacks record together: its workers may have to tell."""
-    place = process_rank()
-    return bool(targets) or config.spmd is not None or place is None or place[1] == 1
+def find_ranks(config: ProfilingConfig, targets: list[Target], say: Callable[[str], None]) -> Ranks | None:
+    """Return the ranks of the loop; ``None`` where it has one, and where they cannot reach each other.
 
-
-def has_peers(config: ProfilingConfig, targets: list[Target]) -> bool:
-    """Return whether several callbacks record together."""
-    return _place(config, targets) is not None
-
-
-def _place(config: ProfilingConfig, targets: list[Target]) -> tuple[int, int] | None:
-    """Return rank and world size where several callbacks record together, else ``None``."""
-    place = process_rank()
-    local = bool(targets) and all(target.is_local for target in targets)
-    if config.spmd is False or place is None or place[1] == 1 or not (local or config.spmd):
+    Args:
+        config: The settings.
+        targets: The workers of this callback.
+        say: Called with the reason why they cannot.
+    """
+    place = place_of(config, targets)
+    if place is None:
+        if config.spmd and process_rank() is None:
+            say("spmd: no rank: initialise torch.distributed before the first step")
         return None
-    return place
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        say(
+            f"rank {place[0]} of {place[1]} captures nothing: torch.distributed is not initialised; call "
+            "init_process_group() before the first captured step, or set spmd: false if each process is a "
+            "loop of its own"
+        )
+        return None
+    return Ranks(*place, distributed.distributed_c10d._get_default_store())
+
+
+def in_a_line(error: Exception) -> str:
+    """Return an error without the frames that a store adds to it."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def nested(own: list[StageSpan], others: list[StageSpan]) -> list[StageSpan]:
+    """Return the stages of one process that its worker and its callback noted; the worker's hold."""
+    names = {span.name for span in own}
+    added = [span for span in others if span.name not in names]
+    if not added:
+        return own
+    spans: list[StageSpan] = []
+    ends: list[int] = []
+    for span in sorted([*own, *added], key=lambda span: (span.begin_ns, -span.end_ns)):
+        while ends and ends[-1] <= span.begin_ns:
+            ends.pop()
+        spans.append(msgspec.structs.replace(span, depth=len(ends)))
+        ends.append(span.end_ns)
+    return spans
+
+
+def _watch_key(rank: int, last: bool) -> str:
+    return f"watch/{rank}" + ("/last" if last else "")

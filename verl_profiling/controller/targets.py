@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
-import logging
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -16,8 +15,6 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.ray_cluster import check_in_cluster
 
 __all__ = ["make_targets"]
-
-logger = logging.getLogger(__name__)
 
 MANY_IN_TURN = 16
 
@@ -72,9 +69,14 @@ class _Local(Target):
         first: Its index in the role.
         worker: The object.
         loop: Event loop of its coroutines; by default the caller's, or a new one.
+
+    Attributes:
+        on_threads: Its plain methods run on threads anyway: more than ``MANY_IN_TURN`` objects of a role
+            stand for other processes, which answer side by side.
     """
 
     is_local = True
+    on_threads = False
 
     def __init__(self, role: str, first: int, worker: Any, loop: asyncio.AbstractEventLoop | None) -> None:
         super().__init__(role, first, 1)
@@ -97,7 +99,7 @@ class _Local(Target):
             if loop is not None and loop.is_running():
                 return [asyncio.run_coroutine_threadsafe(function(*arguments), loop)]
             return [Postponed(function(*arguments), loop)]
-        if running is not None:
+        if running is not None or self.on_threads:
             return [_on_thread(lambda: function(*arguments))]
         return [_done(lambda: function(*arguments))]
 
@@ -135,14 +137,8 @@ def make_targets(
     if not targets:
         raise ConfigError("", f"role {role!r} has no workers")
     in_turn = [target for target in targets if isinstance(target, _Local) and not target.is_coroutine(method)]
-    if len(in_turn) > MANY_IN_TURN:
-        logger.warning(
-            "role %r: %d local objects have plain methods, and are called one after another; "
-            "make %s and stop_capture coroutines (async def), which run side by side",
-            role,
-            len(in_turn),
-            method,
-        )
+    for target in in_turn:
+        target.on_threads = len(in_turn) > MANY_IN_TURN
     return targets
 
 

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from verl_profiling.controller.channel import PROBLEMS, in_a_line
-from verl_profiling.controller.peers import Alone
+from verl_profiling.controller.spmd import PROBLEMS, Ranks, in_a_line
 from verl_profiling.identity import ProcessId
 from verl_profiling.step_account import RankUse, StepAccount
 from verl_profiling.watch.ring import MAX_NAMES
@@ -98,7 +97,7 @@ class Telling:
         most: So many steps are kept while there is no room to tell of them.
     """
 
-    def __init__(self, peers: Alone, most: int) -> None:
+    def __init__(self, peers: Ranks, most: int) -> None:
         self._peers = peers
         self._untold: deque[StepAccount] = deque(maxlen=most)
         self._own: deque[StepAccount] = deque()
@@ -158,7 +157,7 @@ class Hearing:
         patience_s: How long a rank may be late until the accounts are whole without it.
     """
 
-    def __init__(self, peers: Alone, most: int, patience_s: float) -> None:
+    def __init__(self, peers: Ranks, most: int, patience_s: float) -> None:
         self._peers = peers
         self._most = most
         self._patience_s = patience_s
@@ -257,8 +256,6 @@ class Hearing:
     def _keep(self, rank: int, told: ToldSteps) -> None:
         told.check()
         known = self._ranks[rank]
-        for use in told.steps[-1].loop if told.steps else ():
-            self._peers.told_who(rank, use.role, use.rank)
         known.process, known.awaited = told.process, True
         for step in told.steps[-self._most :]:
             known.steps[step.step] = step

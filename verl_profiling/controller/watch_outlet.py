@@ -6,7 +6,7 @@ import logging
 
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import leads
-from verl_profiling.controller.step_folders import StepFolders
+from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.controller.watch import Watch
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.watch.log import WatchLog

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,15 +17,18 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.replies import cannot_be_had, start_reply
+from verl_profiling.capture.result_file import NOT_STOPPED
 from verl_profiling.capture.session import process_session
 from verl_profiling.engines.recorder import Recorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Request
+from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["SessionRecorder", "watch_transformers"]
+
+logger = logging.getLogger(__name__)
 
 
 class SessionRecorder(Recorder):
@@ -46,7 +50,6 @@ class SessionRecorder(Recorder):
         self._requests = requests
         self._capture_id = ""
         self._open = False
-        self._noted: list[Request] | None = None
         process_session().register(config, identity)
 
     async def start(self, request: CaptureRequest) -> StartReply:
@@ -55,10 +58,12 @@ class SessionRecorder(Recorder):
             return start_reply(self._identity, "skipped", clock.now_ns(), reason=reason)
         if why := self._refusal(request):
             return start_reply(self._identity, "refused", clock.now_ns(), reason=why)
+        if self._open and self._capture_id != request.capture_id:
+            await self._close_forgotten()
         reply = process_session().start(request, self._identity)
         self._open = reply.status in ("recording", "joined")
         if self._open and self._capture_id != request.capture_id:
-            self._capture_id, self._noted = request.capture_id, None
+            self._capture_id = request.capture_id
             self._requests.begin(request.policy_version)
         return reply
 
@@ -80,26 +85,44 @@ class SessionRecorder(Recorder):
         if result.status == "skipped" and result.identity.name != self._identity.name:
             result = msgspec.structs.replace(result, identity=self._identity)
         elif result.capture_id == self._capture_id:
-            self._open = False
-            if self._noted is None:
-                self._noted = self._requests.end()
-            result = msgspec.structs.replace(
-                result,
-                requests=self._noted,
-                policy_versions=self._requests.policy_versions,
-                requests_logged=self._requests.enabled,
-                pending_since_ns=self._requests.pending_since_ns,
-                notes=[
-                    *result.notes,
-                    *self._requests.weight_updates(self._identity.name, self._noted),
-                ],
-            )
-        finished = reply.finished
+            result = self._with_requests(result)
         if finish_s:  # on a thread, so that the event loop is not blocked
             asked = None if capture_id is None else result.capture_id
-            later = await asyncio.to_thread(process_session().stop, asked, finish_s)
-            finished = [*finished, *later.finished]
-        return msgspec.structs.replace(reply, result=result, finished=finished)
+            return await asyncio.to_thread(process_session().stop, asked, finish_s)
+        return msgspec.structs.replace(reply, result=result)
+
+    async def _close_forgotten(self) -> None:
+        """Close a capture that its loop has not stopped before it asked for another, with its requests."""
+        left = (await self.stop(self._capture_id, 0.0)).result
+        logger.warning("%s: step %d was never stopped", self._identity, left.step)
+        process_session().amend(
+            self._capture_id,
+            lambda result: msgspec.structs.replace(result, status="failed", reason=NOT_STOPPED),
+        )
+
+    def _with_requests(self, result: CaptureResult) -> CaptureResult:
+        """Enter the requests into the process's result, once."""
+        if not self._open:
+            return result
+        self._open = False
+        log, requests = self._requests, self._requests.end()
+        versions, updates = log.policy_versions, log.weight_updates(self._identity.name, requests)
+
+        def with_requests(result: CaptureResult) -> CaptureResult:
+            return msgspec.structs.replace(
+                result,
+                requests=[*result.requests, *requests],
+                policy_versions=list(dict.fromkeys([*result.policy_versions, *versions])),
+                requests_logged=result.requests_logged or log.enabled,
+                pending_since_ns=[*result.pending_since_ns, *log.pending_since_ns],
+                notes=list(dict.fromkeys([*result.notes, *updates])),
+                artifacts=[
+                    msgspec.structs.replace(one, policy_versions=one.policy_versions or versions)
+                    for one in result.artifacts
+                ],
+            )
+
+        return process_session().amend(result.capture_id, with_requests) or result
 
     def set_policy_version(self, version: int) -> None:
         self._requests.set_policy_version(version)

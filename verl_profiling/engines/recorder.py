@@ -11,7 +11,6 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,12 +23,12 @@ from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.cost import CostMeter
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
 from verl_profiling.capture.replies import (
-    another_is_open,
     cannot_be_had,
     nothing_to_stop,
     start_reply,
     stop_reply,
 )
+from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile
 from verl_profiling.capture.states import ENGINE_TRANSITIONS, Event, State, StateMachine
 from verl_profiling.devices import Device
 from verl_profiling.engines.base import EngineAdapter
@@ -57,7 +56,7 @@ class Recorder(ABC):
         """Start a capture, or join it if it runs already.
 
         Raises:
-            CaptureStateError: Another capture is open.
+            CaptureStateError: The engine has died, or is still writing.
             Exception: Whatever the engine raised; nothing records then.
         """
 
@@ -70,15 +69,14 @@ class Recorder(ABC):
         """Record that the engine has new weights from now on."""
 
 
-def _itself(artifact: Artifact) -> Artifact:
-    return artifact
-
-
 class _OpenCapture:
     """One open capture: what was expected, and how far stopping is."""
 
-    def __init__(self, request: CaptureRequest, role: RoleConfig, recording: EngineRecording) -> None:
+    def __init__(
+        self, request: CaptureRequest, role: RoleConfig, recording: EngineRecording, file: ResultFile
+    ) -> None:
         self.request = request
+        self.file = file
         self.role = role
         self.recording = recording
         self.end_ns = 0
@@ -123,7 +121,7 @@ class EngineRecorder(Recorder):
         self._stop_s = min(config.rollout.stop_s, _SHARE_OF_TIMEOUT * config.timeouts.stop_s)
         self._machine = StateMachine(ENGINE_TRANSITIONS, str(identity))
         self._open_capture: _OpenCapture | None = None
-        self._last: CaptureResult | None = None
+        self._file = ResultFile()
         self._starting = asyncio.Lock()
         self._finisher = Finisher()
         self._hooks = FinishHooks(config.after)
@@ -140,9 +138,11 @@ class EngineRecorder(Recorder):
         async with self._starting:
             capture = self._open_capture
             if capture is not None:
-                if capture.request.capture_id != request.capture_id:
-                    raise another_is_open(request, self._identity, State.RECORDING, capture.request)
-                return self._reply("joined", received_ns)
+                if capture.request.capture_id == request.capture_id:
+                    return self._reply("joined", received_ns)
+                logger.warning("%s: step %d was never stopped", self._identity, capture.request.step)
+                capture.closing = capture.closing or asyncio.create_task(self._close(capture, NOT_STOPPED))
+                await asyncio.shield(capture.closing)
             if death := death_of(self._engine):
                 raise CaptureStateError(f"start_capture(step={request.step}): {death} ({self._identity})")
             if self._machine.state is State.OVERDUE:
@@ -162,8 +162,8 @@ class EngineRecorder(Recorder):
             if capture.closing is None:
                 capture.closing = asyncio.create_task(self._close(capture))
             result = await asyncio.shield(capture.closing)
-        elif self._last is not None and capture_id in (None, self._last.capture_id):
-            result = self._last
+        elif self._file.holds(capture_id):
+            result = self._file.result
         else:
             result = nothing_to_stop(self._identity, capture_id, capture.request if capture else None)
         ended = result.capture_id if capture_id is None else capture_id
@@ -173,7 +173,9 @@ class EngineRecorder(Recorder):
             if capture_id is None:
                 self._hooks.train_ends()
                 await asyncio.to_thread(self._hooks.drain, self._hooks.longest_s)
-        return stop_reply(result, received_ns, self._finisher.take_finished())
+            if result.capture_id and result.capture_id == self._file.result.capture_id:
+                result = self._file.result
+        return stop_reply(result, received_ns)
 
     def set_policy_version(self, version: int) -> None:
         self._requests.set_policy_version(version)
@@ -206,7 +208,8 @@ class EngineRecorder(Recorder):
         if request.keep:
             Path(request.folder).mkdir(parents=True, exist_ok=True)
         label = f"step{request.step}-{request.occurrence}-{clock.now_ns():x}"
-        capture = _OpenCapture(request, role, self._recording(request, label, self._ranks(role)))
+        file = self._file.opened(request, role, self._identity)
+        capture = _OpenCapture(request, role, self._recording(request, label, self._ranks(role)), file)
         try:
             with capture.meter.starting(request.stage):
                 await while_alive(self._engine, self._engine.start(label))
@@ -220,7 +223,8 @@ class EngineRecorder(Recorder):
             capture.recording.drop()
             raise
         self._machine.move(Event.START)
-        self._open_capture = capture
+        self._open_capture, self._file = capture, capture.file
+        clock.hold()
         self._requests.begin(request.policy_version)
         if self._rollout.max_window_s is not None:
             loop = asyncio.get_running_loop()
@@ -250,7 +254,7 @@ class EngineRecorder(Recorder):
         finally:
             self._machine.move(Event.WRITTEN)
 
-    async def _close(self, capture: _OpenCapture) -> CaptureResult:
+    async def _close(self, capture: _OpenCapture, failed: str = "") -> CaptureResult:
         if capture.timer is not None:
             capture.timer.cancel()
         halting = self._halt(capture)
@@ -265,10 +269,13 @@ class EngineRecorder(Recorder):
             artifacts = self._fates(capture, problem)
         else:
             artifacts = self._fates(capture, "")
-        self._last = self._result(capture, artifacts, waited_s)
+        result = self._result(capture, artifacts, waited_s)
+        if failed:
+            result = msgspec.structs.replace(result, status="failed", reason=failed)
         self._machine.move(Event.STOP if self._machine.state is State.STOPPED else Event.GIVE_UP)
         self._open_capture = None
-        return self._last
+        clock.release()
+        return capture.file.close(result)
 
     def _leave_overdue(self, capture: _OpenCapture, halting: asyncio.Task[None]) -> list[Artifact]:
         """Stop waiting; the traces are collected if the engine finishes later."""
@@ -281,7 +288,7 @@ class EngineRecorder(Recorder):
                 logger.error("%s: stopping the profiler failed: %s", self._identity, error)
             for artifact in self._fates(capture, reason):
                 if artifact.status != "pending":
-                    self._finisher.submit(capture.request.capture_id, artifact, partial(_itself, artifact))
+                    capture.file.finished(artifact)
 
         halting.add_done_callback(collect)
         return _failed(capture, reason)
@@ -300,7 +307,7 @@ class EngineRecorder(Recorder):
             artifact, finish = uploaded(budget.bound(output), request.folder, request.upload)
             artifacts.append(artifact)
             if finish is not None:
-                self._finisher.submit(request.capture_id, artifact, finish)
+                self._finisher.submit(request.capture_id, artifact, finish, capture.file.finished)
         return artifacts
 
     def _result(self, capture: _OpenCapture, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
@@ -346,7 +353,6 @@ class EngineRecorder(Recorder):
             received_ns,
             reason=reason,
             expected=expected,
-            finished=self._finisher.take_finished(),
         )
 
 

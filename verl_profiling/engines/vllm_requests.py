@@ -9,6 +9,7 @@ those of one sample, so of a request for several only the id is told.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
 from typing import Any
@@ -104,8 +105,7 @@ def _tell(record: OpenRequest, output: Any, shares_clock: bool) -> None:
     record.preemptions = getattr(statistics, "num_preemptions", None)
     if statistics is None or not shares_clock:
         return
-    anchor = clock.read_anchor()
-    ahead_ns = anchor.unix_ns - anchor.monotonic_ns
+    ahead_ns = clock.now_ns() - time.monotonic_ns()
 
     def unix_ns(name: str) -> int:
         monotonic_s = getattr(statistics, name, 0.0)

@@ -1,8 +1,9 @@
 """Checks a command before it is queued: ``python -m verl_profiling.integrations.verl_check ARGUMENTS``.
 
 Takes the arguments of ``verl.trainer.main_ppo``, composes its configuration, and lets verl and this
-package check it. Nothing is started, and no accelerator is needed. Another main module is named before
-them: ``verl_check -m verl.experimental.one_step_off_policy.main_ppo ARGUMENTS``.
+package check it. Nothing is started, and no accelerator is needed. Another main module, verl's or your own,
+is named before them: ``verl_check -m verl.experimental.one_step_off_policy.main_ppo ARGUMENTS``.
+It is imported, and its function under ``@hydra.main`` is not called.
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ import functools
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import hydra
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 
-from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
+from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.integrations.hooks import Hook, misfits, usable
 from verl_profiling.integrations.verl_config import settings_of
 from verl_profiling.integrations.verl_forecast import forecast, without_effect
@@ -32,11 +32,7 @@ from verl_profiling.integrations.verl_support import why_nothing
 _MAIN = "verl.trainer.main_ppo"
 _ONE_STEP_OFF = "verl.experimental.one_step_off_policy.main_ppo"
 _FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
-_CONFIGS = {
-    _MAIN: "ppo_trainer",
-    _ONE_STEP_OFF: "one_step_off_ppo_trainer",
-    _FULLY_ASYNC: "fully_async_ppo_trainer",
-}
+_MAINS = (_MAIN, _ONE_STEP_OFF, _FULLY_ASYNC)
 _SFT = ("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray")
 _PLUGIN = "verl_profiling.integrations.verl"
 
@@ -52,19 +48,39 @@ def main() -> None:
             f"profiling: {module} is not profiled: this package records loops of reinforcement learning; "
             "use verl's own profiler there (profiler.enable, trainer.profile_interval)"
         )
-    if module not in _CONFIGS:
-        sys.exit(f"-m {module}: {choices_hint(module, _CONFIGS)}")
-    folder = find_spec(module.rpartition(".")[0])
-    places = folder.submodule_search_locations if folder is not None else None
-    if not places:
-        sys.exit(f"-m {module}: this verl does not have it")
-    composed = hydra.main(
-        config_path=str(Path(places[0], "config")), config_name=_CONFIGS[module], version_base=None
-    )
+    checked = _checked_main(module)
     print(shlex.join(["python", "-m", module, *sys.argv[1:]]), flush=True)
     with tempfile.TemporaryDirectory() as outputs:  # Hydra writes there what it writes for every command
         sys.argv.append(f"hydra.run.dir={outputs}")
-        composed(functools.partial(check, module))()
+        checked()
+
+
+def _checked_main(module: str) -> Callable[[], None]:
+    """Import a main module, and return its function under ``@hydra.main`` with the check in its place."""
+    found: list[Callable[[], None]] = []
+    decorator = hydra.main
+
+    def noting(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        def note(task: Any) -> Any:
+            if task.__module__ == module:
+                task.__module__ = "__main__"  # Hydra then looks for the configuration where the run will
+            checked = functools.wraps(task)(functools.partial(check, module))
+            found.append(main := decorator(*args, **kwargs)(checked))
+            return main
+
+        return note
+
+    hydra.main = noting
+    try:
+        names = vars(import_module(module)).values()
+    except (ImportError, ValueError) as error:
+        sys.exit(f"-m {module}: cannot be imported: {error}; main modules of verl: {', '.join(_MAINS)}")
+    finally:
+        hydra.main = decorator
+    for main in reversed(found):
+        if any(main is value for value in names):
+            return main
+    sys.exit(f"-m {module}: has no function under @hydra.main, whose configuration could be checked")
 
 
 def check(module: str, config: Any) -> None:
@@ -74,9 +90,12 @@ def check(module: str, config: Any) -> None:
         module: Its main module.
         config: Its configuration.
     """
+    if "actor_rollout_ref" not in config:
+        sys.exit(f"-m {module}: is no trainer of verl: its configuration has no actor_rollout_ref")
     if config.get("profiling") is not None:
         _check_hooks(config)
-    if module != _FULLY_ASYNC:  # verl does not check that one either
+    by_version = "async_training" in config
+    if not by_version:  # verl does not check that one either
         validate_config(
             config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
         )
@@ -84,7 +103,7 @@ def check(module: str, config: Any) -> None:
         settings = settings_of(config)
         unchecked = "" if settings is None else check_installed_engine(config, settings)
     except (ConfigError, ToolUnavailableError) as error:
-        sys.exit(f"profiling: {error}")
+        sys.exit(f"profiling: {str(error).removeprefix('profiling: ')}")
     if settings is None:
         print("config ok; nothing is profiled")
         if why := why_nothing(config):
@@ -99,7 +118,7 @@ def check(module: str, config: Any) -> None:
         "rollout": True,
         "agent_loop": True,
         "reward": True,
-        "rollouter": module == _FULLY_ASYNC,
+        "rollouter": by_version,
     }
     roles = [role for role, exists in there.items() if exists and settings.for_role(role).enable]
     print(f"config ok; {settings.mode} profile of {', '.join(roles)} in {settings.save_path}")
@@ -109,7 +128,7 @@ def check(module: str, config: Any) -> None:
     if under_nsys := [f"{role} ({ranges[role]} ranges)" for role in roles if role in ranges]:
         print(f"started under Nsight Systems: {', '.join(under_nsys)}")
     # The asynchronous trainer's steps are versions of the parameters, which this number does not count.
-    last_step = None if module == _FULLY_ASYNC else config.trainer.get("total_training_steps")
+    last_step = None if by_version else config.trainer.get("total_training_steps")
     for text in without_effect(settings, last_step):
         print(f"warning: {text}")
     print(forecast(settings, roles, last_step))

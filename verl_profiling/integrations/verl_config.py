@@ -24,6 +24,7 @@ __all__ = ["settings_from_verl", "settings_of", "settings_without_checks"]
 
 logger = logging.getLogger(__name__)
 
+_GROUPS = ("default", "discrete", "off", "verl")
 _ROLES = {
     "actor": "actor_rollout_ref.actor.profiler",
     "ref": "actor_rollout_ref.ref.profiler",
@@ -50,7 +51,12 @@ def settings_of(config: Any) -> ProfilingConfig | None:
     steps = config.global_profiler.get("steps")
     if isinstance(given, str):
         if given != "verl":
-            raise ConfigError("profiling", f"is {given!r}; {choices_hint(given, ['verl'])}, or settings")
+            raise ConfigError(
+                "profiling",
+                f"is the word {given!r}, because Hydra found no group of that name; write +profiling=e2e (or "
+                f"{', '.join(_GROUPS)}), with verl_profiling installed where the command runs, or with "
+                "'hydra.searchpath=[pkg://verl_profiling.conf]'",
+            )
         settings = settings_from_verl(config)
         config.global_profiler.steps = None
     else:

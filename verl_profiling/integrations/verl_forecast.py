@@ -12,7 +12,7 @@ from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, Schedule
 from verl_profiling.units import step_list
 
-__all__ = ["forecast", "without_effect"]
+__all__ = ["captured_steps", "forecast", "without_effect"]
 
 _TRAINING = ("actor", "ref", "critic")
 _MOST_NAMED = 10
@@ -50,15 +50,26 @@ def forecast(settings: ProfilingConfig, roles: Sequence[str], last_step: int | N
     """
     if not roles:
         return "nothing will be captured: no role of this run is selected"
-    steps = list(islice(_captured(settings.schedule, last_step), _MOST_NAMED + 1))
+    steps = captured_steps(settings.schedule, last_step)
     if not steps:
         return f"nothing will be captured: {settings.schedule.in_words()}; {_end(last_step)}"
-    more = " and more" if len(steps) > _MOST_NAMED else ""
     doubtful = [role for role in roles if _without_known_stage(settings, role)]
     sure = [role for role in roles if role not in doubtful]
     named = f"of {', '.join(sure)}" if sure else "of the loop alone"
     but = f"; nothing of {', '.join(doubtful)}, unless they have the stages that are selected"
-    return f"will be captured: {step_list(steps[:_MOST_NAMED])}{more} {named}{but if doubtful else ''}"
+    return f"will be captured: {steps} {named}{but if doubtful else ''}"
+
+
+def captured_steps(schedule: Schedule, last_step: int | None) -> str:
+    """Return which steps will be captured, e.g. ``steps 2, 3``; empty if none will be.
+
+    Args:
+        schedule: The schedule.
+        last_step: Number of the run's last step, if it is known.
+    """
+    steps = list(islice(_captured(schedule, last_step), _MOST_NAMED + 1))
+    more = " and more" if len(steps) > _MOST_NAMED else ""
+    return f"{step_list(steps[:_MOST_NAMED])}{more}" if steps else ""
 
 
 def _captured(schedule: Schedule, last_step: int | None) -> Iterator[int]:

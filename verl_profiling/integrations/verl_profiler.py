@@ -53,6 +53,7 @@ class Profiler:
 
     Attributes:
         trainer: The trainer.
+        settings: What to profile.
     """
 
     stages: Mapping[str, str] = _STAGES
@@ -62,7 +63,7 @@ class Profiler:
         self, trainer: Any, settings: ProfilingConfig, callback: ProfilingCallback | AsyncProfilingCallback
     ) -> None:
         self.trainer = trainer
-        self._settings = settings
+        self.settings = settings
         self._told = callback
         self._targets = Targets(callback, settings)
         self._policy_version = 0
@@ -119,7 +120,7 @@ class Profiler:
             self._watched = WatchTracking()
             watch.listeners.append(self._watched.completed)
         found = [*misfits(self.trainer.config), *self._targets.misfits]
-        for note in notes_on(found, strict=self._settings.strict):
+        for note in notes_on(found, strict=self.settings.strict):
             self._told.add_note(note)
 
     def _activate(self) -> None:
@@ -137,7 +138,7 @@ class Profiler:
             ToolUnavailableError: The settings are strict.
         """
         self._deactivate()
-        give_up(why, strict=self._settings.strict)
+        give_up(why, strict=self.settings.strict)
 
     def _note_folder(self, step: int) -> None:
         """Keep the step folder that has been written, if one has."""

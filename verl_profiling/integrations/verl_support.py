@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ __all__ = [
     "can_be_profiled",
     "check_request",
     "give_up",
-    "let_warnings_through",
+    "let_lines_through",
     "notes_on",
     "remember_request",
     "say_nothing_is_profiled",
@@ -72,27 +73,24 @@ def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:
     notes = list(dict.fromkeys(found))
     _refuse(notes, strict=strict)
     notes = _with_version(notes)
-    let_warnings_through()
+    let_lines_through()
     if notes:
         logger.warning("profiling: %s", "; ".join(notes))
     return notes
 
 
-def let_warnings_through() -> None:
-    """Have this package's warnings printed although the root logger and its handlers drop them.
+def let_lines_through() -> None:
+    """Have this package's lines printed from ``INFO`` on, unless its logger has a level of its own.
 
-    Importing vLLM's server does that to any process: a package that it needs sets both to ``ERROR``.
+    verl sets the root logger to ``WARNING``. Importing vLLM's server sets it and its handlers to ``ERROR``.
     """
     package = logging.getLogger(__name__.partition(".")[0])
-    root = logging.getLogger()
-    dropped = not package.isEnabledFor(logging.WARNING) or all(
-        handler.level > logging.WARNING for handler in root.handlers
-    )
-    if root.handlers and dropped and not package.handlers:
+    package.setLevel(package.level or logging.INFO)
+    passing = min((handler.level for handler in logging.getLogger().handlers), default=sys.maxsize)
+    if passing > package.level and not package.handlers:
         handler = logging.StreamHandler()
-        handler.addFilter(lambda record: record.levelno < logging.ERROR)
+        handler.addFilter(lambda record: record.levelno < passing)
         package.addHandler(handler)
-        package.setLevel(logging.WARNING)
 
 
 def remember_request(tracking_init: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +123,7 @@ def check_request(tracking: Any) -> None:
 def say_nothing_is_profiled(config: Any) -> None:
     """Say why a run with ``profiling`` in its configuration is not profiled, unless it is switched off."""
     if why := why_nothing(config):
-        let_warnings_through()
+        let_lines_through()
         logger.warning("profiling: nothing is profiled: %s", why)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -22,6 +23,7 @@ from verl_profiling.integrations.verl_async_trainer import (
     awaits_its_steps,
 )
 from verl_profiling.integrations.verl_config import settings_of
+from verl_profiling.integrations.verl_forecast import captured_steps
 from verl_profiling.integrations.verl_nsys import start_workers_under_nsys
 from verl_profiling.integrations.verl_profiler import Profiler, active_profiler, trainer_stage
 from verl_profiling.integrations.verl_rollouter import hook_rollouter, is_rollouter
@@ -44,8 +46,11 @@ __all__ = [
     "hook_v1_trainer",
 ]
 
+logger = logging.getLogger(__name__)
+
 _STEP, _ROLLOUT = "step", "gen"
 _ATTRIBUTE = "_verl_profiler"
+_LAST_STEP = "total_training_steps"
 
 
 class TrainerProfiler(Profiler):
@@ -287,7 +292,17 @@ def begin_profiling(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     # V1 trainers are handed what makes their trajectories; the V0 trainer has made it itself.
     handed = kwargs.get("agent_loop_manager", args[0] if args else None)
     profiler.begin(handed if handed is not None else getattr(trainer, "async_rollout_manager", None))
+    _say_on(trainer, profiler.settings)
     return profiler
+
+
+def _say_on(trainer: Any, settings: ProfilingConfig) -> None:
+    """Say that profiling is on, which steps will be captured, and where."""
+    # Steps that are versions of the parameters are not counted by this number.
+    last_step = None if hasattr(trainer, "current_param_version") else getattr(trainer, _LAST_STEP, None)
+    steps = captured_steps(settings.schedule, last_step)
+    what = f"{settings.mode} captures of {steps}" if steps else f"no step: {settings.schedule.in_words()}"
+    logger.info("profiling is on in %s: %s", settings.save_path, what)
 
 
 def _hand_to_servers(config: Any, settings: ProfilingConfig) -> None:

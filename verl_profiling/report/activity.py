@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.report.communication_kernels import communicates
+from verl_profiling.report.communication_kernels import Group, communicates, only_group
 from verl_profiling.report.engine import Iteration
 from verl_profiling.report.intervals import EMPTY, Spans, length, union
 from verl_profiling.report.kinds import (
@@ -55,7 +55,7 @@ class Activity:
         host: Spans in which operators or runtime calls ran on the host.
         blocked: Spans in which the host was in a call that copies, allocates or waits for the device.
         graphs: Whether the host launched graphs of kernels.
-        collectives: All runs of each collective by name, in order of their begin.
+        collectives: All runs of each collective by name and process group, in order of their begin.
         iterations: The iterations of a rollout engine.
         ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
         first_ns: Begin of the first event that counts.
@@ -80,7 +80,7 @@ class Activity:
         self.host: Spans = EMPTY
         self.blocked: Spans = EMPTY
         self.graphs = False
-        self.collectives: dict[str, Spans] = {}
+        self.collectives: dict[tuple[str, Group], Spans] = {}
         self.iterations: list[Iteration] = []
         self.ops: dict[tuple[str, str], tuple[int, int]] = {}
         self.first_ns: int | None = None
@@ -161,6 +161,7 @@ class _Lane:
         self._labels: dict[object, str] = {}  # of processes with events of unknown categories
         self._paths: list[Path] = []
         self._has_device = False
+        self._only_groups: set[Group | None] = set()
         self._cut_off: list[str] = []
 
     def read(self, path: Path, offset_ns: int) -> None:
@@ -168,6 +169,7 @@ class _Lane:
         about, reduction = self.about, self._reduction
         trace = Trace(path, self._limits)
         about.traces += 1
+        self._only_groups.add(only_group(trace.metadata.get("distributedInfo")))
         self._paths.append(path)
         processes = ProcessNames(self._limits.names)
         npu = NpuEvents(self._limits.names, processes)
@@ -250,7 +252,8 @@ class _Lane:
 
     def _of_device(self, name: str, pids: Iterable[object], windows: Sequence[Window]) -> Activity:
         known, unknown = self._reduction.devices, self._reduction.unknown
-        activity = _reduced([known.get(pid) or unknown[pid] for pid in pids], _ON_DEVICE, windows)
+        parts = [known.get(pid) or unknown[pid] for pid in pids]
+        activity = _reduced(parts, _ON_DEVICE, windows, self._only_groups)
         activity.on_device, activity.device = True, name
         return activity
 
@@ -271,7 +274,7 @@ class _Lane:
         return TraceFormatError(self._paths[0], _what_there_is(counts))
 
     def _of_host(self, windows: Sequence[Window]) -> Activity:
-        activity = _reduced([self._reduction.host], _ON_HOST, windows)
+        activity = _reduced([self._reduction.host], _ON_HOST, windows, self._only_groups)
         if not self._reduction.host_works:
             raise self._without_work()
         if self._reduction.launches:
@@ -283,23 +286,29 @@ _ON_DEVICE = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN)
 _ON_HOST = (HOST, HOST_COMMUNICATION)
 
 
-def _reduced(parts: Sequence[Part], kinds: Sequence[int], windows: Sequence[Window]) -> Activity:
-    """Return what parts did, of which these kinds are computation, communication, copies and the rest."""
+def _reduced(
+    parts: Sequence[Part], kinds: Sequence[int], windows: Sequence[Window], only: Collection[Group | None]
+) -> Activity:
+    """Return what parts did, of which these kinds are computation, communication, copies and the rest.
+
+    Collectives that name no group are of the ``only`` one, if it is one.
+    """
     activity = Activity()
     covered = [union(*(part.covers[kind].spans() for part in parts)) for kind in kinds]
     covered += [EMPTY] * (len(_ON_DEVICE) - len(kinds))
     activity.compute, activity.communication, activity.memory, activity.unrecognised = covered
-    runs: defaultdict[str, list[Spans]] = defaultdict(list)
+    runs: defaultdict[tuple[str, Group], list[Spans]] = defaultdict(list)
+    unnamed = next(iter(only)) if len(only) == 1 else None
     for part in parts:
-        for (kind, name), of_it in part.collectives.items():
-            runs[name] += of_it if kind == kinds[1] else []
+        for (kind, name, group), of_it in part.collectives.items():
+            if kind == kinds[1]:
+                runs[name, group or unnamed or Group()] += of_it
         for place, (calls, self_ns) in part.ops.by_stage(windows).items():
             before = activity.ops.get(place, (0, 0))
             activity.ops[place] = (before[0] + calls, before[1] + self_ns)
-    for name, of_it in runs.items():
-        if of_it:
-            together = np.concatenate(of_it)
-            activity.collectives[name] = together[np.argsort(together[:, 0], kind="stable")]
+    for call, of_it in runs.items():
+        together = np.concatenate(of_it)
+        activity.collectives[call] = together[np.argsort(together[:, 0], kind="stable")]
     activity.first_ns = min((part.first_ns for part in parts if part.first_ns is not None), default=None)
     activity.last_ns = max((part.last_ns for part in parts if part.last_ns is not None), default=None)
     return activity

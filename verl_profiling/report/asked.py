@@ -1,31 +1,27 @@
-"""Who asked for a capture and why, and what an aimed one says: as data, and in words."""
+"""Who asked for a capture and why, and the rows of its suspects: as data, and in words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from verl_profiling.report.sparkline import sparkline
 from verl_profiling.trigger import Sign, TriggerKind
 from verl_profiling.units import byte_size, duration
 
 __all__ = [
     "Asked",
-    "Shows",
     "SuspectRow",
     "Unit",
     "asked_sentence",
     "compared",
     "in_unit",
     "shown_history",
-    "sparkline",
 ]
 
-Shows = Literal["difference", "nothing", "unknown"]
 Unit = Literal["s", "bytes", "share"]
 
-_BARS = "▁▂▃▄▅▆▇█"
 _MOST_BARS = 60
 
 
@@ -58,7 +54,7 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asked for the capture, and what it says of the reason.
+    """Who asked for the capture, and why.
 
     Attributes:
         kind: ``demand``, ``anomaly`` for the watch, or ``schedule`` where one of them had asked as well.
@@ -68,15 +64,15 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         when: When the capture began, on the clock of the loop's host, as a date and time.
         sign: What the watch noticed.
         noticed: The step in which it noticed that.
-        stage: The stage that was slow.
+        stage: The stage that was slow, or that was asked for.
+        last: Captured rank that the others waited for in the collectives of that stage, if it was mostly one.
+        waited_s: For how long they did, added up.
         suspects: Processes that may be the cause.
         peers: Processes that they are compared with.
         unit: Unit of the next three.
         value: What the step that was noticed had.
         median: What the steps before it had.
         history: These steps' values, and at the end that of the one that was noticed.
-        shows: Whether the capture shows what was noticed; ``unknown`` where it cannot tell.
-        verdict: What differs, and by how much; or that nothing does.
     """
 
     kind: TriggerKind
@@ -87,14 +83,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     sign: Sign = ""
     noticed: int | None = None
     stage: str = ""
+    last: str = ""
+    waited_s: float = 0.0
     suspects: list[str] = []
     peers: list[str] = []
     unit: Unit = "s"
     value: float = 0.0
     median: float = 0.0
     history: list[float] = []
-    shows: Shows = "unknown"
-    verdict: str = ""
 
 
 def asked_sentence(asked: Asked) -> str:
@@ -118,20 +114,9 @@ def shown_history(asked: Asked) -> str:
     if not asked.history:
         return ""
     return (
-        f"{sparkline(asked.history)} {in_unit(asked.history[-1], asked.unit)}, "
+        f"{sparkline(asked.history, _MOST_BARS)} {in_unit(asked.history[-1], asked.unit)}, "
         f"median before {in_unit(asked.median, asked.unit)}"
     )
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Return a bar for each of the last 60 values, from 0 to the largest."""
-    last = values[-_MOST_BARS:]
-    most = max(last, default=0.0)
-    return "".join(map(_bar, last, [most] * len(last)))
-
-
-def _bar(value: float, most: float) -> str:
-    return _BARS[round(max(value, 0.0) / most * (len(_BARS) - 1))] if most > 0 else _BARS[0]
 
 
 def in_unit(value: float, unit: Unit) -> str:

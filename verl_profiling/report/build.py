@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import Manifest
+from verl_profiling.manifest import MANIFEST_NAME, Manifest
 from verl_profiling.report.activity import Activity, NoOperatorsError, read_activities
 from verl_profiling.report.anatomy import anatomy, capture_time
 from verl_profiling.report.capture_rows import anchors, clock_notes, core_notes, costs, measures, requests
-from verl_profiling.report.collectives import collective_rows, matched_calls, waiting_by_lane
+from verl_profiling.report.collectives import collective_rows, last_to, matched_calls, waiting_by_lane
 from verl_profiling.report.compared_process import Activities
 from verl_profiling.report.counters import Counters
 from verl_profiling.report.device_rows import device_row, lost_of_device, shared_devices, unknown_devices
@@ -53,6 +53,8 @@ from verl_profiling.units import step_list
 from verl_profiling.visible import visible_text_of
 
 __all__ = ["StepRead", "build_report", "read_step"]
+
+_MOST_NOTES = 100
 
 
 class StepRead(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +181,9 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     idle = [causes["other_stages"] for causes in lost]
     measured = measures(manifest) if manifest else []
     asked, suspects = asked_of(step, measured, Activities(lost_of, waiting)) or (None, [])
+    if asked is not None and (asked.stage or asked.sign in ("slow_step", "leader")):
+        last, waited_s = last_to(asked.stage, step, calls)
+        asked = msgspec.structs.replace(asked, last=last, waited_s=waited_s)
     engines = [engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     served = requests(manifest) if manifest else []
     running = requests(_from(step.begin_ns, step.capture)) if step.capture else []
@@ -195,7 +200,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         workers=workers,
         engines=engines,
         tail=tail,
-        stragglers=stragglers(step, waiting),
+        stragglers=stragglers(step, calls, waiting),
         collectives=collective_rows(calls),
         ops=kernels(step),
         lost=lost_total(devices, parts),
@@ -293,6 +298,8 @@ def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str
     """
     on_cpus = [lane.source.worker for lane in step.lanes if not lane.activity.on_device]
     noted = [*manifest.notes, *(note for worker in manifest.workers for note in worker.notes)]
+    if (more := len(noted) - _MOST_NOTES) > 0:
+        noted[_MOST_NOTES:] = [f"{more:,} more notes are in {MANIFEST_NAME}"]
     if capture is not None:
         noted = [f"of the whole capture, {step_list(capture.steps)}: {note}" for note in noted]
     told = [*noted, *clock_notes(manifest), *core_notes(manifest, on_cpus)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
 from verl_profiling.report.intervals import holding, spans_of
 from verl_profiling.report.lanes import VALIDATE
@@ -49,7 +51,9 @@ def costs(manifest: Manifest, directory: Path) -> list[CostRow]:
 
 def _size(directory: Path, artifact: Artifact) -> int:
     """Return an artifact's size, from the disk if it was still being compressed."""
-    path = resolve_artifact(directory, artifact) if artifact.bytes is None else None
+    path = None
+    with suppress(TraceFormatError):  # it leads out of the folder: the report's coverage says so
+        path = resolve_artifact(directory, artifact) if artifact.bytes is None else None
     return artifact.bytes or (path.stat().st_size if path and path.is_file() else 0)
 
 

@@ -8,8 +8,9 @@ from typing import Literal
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import CONTROLLER_TRACE_NAME, CUT_SHORT, MANIFEST_NAME, Artifact
-from verl_profiling.run_files import never_came, read_manifest, read_starts, run_file_name
+from verl_profiling.identity import step_folder_name
+from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact
+from verl_profiling.run_files import never_came, read_manifest, read_run
 from verl_profiling.timeline.decompress import Blocks
 from verl_profiling.timeline.inputs import (
     UNWRITTEN,
@@ -77,11 +78,11 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
         TraceFormatError: There is nothing to check.
     """
     limits = limits or Limits()
+    lost = _check_run(path)
     if is_step(path):
         checked = _check_step(path, path, limits)
-    elif path.is_dir() and (folders := step_folders(path)):
-        checked = _check_starts(path)
-        checked += [entry for folder in folders for entry in _check_step(path, folder, limits)]
+    elif path.is_dir() and ((folders := step_folders(path)) or lost):
+        checked = lost + [entry for folder in folders for entry in _check_step(path, folder, limits)]
     elif path.is_dir():
         found = plain_steps([path])
         files = [source.path for step in found.steps for source in (*step.sources, *step.logs)]
@@ -95,33 +96,36 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
     return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked))
 
 
-def _check_starts(run: Path) -> list[Checked]:
+def _check_run(run: Path) -> list[Checked]:
     try:
-        starts = read_starts(run)
+        info = read_run(run)
     except TraceFormatError as error:
-        return [Checked(path=Path(error.path).name, fate="unreadable", reason=error.problem)]
-    if sentence := never_came(starts):
-        return [Checked(path=run_file_name(len(starts)), fate="missing", reason=sentence)]
-    return []
+        return [Checked(path=RUN_NAME, fate="unreadable", reason=error.problem)]
+    checked = [
+        Checked(path=RUN_NAME, fate="missing", reason=f"step {step} was not captured: {why}")
+        for step, why in (info.not_captured if info is not None else {}).items()
+        if not (run / step_folder_name(step)).exists()
+    ]
+    if sentence := never_came(info):
+        checked.append(Checked(path=RUN_NAME, fate="missing", reason=sentence))
+    return checked
 
 
 def _check_step(root: Path, folder: Path, limits: Limits) -> list[Checked]:
     where = "" if folder == root else f"{folder.name}/"
     name = f"{where}{MANIFEST_NAME}"
-    if not (folder / MANIFEST_NAME).exists():
+    if not (folder.is_symlink() or (folder / MANIFEST_NAME).exists()):
         return [Checked(path=name, fate="missing", reason=f"{folder.name} {UNWRITTEN}")]
     try:
         manifest = read_manifest(folder)
     except TraceFormatError as error:
         return [Checked(path=name, fate="unreadable", reason=error.problem)]
-    controller = Artifact(path=CONTROLLER_TRACE_NAME, lane="controller", tool="spans", status="ok")
-    checked = [check_artifact(folder, controller, where, limits)] if manifest.state != "recovered" else []
+    checked = []
     if reason := unfinished(manifest):
-        checked.insert(0, Checked(path=name, fate="begun", reason=reason))
+        checked.append(Checked(path=name, fate="begun", reason=reason))
     elif not manifest.complete:
         said = "; ".join(note for note in manifest.notes if note.startswith(CUT_SHORT))
-        ended = "its process ended" if manifest.state == "recovered" else "it ended early"
-        checked.insert(0, Checked(path=name, fate="cut", reason=said or f"{CUT_SHORT}: {ended}"))
+        checked.append(Checked(path=name, fate="cut", reason=said or f"{CUT_SHORT}: it ended early"))
     for worker in manifest.workers:
         checked += [check_artifact(folder, artifact, where, limits) for artifact in worker.artifacts]
         explained = any(artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts)

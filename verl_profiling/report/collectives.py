@@ -1,48 +1,61 @@
 """Collectives: which calls of different ranks belong together, and how long ranks wait in them.
 
-All ranks leave a collective together. So of the runs of one call the shortest is that of the rank which
-came last, and the call itself costs as long as that run. By what another rank's run is longer, it waited for
-the last one, at the begin of its run:
+The ranks of a process group leave a collective together. So of the runs of one call the shortest is that of
+the rank which came last, and the call itself costs as long as that run. By what another rank's run is longer,
+it waited for the last one, at the begin of its run:
 
     waiting of a rank = union, over its calls, of [begin, end - cost)
 
 An instant counts once, however many calls wait in it (a rank may have several under way). Waiting lies
 inside the calls, so it is never longer than the communication of the rank. Only durations of different ranks
 are compared, so clocks that differ change nothing.
+
+Without all ranks of a group, the ranks that are known waited at least for each other; who came last, and what
+else of the runs is waiting, is unknown. So is all of a collective whose group is unknown.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.report.intervals import EMPTY, Spans, length, union
+from verl_profiling.report.communication_kernels import Group
+from verl_profiling.report.intervals import EMPTY, Spans, holding, length, spans_of, subtract, union
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.rows import CollectiveRow
+from verl_profiling.report.thresholds import Outlier
 
-__all__ = ["Calls", "collective_rows", "matched_calls", "waiting_by_lane"]
+__all__ = ["Calls", "collective_rows", "last_to", "matched_calls", "perhaps_waiting", "waiting_by_lane"]
 
 _TOP_COLLECTIVES = 20
+_SMALL = 0.01
 
 
 class Calls(NamedTuple):
-    """All calls of one collective by the ranks of a role.
+    """All calls of one collective by the ranks of a process group.
 
     Attributes:
-        role: The role.
+        role: Their role.
         name: The collective.
-        lanes: The ranks.
+        group: The group.
+        lanes: The ranks that are known.
         runs: Begin and end of each rank's run of each call (ranks, calls, 2).
     """
 
     role: str
     name: str
+    group: Group
     lanes: list[Lane]
     runs: NDArray[np.int64]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks of the group are known."""
+        return len(self.lanes) == self.group.size
 
     @property
     def took(self) -> NDArray[np.int64]:
@@ -57,24 +70,21 @@ class Calls(NamedTuple):
 
 
 def matched_calls(step: Step) -> list[Calls]:
-    """Return the collectives that all ranks of a role called equally often: the nth runs are of one call.
+    """Return the collectives that ranks of one group called equally often: the nth runs are of one call.
 
-    Where some ranks called it more often, it is not known which runs belong together.
+    Where some ranks called it more often, it is not known which runs belong together. Groups of replicas
+    have the same names, and are not the same.
     """
+    called = defaultdict(list)
+    for lane in step.lanes:
+        for call in lane.activity.collectives:
+            called[lane.source.role, lane.source.replica, call].append(lane)
     found = []
-    for role in dict.fromkeys(lane.source.role for lane in step.lanes):
-        peers = [lane for lane in step.lanes if lane.source.role == role and not _beside(lane)]
-        names = Counter(name for lane in peers for name in lane.activity.collectives)
-        for name in (name for name, count in names.items() if count == len(peers) > 1):
-            runs = [lane.activity.collectives[name] for lane in peers]
-            if len({len(run) for run in runs}) == 1:
-                found.append(Calls(role, name, peers, np.stack(runs)))
+    for (role, _, (name, group)), lanes in called.items():
+        runs = [lane.activity.collectives[name, group] for lane in lanes]
+        if 1 < len(lanes) <= (group.size or len(lanes)) and len(set(map(len, runs))) == 1:
+            found.append(Calls(role, name, group, lanes, np.stack(runs)))
     return found
-
-
-def _beside(lane: Lane) -> bool:
-    """Return whether a lane is a further device of its process, which takes no part in collectives."""
-    return lane.activity.is_one_of_several and not lane.activity.collectives
 
 
 def waiting_by_lane(calls: Iterable[Calls]) -> dict[str, Spans]:
@@ -84,6 +94,45 @@ def waiting_by_lane(calls: Iterable[Calls]) -> dict[str, Spans]:
         for lane, spans in zip(one.lanes, one.waiting(), strict=True):
             found.setdefault(lane.name, [EMPTY]).append(spans)
     return {name: union(*spans) for name, spans in found.items()}
+
+
+def perhaps_waiting(step: Step, calls: Iterable[Calls], waiting: Mapping[str, Spans]) -> dict[str, Spans]:
+    """Return when each lane waited, or communicated with nothing beside it and may have waited unseen."""
+    told: defaultdict[str, list[Spans]] = defaultdict(list)
+    for one in calls:
+        for lane, runs in zip(one.lanes, one.runs, strict=True):
+            told[lane.name] += [runs] if one.is_whole else []
+    found = {}
+    for name, activity in ((lane.name, lane.activity) for lane in step.lanes):
+        unseen = subtract(activity.communication, union(activity.compute, *told[name]))
+        found[name] = union(waiting.get(name, EMPTY), unseen)
+    return found
+
+
+def last_to(stage: str, step: Step, calls: Iterable[Calls]) -> tuple[str, float]:
+    """Return the rank that others waited for in the collectives of a stage, and how long they did (s).
+
+    Without a stage, in those of the step. Nobody is last where ranks are so in turn, or where less than a
+    hundredth of the stage was waiting. Ranks that were not captured are not known.
+    """
+    waited: defaultdict[tuple[str, str], list[Spans]] = defaultdict(list)  # for whom, by whom
+    longest = 0
+    for one in calls:
+        cost, last = one.took.min(axis=0), one.took.argmin(axis=0)
+        for index, lane in enumerate(one.lanes):
+            own = spans_of((span.begin_ns, span.end_ns) for span in lane.stages if span.name == stage)
+            during = own if len(own) else step.during(stage) if stage else lane.observed
+            inside = np.array(holding(during, one.runs[index, :, 0].tolist())) & (last == index)
+            longest = max(longest, length(during))
+            for other, run in zip(one.lanes, one.runs[:, inside], strict=True):
+                spans = np.stack((run[:, 0], run[:, 1] - cost[inside]), axis=1)
+                waited[lane.name, other.name].append(spans)
+    sums: Counter[str] = Counter()
+    for (name, _), parts in waited.items():
+        sums[name] += length(union(*parts))
+    name, most = next(iter(sums.most_common(1)), ("", 0))
+    told = most > max(Outlier.LATE_SHARE * sums.total(), _SMALL * longest)
+    return (name, most / 1e9) if told else ("", 0.0)
 
 
 def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
@@ -96,11 +145,12 @@ def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
             CollectiveRow(
                 name=one.name,
                 role=one.role,
+                group=one.group.ranks,
                 calls=len(shortest),
                 median_us=float(np.median(shortest)) / 1000,
                 wait_us=sum(length(spans) for spans in one.waiting()) / 1000,
-                late=one.lanes[late[0]].name,
-                late_share=late[1] / len(shortest),
+                late=one.lanes[late[0]].name if one.is_whole else "",
+                late_share=late[1] / len(shortest) if one.is_whole else 0.0,
             )
         )
     return sorted(rows, key=lambda row: -row.wait_us)[:_TOP_COLLECTIVES]

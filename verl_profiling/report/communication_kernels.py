@@ -1,4 +1,4 @@
-"""Which kernels communicate: one table of names, which the documentation prints.
+"""Which kernels communicate, by a table of names that the documentation prints, and in which process group.
 
 A pattern is looked for in the kernel's own name: without the types of its template and of its
 parameters, because a kernel that takes a communicator's types need not communicate. Only NCCL's
@@ -10,11 +10,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from verl_profiling.errors import ConfigError
+from verl_profiling.timeline.salvage import UNDECODABLE
 
-__all__ = ["HOST_COLLECTIVES", "PATTERNS", "Pattern", "communicates", "own_name"]
+__all__ = [
+    "HOST_COLLECTIVES",
+    "PATTERNS",
+    "Group",
+    "Pattern",
+    "communicates",
+    "group_of",
+    "only_group",
+    "own_name",
+]
 
 
 class Pattern(NamedTuple):
@@ -94,7 +106,7 @@ PATTERNS = (
     ),
     Pattern(
         "DeepEP",
-        r"deep_ep::(?!(?:\w+::)*layout::)",
+        r"deep_ep::(?!(?:\w+::)*layout::)|\bdpsk::ep::int(?:er|ra)node",
         "deep_ep::internode_ll::dispatch",
         _GITHUB + "deepseek-ai/DeepEP/tree/main/csrc/kernels",
     ),
@@ -131,6 +143,8 @@ HOST_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:", "hccl:", "c10d::"
 
 _OTHERS = re.compile("|".join(f"(?:{row.pattern})" for row in PATTERNS if row is not NCCL))
 _NCCL = re.compile(NCCL.pattern)
+_BETWEEN_TWO = re.compile(r"send|rece?i?v|coalesced$", re.IGNORECASE)
+_ALL_TO_ALL = re.compile(r"all_?to_?all")  # NCCL makes one of sends and receives
 _LONGEST = 4096  # characters of a name that are looked at
 _DEEPEST = 16  # levels of brackets
 _INNERMOST = (re.compile(r"\([^()]*\)"), re.compile(r"<[^<>]*>"))
@@ -168,6 +182,61 @@ def communicates(patterns: tuple[str, ...] = ()) -> Callable[[str], bool]:
         return bool(known) or any(pattern.search(name) for pattern in added)
 
     return check
+
+
+class Group(NamedTuple):
+    """Process group of a collective; by default none, or an unknown one, in which nobody waits.
+
+    Attributes:
+        name: Its name; processes that split a group give their parts the same one.
+        ranks: Its ranks, as the trace lists them; for an NPU, the number that it has in names of collectives.
+        size: Number of its ranks; 0 if that is unknown.
+    """
+
+    name: str = ""
+    ranks: str = ""
+    size: int = 1
+
+
+class _Said(msgspec.Struct, gc=False):
+    """What Kineto writes of a collective into the arguments of its kernel."""
+
+    collective: str = msgspec.field(name="Collective name", default="")
+    name: str | int = msgspec.field(name="Process Group Name", default="")
+    ranks: str = msgspec.field(name="Process Group Ranks", default="")
+    size: int = msgspec.field(name="Group size", default=0)
+
+
+_ARGUMENTS = msgspec.json.Decoder(_Said, strict=False)
+
+
+def group_of(kernel: str, args: msgspec.Raw) -> Group | None:
+    """Return the process group of a kernel that communicates; ``None`` if its arguments name none."""
+    try:
+        said = _ARGUMENTS.decode(args)
+    except UNDECODABLE:
+        said = _Said()
+    return _group(kernel, said.collective, str(said.name), said.ranks, said.size)
+
+
+@lru_cache(maxsize=1024)
+def _group(kernel: str, collective: str, name: str, ranks: str, size: int) -> Group | None:
+    said = f"{own_name(kernel[:_LONGEST])} {collective}"
+    if _BETWEEN_TWO.search(said) and not _ALL_TO_ALL.search(collective):
+        return Group()
+    return Group(name, ranks, size) if any(map(str.isdigit, ranks)) else None
+
+
+def only_group(info: Any) -> Group | None:
+    """Return the process group that the header of a trace lists, if it is the only one of several ranks."""
+    try:
+        world = int(info["world_size"])
+        listed = [list(one["ranks"]) for one in info.get("pg_config", ())] or [[]] * (world == 2)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return None
+    several = [ranks for ranks in listed if len(ranks) != 1]  # one without ranks has all
+    groups = {(str(ranks), len(ranks)) if 0 < len(ranks) < world else ("all", world) for ranks in several}
+    return Group("", *groups.pop()) if len(groups) == 1 else None
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

@@ -1,4 +1,4 @@
-"""One process of a capture, and how it spent a stage: what a suspect is compared with its peers by."""
+"""One process of a capture, and how it spent a stage: the numbers of the table of suspects."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class ComparedProcess:
         role: Its role.
         stages: Its own stages, on the controller's clock.
         ended: Those of them that ended before the capture did.
+        recorded: Whether there is anything to compare: of a process without stages and operators, its memory.
     """
 
     def __init__(self, name: str, worker: str, step: Step, activities: Activities) -> None:
@@ -61,11 +62,13 @@ class ComparedProcess:
             [span for result in results for span in step.stages_of(result)] if results else step.stages
         )
         self.ended = [span for span in self.stages if not step.cut_off(span)]
+        self.recorded = bool(self.stages or self.lanes) or any(
+            artifact.status == "ok" for result in results for artifact in result.artifacts
+        )
 
-    @property
-    def recorded(self) -> bool:
-        """Whether there is anything to compare."""
-        return bool(self.stages or self.lanes)
+    def ran(self, stage: str) -> bool:
+        """Return whether it ran a stage of its own of that name to its end."""
+        return any(span.name == stage for span in self.ended)
 
     def window(self, stage: str) -> Spans:
         """Return when it was in a stage, its own or else the loop's, or in the step where none is named.
@@ -80,18 +83,13 @@ class ComparedProcess:
 
     def worked_s(self, stage: str) -> float | None:
         """Return its time in a stage without waiting; of what has no such stage, the time it was busy."""
-        if stage and any(span.name == stage for span in self.ended):
-            return self.worked_in_s(self.window(stage))
+        window = self.window(stage)
+        if self.ran(stage):
+            waits = [self._activities.waiting.get(lane.name, EMPTY) for lane in self.lanes]
+            return (length(window) - _mean(length(intersection(window, waiting)) for waiting in waits)) / 1e9
         if not self.lanes:
             return None
-        window = self.window(stage)
         return _mean(length(intersection(lane.activity.busy, window)) for lane in self.lanes) / 1e9
-
-    def worked_in_s(self, spans: Spans) -> float:
-        """Return how much of some spans it did not wait for other ranks, on average over its lanes."""
-        waits = [self._activities.waiting.get(lane.name, EMPTY) for lane in self.lanes]
-        waited = _mean(length(intersection(spans, waiting)) for waiting in waits)
-        return (length(spans) - waited) / 1e9
 
     def parts_s(self, stage: str) -> dict[str, float]:
         """Return what its lanes did in a stage, on average; the parts add up to what was observed of it."""
@@ -115,15 +113,13 @@ class ComparedProcess:
                 totals.setdefault(name, []).append(length(intersection(spans, window)))
         return {name: fmean(ns) / 1e9 for name, ns in totals.items()}
 
-    def kernels_s(self, stage: str) -> dict[str, float]:
-        """Return the self time of its kernels in a stage; of all if none began in one of that name."""
-        by_lane = [lane.activity.ops for lane in self.lanes]
-        told = any(place == stage for ops in by_lane for place, _ in ops)
+    def kernels_s(self, stage: str = "") -> dict[str, float]:
+        """Return the self time of its kernels that began in a stage, or in the whole step, by name."""
         totals: dict[str, float] = {}
-        for ops in by_lane:
-            for (place, name), (_, self_ns) in ops.items():
-                if not told or place == stage:
-                    totals[name] = totals.get(name, 0.0) + self_ns / len(by_lane) / 1e9
+        for lane in self.lanes:
+            for (place, name), (_, self_ns) in lane.activity.ops.items():
+                if stage in ("", place):
+                    totals[name] = totals.get(name, 0.0) + self_ns / len(self.lanes) / 1e9
         return totals
 
     def outermost(self) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, subtract, union
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import CAUSES
+from verl_profiling.report.model import OTHER_RANKS
 from verl_profiling.report.rows import DeviceRow
 
 __all__ = ["device_row", "lost_of_device", "shared_devices", "unknown_devices"]
@@ -71,6 +72,7 @@ def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans], waiting: Mappin
     busy = union(*map(_busy, lanes))
     waits = [intersection(waiting.get(lane.name, EMPTY), lane.observed) for lane in lanes]
     works = union(*(subtract(_busy(lane), wait) for lane, wait in zip(lanes, waits, strict=True)))
+    waiting_us = length(subtract(union(*waits), works)) / 1000
     lost_us = {cause: length(spans) / 1000 for cause, spans in lost.items()}
     known = next((lane.device for lane in lanes if lane.device is not None), None)
     return DeviceRow(
@@ -86,9 +88,9 @@ def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans], waiting: Mappin
         busy_us=length(busy) / 1000,
         idle_us=(length(observed) - length(busy)) / 1000,
         exposed_communication_us=length(subtract(communication, compute)) / 1000,
-        waiting_us=length(subtract(union(*waits), works)) / 1000,
+        waiting_us=waiting_us,
         host_bound_us=lost_us["host_bound"],
-        lost_us=lost_us,
+        lost_us={**lost_us, OTHER_RANKS: waiting_us},
     )
 
 

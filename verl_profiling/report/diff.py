@@ -26,7 +26,7 @@ _KINDS = {
     "step": "Step",
     "stage": "Stages",
     "outside": "Around the step",
-    "lost": "Idle time by cause (all lanes)",
+    "lost": "Lost lane-seconds by cause",
     "trajectory": "Trajectories' time by cause (training)",
     "worker": "Busy time",
     "op": "Kernels (operators, in a CPU trace) by self time",
@@ -38,7 +38,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: ``step``, ``stage``, ``outside`` (pauses of the capture, and stages around the step),
-            ``worker`` (busy time), ``lost`` (device-seconds), ``trajectory`` (trajectory-seconds by cause) or
+            ``worker`` (busy time), ``lost`` (lane-seconds), ``trajectory`` (trajectory-seconds by cause) or
             ``op`` (self time).
         name: Name of the stage, lane, cause or kernel.
         before_s: Median over the steps of A; ``None`` if A does not have it.
@@ -111,8 +111,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OTHER_COUNT = (
-    "reports of different versions: the older ones count a device once for each lane that uses it, so idle "
-    "time by cause cannot be compared where lanes share devices"
+    "reports of different versions: the older ones count lost time without waiting for other ranks, or a "
+    "device once for each lane that uses it, so lost time cannot be compared"
 )
 
 
@@ -188,7 +188,7 @@ def _notes(changes: list[Change]) -> Iterator[str]:
             named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             yield (
                 f"{len(missing)} of the lanes {'is' if len(missing) == 1 else 'are'} only {side} ({named}): "
-                "idle time is a sum over devices, kernels are one over lanes"
+                "lost time is a sum over devices, kernels are one over lanes"
             )
 
 

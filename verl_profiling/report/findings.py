@@ -17,7 +17,7 @@ from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.idle_findings import idle_findings, lanes_that_lost, of_cause, on_devices
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.report.rollout.findings import rollout_findings
+from verl_profiling.report.rollout.findings import MARK_MORE, rollout_findings
 from verl_profiling.report.rows import StragglerRow
 from verl_profiling.report.thresholds import FINDINGS
 from verl_profiling.units import duration
@@ -31,14 +31,21 @@ _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, o
 def find(report: Report) -> Report:
     """Return the report with its findings, those with most seconds at stake first.
 
-    Where the watch asked for the capture, what is of its suspects alone comes before the others. What is
-    missing comes before all, because it makes them partial; what the capture itself cost comes last, because
-    it is not about the training.
+    In a capture that was asked for, the rank that comes last to the collectives of its stage is the first.
+    Where the watch asked, what is of its suspects alone comes before the others; what names no culprit
+    comes behind what does. What is missing comes before all, because it makes them partial; what the
+    capture itself cost comes last, because it is not about the training.
     """
     rules = (rollout_findings, _stragglers, _idle_stages, idle_findings, _communication)
     found = [finding for rule in rules for finding in rule(report)]
-    found.sort(key=lambda finding: (not _is_of_suspects(finding, report), -finding.seconds))
-    before, after = list(_coverage(report)), [*_capture(report), *_pause(report)]
+    found.sort(
+        key=lambda finding: (
+            _names_no_culprit(finding, report),
+            not _is_of_suspects(finding, report),
+            -finding.seconds,
+        )
+    )
+    before, after = [*_comes_last(report), *_coverage(report)], [*_capture(report), *_pause(report)]
     found = [*before, *found[: LIMIT - len(before) - len(after)], *after]
     return msgspec.structs.replace(report, findings=found)
 
@@ -63,6 +70,12 @@ def _coverage(report: Report) -> Iterator[Finding]:
             seconds=len(lanes) * report.span_us / 1e6,
             lanes=lanes,
         )
+
+
+def _names_no_culprit(finding: Finding, report: Report) -> bool:
+    """Return whether a finding asks to record more, or says of CPUs only that no operator ran."""
+    vague = ("unexplained", "between_stages", *(() if on_devices(report) else ("host_bound",)))
+    return finding.rule in vague or finding.advice == MARK_MORE
 
 
 def _is_of_suspects(finding: Finding, report: Report) -> bool:
@@ -116,6 +129,19 @@ def _pause(report: Report) -> Iterator[Finding]:
         )
 
 
+def _comes_last(report: Report) -> Iterator[Finding]:
+    """Yield the rank that comes last to the collectives of the stage that was asked for."""
+    if (asked := report.asked) and asked.last:
+        yield Finding(
+            rule="straggler",
+            text=f"Of the captured ranks, {asked.last} comes last to the collectives of "
+            f"{asked.stage or 'the step'}: the others waited {duration(asked.waited_s)} for it.",
+            advice="see what it does before them, and how its kernels compare with those of the others",
+            seconds=asked.waited_s,
+            lanes=[asked.last],
+        )
+
+
 def _stragglers(report: Report) -> Iterator[Finding]:
     """Yield one finding for each worker that is the slowest of its role, with the stage where it is worst."""
     worst: dict[str, StragglerRow] = {}
@@ -129,7 +155,7 @@ def _stragglers(report: Report) -> Iterator[Finding]:
             yield Finding(
                 rule="straggler",
                 text=f"{row.slowest} is slow in {row.stage}: it worked {_time(row.slowest_us)} there, {who} "
-                f"{_time(others_us)}, which is {_time(row.behind_us)} of waiting.",
+                f"{_time(others_us)}, which is {report.lane_seconds(row.behind_us / 1e6)} of waiting.",
                 advice="balance the micro-batches by tokens, and compare its host with those of the others ("
                 + ("clocks of its device, other processes)" if on_devices(report) else "other processes)"),
                 seconds=row.behind_us / 1e6,
@@ -169,11 +195,12 @@ def _communication(report: Report) -> Iterator[Finding]:
     exposed = max(exposed - slow, 0.0)
     if busy and exposed / busy >= FINDINGS["exposed_communication"]:
         waiting = sum(row.waiting_us for row in report.counted)
-        said = f" (of all communication, {_time(waiting)} is waiting for other ranks)" if waiting else ""
+        waits = f"{report.lane_seconds(waiting / 1e6)} are waiting for other ranks"
+        said = f" (of all communication, {waits})" if waiting else ""
         yield Finding(
             rule="exposed_communication",
-            text=f"{_time(exposed)} of the busy time ({exposed / busy:.0%}) is communication with no "
-            f"computation beside it{said}.",
+            text=f"{report.lane_seconds(exposed / 1e6)} of the busy time ({exposed / busy:.0%}) are "
+            f"communication with no computation beside it{said}.",
             advice="prefetch shards (FSDP), overlap gradient reduction, or use a smaller parallel group"
             if on_devices(report)
             else "fewer and larger collectives, or fewer ranks: on CPUs they take the cores that compute",

@@ -12,7 +12,7 @@ import msgspec
 
 from verl_profiling.report.asked import SuspectRow
 from verl_profiling.report.lost import CAUSES
-from verl_profiling.report.model import Report
+from verl_profiling.report.model import OTHER_RANKS, Report
 from verl_profiling.report.rollout.rows import (
     BlockRow,
     CallRow,
@@ -82,7 +82,7 @@ _PLACES = {
 """The tables that are fields of the section on the rollout."""
 
 _CURVES = ("load", "communication_load", "waiting_load")
-_LOST = {cause: f"lost_{cause}_us" for cause in CAUSES}
+_LOST = {cause: f"lost_{cause}_us" for cause in (*CAUSES, OTHER_RANKS)}
 
 
 def rows_of(report: Report, table: str) -> Sequence[msgspec.Struct]:

@@ -84,8 +84,7 @@ def _asked(report: Report) -> str:
         return ""
     asked = report.asked
     said = "".join(f"<p>{escape(line)}</p>" for line in (asked_sentence(asked), shown_history(asked)) if line)
-    verdict = f"<p><strong>{escape(asked.verdict)}</strong></p>" if asked.verdict else ""
-    return f'<section id="asked" aria-label="Who asked for the capture">{said}{verdict}</section>'
+    return f'<section id="asked" aria-label="Who asked for the capture">{said}</section>'
 
 
 def _suspects(rows: Sequence[SuspectRow]) -> str:
@@ -157,9 +156,10 @@ def _lost(report: Report) -> str:
         if row.seconds
     )
     bar = f'<div class="stacked" aria-hidden="true">{parts}</div>' if parts else ""
-    whose = "devices'" if report.shares_devices else "lanes'"
-    found = table("Idle time by cause", ("cause", f"{whose} time", "of observed"), rows, keys)
-    return section("Idle time by cause", bar + found, "Every instant of idle time has one cause.")
+    title = "Lost time by cause"
+    found = table(title, ("cause", f"{report.whose}-seconds", "of observed"), rows, keys)
+    note = "Idle time, of which every instant has one cause, and waiting for other ranks in collectives."
+    return section(title, bar + found, note)
 
 
 def _workers(title: str, rows: Sequence[WorkerRow]) -> str:
@@ -298,6 +298,7 @@ def _collectives(report: Report) -> str:
         (
             row.name,
             row.role,
+            row.group,
             count(row.calls),
             time(row.median_us / 1e6),
             time(row.wait_us / 1e6),
@@ -306,7 +307,7 @@ def _collectives(report: Report) -> str:
         )
         for row in report.collectives
     ]
-    headings = ("collective", "role", "calls", "median", "waiting", "most often last", "of calls")
+    headings = ("collective", "role", "ranks", "calls", "median", "waiting", "most often last", "of calls")
     return section("Collectives", table("Collectives", headings, rows))
 
 

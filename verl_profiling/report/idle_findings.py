@@ -9,6 +9,7 @@ import msgspec
 
 from verl_profiling.manifest import POLLING
 from verl_profiling.report.model import Finding, Report
+from verl_profiling.report.replicas import slow_replica
 from verl_profiling.report.rollout.findings import called
 from verl_profiling.report.rows import DeviceRow, WorkerRow
 from verl_profiling.report.thresholds import FINDINGS
@@ -35,7 +36,8 @@ def _tail(report: Report) -> Iterator[Finding]:
         report,
         "long_tail",
         f"waited for the last replica of the rollout (rollout{tail.last_replica} was done {times})",
-        "balance prompts by expected length, cap the response length, or carry the tail over to the next "
+        slow_replica(report.replicas)
+        or "balance prompts by expected length, cap the response length, or carry the tail over to the next "
         "step (partial rollout)",
     ):
         yield msgspec.structs.replace(finding, lanes=late or finding.lanes)
@@ -159,10 +161,10 @@ def _above(
     """Yield a finding if devices lost more than the rule's share of the observed time of all devices."""
     total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.counted) or 1.0
     if total / observed >= FINDINGS[rule]:
-        who, whose = ("Devices", "device") if report.shares_devices else ("Lanes", "lane")
+        lost = f"{report.lane_seconds(total / 1e6)} ({total / observed:.0%} of all)"
         yield Finding(
             rule=rule,
-            text=f"{who} {text}: {_time(total)} of {whose} time ({total / observed:.0%}).",
+            text=f"{report.whose.title()}s {text}: {lost}.",
             advice=advice,
             seconds=total / 1e6,
             lanes=lanes_that_lost(rows, lost_us),

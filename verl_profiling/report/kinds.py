@@ -37,11 +37,11 @@ COMPUTE, COMMUNICATION, MEMORY, UNKNOWN, HOST, HOST_COMMUNICATION, NOTHING = ran
 _OPERATORS = ("cpu_op", "Operator")
 _QUEUES = ("enqueue", "dequeue")  # of torch_npu, to the thread that calls the NPU
 _LAUNCH = re.compile(r"Launch|runFunction|EnqueueKernel")
-# MTIA records copies and its own control beside kernels: the names are those of HTA's ``types.py``.
+# MTIA records copies, waits and its own control beside kernels: names of HTA's ``types.py``, and seen ones.
 _MTIA = "mtia_ccp_events"
 _MTIA_COPY = re.compile(r"dma")
 _MTIA_CONTROL = re.compile(
-    r"job_exe|packet|pe_exe|cpum_exe_subgraph|collective_subgraph_execution|runFunction"
+    r"job_exe|packet|cpum_exe_subgraph|collective_subgraph_execution|runFunction|event_(?:wait|record)$"
 )
 
 

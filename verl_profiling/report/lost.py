@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from verl_profiling.manifest import StageSpan
 from verl_profiling.report.intervals import EMPTY, Spans, intersection, spans_of, subtract, union, within
 from verl_profiling.report.lanes import VALIDATE, Lane, Step
-from verl_profiling.report.model import Tail
+from verl_profiling.report.model import OTHER_RANKS, Tail
 from verl_profiling.report.rows import DeviceRow, LostRow
 
 __all__ = [
@@ -169,7 +169,7 @@ def _runs(stages: Iterable[StageSpan], name: str) -> list[StageSpan]:
 
 
 def lost_total(rows: Iterable[DeviceRow], parts: Mapping[str, dict[str, float]]) -> list[LostRow]:
-    """Add up the idle time of all devices by cause, in seconds; the share is of their observed time.
+    """Add up what all devices lost by cause, in seconds; the share is of their observed time.
 
     Args:
         rows: The devices.
@@ -178,8 +178,8 @@ def lost_total(rows: Iterable[DeviceRow], parts: Mapping[str, dict[str, float]])
     rows = list(rows)
     observed = sum(row.span_us for row in rows) or 1.0
     # To the nanosecond: what rounding leaves has no cause.
-    totals = {cause: round(sum(row.lost_us[cause] for row in rows), 3) for cause in CAUSES}
-    order = sorted(CAUSES, key=lambda cause: (cause == "unexplained", -totals[cause]))
+    totals = {cause: round(sum(row.lost_us[cause] for row in rows), 3) for cause in (*CAUSES, OTHER_RANKS)}
+    order = sorted(totals, key=lambda cause: (cause == "unexplained", -totals[cause]))
     return [
         LostRow(
             cause=cause,

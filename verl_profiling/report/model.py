@@ -30,7 +30,7 @@ from verl_profiling.report.rows import (
     StragglerRow,
     WorkerRow,
 )
-from verl_profiling.units import step_list
+from verl_profiling.units import lane_seconds, step_list
 
 __all__ = [
     "OTHER_RANKS",
@@ -46,10 +46,10 @@ __all__ = [
 ]
 
 OTHER_RANKS = "waiting_for_other_ranks"
-"""Time that is lost while the device is busy: it waits in a collective. No cause of idle time."""
+"""Cause of lost time in which the device is busy: it waits in a collective."""
 
-REPORT_SCHEMA_VERSION = 2
-"""1 counted lanes that share a device as devices of their own in ``lost``, findings and shares."""
+REPORT_SCHEMA_VERSION = 3
+"""2 had no waiting for other ranks in ``lost``; 1 counted a device there once for each of its lanes."""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +149,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         rule: Name of the rule; ``docs/report.md`` gives its threshold.
         text: A sentence with its number.
         advice: What to try.
-        seconds: Device-seconds at stake. Those with most come first; what is missing from the capture comes
+        seconds: Lane-seconds at stake. Those with most come first; what is missing from the capture comes
             before them, and what the capture cost after them.
         lanes: The lanes that it is about: the one at fault where that is known, else those that lost the
             time, the one that lost most first.
@@ -218,7 +218,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         stragglers: One row per stage and role with several workers.
         collectives: The collectives that cost most waiting.
         ops: All kernels, those with most self time first.
-        lost: Idle time by cause, largest first, ``unexplained`` last; adds up to all idle time.
+        lost: Lane-seconds that are idle or wait for other ranks, by cause, largest first, ``unexplained``
+            last; lanes that share a device count once.
         weight_sync_share: Share of the step spent on updating the engines' weights.
         throughput: Tokens per time, if their number is known.
         gantt: Runs of stages.
@@ -226,7 +227,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         clocks: Hosts whose clock is not the controller's.
         coverage: How much of what was expected is in the report.
         metrics: What the loop reported for the step.
-        notes: Notes of the capture.
+        notes: Notes of the capture, at most a hundred of them.
         measures: Numbers that workers recorded, such as the peak memory of their stages.
         costs: What the capture cost each worker.
         capture_us: Wall time that the capture added to the loop: the pauses before and after the step, the
@@ -242,7 +243,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         outside: What the loop did around the step: pauses of the capture, and stages such as ``validate``.
         devices: One row per device; lanes that share it are one. Empty in older reports.
         timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
-        asked: Who asked for the capture and what it says of the reason; ``None`` where the schedule did.
+        asked: Who asked for the capture and why; ``None`` where the schedule did.
         suspects: The suspects of an aimed capture beside their peers.
         counters: Counts of processes that record trajectories, such as the queue of verl's rollouter.
         capture_steps: The steps of the continuous capture that the step is one of: sizes in ``costs``, events
@@ -323,7 +324,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lost_s(self) -> dict[str, float]:
-        """Device-seconds without work, by cause: idle time, and waiting for other ranks in collectives."""
-        causes = {row.cause: row.seconds for row in self.lost}
-        waiting_us = sum(row.waiting_us for row in self.counted)
-        return causes | ({OTHER_RANKS: waiting_us / 1e6} if waiting_us else {})
+        """Lost lane-seconds by cause."""
+        return {row.cause: row.seconds for row in self.lost}
+
+    def lane_seconds(self, seconds: float) -> str:
+        """Return time of all lanes with its unit: device-seconds, where lanes share devices."""
+        return lane_seconds(seconds, self.whose)
+
+    @property
+    def whose(self) -> str:
+        """Whose time totals are of: ``device`` where any lanes share one, else ``lane``."""
+        return "device" if self.shares_devices else "lane"

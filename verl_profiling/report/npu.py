@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_profiling.report.communication_kernels import Group, group_of
 from verl_profiling.report.intervals import Cover, Spans, length
 from verl_profiling.report.kinds import COMMUNICATION, COMPUTE, HOST, MEMORY, NOTHING
 from verl_profiling.report.process_names import ProcessNames
-from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.event import NO_ARGS, Event
 from verl_profiling.units import duration
 
 __all__ = ["NpuEvents", "task_kind"]
@@ -44,8 +45,8 @@ _WAITING = re.compile(
 )
 _TYPE_NAME = re.compile(r"[A-Z0-9_]+")
 _TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
-_UNNAMED = (None, None, "", b"")  # of no process, so they are of no kind
-_CALL_NUMBER = re.compile(r"_*_\d+_\d+_\d+$")
+_UNNAMED = (None, None, "", b"", "")  # of no process, so they are of no kind
+_CALL_NUMBER = re.compile(r"_*_(\d+)_\d+_\d+$")  # of a collective, the first is of its group
 _MOST_SHARE, _MOST_NS = 0.001, 1000  # by which our figures may differ from msprof's
 
 
@@ -83,14 +84,17 @@ class NpuEvents:
         self._most = most_names
         self._processes = processes
         self._parts: list[tuple[Spans, NDArray[np.int64]]] = []
-        self._numbers: dict[tuple[object, object, str, bytes], int] = {}
+        self._numbers: dict[tuple[object, object, str, bytes, str], int] = {}
 
     def add(self, events: Sequence[Event], spans: Spans) -> None:
         """Add events and their spans."""
         numbers = []
         for event in events:
             found = _TASK_TYPE.search(event.args)
-            key = (event.pid, event.tid, _CALL_NUMBER.sub("", event.name), found[1] if found else b"")
+            call = _CALL_NUMBER.search(event.name)
+            name = event.name[: call.start()] if call else event.name
+            group = call[1] if call and name.startswith("hcom_") else ""
+            key = (event.pid, event.tid, name, found[1] if found else b"", group)
             number = self._numbers.get(key)
             if number is None:
                 if len(self._numbers) > self._most:
@@ -100,15 +104,15 @@ class NpuEvents:
         self._parts.append((spans, np.array(numbers)))
 
     def sorted_out(
-        self, number: Callable[[int, str], int]
+        self, number: Callable[[int, str, Group | None], int]
     ) -> Iterator[tuple[Spans, NDArray[np.int64], list[tuple[object, object]]]]:
         """Yield spans, numbers and threads of the events that count.
 
         Args:
-            number: Returns the number of a kind and a name, below 0 for events that do not count.
+            number: Returns the number of a kind, a name and a group, below 0 for events that do not count.
         """
         keys = list(self._numbers)
-        given = np.array([number(self._kind(*key), key[2]) for key in keys])
+        given = np.array([number(self._kind(*key[:4]), key[2], _group(key[2], key[4])) for key in keys])
         for spans, numbers in self._parts:
             counted = given[numbers] >= 0
             kept = numbers[counted]
@@ -121,7 +125,7 @@ class NpuEvents:
     def differences(self) -> Iterator[str]:
         """Yield where the figures of the tasks are not those of the trace's own ``Overlap Analysis``."""
         parts = [(COMPUTE, "Computing"), (COMMUNICATION, "Communication")]
-        classes = np.array([self._compared(*key) for key in self._numbers])
+        classes = np.array([self._compared(*key[:4]) for key in self._numbers])
         if not np.isin(classes, [name for _, name in parts]).any():
             return
         covers = {one: Cover() for part in parts for one in part}
@@ -148,3 +152,8 @@ class NpuEvents:
             plane = self._processes.thread(pid, tid).startswith("Plane")
             return NOTHING if plane else COMMUNICATION
         return HOST if process in _HOSTS or pid in _HOSTS else NOTHING
+
+
+def _group(name: str, number: str) -> Group | None:
+    """Return the group of a collective: of its name and ranks, msprof has the last digits of a hash."""
+    return group_of(name, NO_ARGS) or (Group("", number, 0) if number else None)

@@ -19,7 +19,7 @@ exposed communication  ``|M - C|``                   communication less overlap
 tail ratio             last over median finish       ``rollout_tail``
 collective wait        length of all waits at once   ``collectives``
 self time              duration less nested calls    ``optimes.self_times``
-lost by cause          a partition of ``I``          ``lost.lost_by_cause``
+idle by cause          a partition of ``I``          ``lost.lost_by_cause``
 host-bound             ``|I & own stages|``          ``lost.lost_by_cause``
 straggler              ``|stage - collective wait|`` ``stragglers``
 ====================== ============================= ==================================
@@ -38,7 +38,7 @@ from verl_profiling.manifest import Request
 from verl_profiling.report.intervals import Spans, holding, intersection, length, subtract, union
 from verl_profiling.report.lanes import VALIDATE, Lane, Step
 from verl_profiling.report.lost import ROLLOUT, working_span
-from verl_profiling.report.model import Percentiles, Tail, Throughput
+from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
 from verl_profiling.report.over_time import percent
 from verl_profiling.report.rows import EngineRow, OpRow, WorkerRow
 
@@ -74,6 +74,7 @@ def worker_row(
     unrecognised = intersection(lane.activity.unrecognised, lane.observed)
     busy_ns = length(union(compute, communication, memory, unrecognised))
     overlap_ns = length(intersection(compute, communication))
+    waiting = intersection(waiting, lane.observed)
     lost_us = {cause: length(spans) / 1000 for cause, spans in lost.items()}
     return WorkerRow(
         name=lane.name,
@@ -93,9 +94,9 @@ def worker_row(
         memcpy_us=length(memory) / 1000,
         unrecognised_us=length(unrecognised) / 1000,
         host_bound_us=lost_us["host_bound"],
-        lost_us=lost_us,
+        lost_us={**lost_us, OTHER_RANKS: length(waiting) / 1000},
         load=percent(lane.activity.busy, step.begin_ns, step.end_ns),
-        waiting_us=length(intersection(waiting, lane.observed)) / 1000,
+        waiting_us=length(waiting) / 1000,
         communication_load=percent(exposed, step.begin_ns, step.end_ns),
         waiting_load=percent(intersection(waiting, exposed), step.begin_ns, step.end_ns),
         graphs=lane.activity.graphs,

@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_profiling.report.communication_kernels import Group, group_of
 from verl_profiling.report.engine import Iteration, parse_iteration
 from verl_profiling.report.host_calls import blocks_from_ns, launches_graph
 from verl_profiling.report.intervals import Cover, Spans
@@ -46,15 +47,16 @@ class Part:
 
     Attributes:
         covers: Time by kind.
-        collectives: Runs by kind and name.
+        collectives: Runs by kind, name and process group.
         ops: Calls of kernels or operators.
         first_ns: Begin of the first event that counts.
         last_ns: End of the last event that counts.
     """
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], groups: list[Group | None]) -> None:
         self.covers: defaultdict[int, Cover] = defaultdict(Cover)
-        self.collectives: dict[tuple[int, str], list[Spans]] = {}
+        self.collectives: dict[tuple[int, str, Group | None], list[Spans]] = {}
+        self._groups = groups
         self.ops = OpTimes(names)
         self.first_ns: int | None = None
         self.last_ns: int | None = None
@@ -69,7 +71,8 @@ class Part:
         self.last_ns = last if self.last_ns is None else max(last, self.last_ns)
         collective = np.flatnonzero((kinds == COMMUNICATION) | (kinds == HOST_COMMUNICATION))
         for runs in _by_number(collective, numbers):
-            key = (int(kinds[runs[0]]), self.ops.names[numbers[runs[0]]])
+            number = numbers[runs[0]]
+            key = (int(kinds[runs[0]]), self.ops.names[number], self._groups[number])
             self.collectives.setdefault(key, []).append(spans[runs])
 
 
@@ -105,7 +108,8 @@ class Reduction:
         between: tuple[int, int] | None = None,
     ) -> None:
         self._names: list[str] = []  # by number
-        self.host = Part(self._names)
+        self._groups: list[Group | None] = []  # by number
+        self.host = Part(self._names, self._groups)
         self.devices: dict[object, Part] = {}
         self.unknown: dict[object, Part] = {}
         self.iterations: list[Iteration] = []
@@ -122,6 +126,7 @@ class Reduction:
         self._most = most_names
         self._communicates = communicates
         self._numbers: dict[tuple[str, str], int] = {}  # by category and name
+        self._in_groups: dict[tuple[int, str, Group | None], int] = {}
         self._others: dict[int, int] = {}  # by kind, for names beyond the limit
         self._kind_of: list[int] = []  # by number
         self._blocks_from: list[int] = []  # ns, by number
@@ -153,6 +158,9 @@ class Reduction:
             if number >= 0:
                 counted.append(event)
                 numbers.append(number)
+            elif number < -1:
+                counted.append(event)
+                numbers.append(self._in_group(-1 - number, event))
             elif event.cat == "user_annotation" and event.name.startswith(_ITERATIONS):
                 self._add_iteration(event, base_ns)
         if nameless:
@@ -172,7 +180,10 @@ class Reduction:
                 self._count(spans, numbers, partial(_picked, threads), npu.device)
 
     def _new(self, event: Event) -> int:
-        """Return the number of an event's category and name, which are seen for the first time."""
+        """Return the number of an event's category and name, which are seen for the first time.
+
+        One that communicates has a number for each process group: for its kind, ``-1 - kind`` is returned.
+        """
         kind = NOTHING if event.name in self._marks else kind_of(event.cat, event.name, self._communicates)
         if kind == UNKNOWN:
             if len(self.unknown_categories) < _MOST_CATEGORIES:
@@ -180,10 +191,22 @@ class Reduction:
             if len(self.on_streams) < MOST_DEVICES and of_a_stream(event):
                 self.on_streams.add(event.pid)
         self.launches = self.launches or is_launch(event.cat, event.name)
+        if kind in (COMMUNICATION, HOST_COMMUNICATION):
+            return -1 - kind
         return self._number(kind, event.name)
 
-    def _number(self, kind: int, name: str) -> int:
-        """Return the number of an event's kind and name; below 0 for events that do not count."""
+    def _in_group(self, kind: int, event: Event) -> int:
+        """Return the number of an event that communicates."""
+        key = (kind, event.name, group_of(event.name, event.args))
+        number = self._in_groups.get(key)
+        if number is None:
+            number = self._number(*key)
+            if len(self._in_groups) < self._most:
+                self._in_groups[key] = number
+        return number
+
+    def _number(self, kind: int, name: str, group: Group | None = None) -> int:
+        """Return the number of an event's kind, name and group; below 0 for events that do not count."""
         if kind == NOTHING:
             return -1
         if len(self._kind_of) >= self._most:
@@ -191,8 +214,9 @@ class Reduction:
             if kind in self._others:
                 return self._others[kind]
             self._others[kind] = len(self._kind_of)
-            name = _OTHERS
+            name, group = _OTHERS, Group()
         self._kind_of.append(kind)
+        self._groups.append(group)
         blocks_from = blocks_from_ns(name) if kind == HOST else None
         self._blocks_from.append(_NEVER if blocks_from is None else blocks_from)
         self.graphs = self.graphs or (kind == HOST and launches_graph(name))
@@ -218,7 +242,7 @@ class Reduction:
             owners = np.array(self._device_of)[threads]
             present = np.flatnonzero(np.bincount(owners)).tolist()
             for owner in present:
-                part = parts.setdefault(self._devices[owner], Part(self._names))
+                part = parts.setdefault(self._devices[owner], Part(self._names, self._groups))
                 mine = np.flatnonzero((owners == owner) & inside[at])
                 if len(mine):
                     part.add(spans[at[mine]], kinds[at[mine]], numbers[at[mine]])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import median
 
 import numpy as np
 
 from verl_profiling.report.rows import ReplicaRow, RequestRow
+from verl_profiling.report.thresholds import Outlier
+from verl_profiling.units import duration
 
-__all__ = ["replica_rows"]
+__all__ = ["replica_rows", "slow_replica"]
 
 
 def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
@@ -17,6 +20,21 @@ def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
     for request in requests:
         by_replica.setdefault((request.replica, request.worker), []).append(request)
     return [_row(by_replica[key]) for key in sorted(by_replica)]
+
+
+def slow_replica(rows: Iterable[ReplicaRow]) -> str:
+    """Return advice on the replica that takes longest for a token, if it stands out; else nothing."""
+    known = sorted((row.per_token_p50_us, row.worker) for row in rows if row.per_token_p50_us)
+    if len(known) < 2:
+        return ""
+    *others, (slowest_us, worker) = known
+    usual_us = median(us for us, _ in others)
+    if slowest_us <= Outlier.SLOWER * usual_us:
+        return ""
+    return (
+        f"compare the host and the device of {worker} with those of the others: it takes "
+        f"{duration(slowest_us / 1e6)} a token, the others {duration(usual_us / 1e6)}"
+    )
 
 
 def _row(requests: list[RequestRow]) -> ReplicaRow:

@@ -99,7 +99,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         overlap_us: Computation and communication at the same time.
         memcpy_us: Time in which memory was copied or set.
         host_bound_us: Idle time inside its own stages (also in ``lost_us``).
-        lost_us: Idle time by cause; adds up to ``idle_us``.
+        lost_us: Lost time by cause; adds up to ``idle_us`` and ``waiting_us``.
         load: Busy percentage of each of equally long parts of the step, 0 to 100.
         waiting_us: Part of the communication in which it waited for ranks that came later to a collective.
         communication_load: Percentage of each part in which it communicated and computed nothing; a
@@ -154,7 +154,7 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
         exposed_communication_us: Communication of any lane with no computation of any at the same time.
         waiting_us: Time in which all that it did was wait in collectives.
         host_bound_us: Idle time with the cause ``host_bound`` (also in ``lost_us``).
-        lost_us: Idle time by cause; adds up to ``idle_us``.
+        lost_us: Lost time by cause; adds up to ``idle_us`` and ``waiting_us``.
         graphs: Whether a host launched graphs on it in place of single kernels.
     """
 
@@ -231,16 +231,18 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How unevenly the ranks of a role arrive at a collective.
+    """How unevenly the ranks of a process group arrive at a collective.
 
     Attributes:
         name: The collective.
-        role: The role.
+        role: Their role.
+        group: Ranks of the group, as the traces list them; for an NPU, its number.
         calls: Calls that every rank made.
         median_us: Median of the shortest run of each call: its cost once all ranks have arrived.
         wait_us: Time for which ranks waited in it for later ones, added up over the ranks. An instant
             counts once for a rank, however many of its calls wait in it.
-        late: Rank that most often had the shortest run, which means that it arrived last.
+        late: Rank that most often had the shortest run, which means that it arrived last; empty where some
+            ranks of the group are not known.
         late_share: Share of the calls in which it did.
     """
 
@@ -251,6 +253,7 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     wait_us: float
     late: str
     late_share: float
+    group: str = ""
 
 
 class OpRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,7 +275,7 @@ class OpRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LostRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle time of all devices due to one cause.
+    """What all devices lost by one cause: they idled, or waited for other ranks in collectives.
 
     Attributes:
         cause: Name of the cause; ``docs/report.md`` defines each.

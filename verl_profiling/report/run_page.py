@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from verl_profiling.report.html import page_title
@@ -15,6 +15,7 @@ from verl_profiling.report.page.colours import stage_class
 from verl_profiling.report.page.document import document
 from verl_profiling.report.page.summary import figure, figures
 from verl_profiling.report.page.tables import Cell, Link, percent, section, table, time
+from verl_profiling.report.sparkline import axis_top
 from verl_profiling.report.trend import (
     Change,
     excess,
@@ -24,6 +25,7 @@ from verl_profiling.report.trend import (
     unaimed,
 )
 from verl_profiling.report.uncaptured import how_to_capture
+from verl_profiling.report.watch_history import IN_NO_STAGE
 from verl_profiling.report.watch_picture import WatchPicture, watch_picture
 from verl_profiling.units import duration
 from verl_profiling.visible import visible
@@ -33,6 +35,15 @@ __all__ = ["RUN_PAGE", "render_run", "runs_of"]
 
 RUN_PAGE = "index.html"
 _SCRIPTS = ("tip.js", "trend.js")
+
+
+class _Ran(NamedTuple):
+    """A step as the figures count it: from the watch where there was one, else from its capture."""
+
+    title: str
+    link: str
+    seconds: float
+    stages: dict[str, float]
 
 
 def runs_of(path: Path, folders: Iterable[Path]) -> dict[Path, list[int]]:
@@ -61,32 +72,47 @@ def render_run(
         report.step: link for report, link in zip(reports, links, strict=True) if report.step is not None
     }
     history = watch_picture(directory, watched, by_step) if watched else None
-    sections = "".join(_sections(reports, links, history) if reports else _uncaptured(directory, history))
+    ran = [
+        _Ran(f"Step {step.step}", by_step.get(step.step, ""), step.seconds, step.exposed_s)
+        for step in watched
+    ] or [
+        _Ran(page_title(report), link, report.span_us / 1e6, stage_seconds(report))
+        for report, link in zip(reports, links, strict=True)
+    ]
+    sections = "".join(
+        _sections(reports, links, ran, history) if reports else _uncaptured(directory, ran, history)
+    )
     data = {**_data(reports, links), **(history.data() if history else {})}
-    return document(directory.resolve().name, count, sections, data, _SCRIPTS)
+    drawn = {"watch": data.get("watch", []), "stages": data["steps"], "lost": data["steps"]}
+    data["axis"] = {kind: axis_top([sum(bar[kind].values()) for bar in bars]) for kind, bars in drawn.items()}
+    return document(visible(directory.resolve().name), count, sections, data, _SCRIPTS)
 
 
-def _sections(reports: Sequence[Report], links: Sequence[str], history: WatchPicture | None) -> Iterator[str]:
-    yield figures(_figures(reports))
-    yield f'<section id="findings" aria-label="What changed">{_story(reports, links)}</section>'
+def _sections(
+    reports: Sequence[Report], links: Sequence[str], ran: Sequence[_Ran], history: WatchPicture | None
+) -> Iterator[str]:
+    yield figures(_figures(reports, ran))
+    yield f'<section id="findings" aria-label="What changed">{_story(reports, links, ran)}</section>'
     if history:
         yield history.picture()
     yield section("Stages of each step", '<div id="stages" class="trend"></div>')
+    note = f"{reports[0].whose.title()}-seconds that are idle or wait for other ranks, by cause."
     if any(report.lost for report in reports):
-        note = "Of all devices, by cause."
         yield section("Lost time of each step", '<div id="lost" class="trend"></div>', note)
     yield section("Steps", table("Steps", *_steps(reports, links)))
-    for title, seconds in (
-        ("Stages by step", map(stage_seconds, reports)),
-        ("Lost time by step", (report.lost_s for report in reports)),
+    for title, of, seconds in (
+        ("Stages by step", "", map(stage_seconds, reports)),
+        ("Lost time by step", note, (report.lost_s for report in reports)),
     ):
-        yield section(title, _by_step(title, reports, links, seconds))
+        yield section(title, _by_step(title, reports, links, seconds), of)
     if history:
         yield history.table()
 
 
-def _uncaptured(run: Path, history: WatchPicture | None) -> Iterator[str]:
+def _uncaptured(run: Path, ran: Sequence[_Ran], history: WatchPicture | None) -> Iterator[str]:
     """Yield what there is of a run without a captured step."""
+    if ran:
+        yield figures(_figures([], ran))
     note = escape(visible(how_to_capture(run)))
     yield f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
     if history:
@@ -94,9 +120,9 @@ def _uncaptured(run: Path, history: WatchPicture | None) -> Iterator[str]:
         yield history.table()
 
 
-def _figures(reports: Sequence[Report]) -> Iterator[str]:
-    took = [report.span_us / 1e6 for report in reports]
-    spread = f"from {duration(min(took))} to {duration(max(took))}"
+def _figures(reports: Sequence[Report], ran: Sequence[_Ran]) -> Iterator[str]:
+    took = [step.seconds for step in ran]
+    spread = f"of {len(took):,} steps, from {duration(min(took))} to {duration(max(took))}"
     yield figure("Step, median", duration(median(took)), spread)
     alike = [reports[index] for index in unaimed(reports)]
     busy = [share for report in alike if (share := report.working_share) is not None]
@@ -109,15 +135,17 @@ def _figures(reports: Sequence[Report]) -> Iterator[str]:
         causes = [report.lost_s for report in alike]
         total = {name: sum(row.get(name, 0.0) for row in causes) for row in causes for name in row}
         most = max(total, key=lambda name: total[name])
-        line = f"of all devices; {total[most] / sum(lost):.0%} {escape(most.replace('_', ' '))}"
-        yield figure("Lost, median", duration(median(lost)), line, f"k-{most}")
-    index = slowest(reports)
+        line = f"{total[most] / sum(lost):.0%} {escape(most.replace('_', ' '))}"
+        yield figure("Lost, median", alike[0].lane_seconds(median(lost)), line, f"k-{most}")
+    index = slowest(took)
     over = took[index] - median(took)
     line = f"{duration(took[index])}, {duration(over, signed=True)} over the median"
-    yield figure("Slowest", page_title(reports[index]), line)
+    if took[0] > took[index]:
+        line += f"; the first took {duration(took[0])}"
+    yield figure("Slowest", ran[index].title, line)
 
 
-def _story(reports: Sequence[Report], links: Sequence[str]) -> str:
+def _story(reports: Sequence[Report], links: Sequence[str], ran: Sequence[_Ran]) -> str:
     alike = unaimed(reports)
     change = first_change([reports[index] for index in alike])
     if change is None:
@@ -126,36 +154,41 @@ def _story(reports: Sequence[Report], links: Sequence[str]) -> str:
             first = "What changed is said of three captured steps or more."
     else:
         changed = alike[change.index]
-        first = _changed(change, _anchor(reports[changed], links[changed]))
+        first = _changed(change, reports[changed], _anchor(page_title(reports[changed]), links[changed]))
     if apart := len(reports) - len(alike):
         captures = f"{apart} captures that were" if apart > 1 else "one capture that was"
         first += f" Left out, because what was recorded may differ: {captures} asked for."
-    index = slowest(reports)
-    found = excess(reports, index) if len(reports) > 1 else None
+    index = slowest([step.seconds for step in ran])
+    found = excess([step.stages for step in ran], index) if len(ran) > 1 else None
     second = ""
     if found:
         name, seconds = found
         second = (
-            f"<p>Slowest: {_anchor(reports[index], links[index])}; most of what it has over the median is in "
-            f"<bdi>{escape(name)}</bdi> ({duration(seconds, signed=True)}).</p>"
+            f"<p>Slowest: {_anchor(ran[index].title, ran[index].link)}; most of what it has over the median "
+            f"is in <bdi>{escape(visible(name) or IN_NO_STAGE)}</bdi> ({duration(seconds, signed=True)}).</p>"
         )
     return f"<p>{first}</p>{second}"
 
 
-def _changed(change: Change, link: str) -> str:
-    what = change.name if change.kind == "stage" else f"lost time, {change.name.replace('_', ' ')}"
+def _changed(change: Change, report: Report, link: str) -> str:
+    what, took, before = change.name, duration(change.seconds), duration(change.before)
+    if change.kind == "cause":
+        what = f"lost time, {change.name.replace('_', ' ')}"
+        took, before = report.lane_seconds(change.seconds), report.lane_seconds(change.before)
     return (
-        f"Changed first: <bdi>{escape(what)}</bdi> in {link}, {duration(change.seconds)} "
-        f"(median of {change.steps_before} before: {duration(change.before)})."
+        f"Changed first: <bdi>{escape(what)}</bdi> in {link}, {took} "
+        f"(median of {change.steps_before} before: {before})."
     )
 
 
-def _anchor(report: Report, link: str) -> str:
-    return f'<a href="{escape(link)}"><bdi>{escape(page_title(report))}</bdi></a>'
+def _anchor(title: str, link: str) -> str:
+    shown = f"<bdi>{escape(title)}</bdi>"
+    return f'<a href="{escape(link)}">{shown}</a>' if link else shown
 
 
 def _steps(reports: Sequence[Report], links: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[Cell, ...]]]:
-    headings = ("step", "took", "busy", "lost", "most lost by", "slowest stage", "first finding")
+    lost_unit = f"lost {reports[0].whose}-seconds"
+    headings = ("step", "took", "busy", lost_unit, "most lost by", "slowest stage", "first finding")
     rows: list[tuple[Cell, ...]] = []
     for report, link in zip(reports, links, strict=True):
         lost, stages, busy = report.lost_s, stage_seconds(report), report.working_share

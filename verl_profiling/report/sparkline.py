@@ -1,26 +1,33 @@
-"""A row of numbers as a row of characters."""
+"""A row of numbers as a row of characters, and an axis that one outlier does not flatten."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["sparkline"]
+__all__ = ["axis_top", "sparkline"]
 
 _BARS = "▁▂▃▄▅▆▇█"
-_ASCII = "_.-:=+*#"
+_BEYOND = "▲"
+_FAR = 3.0
+"""Times the 90th percentile from which on a value lies beyond the axis."""
 
 
-def sparkline(values: Sequence[float], most: int, ascii_only: bool = False) -> str:
-    """Return one character for each of the last values, as high as the value is of the highest.
+def axis_top(values: Sequence[float]) -> float:
+    """Return the largest of some values that is no outlier: a first step that warms up is one."""
+    usual = sorted(values)[int(0.9 * (len(values) - 1))] if len(values) > 2 else 0.0
+    return max((value for value in values if value <= _FAR * usual or usual <= 0), default=0.0)
+
+
+def sparkline(values: Sequence[float], most: int) -> str:
+    """Return one character for each of the last values, as high as the value on the axis; a sign beyond it.
 
     Args:
         values: Numbers of at least 0.
         most: How many are shown.
-        ascii_only: Whether the terminal knows no other characters.
     """
-    levels = _ASCII if ascii_only else _BARS
     shown = values[-most:]
-    highest = max(shown, default=0.0)
-    if highest <= 0:
-        return levels[0] * len(shown)
-    return "".join(levels[round(max(value, 0.0) / highest * (len(levels) - 1))] for value in shown)
+    top = axis_top(shown)
+    return "".join(
+        _BEYOND if value > top else _BARS[round(max(value, 0.0) / (top or 1.0) * (len(_BARS) - 1))]
+        for value in shown
+    )

@@ -34,8 +34,6 @@ def print_report(report: Report, console: Console) -> None:
     if asked := report.asked:
         for line in filter(None, (asked_sentence(asked), shown_history(asked))):
             console.print(Sentence.of(f"[dim]{escape(line)}[/dim]"))
-        if asked.verdict:
-            console.print(Sentence.of(f"[bold]{escape(asked.verdict)}[/bold]"))
     if not report.complete:
         console.print("[yellow]The step ended early; this is what was recorded until then.[/yellow]")
     findings = Table.grid(padding=(0, 1))
@@ -256,8 +254,8 @@ def _replicas(report: Report) -> Table:
 
 
 def _lost(report: Report) -> Table:
-    whose = "device" if report.shares_devices else "lane"
-    table = table_of(f"Idle time by cause (all {whose}s)", "cause", f"{whose}-time", "share")
+    title = f"Lost time by cause (all {report.whose}s)"
+    table = table_of(title, "cause", f"{report.whose}-seconds", "share")
     for row in report.lost:
         table.add_row(row.cause.replace("_", " "), duration(row.seconds), f"{row.share:.1%}")
         parts = sorted(row.parts.items(), key=lambda part: -part[1])

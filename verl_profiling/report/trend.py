@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from verl_profiling.report.model import Report
+from verl_profiling.report.sparkline import axis_top
 from verl_profiling.report.thresholds import Shift
 
 __all__ = ["Change", "excess", "first_change", "slowest", "stage_seconds", "unaimed"]
@@ -46,15 +47,16 @@ def unaimed(reports: Sequence[Report]) -> list[int]:
     ]
 
 
-def slowest(reports: Sequence[Report]) -> int:
-    """Return which step took longest."""
-    return max(range(len(reports)), key=lambda index: reports[index].span_us)
+def slowest(seconds: Sequence[float]) -> int:
+    """Return which step took longest; not the first, where that is an outlier: it warms up."""
+    warms_up = seconds[0] > axis_top(seconds)
+    return max(range(warms_up, len(seconds)), key=lambda index: seconds[index])
 
 
-def excess(reports: Sequence[Report], index: int) -> tuple[str, float] | None:
+def excess(stages: Sequence[dict[str, float]], index: int) -> tuple[str, float] | None:
     """Return the stage of a step that took longest over its median in all steps, and how much longer (s)."""
-    usual = _medians([stage_seconds(report) for report in reports])
-    over = {name: took - usual[name] for name, took in stage_seconds(reports[index]).items()}
+    usual = {name: median(row.get(name, 0.0) for row in stages) for name in stages[index]}
+    over = {name: took - usual[name] for name, took in stages[index].items()}
     name = max(over, key=lambda name: over[name], default=None)
     return None if name is None or over[name] <= 0 else (name, over[name])
 
@@ -91,7 +93,3 @@ def _left_its_range(rows: list[dict[str, float]], whole_s: float) -> list[tuple[
         if outside and abs(took - usual) > max(Shift.OF_ITSELF * usual, Shift.OF_THE_STEP * whole_s):
             found.append((name, took, usual))
     return sorted(found, key=lambda row: -abs(row[1] - row[2]))
-
-
-def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {name: median(row.get(name, 0.0) for row in rows) for row in rows for name in row}

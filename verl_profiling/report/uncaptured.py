@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.run_files import read_starts
+from verl_profiling.run_files import read_run
 from verl_profiling.timeline.inputs import is_step, step_folders
 from verl_profiling.watch_log import LoggedStep, has_watch_log
 
@@ -37,13 +37,13 @@ def is_uncaptured(path: Path) -> bool:
 def how_to_capture(run: Path) -> str:
     """Return that no step of a run was captured, and how one is."""
     try:
-        starts = read_starts(run)
+        info = read_run(run)
     except TraceFormatError:
-        starts = []
+        info = None
     ask = f"`verl-profiling trigger {shlex.quote(str(run))}`"
-    if starts and starts[-1].end_ns is None and starts[-1].process.alive() is not False:
+    if info is not None and info.end_ns is None and info.process.alive() is not False:
         return f"No step was captured so far; {ask} asks the job for its next one."
-    over = ", and the job has ended" if starts else ""
+    over = ", and the job has ended" if info is not None else ""
     return (
         f"No step was captured{over}. schedule.steps names steps beforehand, watch.trigger has what becomes "
         f"slow captured, and {ask} asks a job while it runs."

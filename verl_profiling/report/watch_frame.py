@@ -67,40 +67,38 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw it."""
-        width, ascii_only = min(options.max_width, _WIDEST), options.ascii_only
-        lines = Group(*self._drawn(width, ascii_only))
-        for segment in console.render(lines, options.update_width(width)):
-            yield segment._replace(text=_in_ascii(segment.text)) if ascii_only else segment
+        width = min(options.max_width, _WIDEST)
+        yield from console.render(Group(*self._drawn(width)), options.update_width(width))
 
-    def _drawn(self, width: int, ascii_only: bool) -> Iterator[Text | Table]:
+    def _drawn(self, width: int) -> Iterator[Text | Table]:
         yield _line((self.run, "bold"), ": ", (self.pulse.says, "green" if self.pulse.is_well else "red"))
         if not self.steps:
             yield _line("No step has ended yet.")
         else:
-            yield from self._steps_drawn(width, ascii_only)
+            yield from self._steps_drawn(width)
         yield Text()
         yield from self._captures_drawn()
         if self.footer:
             yield _line((self.footer, "dim"))
 
-    def _steps_drawn(self, width: int, ascii_only: bool) -> Iterator[Text | Table]:
+    def _steps_drawn(self, width: int) -> Iterator[Text | Table]:
         latest = self.steps[-1]
         took = [step.seconds for step in self.steps]
         policy = "" if latest.policy_version is None else f", policy version {latest.policy_version}"
         captured = f", captured: {latest.captured}" if latest.captured else ""
-        trend = sparkline(took, min(2 * _TREND, max(width - 10, 1)), ascii_only)
+        trend = sparkline(took, min(2 * _TREND, max(width - 10, 1)))
         yield _line(
             (f"step {latest.step}", "bold"),
             f": {duration(took[-1])}, median of {len(took)} {duration(median(took))}{policy}{captured}",
         )
         yield _line((trend, "cyan"))
         yield Text()
-        yield self._stages(width, ascii_only)
+        yield self._stages(width)
         if led := _led(self._read):
             yield _line(led)
         if spent := next((step for step in reversed(self.steps) if step.spans), None):
             yield Text()
-            yield self._spans(spent, width, ascii_only)
+            yield self._spans(spent, width)
         known = {
             row.role: row for step in self.steps for row in step.memory if row.peak_bytes or row.held_bytes
         }
@@ -113,7 +111,7 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
         """The latest step of which the workers were read; the latest one if there is none."""
         return next((step for step in reversed(self.steps) if was_read(step)), self.steps[-1])
 
-    def _stages(self, width: int, ascii_only: bool) -> Table:
+    def _stages(self, width: int) -> Table:
         latest, read = self.steps[-1], self._read
         leads = "leads" if read is latest else f"leads (step {read.step})"
         headings = ["exposed"]
@@ -140,14 +138,14 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
             cells = [duration(seconds[name])]
             cells += [f"{share:.1%}"] if width >= _WITH_SHARE else []
             cells += [duration(median(values))] if width >= _WITH_MEDIAN else []
-            cells += [sparkline(values, _TREND, ascii_only)] if width >= _WITH_TREND else []
+            cells += [sparkline(values, _TREND)] if width >= _WITH_TREND else []
             shown = [Text(visible(name) or IN_NO_STAGE), *map(Text, cells), Text(_leads(rows.get(name)))]
             table.add_row(*shown, style="dim" if not name else "")
         if (more := len(seconds) - _MANY_STAGES) > 0:
             table.add_row(Text(f"and {more} more"))
         return table
 
-    def _spans(self, spent: LoggedStep, width: int, ascii_only: bool) -> Table:
+    def _spans(self, spent: LoggedStep, width: int) -> Table:
         headings = ["calls", "mean"]
         headings += ["failed"] if width >= _WITH_SHARE else []
         headings += ["median"] if width >= _WITH_MEDIAN else []
@@ -161,7 +159,7 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
             cells = [duration(spans.seconds), f"{spans.runs:,}", _mean(spans)]
             cells += [f"{spans.failed:,}" if spans.failed else ""] if width >= _WITH_SHARE else []
             cells += [duration(median(values))] if width >= _WITH_MEDIAN else []
-            cells += [sparkline(values, _TREND, ascii_only)] if width >= _WITH_TREND else []
+            cells += [sparkline(values, _TREND)] if width >= _WITH_TREND else []
             table.add_row(Text(visible(spans.name)), *map(Text, cells))
         if (more := len(spent.spans) - _MANY_SPANS) > 0:
             table.add_row(Text(f"and {more} more"))
@@ -184,7 +182,7 @@ def _line(*parts: str | tuple[str, str]) -> Text:
 def _leads(row: LoggedStage | None) -> str:
     if row is None or not row.name:
         return ""
-    if row.doubt in ("not read", "one process"):
+    if row.doubt == "one process" or not row.leader:
         return f"({row.doubt})"
     ahead = f" {duration(row.lead_ns / 1e9, signed=True)}" if row.lead_ns else ""
     doubt = f" ({row.doubt})" if row.doubt else ""
@@ -212,7 +210,3 @@ def _memory(rows: Iterable[RoleMemory], *, whole: bool) -> Table:
         count = [str(row.processes)] if whole else []
         table.add_row(Text(visible(row.role)), *count, *sizes, Text(visible(row.lane)))
     return table
-
-
-def _in_ascii(text: str) -> str:
-    return text.encode("ascii", "replace").decode()

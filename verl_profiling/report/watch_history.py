@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import median
 
+from verl_profiling.report.trend import excess, slowest
 from verl_profiling.units import duration
 from verl_profiling.watch_log import LoggedStage, LoggedStep
 
@@ -69,14 +70,12 @@ def main_rows(step: LoggedStep) -> dict[str, LoggedStage]:
 def watch_sentence(steps: Sequence[LoggedStep]) -> str:
     """Return a sentence on the steps of a run, of which there is at least one."""
     took = [step.seconds for step in steps]
-    longest = max(steps, key=lambda step: step.seconds)
+    index = slowest(took)
+    first = f"step {steps[0].step} with {duration(took[0])}, then " if took[0] > took[index] else ""
     which = (
         f"{len(steps):,} steps logged, {steps[0].step} to {steps[-1].step}" if steps[1:] else "1 step logged"
     )
-    typical = f"median {duration(median(took))}, longest step {longest.step} with {duration(longest.seconds)}"
-    stages = longest.exposed_s
-    if not stages or not steps[1:]:
-        return f"{which}; {typical}"
-    over = {name: stages[name] - median(step.exposed_s.get(name, 0.0) for step in steps) for name in stages}
-    most = max(over, key=lambda name: over[name])
-    return f"{which}; {typical} ({most or IN_NO_STAGE} {duration(over[most], signed=True)})"
+    longest = f"longest {first}step {steps[index].step} with {duration(took[index])}"
+    found = excess([step.exposed_s for step in steps], index)
+    why = f" ({found[0] or IN_NO_STAGE} {duration(found[1], signed=True)})" if found else ""
+    return f"{which}; median {duration(median(took))}, {longest}{why}"

@@ -44,7 +44,7 @@ class Schedule:
 
     Attributes:
         steps: Listed steps; there may be none with ``watch.enable``. Excludes ``every`` and the cycle fields.
-        every: Captures the steps that are divisible by it. Excludes the cycle fields.
+        every: Captures the steps that are divisible by it, 0 included. Excludes the cycle fields.
         first_step: Number of the loop's first step (verl counts from 1). Cycles count from it.
         skip_first: Steps before the first cycle.
         wait: Steps of a cycle in which nothing happens.
@@ -104,7 +104,7 @@ class Schedule:
         if self.steps is not None:
             return Action.RECORD if step in self._listed else Action.OFF
         if self.every is not None:
-            return Action.RECORD if step > 0 and step % self.every == 0 else Action.OFF
+            return Action.RECORD if step >= 0 and step % self.every == 0 else Action.OFF
         index = step - self.first_step - self.skip_first
         cycle, position = divmod(index, self.wait + self.warmup + self.active)
         if index < 0 or (self.repeat and cycle >= self.repeat) or position < self.wait:

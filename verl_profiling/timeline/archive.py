@@ -20,9 +20,7 @@ from typing import BinaryIO
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.controller import CONTROLLER
 from verl_profiling.timeline.decompress import Blocks, is_gzip
-from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.step_inputs import StepInputs
 from verl_profiling.timeline.whole_files import whole_file
@@ -110,8 +108,6 @@ def _entries(inputs: StepInputs) -> tuple[list[_Entry], list[str]]:
         f"{log.path.name}: an archive holds traces only; a merged timeline shows it" for log in inputs.logs
     )
     sources = list(inputs.sources)
-    if inputs.controller:
-        sources.insert(0, Source(path=inputs.controller, lane=CONTROLLER, worker=CONTROLLER, role=CONTROLLER))
     for source in sources:
         try:
             base = Trace(source.path, inputs.limits).base_ns

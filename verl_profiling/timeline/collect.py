@@ -15,12 +15,11 @@ from verl_profiling.manifest import (
     MANIFEST_NAME,
     Artifact,
     CaptureResult,
-    Manifest,
     worst_fate,
 )
 from verl_profiling.named_files import named_file
 from verl_profiling.nsys_ranges import NSYS_FOLDER, NsysRange, read_ranges
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.run_files import read_manifest, write_result
 from verl_profiling.timeline.nsys import convert_nsys
 
 __all__ = ["Collected", "collect"]
@@ -164,9 +163,9 @@ def _enter(folder: Path, noted: NsysRange, file: Path | None, reason: str, event
         return
     manifest = read_manifest(folder)
     workers = [_with_range(worker, noted, file, reason, events) for worker in manifest.workers]
-    updated: Manifest = msgspec.structs.replace(manifest, workers=workers)
-    if updated != manifest:
-        write_json_atomically(folder / MANIFEST_NAME, updated)
+    for before, worker in zip(manifest.workers, workers, strict=True):
+        if worker != before:
+            write_result(folder, worker)
 
 
 def _with_range(

@@ -1,97 +1,90 @@
-"""The controller's part of the timeline: stages, calls, and arrows to the workers' stages."""
+"""The loop's part of the timeline, drawn from the manifest: stages, calls, and arrows to workers' stages."""
 
 from __future__ import annotations
 
-import re
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import TOOL_THREAD
+from verl_profiling.manifest import Manifest, StageSpan
 from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.processes import STAGES_TID, TOOL_TID, name_thread
-from verl_profiling.timeline.reader import Trace
-from verl_profiling.timeline.step_inputs import StepInputs
 
-__all__ = ["CONTROLLER", "ControllerEvents", "controller_events"]
+__all__ = ["CONTROLLER", "controller_events"]
 
 CONTROLLER = "controller"
 _ARROW = "causes"
+_FIRST_RPC_TID = 1000
+_STEPS_TID = 999_998
 _MOST_ROWS = 64
-_STAGES = re.compile(r"stages(?: \d+)?")
 
 
-class ControllerEvents(NamedTuple):
-    """The controller's part of a timeline.
-
-    Attributes:
-        events: The events.
-        problems: What could not be read.
-        limited: Whether a limit is the reason.
-    """
-
-    events: list[Event]
-    problems: list[str]
-    limited: bool
-
-
-def controller_events(inputs: StepInputs, pids: dict[str, int], base_ns: int) -> ControllerEvents:
-    """Return the events of the controller's trace, assigned to their lanes, and the arrows.
+def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) -> list[Event]:
+    """Return the stages and calls of the loop, the workers' stages and tools, and arrows between stages.
 
     Args:
-        inputs: The step.
+        manifest: The capture.
         pids: Process id by the name of a worker (and of ``controller``).
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
     """
-    if inputs.controller is None:
-        return ControllerEvents([], [], False)
-    limits = inputs.limits
-    most = min(limits.events, limits.controller_events)
-    trace = Trace(inputs.controller, msgspec.structs.replace(limits, events=most))
-    problems: list[str] = []
-    events: list[Event] = []
-    try:
-        for chunk in trace.chunks():
-            events += chunk
-    except TraceFormatError as error:
-        problems.append(error.problem)
-    problems += map(str, trace.warnings)
-    named = [f"{inputs.controller.name}: {problem}" for problem in problems]
-    return ControllerEvents(_placed(events, trace.base_ns - base_ns, pids), named, trace.limited)
-
-
-def _placed(events: list[Event], shift_ns: int, pids: dict[str, int]) -> list[Event]:
-    names: dict[Any, str] = {}
-    threads: dict[tuple[Any, Any], int] = {}  # those that the timeline numbers itself
-    for event in events:
-        if event.ph == "M" and event.name in ("process_name", "thread_name"):
-            name = event.said("name")
-            if event.name == "process_name":
-                names[event.pid] = name
-            elif _STAGES.fullmatch(name):
-                threads[event.pid, event.tid] = STAGES_TID
-            elif name == TOOL_THREAD:
-                threads[event.pid, event.tid] = TOOL_TID
-    placed = []
-    stages: dict[str, list[Event]] = {}
-    for event in events:
-        if event.name in ("process_name", "process_sort_index", "process_labels") or event.pid not in names:
+    own = pids[CONTROLLER]
+    stages = {CONTROLLER: _stages([*manifest.stages, *manifest.outside], own, base_ns)}
+    events = list(_steps(manifest, own, base_ns))
+    threads: dict[str, int] = {}
+    for rpc in manifest.rpcs:
+        if rpc.worker not in threads:
+            threads[rpc.worker] = _FIRST_RPC_TID + len(threads)
+            events.append(name_thread(own, threads[rpc.worker], f"rpc {rpc.worker}"))
+        about = {"worker": rpc.worker, "ok": rpc.ok}
+        span = (rpc.begin_ns - base_ns, rpc.end_ns - base_ns)
+        events.append(_span(rpc.method, "rpc", own, threads[rpc.worker], span, about))
+    for worker in manifest.workers:
+        if not (worker.stages or worker.tool_spans):
             continue
-        worker = names[event.pid]
-        thread = threads.get((event.pid, event.tid))
-        if thread == STAGES_TID and event.name == "thread_name" and event.said("name") != "stages":
-            continue  # they are spread over threads below, which are named there
-        event.pid = pids[worker]
-        event.tid = event.tid if thread is None else thread
-        if event.ts is not None:
-            event.ts = round(event.ts * 1000 + shift_ns) / 1000
-        if thread == STAGES_TID and event.ph == "X":
-            stages.setdefault(worker, []).append(event)
-        placed.append(event)
+        pid, worker_base_ns = pids[worker.name], base_ns + manifest.offset_ns(worker.identity)
+        stages[worker.name] = _stages(worker.stages, pid, worker_base_ns)
+        if worker.tool_spans:
+            events.append(name_thread(pid, TOOL_TID, "tool"))
+        for tool in worker.tool_spans:
+            about = {"stage": tool.stage} if tool.stage else {}
+            span = (tool.begin_ns - worker_base_ns, tool.end_ns - worker_base_ns)
+            events.append(_span(f"{tool.name} the tool", "capture", pid, TOOL_TID, span, about))
     for spans in stages.values():
-        placed += _spread(spans)
-    return placed + _arrows(stages)
+        events += [*spans, *_spread(spans)]
+    return events + _arrows(stages)
+
+
+def _steps(manifest: Manifest, pid: int, base_ns: int) -> Iterator[Event]:
+    """Yield a thread with the steps, where there are several."""
+    if len(manifest.step_spans) < 2:
+        return
+    yield name_thread(pid, _STEPS_TID, "steps")
+    for step in manifest.step_spans:
+        about = {} if step.policy_version is None else {"policy_version": step.policy_version}
+        span = (step.begin_ns - base_ns, step.end_ns - base_ns)
+        yield _span(f"step {step.step}", "step", pid, _STEPS_TID, span, about)
+
+
+def _stages(spans: Iterable[StageSpan], pid: int, base_ns: int) -> list[Event]:
+    return [
+        _span(
+            span.name,
+            "stage",
+            pid,
+            STAGES_TID,
+            (span.begin_ns - base_ns, span.end_ns - base_ns),
+            {"failed": True} if span.failed else {},
+        )
+        for span in spans
+    ]
+
+
+def _span(
+    name: str, category: str, pid: int, tid: int, span: tuple[int, int], about: Mapping[str, object]
+) -> Event:
+    begin_ns, end_ns = span
+    args = msgspec.Raw(msgspec.json.encode(about))
+    return Event("X", category, name, pid, tid, begin_ns / 1000, (end_ns - begin_ns) / 1000, args=args)
 
 
 def _spread(spans: list[Event]) -> list[Event]:
@@ -106,8 +99,9 @@ def _spread(spans: list[Event]) -> list[Event]:
         row = min(row, _MOST_ROWS - 1)
         if row == len(rows):
             rows.append([])
-            if row and isinstance(span.pid, int):
-                names.append(name_thread(span.pid, STAGES_TID - row, f"stages {row + 1}"))
+            if isinstance(span.pid, int):
+                name = f"stages {row + 1}" if row else "stages"
+                names.append(name_thread(span.pid, STAGES_TID - row, name))
         rows[row].append(span)
         span.tid = STAGES_TID - row
     return names

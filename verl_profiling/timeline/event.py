@@ -10,7 +10,7 @@ import msgspec
 from verl_profiling.timeline.limits import LONGEST_US, MAX_US
 from verl_profiling.timeline.salvage import UNDECODABLE
 
-__all__ = ["AbsoluteEvent", "Event"]
+__all__ = ["NO_ARGS", "AbsoluteEvent", "Event"]
 
 NO_ARGS = msgspec.Raw(b"")
 

@@ -13,7 +13,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, Artifact
 from verl_profiling.named_files import named_file
 from verl_profiling.ray_cluster import connected
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import is_step, resolve_artifact, step_folders
 
 __all__ = ["Elsewhere", "Nodes", "artifacts_elsewhere", "fetch"]
@@ -181,7 +181,6 @@ def fetch(nodes: Nodes, wanted: Elsewhere) -> str:
             shutil.rmtree(part, ignore_errors=True)
         else:
             part.unlink(missing_ok=True)
-    _enter(wanted)
     return ""
 
 
@@ -192,19 +191,3 @@ def _copy(nodes: Nodes, node: str, source: str, size: int, target: Path) -> None
             file.write(chunk)
     if (arrived := target.stat().st_size) != size:
         raise OSError(f"{arrived} bytes of {source} arrived, not {size}")
-
-
-def _enter(fetched: Elsewhere) -> None:
-    """Note in the manifest that an artifact is in its step folder now."""
-    manifest = read_manifest(fetched.folder)
-    workers = [
-        msgspec.structs.replace(
-            worker,
-            artifacts=[
-                msgspec.structs.replace(artifact, where="") if artifact == fetched.artifact else artifact
-                for artifact in worker.artifacts
-            ],
-        )
-        for worker in manifest.workers
-    ]
-    write_json_atomically(fetched.folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))

@@ -13,7 +13,6 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import (
-    CONTROLLER_TRACE_NAME,
     MANIFEST_NAME,
     RUN_NAME,
     Artifact,
@@ -21,7 +20,7 @@ from verl_profiling.manifest import (
     Manifest,
 )
 from verl_profiling.named_files import named_file
-from verl_profiling.run_files import read_manifest, read_starts
+from verl_profiling.run_files import read_manifest, read_run
 from verl_profiling.timeline.lanes import Source, sorted_sources
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.step_inputs import StepInputs
@@ -45,7 +44,7 @@ __all__ = [
     "why_absent",
 ]
 
-UNWRITTEN = f"holds no {MANIFEST_NAME}; verl-profiling recover writes one of what is there"
+UNWRITTEN = f"holds no {MANIFEST_NAME}: its loop ended before the capture had begun"
 _STEP_FOLDER = re.compile(r"step_(\d+)(?:\.(\d+))?")
 
 
@@ -144,12 +143,11 @@ def unfinished(manifest: Manifest) -> str:
         return ""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.begin_ns / 1e9))
     process = manifest.process
-    if process is not None and process.alive():
-        return f"is being recorded since {began} by {process}, which still runs"
-    return (
-        f"its capture began {began}{f' in {process}' if process else ''}, and was never written; "
-        "verl-profiling recover enters what is there"
-    )
+    alive = process.alive() if process is not None else None
+    if alive:
+        return f"running: recorded since {began} by {process}"
+    state = "unfinished" if alive is None else "killed"
+    return f"{state}: its capture began {began} in {process}, which has not ended it"
 
 
 def the_run(path: Path) -> Path:
@@ -181,7 +179,7 @@ def runs_at(path: Path) -> list[Path]:
 
 def _runs_below(path: Path) -> Iterator[Path]:
     """Yield the folders of runs up to two levels down; a run that goes on may remove some meanwhile."""
-    for inside, folders, names in os.walk(path, followlinks=True):
+    for inside, folders, names in os.walk(path):
         depth = len(Path(inside).relative_to(path).parts)
         if depth and RUN_NAME in names:
             yield Path(inside)
@@ -198,14 +196,14 @@ def described(run: Path) -> str:
     steps = len(step_folders(run))
     count = f"{steps} step{'s' if steps != 1 else ''}" if steps else "no captured step"
     try:
-        starts = read_starts(run)
+        info = read_run(run)
     except TraceFormatError:
         return f"{count}, {RUN_NAME} cannot be read"
-    if not starts:
+    if info is None:
         return f"{count}, without {RUN_NAME}: name a step folder"
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(starts[0].begin_ns / 1e9))
-    goes_on = ", running" if starts[-1].end_ns is None and starts[-1].process.alive() else ""
-    return f"{count}, run {starts[0].run_id}, started {began}{goes_on}"
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.begin_ns / 1e9))
+    goes_on = ", running" if info.end_ns is None and info.process.alive() else ""
+    return f"{count}, run {info.run_id}, started {began}{goes_on}"
 
 
 def _refuse_mixture(path: Path, steps: list[StepInputs]) -> None:
@@ -256,19 +254,14 @@ def why_absent(artifact: Artifact) -> str:
 
 
 def _from_manifest(directory: Path) -> StepInputs:
-    if not (directory / MANIFEST_NAME).exists():
+    if not (directory.is_symlink() or (directory / MANIFEST_NAME).exists()):
         raise TraceFormatError(directory, UNWRITTEN)
     manifest = read_manifest(directory)
-    controller = directory / CONTROLLER_TRACE_NAME
     inputs = StepInputs(
         directory=directory,
         step=manifest.step,
         manifest=manifest,
         unfinished=unfinished(manifest),
-        controller=controller if controller.is_file() else None,
-        absent=[]
-        if controller.is_file() or manifest.state == "recovered"
-        else [f"{CONTROLLER_TRACE_NAME} is missing"],
     )
     found: list[Source] = []
     logs: list[Source] = []

@@ -14,7 +14,7 @@ import msgspec
 
 from verl_profiling.units import byte_size
 
-__all__ = ["LONGEST_US", "MAX_US", "Limits", "memory_available"]
+__all__ = ["LONGEST_US", "MAX_US", "Limits", "memory_available", "resident_bytes"]
 
 MAX_US = 4e15
 """Largest time of an event, before and after its base: years from 1970 to 2096, should the base be 0."""
@@ -38,7 +38,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         events: Events. Traces of eight ranks with 20 million events each are read whole.
         content_bytes: Bytes of the content, uncompressed.
         names: Different names of operators, of processes and of threads; the rest are counted together.
-        controller_events: Events of the controller's trace, all of which are in memory at once.
         memory_bytes: Memory of the reading process; by default three quarters of what it could get when
             it began.
         head_bytes: Bytes before the events, and behind them.
@@ -48,7 +47,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     events: int = 30_000_000
     content_bytes: int = 64 << 30
     names: int = 1_000_000
-    controller_events: int = 1_000_000
     memory_bytes: int | None = None
     head_bytes: int = 16 << 20
     event_bytes: int = 16 << 20
@@ -58,7 +56,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         if events >= self.events:
             return f"stopped at the limit of {self.events:,} events (--max-events raises it)"
         allowed = _allowed_bytes() if self.memory_bytes is None else self.memory_bytes
-        if (used := _resident_bytes()) > allowed:
+        if (used := resident_bytes()) > allowed:
             return (
                 f"stopped after {events:,} events: the process takes {byte_size(used)} of memory, "
                 f"and the limit is {byte_size(allowed)} (--max-memory raises it)"
@@ -80,10 +78,10 @@ def memory_available() -> int:
             cached = _counted(folder / "memory.stat")
             kept = int(used) - cached.get("inactive_file", 0) - cached.get("active_file", 0)
             free.append(max(int(bound) - kept, 0))
-    return min(free) + _resident_bytes()
+    return min(free) + resident_bytes()
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
     """Return the memory of this process; 0 where the system has no /proc, so there is no limit either."""
     try:
         with _STATM.open("rb", buffering=0) as file:

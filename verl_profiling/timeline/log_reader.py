@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.lanes import Source
-from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.limits import Limits, resident_bytes
 from verl_profiling.trajectory_log import FateChange, Line, LogFooter, TrajectoryRecord, open_log
 
 __all__ = ["LaterFates", "LogReader"]
 
-_LOOK_EVERY = 4096
+MOST_RECORDS = 1 << 20
+"""Records of one log that are read: all of them are in memory at once."""
+
+_MOST_BYTES = 1 << 30
+_LOOK_EVERY = 64  # records, each of which may unpack to megabytes
 
 
 class LogReader:
@@ -40,7 +46,8 @@ class LogReader:
         self.damaged = False
         self.cut = False
         self.limited = False
-        self._limits = limits
+        allowed = limits.memory_bytes or resident_bytes() + _MOST_BYTES
+        self._limits = msgspec.structs.replace(limits, memory_bytes=allowed)
         try:
             self.header, self._rest = open_log(path)
         except OSError as error:
@@ -72,6 +79,8 @@ class LogReader:
     def _is_over(self) -> bool:
         if self.lines % _LOOK_EVERY == 0 or self.lines >= self._limits.events:
             reason = self._limits.reached(self.lines)
+            if not reason and self.lines >= MOST_RECORDS:
+                reason = f"stopped after {MOST_RECORDS:,} records, the limit of a log of trajectories"
             self.limited = bool(reason)
             self.problems += filter(None, [reason])
         return self.limited

@@ -89,7 +89,7 @@ def merge(
     output = output or inputs.output(TIMELINE_NAME)
     keep = keep or Keep()
     inputs, problems, base_ns = _readable(inputs)
-    if not (inputs.sources or inputs.logs) and inputs.controller is None:
+    if not (inputs.sources or inputs.logs or inputs.manifest):
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
     with scratch_folder(output) as scratch:
         while True:
@@ -123,8 +123,7 @@ def _join(
     pids = _WorkerPids({CONTROLLER: LANE_PIDS})
     for job in plan:
         pids.setdefault(job.source.worker, job.pid)
-    opening, of_controller, cut_short = _opening(inputs, plan, pids, base_ns)
-    problems += of_controller
+    opening = _opening(inputs, plan, pids, base_ns)
     parts = [job.output for job in plan]
     events = sum(member.events for member in members) + sum(event.ph != "M" for event in opening)
     left_out = sum(member.left_out for member in members)
@@ -150,20 +149,14 @@ def _join(
         left_out=left_out,
         members=members,
         problems=problems,
-        limited=any(member.limited for member in members) or cut_short,
+        limited=any(member.limited for member in members),
     )
 
 
 def _readable(inputs: StepInputs) -> tuple[StepInputs, list[str], int]:
     """Return the traces that can be opened, the problems of the others, and the timeline's clock base."""
-    controller, sources = inputs.controller, []
+    sources = []
     problems, begins = list(inputs.absent), []
-    try:
-        if controller:
-            Trace(controller, inputs.limits)
-    except TraceFormatError as error:
-        problems.append(str(error))
-        controller = None
     for source in inputs.sources:
         try:
             trace = Trace(source.path, inputs.limits)
@@ -183,7 +176,7 @@ def _readable(inputs: StepInputs) -> tuple[StepInputs, list[str], int]:
         logs.append(log)
     begin_ns = inputs.manifest.begin_ns if inputs.manifest else min(begins, default=0)
     return (
-        msgspec.structs.replace(inputs, controller=controller, sources=sources, logs=logs),
+        msgspec.structs.replace(inputs, sources=sources, logs=logs),
         problems,
         zero_ns(begin_ns),
     )
@@ -266,25 +259,19 @@ class _WorkerPids(dict[str, int]):
         return self[worker]
 
 
-def _opening(
-    inputs: StepInputs, plan: list[MemberJob], pids: _WorkerPids, base_ns: int
-) -> tuple[list[Event], list[str], bool]:
-    """Return the events that come before all others: the controller's lanes and the workers' stages.
-
-    With them, what could not be read of the controller's trace, and whether a limit is the reason.
-    """
+def _opening(inputs: StepInputs, plan: list[MemberJob], pids: _WorkerPids, base_ns: int) -> list[Event]:
+    """Return the events that come before all others: the controller's lanes and the workers' stages."""
     titles: dict[str, str] = {}
     for job in plan:
         titles.setdefault(job.source.worker, job.title)
-    read = controller_events(inputs, pids, base_ns)
-    events = read.events
+    events = controller_events(inputs.manifest, pids, base_ns) if inputs.manifest else []
     used = {event.pid for event in events} or {plan[0].pid}
     for worker, pid in pids.items():
         if pid in used:
             events += name_process(pid, titles.get(worker, worker))
             first = msgspec.Raw(b'{"sort_index":-1}')
             events.append(Event("M", name="thread_sort_index", pid=pid, tid=STAGES_TID, args=first))
-    return events, read.problems, read.limited
+    return events
 
 
 def _header(base_ns: int) -> bytes:

@@ -27,7 +27,7 @@ from verl_profiling.timeline.lanes import Source, sorted_sources
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.log_reader import LogReader
 from verl_profiling.timeline.reader import Trace
-from verl_profiling.timeline.recordings import DURATIONS, PlainTrace, Process, recordings
+from verl_profiling.timeline.recordings import DURATIONS, PlainTrace, Process, Recording, recordings
 from verl_profiling.timeline.salvage import UNDECODABLE
 from verl_profiling.timeline.step_inputs import TIMELINE_MARK, TIMELINE_NAME, StepInputs, short_label
 from verl_profiling.trajectory_log import LOG_SUFFIX
@@ -62,7 +62,8 @@ class PlainSteps(msgspec.Struct, frozen=True):
 def plain_steps(paths: Sequence[Path]) -> PlainSteps:
     """Return the traces that some paths are or hold, grouped by the step in their names and by time.
 
-    JSON files of a folder that are not traces are ignored, as are timelines that ``merge`` wrote.
+    Several files are one capture, whatever their names and times. JSON files of a folder that are not traces
+    are ignored, as are timelines that ``merge`` wrote.
 
     Raises:
         TraceFormatError: A path is a file, and not a trace, or it is a folder without any.
@@ -91,7 +92,9 @@ def plain_steps(paths: Sequence[Path]) -> PlainSteps:
                     damaged.append(error)
         if len(traces) + len(damaged) == before:
             raise TraceFormatError(path, "holds no manifest.json, no step folders and no trace files")
-    return PlainSteps(list(_steps(directory, _label(paths, directory), list(traces.values()))), damaged)
+    together = len(paths) > 1 and not any(path.is_dir() for path in paths)
+    steps = _steps(directory, _label(paths, directory), list(traces.values()), together)
+    return PlainSteps(list(steps), damaged)
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -127,14 +130,16 @@ def _label(paths: Sequence[Path], directory: Path) -> str:
     return "" if paths[0].is_dir() else short_label(_TRACE_SUFFIX.sub("", paths[0].name))
 
 
-def _steps(directory: Path, label: str, traces: list[PlainTrace]) -> Iterator[StepInputs]:
+def _steps(directory: Path, label: str, traces: list[PlainTrace], together: bool) -> Iterator[StepInputs]:
     steps: dict[int | None, list[PlainTrace]] = {}
     for trace in traces:
         steps.setdefault(_step(trace.name), []).append(trace)
+    if together and len(steps) > 1:
+        steps = {None: traces}
     used: Counter[str] = Counter()
     only = traces[0].name if label and len(traces) == 1 else ""
     for step, of_step in sorted(steps.items(), key=lambda item: -1 if item[0] is None else item[0]):
-        found = recordings(of_step, of_a_step=step is not None)
+        found = [Recording(traces, 0)] if together else recordings(of_step, of_a_step=step is not None)
         for recording in found:
             parts = [label]
             if step is not None and len(traces) > 1:

@@ -41,13 +41,13 @@ class TimelineServer(http.server.ThreadingHTTPServer):
     """Serves some files by name, and the Perfetto UI below them.
 
     Attributes:
-        files: Path by the name under which it is served.
+        files: Path of a file, or content of a page, by the name under which it is served.
         ui: Folder of the UI, or ``None`` to use the one online.
     """
 
     daemon_threads = True
 
-    def __init__(self, files: Mapping[str, Path], ui: Path | None, port: int = PERFETTO_PORT) -> None:
+    def __init__(self, files: Mapping[str, Path | bytes], ui: Path | None, port: int = PERFETTO_PORT) -> None:
         """Bind to the loopback interface.
 
         Raises:
@@ -81,6 +81,9 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             return
         asked = urlsplit(self.path).path.removeprefix("/")
         path = self.server.files.get(asked)
+        if isinstance(path, bytes):
+            self._send_page(path)
+            return
         if path is None:
             if self.server.ui is None:
                 self.send_error(HTTPStatus.NOT_FOUND)
@@ -105,7 +108,9 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         """Send the UI's page, with a script that puts the lanes in the timeline's order."""
         script = resources.files("verl_profiling.timeline").joinpath(_LANES).read_bytes()
         page = (ui / "index.html").read_bytes()
-        page = page.replace(b"</head>", b"<script>" + script + b"</script></head>", 1)
+        self._send_page(page.replace(b"</head>", b"<script>" + script + b"</script></head>", 1))
+
+    def _send_page(self, page: bytes) -> None:
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", _TYPES[".html"])
         self.send_header("Content-Length", str(len(page)))

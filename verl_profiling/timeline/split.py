@@ -20,7 +20,6 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import artifact_name
 from verl_profiling.manifest import (
-    CONTROLLER_TRACE_NAME,
     MANIFEST_NAME,
     Artifact,
     CaptureResult,
@@ -104,9 +103,6 @@ def split_step(
         with whole_file(output / log.path.name) as file, log.path.open("rb") as content:
             shutil.copyfileobj(content, file)
         written.append(output / log.path.name)
-    if inputs.controller:
-        with whole_file(output / CONTROLLER_TRACE_NAME) as file:
-            file.write(inputs.controller.read_bytes())
     write_json_atomically(output / MANIFEST_NAME, msgspec.structs.replace(inputs.manifest, workers=workers))
     return written
 

@@ -29,7 +29,6 @@ class StepInputs(msgspec.Struct, kw_only=True):
         step: Number of the step, if known.
         manifest: The manifest, where the folder has one.
         capture: The manifest of the whole capture, of which ``manifest`` is one step.
-        controller: The controller's trace, where there is one.
         sources: Trace files, sorted by lane.
         logs: Logs of trajectories, likewise; :func:`~verl_profiling.timeline.trajectory_inputs.read_logs`
             reads them.
@@ -45,7 +44,6 @@ class StepInputs(msgspec.Struct, kw_only=True):
     step: int | None = None
     manifest: Manifest | None = None
     capture: Manifest | None = None
-    controller: Path | None = None
     sources: list[Source] = []
     logs: list[Source] = []
     absent: list[str] = []

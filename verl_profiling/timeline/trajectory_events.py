@@ -70,9 +70,9 @@ class RecordEvents:
         return Event("s", "request", "generate", self._pid, tid, self._us(record.begin_ns), id=number)
 
     def block(self, record: Block, span_name: str, tid: int) -> Event:
-        """Return the slice of a time in which an event loop stood still, named by who blocked it."""
-        who = span_name or record.function or record.task
-        event = self._slice("block", shortened(who or "blocked"), tid, record.begin_ns, record.end_ns)
+        """Return the slice of a time in which an event loop stood still, named by what was seen to."""
+        who = (span_name or record.function) if record.function else "unknown"
+        event = self._slice("block", shortened(who), tid, record.begin_ns, record.end_ns)
         event.args = _arguments({}, {"task": record.task, "function": record.function})
         return event
 

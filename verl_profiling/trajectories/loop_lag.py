@@ -1,8 +1,12 @@
 """Loop lag: how late an event loop runs what is due, and who did not let it go on.
 
-Something is due at once where a span begins or ends, and where a thread that looks now and then sees a task
-run: how late it runs is the lag. While it is late, the thread notes what runs. So a loop that waits costs
-nothing but the looks, and any loop will do.
+Something is due at once where a span begins or ends, and where a thread that samples the loop sees a task
+run: how late it runs is the lag. While it is late, the thread samples what runs. So a loop that waits costs
+nothing but the samples, and any loop will do.
+
+A block is charged to what samples saw, never to the span that asked. A sample that itself comes late shows
+that the process stood still, or that another thread kept the GIL: it counts only if the loop's thread used
+the CPU meanwhile, or if a sample in time saw the same.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ import asyncio
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
@@ -21,8 +27,8 @@ from verl_profiling.trajectory_log import NO_SPAN, Block, Lag, LoopRecord
 
 __all__ = ["LoopLag", "LoopState"]
 
-LOOK_S = 0.08
-LOOK_AGAIN_S = 0.02
+LOOK_S = 0.02
+LATE_NS = 30_000_000
 BLOCKED_NS = 50_000_000
 WORTH_NS = 5_000_000
 PAUSE_NS = 20_000_000
@@ -32,12 +38,13 @@ _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 
 
 class _Seen(NamedTuple):
-    """What ran on a loop's thread when it was looked at."""
+    """What ran on a loop's thread when it was sampled; nothing if that is not known."""
 
     at_ns: int
-    task: Any
-    span: Span | None
-    function: str
+    task: Any = None
+    span: Span | None = None
+    function: str = ""
+    sure: bool = False
 
 
 class _BlockedBy(NamedTuple):
@@ -131,12 +138,11 @@ class LoopLag:
             end_ns: When it did.
             seen: What ran meanwhile.
         """
-        begin_ns = due_ns
-        if seen[0].span is not None and due_ns - int(LOOK_S * 1e9) < seen[0].span.begin_ns < due_ns:
-            begin_ns = seen[0].span.begin_ns
-        if end_ns - begin_ns < BLOCKED_NS or len(self._blocked) >= MOST_RECORDS:
+        if end_ns - due_ns < BLOCKED_NS or len(self._blocked) >= MOST_RECORDS:
             return
-        first = 0
+        sure = [one[1:3] for one in seen if one.sure]
+        seen = [one if one[1:3] in sure else _Seen(one.at_ns) for one in seen] or [_Seen(due_ns)]
+        begin_ns, first = due_ns, 0
         for place in range(1, len(seen) + 1):
             if place < len(seen) and _same(seen[first], seen[place]):
                 continue
@@ -149,12 +155,10 @@ class LoopLag:
 
     def _look(self) -> None:
         """Look at the loops, until measuring ends."""
-        wait_s = LOOK_S
-        while not self._sleep.acquire(timeout=wait_s):
-            wait_s = LOOK_S
+        while not self._sleep.acquire(timeout=LOOK_S):
             for state in list(self._states.values()):
-                if state.look(self._span_of):
-                    wait_s = LOOK_AGAIN_S
+                with suppress(RuntimeError, OSError):  # it was closed, or its thread ended, meanwhile
+                    state.look(self._span_of)
 
 
 class LoopState:
@@ -179,43 +183,39 @@ class LoopState:
         self.loop = loop
         self._lag = lag
         self._ident = threading.get_ident()
+        self._cpu = time.pthread_getcpuclockid(self._ident)
+        self._looked_ns, self._cpu_ns = clock.now_ns(), time.thread_time_ns()
         self._due_ns = 0
-        self._by: Span | None = None
         self._seen: list[_Seen] = []
         self._said = False
 
-    def ask(self, now_ns: int, span: Span) -> None:
+    def ask(self, now_ns: int) -> None:
         """Ask how late the loop is; called on its thread.
 
         Args:
             now_ns: Now.
-            span: The span that begins or ends.
         """
         self.next_ns = _NEVER
-        self._due_ns, self._by, self._seen = now_ns, span, []
+        self._due_ns, self._seen = now_ns, []
         self.loop.call_soon(self._answer)
 
-    def look(self, span_of: Callable[[object], Span | None]) -> bool:
-        """Note what runs on the loop's thread; return whether to look again soon."""
-        now_ns = clock.now_ns()
-        if self.next_ns == _NEVER:
-            if now_ns - self._due_ns < LOOK_AGAIN_S * 1e9:
-                return True
-        elif not self.loop.is_running():
-            return False
+    def look(self, span_of: Callable[[object], Span | None]) -> None:
+        """Sample what runs on the loop's thread while it is late; else ask how late it is if a task runs."""
+        if not self.loop.is_running():
+            return
+        now_ns, cpu_ns = clock.now_ns(), time.clock_gettime_ns(self._cpu)
+        since_ns, ran_ns = now_ns - self._looked_ns, cpu_ns - self._cpu_ns
+        self._looked_ns, self._cpu_ns = now_ns, cpu_ns
         task = _running_task(self.loop)
-        if self.next_ns != _NEVER:
-            if task is None:
-                return False
+        if self.next_ns == _NEVER:
+            span = None if task is None else span_of(task)
+            function = _function(sys._current_frames().get(self._ident))
+            sure = since_ns < LATE_NS or ran_ns > LATE_NS
+            self._seen.append(_Seen(now_ns, task, span, function, sure))
+        elif task is not None:
             self.next_ns = _NEVER
-            self._due_ns, self._by, self._seen = now_ns, None, []
-            try:
-                self.loop.call_soon_threadsafe(self._answer)
-            except RuntimeError:  # it was closed meanwhile
-                return False
-        span = None if task is None else span_of(task)
-        self._seen.append(_Seen(now_ns, task, span, _function(sys._current_frames().get(self._ident))))
-        return True
+            self._due_ns, self._seen = now_ns, []
+            self.loop.call_soon_threadsafe(self._answer)
 
     def end(self) -> None:
         """Keep the block that lasts."""
@@ -238,9 +238,7 @@ class LoopState:
             self._lag.was_late(self.number, now_ns, late_ns)
         self._said = worth
         if worth:
-            seen = seen or [_Seen(self._due_ns, None, self._by, "")]
             self._lag.was_blocked(self.number, self._due_ns, now_ns, seen)
-        self._by = None
 
 
 def _running_task(loop: asyncio.AbstractEventLoop) -> Any:
@@ -252,7 +250,8 @@ def _running_task(loop: asyncio.AbstractEventLoop) -> Any:
 
 
 def _same(one: _Seen, other: _Seen) -> bool:
-    return one.task is other.task and one.span is other.span
+    alike = one.task is other.task and one.span is other.span
+    return alike and bool(one.function) == bool(other.function)
 
 
 def _task_name(task: Any) -> str:

@@ -57,7 +57,7 @@ class Measured(Protocol):
     next_ns: int
     ended: bool
 
-    def ask(self, now_ns: int, span: Span) -> None:
+    def ask(self, now_ns: int) -> None:
         """Ask how late it is."""
 
 
@@ -91,7 +91,7 @@ _log: SpanSink | None = None
 _totals: SpanTotals | None = None
 _kept = False
 _unrecorded = 0
-_open: dict[int, Trajectory] = {}
+_open: dict[int, Trajectory | Span] = {}
 
 
 class _Ready:
@@ -232,12 +232,10 @@ class Span(_Async, msgspec.Struct, eq=False, gc=False):
         self.facts.update(facts)
 
     def __enter__(self) -> Span:
-        log = _log
-        if log is None:
-            return self
         if self.begin_ns:  # entered again: one span, to the last end
             self.end_ns, self.entered_ns = 0, clock.now_ns()
             return self
+        log = _log
         self.thread = thread = get_ident()
         measured = None
         parent = _current.get()
@@ -248,17 +246,20 @@ class Span(_Async, msgspec.Struct, eq=False, gc=False):
             self.trajectory = parent.trajectory
             if parent.thread == thread:
                 measured = parent.loop
-        if measured is None or measured.ended:
+        if log is not None and (measured is None or measured.ended):
             running = _get_running_loop()  # takes longer than all the rest, up to Python 3.11
             measured = None if running is None else log.measured(running)
         _current.set(self)
+        _open[id(self)] = self
         self.begin_ns = self.entered_ns = begin_ns = clock.now_ns()
+        if log is None:
+            return self
         log.add_span(self)
         if measured is not None:
             self.loop = measured
             self.task = current_task(measured.loop)
             if begin_ns > measured.next_ns:
-                measured.ask(begin_ns, self)
+                measured.ask(begin_ns)
         return self
 
     def __exit__(
@@ -266,10 +267,11 @@ class Span(_Async, msgspec.Struct, eq=False, gc=False):
     ) -> None:
         if self.begin_ns and not self.end_ns:
             self.end_ns = end_ns = clock.now_ns()
+            _open.pop(id(self), None)
             self.task = None
             measured = self.loop
             if measured is not None and end_ns > measured.next_ns and _get_running_loop() is measured.loop:
-                measured.ask(end_ns, self)
+                measured.ask(end_ns)
             if kind is not None:
                 self.failed = True
             if _current.get() is self:
@@ -311,31 +313,8 @@ class _Idle:
         pass
 
 
-class _Totalled(_Async, msgspec.Struct, eq=False, gc=False):
-    """What :func:`span` returns while nothing records and spans are added up; it belongs to no trajectory."""
-
-    name: str
-    request: str
-    facts: dict[str, Any]
-    begin_ns: int = 0
-
-    def add(self, /, **facts: Any) -> None:
-        pass
-
-    def __enter__(self) -> _Totalled:
-        self.begin_ns = clock.now_ns()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if _totals is not None:
-            _totals.add(self.name, self.begin_ns, clock.now_ns(), kind is not None)
-
-
 _IDLE: Final[Any] = _Idle()
 _READY_IDLE: Final = _Ready(_IDLE)
-_TOTALLED: Final[Any] = _Totalled
 _make_span: type[Span] | None = None
 """Makes spans; ``None`` while nobody wants any."""
 
@@ -413,11 +392,15 @@ def keep_trajectories() -> None:
 
 
 def start_log(log: SpanSink) -> None:
-    """Record from now on, the trajectories that are open included."""
+    """Record from now on, what is open included: all trajectories, and the spans that were not idle."""
     global _log
     keep_trajectories()
     for running in list(_open.values()):
-        log.add_trajectory(running)
+        if isinstance(running, Trajectory):
+            log.add_trajectory(running)
+        else:
+            running.loop = None
+            log.add_span(running)
     _log = log
     _choose_span()
 
@@ -441,7 +424,7 @@ def total_spans(totals: SpanTotals | None) -> None:
 
 def _choose_span() -> None:
     global _make_span
-    _make_span = Span if _log is not None else None if _totals is None else _TOTALLED
+    _make_span = None if _log is None and _totals is None else Span
 
 
 def _forget() -> None:

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.step_account import Doubt, StageUse
 
-__all__ = ["TIED", "Advance", "Standing", "Way", "frontier", "own_time"]
+__all__ = ["TIED", "Advance", "Standing", "Way", "end_of", "frontier", "way_of"]
 
 TIED = 0.05
 """Share of a stage's longest duration within which processes count as equally far, and times as touching."""
@@ -20,8 +21,8 @@ class Standing(NamedTuple):
     Attributes:
         role: The role.
         durations: How long each of its processes was in the stage, by lane, in nanoseconds.
-        leader: Lane of the process that was furthest along.
-        lead_ns: By how much it was longer there than the median of the others.
+        leader: Lane of the process that was furthest along; empty if that is not known.
+        lead_ns: By how much it was longer there than the median of the others; 0 where it waited for them.
         imbalance: Longest duration over the mean of all.
         doubt: Why the leader may not be the cause.
         ran: Names of the stages that these processes ran there, where they are others than the loop.
@@ -45,13 +46,24 @@ class Advance(NamedTuple):
 
 
 class Way(NamedTuple):
-    """The stages that one process went through, in order."""
+    """The stages that one process went through, in order, and when it last left each."""
 
     lane: str
     durations: dict[str, int]
+    ends: dict[str, int]
 
 
-def own_time(stages: Sequence[StageUse]) -> dict[str, int]:
+def end_of(stage: StageUse) -> int:
+    """Return when a process last left a stage."""
+    return stage.periods[-1][1] if stage.periods else stage.begin_ns + stage.duration_ns
+
+
+def way_of(lane: str, stages: Sequence[StageUse]) -> Way:
+    """Return the way of one process through its stages."""
+    return Way(lane, _own_time(stages), {stage.name: end_of(stage) for stage in stages})
+
+
+def _own_time(stages: Sequence[StageUse]) -> dict[str, int]:
     """Return how long a process was in each stage and in none that began before it.
 
     Stages of several tasks or threads can run at once; when exactly is known of those that ran once.
@@ -98,13 +110,17 @@ def frontier(role: str, ways: Sequence[Way]) -> list[Advance]:
             doubt = "other order"
         if front_ns > before_ns:
             moved_by.append(name)
-        others = durations[:leader] + durations[leader + 1 :]
+        lead_ns = max(0, durations[leader] - _median(durations[:leader] + durations[leader + 1 :]))
+        ends = [way.ends[name] for way in ways if way is not ways[leader] and name in way.ends]
+        # Ranks leave a collective together, and who came first is in it for longest. Engines have none.
+        if lead_ns and ends and doubt in ("", "tied") and role != ROLLOUT_ROLE:
+            doubt = "evened out" if 2 * (ways[leader].ends[name] - _median(ends)) < lead_ns else doubt
         mean_ns = sum(durations) / len(durations)
         standing = Standing(
             role=role,
             durations={way.lane: here for way, here in zip(ways, durations, strict=True)},
             leader=ways[leader].lane,
-            lead_ns=max(0, durations[leader] - _median(others)),
+            lead_ns=lead_ns if doubt in ("", "tied") else 0,
             imbalance=max(durations) / mean_ns if mean_ns else 1.0,
             doubt=doubt,
         )

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.step_account import ExposedStage, RankUse, StepAccount
-from verl_profiling.watch.advance import Advance, Standing, Way, frontier, own_time
+from verl_profiling.trajectories.spans import TRAJECTORY
+from verl_profiling.watch.advance import Advance, Standing, frontier, way_of
 from verl_profiling.watch.roles import working_in
 
 __all__ = ["exposed", "standings"]
@@ -40,13 +42,14 @@ def exposed(
     for advance in advances:
         front_ns = min(advance.front_ns, duration_ns)
         first = standing_in[advance.name][0]
+        is_known = first.doubt in ("", "one process")
         rows.append(
             ExposedStage(
                 name=advance.name,
                 exposed_ns=front_ns - before_ns,
                 role=first.role,
-                leader=first.leader,
-                lead_ns=first.lead_ns,
+                leader=first.leader if is_known else "",
+                lead_ns=first.lead_ns if is_known else 0,
                 imbalance=first.imbalance,
                 doubt=first.doubt,
             )
@@ -76,11 +79,16 @@ def _standings(
     if not account.workers:
         return {name: [own._replace(doubt="not read")] for name, [own] in found.items()}
     working = working_in(loop.stages, account.workers, before.workers if before is not None else ())
+    # When trajectories in no stage were is not known: engines, and the loop, may have waited for them.
+    unknown = any(not use.stages and TRAJECTORY in (one.name for one in use.spans) for use in account.workers)
+    in_doubt = {ROLLOUT_ROLE, loop.role} if unknown else set()
     for name, [own] in found.items():
-        if name in working:
-            first, *others = working[name]
-            doubt = own.doubt if own.doubt == "overlapped" else first.doubt
-            found[name] = [first._replace(doubt=doubt), *others]
+        first, *others = (
+            one._replace(leader="", lead_ns=0, doubt="overlapped") if one.role in in_doubt else one
+            for one in working.get(name, [own])
+        )
+        doubt = own.doubt if own.doubt == "overlapped" else first.doubt
+        found[name] = [first._replace(doubt=doubt), *others]
     return found
 
 
@@ -98,7 +106,7 @@ def _loop_of(account: StepAccount) -> list[RankUse]:
 
 def _advances(uses: Sequence[RankUse]) -> list[Advance]:
     """Return what each stage of some processes did to their frontier."""
-    ways = [Way(use.lane, own_time(use.stages)) for use in uses]
+    ways = [way_of(use.lane, use.stages) for use in uses]
     covered = {
         stage.name
         for use, way in zip(uses, ways, strict=True)

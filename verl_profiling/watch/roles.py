@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from verl_profiling.step_account import Doubt, RankUse, StageUse
-from verl_profiling.watch.advance import TIED, Standing, Way, frontier, own_time
+from verl_profiling.watch.advance import TIED, Standing, end_of, frontier, way_of
 
 __all__ = ["WAIT", "working_in"]
 
@@ -85,21 +85,17 @@ def _apart(use: StageUse) -> list[StageUse]:
     return found
 
 
-def _end(part: StageUse) -> int:
-    return part.periods[-1][1] if part.periods else part.begin_ns + part.duration_ns
-
-
 def _home(part: StageUse, stages: Sequence[StageUse], begins: Sequence[int]) -> str | None:
     if part.runs > 1:
         middle_ns = part.begin_ns + max(0, part.duration_ns) // (2 * part.runs)
     else:
-        middle_ns = (part.begin_ns + max(part.begin_ns, _end(part))) // 2
+        middle_ns = (part.begin_ns + max(part.begin_ns, end_of(part))) // 2
     perhaps = None
     for at in range(bisect_right(begins, middle_ns) - 1, -1, -1):
         stage = stages[at]
         if stage.runs > 1:
             perhaps = perhaps or stage.name
-        elif middle_ns < _end(stage):
+        elif middle_ns < end_of(stage):
             return stage.name
     return perhaps
 
@@ -112,7 +108,7 @@ def _meanwhile(stage: StageUse, uses: Iterable[StageUse]) -> list[StageUse]:
         for run in _apart(stage)
         if run.runs == 1
         for part in parts
-        if (begin_ns := max(part.begin_ns, run.begin_ns)) < (end_ns := min(_end(part), _end(run)))
+        if (begin_ns := max(part.begin_ns, run.begin_ns)) < (end_ns := min(end_of(part), end_of(run)))
     ]
 
 
@@ -121,12 +117,12 @@ def _end_of(stage: StageUse, uses: Iterable[StageUse]) -> list[StageUse]:
     parts = [part for use in uses for part in _apart(use) if part.runs == 1 and part.begin_ns]
     found = []
     for run in _apart(stage):
-        begin_ns, end_ns = run.begin_ns, _end(run)
+        begin_ns, end_ns = run.begin_ns, end_of(run)
         slack_ns = int(TIED * max(0, end_ns - begin_ns))
         found += [
-            StageUse(part.name, min(_end(part), end_ns) - begin_ns, 1, begin_ns)
+            StageUse(part.name, min(end_of(part), end_ns) - begin_ns, 1, begin_ns)
             for part in parts
-            if run.runs == 1 and part.begin_ns < begin_ns < _end(part) <= end_ns + slack_ns
+            if run.runs == 1 and part.begin_ns < begin_ns < end_of(part) <= end_ns + slack_ns
         ]
     return found
 
@@ -151,25 +147,27 @@ def _work(
     known = [part for use in uses for part in parts.get(use.lane, ())]
     if not known:
         return None
-    ways = [Way(use.lane, own_time(parts.get(use.lane, ()))) for use in uses]
-    totals = {lane: sum(own.values()) for lane, own in ways}
+    ways = [way_of(use.lane, parts.get(use.lane, ())) for use in uses]
+    totals = {way.lane: sum(way.durations.values()) for way in ways}
     longest_ns = max(totals.values())
     room_ns = max(0, stage.duration_ns)
     if longest_ns > (1 + TIED) * room_ns:
         ways = [
-            Way(lane, {name: ns * room_ns // longest_ns for name, ns in own.items()}) for lane, own in ways
+            way._replace(durations={name: ns * room_ns // longest_ns for name, ns in way.durations.items()})
+            for way in ways
         ]
-        totals = {lane: sum(own.values()) for lane, own in ways}
+        totals = {way.lane: sum(way.durations.values()) for way in ways}
+    tied_ns = TIED * max(totals.values())
     standing = max(
         (advance.standing for advance in frontier(role, ways)),
-        key=lambda standing: (standing.lead_ns, max(standing.durations.values())),
+        key=lambda one: (one.lead_ns if one.lead_ns > tied_ns else 0, max(one.durations.values())),
     )
     once = all(part.runs == 1 and part.begin_ns for part in known)
     return _Work(
         standing=standing._replace(durations=totals, ran=tuple(dict.fromkeys(part.name for part in known))),
         busy_ns=max(totals.values()),
         begin_ns=min(part.begin_ns for part in known) if once else stage.begin_ns,
-        end_ns=max(_end(part) for part in known) if once else _end(stage),
+        end_ns=max(end_of(part) for part in known) if once else end_of(stage),
     )
 
 
@@ -182,7 +180,7 @@ def _by_weight(stage: StageUse, works: list[_Work]) -> list[Standing]:
     """
     works = [work for work in works if stage.name in work.standing.ran] or works
     slack_ns = int(TIED * max(0, stage.duration_ns))
-    end_ns = _end(stage) + slack_ns
+    end_ns = end_of(stage) + slack_ns
     awaited = [work for work in works if work.end_ns <= end_ns] or works
     first = max(awaited, key=lambda work: work.busy_ns)
     beside = [

@@ -24,7 +24,7 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
         reason: It, as a sentence.
         stage: The stage in which it shows; empty for none, or for the time that lies in none.
         suspects: Lanes that may be the cause, the likeliest first; empty if none stands out.
-        peers: Lanes of healthy processes of the same role, to compare them with.
+        peers: Lanes of healthy processes of the same roles, one of each, to compare them with.
         ran: Names of the stages of their own that they ran in it.
         value: What the step had: seconds, a share of the step, or bytes.
         median: What the steps before it had.
@@ -66,8 +66,7 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
         ran: dict[str, None] = {}
         for standing in standings(account, before).get(self.stage, ()):
             found = stand_out(standing)
-            if found and not suspects:
-                peers = healthiest(standing.durations, found)
+            peers += healthiest(standing.durations, found) if found else []
             suspects += [lane for lane in found if lane not in suspects]
             ran |= dict.fromkeys(standing.ran) if found else {}
         suspects = suspects[:MOST_SUSPECTS]
@@ -87,7 +86,7 @@ def stand_out(standing: Standing) -> list[str]:
     """
     durations = standing.durations
     if len(durations) == 1:
-        return [standing.leader]
+        return [standing.leader] if standing.leader else []
     if standing.lead_ns <= TIED * max(durations.values()):
         return []
     ordered = sorted(durations, key=durations.__getitem__, reverse=True)

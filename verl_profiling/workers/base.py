@@ -81,7 +81,7 @@ class CaptureMixin:
         """Start, arm or join a capture. The callback calls this.
 
         Raises:
-            CaptureStateError: ``init_capture`` was not called, or another capture is open.
+            CaptureStateError: ``init_capture`` was not called.
         """
         if not self._capture_roles:
             raise not_set_up(request, type(self).__name__, "config, role=..., rank=...")
@@ -90,7 +90,6 @@ class CaptureMixin:
         reply = min(replies, key=lambda reply: _UNLESS_RECORDING.get(reply.status, 0))
         return msgspec.structs.replace(
             reply,
-            finished=[finished for reply in replies for finished in reply.finished],
             received_ns=replies[0].received_ns,
             replied_ns=replies[-1].replied_ns,
         )

@@ -124,7 +124,7 @@ class RolloutCaptureMixin:
         """Start or join a capture. The callback calls this.
 
         Raises:
-            CaptureStateError: ``init_capture`` was not called, or another capture is open.
+            CaptureStateError: ``init_capture`` was not called.
             Exception: Whatever the engine raised; nothing records then.
         """
         if self._capture_identity is None:

@@ -39,7 +39,9 @@ def figure(title: str, value: str, line: str, key: str = "") -> str:
         key: Class of the colour key before the line.
     """
     mark = f'<i class="{escape(key)}"></i>' if key else ""
-    shown = f"<strong>{escape(value)}</strong><span>{mark}{line}</span>"
+    number, _, unit = value.partition(" ") if value.endswith("-seconds") else (value, "", "")
+    small = f" <small>{unit}</small>" if unit else ""
+    shown = f"<strong>{escape(number)}{small}</strong><span>{mark}{line}</span>"
     return f"<div><dt>{escape(title)}</dt><dd>{shown}</dd></div>"
 
 
@@ -82,9 +84,8 @@ def _lost(report: Report, observed_s: float) -> Iterator[str]:
         rules = [OTHER_RANKS if finding.rule == "straggler" else finding.rule for finding in report.findings]
         cause = next((rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name]))
         part = f"{causes[cause] / lost:.0%} of it {escape(cause.replace('_', ' '))}"
-        whose = "device" if report.shares_devices else "lane"
-        line = f"{lost / observed_s:.0%} of {whose} time; {part}"
-        yield figure("Lost", duration(lost), line, f"k-{cause}")
+        line = f"{lost / observed_s:.0%} of {report.whose} time; {part}"
+        yield figure("Lost", report.lane_seconds(lost), line, f"k-{cause}")
 
 
 def _findings(report: Report) -> str:

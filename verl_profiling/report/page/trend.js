@@ -14,18 +14,20 @@ function makeTrend(container, kind) {
   const colours = data[kind === "watch" ? "exposed" : kind];
   const names = Object.keys(colours);
   const secondsOf = (step, name) => (Object.hasOwn(step[kind], name) ? step[kind][name] : 0); // any name: "toString", too
+  const layers = d3.stack().keys(names).value(secondsOf)(steps);
+  const totals = steps.map((_, index) => layers.at(-1)?.[index][1] ?? 0);
+  const most = data.axis[kind] || 1;
+  const isBeyond = (step) => totals[steps.indexOf(step)] > most * 1.001; // the sums differ in their last digits
   const shown = (name) => (kind === "lost" ? name.replaceAll("_", " ") : name);
   const legend = element("ul", { className: "legend" }, ...names.map((name) =>
     element("li", {}, element("i", { className: colours[name] }), element("bdi", { textContent: shown(name) }))));
   const marks = steps.some((step) => step.captured) ? 12 : 0;
   if (marks) legend.append(element("li", {}, element("i", { className: "mark" }), "captured"));
+  if (steps.some(isBeyond)) legend.append(element("li", {}, element("i", { className: "beyond" }), "beyond the axis"));
   container.append(legend);
   const drawing = d3.select(container).append("svg").attr("height", HEIGHT);
   if (kind === "lost") hatching(drawing);
   const tip = makeTip(container);
-  const layers = d3.stack().keys(names).value(secondsOf)(steps);
-  const totals = steps.map((_, index) => layers.at(-1)?.[index][1] ?? 0);
-  const most = Math.max(...totals) || 1;
   const [unit, scale] = timeUnit(most);
 
   function lines(step, index) {
@@ -37,7 +39,7 @@ function makeTrend(container, kind) {
   function draw() {
     const width = container.clientWidth;
     const x = d3.scaleBand(steps.map((_, index) => index), [MARGIN.left, width - MARGIN.right]).padding(0.15);
-    const y = d3.scaleLinear([0, most / scale], [HEIGHT - MARGIN.bottom, MARGIN.top + marks]).nice();
+    const y = d3.scaleLinear([0, most / scale], [HEIGHT - MARGIN.bottom, MARGIN.top + marks]).nice().clamp(true);
     const every = Math.ceil(46 / x.step());
     const wide = Math.min(x.bandwidth(), WIDEST);
     const left = (index) => x(index) + (x.bandwidth() - wide) / 2;
@@ -58,6 +60,8 @@ function makeTrend(container, kind) {
     bars.append("rect").attr("class", "outline").attr("x", (_, index) => left(index)).attr("width", wide)
       .attr("y", (_, index) => y(totals[index] / scale)).attr("height", (_, index) => y(0) - y(totals[index] / scale));
     bars.filter((step) => step.captured).append("path").attr("class", "mark").attr("d", "M-5,-10 L5,-10 L0,-2 Z")
+      .attr("transform", (step) => `translate(${x(steps.indexOf(step)) + x.bandwidth() / 2},${y(totals[steps.indexOf(step)] / scale)})`);
+    bars.filter(isBeyond).append("path").attr("class", "beyond").attr("d", "M-4,8 L4,8 L0,1 Z")
       .attr("transform", (step) => `translate(${x(steps.indexOf(step)) + x.bandwidth() / 2},${y(totals[steps.indexOf(step)] / scale)})`);
     bars.on("pointermove", (event, step) => tip.show(lines(step, steps.indexOf(step)), ...d3.pointer(event, container)))
       .on("pointerleave", tip.hide)

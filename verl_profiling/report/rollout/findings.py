@@ -1,7 +1,7 @@
 """What stands out in a rollout: blocked loops, its last trajectories, one cause, what was made for nothing.
 
 Time at stake is in lane-seconds, as that of all findings: a share of the trajectories' time counts as that
-share of the rollout, on all lanes.
+share of the time from the first one's begin to the last one's end, on all lanes.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from verl_profiling.report.model import Finding, Report
+from verl_profiling.report.replicas import slow_replica
 from verl_profiling.report.rollout.fates import KEPT
-from verl_profiling.report.rollout.pieces import LOOP_LAG, OWN_CODE, UNEXPLAINED
+from verl_profiling.report.rollout.pieces import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED
+from verl_profiling.report.rollout.records import UNKNOWN
 from verl_profiling.report.rollout.rows import BlockRow, Rollout
 from verl_profiling.report.thresholds import FINDINGS
 from verl_profiling.units import duration
 
-__all__ = ["called", "rollout_findings"]
+__all__ = ["MARK_MORE", "called", "rollout_findings"]
 
 _ENGINE_WORKS = ("decode", "generate", "prefill", "first token")
 _FEW_LANES = 3
+MARK_MORE = "mark more of the agent loop with span(), so that this time gets a name"
 _TOOLS = "run more of it at once, give it a time limit, or cache what it answers"
+_BLOCK = "await it, or run it in a thread (asyncio.to_thread), so that the others go on"
+_UNKNOWN_BLOCK = "look for a thread that keeps the GIL, or for too few CPUs: no task was seen to block it"
 _ADVICE = {
     "tool": _TOOLS,
     "environment": "keep environments warm, start them ahead of time, or give them a time limit",
@@ -33,7 +38,8 @@ _ADVICE = {
     "from the engine": "look at what is between the engine and the loop: detokenizing and other work in the "
     "server's process, HTTP",
     LOOP_LAG: "see what blocks the event loops: await it, or run it in a thread (asyncio.to_thread)",
-    OWN_CODE: "mark more of the agent loop with span(), so that this time gets a name",
+    OWN_CODE: MARK_MORE,
+    BEFORE: "switch the watch on, which knows the spans that are open, or capture steps in a row",
 }
 
 
@@ -53,7 +59,7 @@ def rollout_findings(report: Report) -> Iterator[Finding]:
     for finding in _blocked(rollout, lanes):
         blocked = True
         yield finding
-    yield from _last(rollout, lanes)
+    yield from _last(rollout, lanes, slow_replica(report.replicas))
     yield from _one_cause(rollout, lanes, blocked)
     yield from _for_nothing(rollout, lanes)
     yield from _polling(rollout, lanes)
@@ -69,15 +75,16 @@ def _blocked(rollout: Rollout, lanes: int) -> Iterator[Finding]:
             return
         longest = max(rows, key=lambda row: row.seconds)
         blocks, stopped = sum(row.blocks for row in rows), sum(row.trajectories for row in rows)
+        unknown = longest.what == UNKNOWN
         many = f", {blocks} times" if blocks > 1 else ""
         where = f" (in {longest.function})" if longest.function not in ("", longest.what) else ""
         yield Finding(
             rule="loop_blocked",
-            text=f"{_sentence(called(longest.what) or 'a task')} blocked the event "
+            text=f"{'Something unknown' if unknown else _sentence(called(longest.what))} blocked the event "
             f"{_loops([row.lane for row in rows])} for {duration(sum(row.seconds for row in rows))}"
             f"{many}{where}: {stopped} trajector{'ies' if stopped > 1 else 'y'} stood still, "
             f"{duration(_stood_still(rows))} added up.",
-            advice="await it, or run it in a thread (asyncio.to_thread), so that the others go on",
+            advice=_UNKNOWN_BLOCK if unknown else _BLOCK,
             seconds=min(longest.seconds, rollout.wall_s) * lanes,
             lanes=[row.lane for row in rows],
         )
@@ -96,7 +103,7 @@ def _loops(lanes: Sequence[str]) -> str:
     return f"loops of {', '.join(lanes[:2])} and {len(lanes) - 2} other processes"
 
 
-def _last(rollout: Rollout, lanes: int) -> Iterator[Finding]:
+def _last(rollout: Rollout, lanes: int, slow: str) -> Iterator[Finding]:
     last = rollout.last
     if last is None or last.share - last.trajectories / last.of < FINDINGS["last_trajectories"]:
         return
@@ -106,16 +113,16 @@ def _last(rollout: Rollout, lanes: int) -> Iterator[Finding]:
     who = "trajectory takes" if one else f"{last.trajectories} trajectories take"
     yield Finding(
         rule="last_trajectories",
-        text=f"The last {who} {last.share:.0%} of the rollout ({duration(last.seconds)}; "
-        f"{last.trajectories / last.of:.1%} of {last.of} trajectories){what}.",
-        advice=_advice(most.cause if most else ""),
+        text=f"The last {who} {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories} "
+        f"({last.trajectories / last.of:.1%} of {last.of} trajectories){what}.",
+        advice=(slow if most and most.cause == "decode" else "") or _advice(most.cause if most else ""),
         seconds=last.seconds * lanes,
     )
 
 
 def _one_cause(rollout: Rollout, lanes: int, blocked: bool) -> Iterator[Finding]:
     """Yield the largest cause besides the engine's own work, if it is large; lag is named once."""
-    said = (*_ENGINE_WORKS, UNEXPLAINED, *((LOOP_LAG,) if blocked else ()))
+    said = (*_ENGINE_WORKS, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if blocked else ()))
     rows = [row for row in rollout.causes if not row.validate and row.cause not in said]
     for row in rows[:1]:
         if row.share < FINDINGS["trajectory_cause"]:

@@ -8,10 +8,11 @@ from zlib import crc32
 
 from verl_profiling.report.page.tables import Cell, Shown, count, number, percent, section, table, time
 from verl_profiling.report.rollout.explain import NO_TRAJECTORY
-from verl_profiling.report.rollout.pieces import LOOP_LAG, OWN_CODE, UNEXPLAINED
+from verl_profiling.report.rollout.pieces import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED
 from verl_profiling.report.rollout.rows import CauseRow, PartRow, Rollout
 from verl_profiling.report.rollout.tail import NONE_RAN
 from verl_profiling.report.rollout.terminal import rollout_sentences
+from verl_profiling.units import duration
 
 __all__ = ["cause_key", "rollout_sections"]
 
@@ -31,6 +32,7 @@ _KEYS = {
     LOOP_LAG: "k-host_blocked",
     NO_TRAJECTORY: "s3",
     NONE_RAN: "rest",
+    BEFORE: "k-unexplained",
     UNEXPLAINED: "k-unexplained",
 }
 _OTHERS = 6
@@ -73,8 +75,10 @@ def _bar(title: str, rows: Sequence[CauseRow | PartRow]) -> str:
         if row.share >= 0.001
     )
     most = ", ".join(f"{row.cause} {row.share:.0%}" for row in rows[:3])
+    whole = duration(sum(row.seconds for row in rows))
     return (
-        f'<p class="bar"><b>{escape(title)}</b> <span class="note"><bdi>{escape(most)}</bdi></span></p>'
+        f'<p class="bar"><b>{escape(title)}, {whole}</b> '
+        f'<span class="note"><bdi>{escape(most)}</bdi></span></p>'
         f'<div class="stacked" aria-hidden="true">{parts}</div>'
     )
 

@@ -21,10 +21,20 @@ from verl_profiling.report.rollout.requests import (
     divided_requests,
 )
 
-__all__ = ["CAUSES", "LOOP_LAG", "OWN_CODE", "UNEXPLAINED", "Pieces", "process_pieces", "trajectory_pieces"]
+__all__ = [
+    "BEFORE",
+    "CAUSES",
+    "LOOP_LAG",
+    "OWN_CODE",
+    "UNEXPLAINED",
+    "Pieces",
+    "process_pieces",
+    "trajectory_pieces",
+]
 
 GENERATE, LOOP_LAG, OWN_CODE, UNEXPLAINED = "generate", "loop lag", "own code", "unexplained"
-CAUSES = (*PARTS, LOOP_LAG, OWN_CODE, UNEXPLAINED)
+BEFORE = "began before the capture"
+CAUSES = (*PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
 """Causes that are no names of spans."""
 
 _NUMBERS = {name: number for number, name in enumerate(CAUSES)}
@@ -75,8 +85,9 @@ def trajectory_pieces(records: Records, served: Mapping[int, Served]) -> Pieces:
     """Return what trajectories waited for: at each instant of one, at least one piece of it.
 
     An instant belongs to the innermost open spans. A ``generate`` span divides by its request. Where no span
-    is open it is the trajectory's own code; ``unexplained`` in a process whose log is not whole, and until
-    the first span of a trajectory that began before recording did, for it may have been in one by then.
+    is open it is the trajectory's own code; ``unexplained`` in a process whose log is not whole. Until the
+    first span of a trajectory that began before recording did, it ``began before the capture``: it may have
+    been in a span that nobody knows.
     Then the time for which it stood still is taken out.
 
     Args:
@@ -148,9 +159,10 @@ def _gaps(records: Records, owner: Ints, begin: Ints, end: Ints) -> tuple[Ints, 
     of, first, last = axes.left(whole, axes.put(owner, begin, end))
     whole_log = np.array([one.whole_log for one in found], dtype=bool)
     unseen = np.array([one.unseen_begin for one in found], dtype=bool)
-    own = whole_log[of] & ~(unseen[of] & (first == from_ns[of]))
+    cause = np.where(whole_log[of], _NUMBERS[OWN_CODE], _NUMBERS[UNEXPLAINED])
+    cause[unseen[of] & (first == from_ns[of])] = _NUMBERS[BEFORE]
     loop = np.array([one.loop for one in found], dtype=np.int64)
-    return of, first, last, np.where(own, _NUMBERS[OWN_CODE], _NUMBERS[UNEXPLAINED]), loop[of]
+    return of, first, last, cause, loop[of]
 
 
 def _with_lag(

@@ -12,7 +12,10 @@ from verl_profiling.report.rollout.axes import Ints
 from verl_profiling.timeline.lanes import Source
 from verl_profiling.trajectory_log import NO_SPAN, Fact, TrajectoryLog
 
-__all__ = ["Blocks", "Records", "SpanTable", "Trajectory", "read_records", "short_name"]
+__all__ = ["UNKNOWN", "Blocks", "Records", "SpanTable", "Trajectory", "read_records", "short_name"]
+
+UNKNOWN = "unknown"
+"""Name of what blocked an event loop where no sample saw it."""
 
 _LONGEST = 120
 
@@ -99,7 +102,7 @@ class Blocks:
         end: End (ns).
         trajectory: Number of the trajectory whose task it was, or -1.
         what: Number, in ``named``, of what ran.
-        named: Lane, span (or else function, or task), and the function that blocked for longest.
+        named: Lane, span (or else function, or ``unknown``), and the function that blocked for longest.
     """
 
     loop: Ints
@@ -240,7 +243,8 @@ class _Gathered:
             end = min(block.end_ns - source.offset_ns, window[1])
             if end <= begin or block.loop not in loops:
                 continue
-            key = (source.lane, short_name(names.get(block.span) or block.function or block.task))
+            who = (names.get(block.span) or block.function) if block.function else UNKNOWN
+            key = (source.lane, short_name(who))
             number, functions = self._blockers.setdefault(key, (len(self._blockers), Counter()))
             functions[short_name(block.function)] += end - begin
             rows.append((loops[block.loop], begin, end, owners.get(block.span, NO_SPAN), number))

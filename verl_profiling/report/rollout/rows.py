@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from verl_profiling.units import duration
+
 __all__ = [
     "BlockRow",
     "CallRow",
@@ -90,7 +92,7 @@ class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         lane: Lane of the process.
-        what: The span that ran; else the function, or the task.
+        what: The span that ran, or else the function; ``unknown`` where no sample saw any.
         function: The function that ran for longest.
         blocks: How often.
         seconds: For how long, all together.
@@ -300,3 +302,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     versioned: int
     partial: int
     polling: Polling | None = None
+
+    @property
+    def of_trajectories(self) -> str:
+        """Its trajectories' time on the wall clock, as a phrase."""
+        return f"the {duration(self.wall_s)} from the first trajectory's begin to the last one's end"

@@ -19,6 +19,7 @@ from verl_profiling.report.rollout.freshness import version_rows
 from verl_profiling.report.rollout.groups import group_rows
 from verl_profiling.report.rollout.lag import block_rows
 from verl_profiling.report.rollout.pieces import (
+    BEFORE,
     LOOP_LAG,
     UNEXPLAINED,
     Pieces,
@@ -110,7 +111,7 @@ def _section(
         causes=causes,
         uncertain_lag_s=float(shares[uncertain].sum()) / 1e9,
         time=time,
-        explained=sum(part.share for part in time if part.cause != UNEXPLAINED),
+        explained=sum(part.share for part in time if part.cause not in (BEFORE, UNEXPLAINED)),
         last=last,
         calls=call_rows(records),
         blocks=block_rows(records.blocks, lag.loop, lag.owner, lag.begin, lag.end),

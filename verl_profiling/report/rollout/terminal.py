@@ -35,7 +35,8 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
     if rollout.p50_s is not None and rollout.p99_s is not None:
         took = f": p50 {duration(rollout.p50_s)}, p99 {duration(rollout.p99_s)}"
     count = f"{_trajectories(rollout.trajectories)}{also}{took}"
-    yield f"{count}; {rollout.explained:.1%} of the rollout has a name"
+    whole = duration(sum(part.seconds for part in rollout.time))
+    yield f"{count}; {rollout.explained:.1%} of the {whole} of the rollout is attributed to a cause"
     if rollout.cut:
         were, are = ("was", "is") if rollout.cut == 1 else ("were", "are")
         yield f"{_trajectories(rollout.cut)} {were} recorded, or {are} in the step, in part: that part counts"
@@ -43,8 +44,8 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
         parts = ", ".join(f"{part.cause} {part.share:.0%}" for part in last.parts[:3])
         yield (
             f"last: {last.trajectories:,} of {_trajectories(last.of)} ({last.trajectories / last.of:.1%}) "
-            f"{'takes' if last.trajectories == 1 else 'take'} {last.share:.1%} of the rollout, "
-            f"{duration(last.seconds)}: {parts}"
+            f"{'takes' if last.trajectories == 1 else 'take'} {duration(last.seconds)}, {last.share:.1%} of "
+            f"{rollout.of_trajectories}: {parts}"
         )
     if polling := rollout.polling:
         times = "once" if polling.pauses == 1 else f"{polling.pauses:,} times"

@@ -1,0 +1,87 @@
+"""The wall clock is set while a step is captured, as by NTP or by hand: durations are monotonic.
+
+A preloaded library stands in for the clock of the machine, which a test cannot set; it covers this process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_profiling.cli import main
+from verl_profiling.run_files import read_manifest
+
+SOURCE = Path(__file__).parents[1] / "settable_clock.c"
+HOUR_S = 3600
+LOOP = """
+import ctypes, sys, time
+from verl_profiling import ProfilingCallback, stage
+from verl_profiling.workers import CaptureMixin
+
+settings = {"enable": True, "tool": "spans", "save_path": sys.argv[1], "schedule": {"steps": [4, 5, 6]}}
+settings["watch"] = {"enable": sys.argv[3] == "watched", "every": 1}
+worker = CaptureMixin()
+worker.init_capture(settings, role="actor", rank=0, world_size=1)
+with ProfilingCallback(settings) as profiling:
+    profiling.add_workers("actor", worker)
+    for step in range(1, 9):
+        profiling.on_step_begin(step)
+        with profiling.stage("update"), stage("forward"):
+            time.sleep(0.02)
+            if step == 5:
+                ctypes.CDLL(None).set_clock_ahead(ctypes.c_longlong(int(sys.argv[2]) * 10**9))
+            time.sleep(0.02)
+        with stage("backward"):
+            time.sleep(0.02)
+        profiling.on_step_end()
+    print(time.time() - profiling.last_folder.stat().st_mtime)
+for account in profiling.watch.accounts if profiling.watch is not None else ():
+    names = [stage.name for use in account.workers for stage in use.stages]
+    print(account.step, account.duration_ns / 1e9, *names, sep=",", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("watched", ["watched", "captures alone"])
+@pytest.mark.parametrize("by_s", [-HOUR_S, HOUR_S])
+def test_a_clock_that_is_set_in_a_captured_step_changes_no_duration(
+    tmp_path: Path, by_s: int, watched: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the step, of its stages, and of what lies around it; the check finds all files whole."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    library, run = tmp_path / "settable_clock.so", tmp_path / "run"
+    subprocess.run(["cc", "-Wall", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOP, run, str(by_s), watched],
+        env={**os.environ, "LD_PRELOAD": str(library)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert abs(float(done.stdout) - by_s) < HOUR_S / 2, "the stand-in has set no clock"
+    assert main(["check", str(run)]) == 0, capsys.readouterr().out
+    for step in (4, 5, 6):
+        manifest = read_manifest(run / f"step_{step:06d}")
+        [worker] = manifest.workers
+        spans = [*manifest.stages, *worker.stages, *manifest.outside]
+        assert {"update", "forward", "backward"} <= {span.name for span in spans}
+        seconds = [(span.end_ns - span.begin_ns) / 1e9 for span in (*manifest.step_spans, *spans)]
+        assert all(0 <= found < 60 for found in seconds), seconds
+        begins = [span.begin_ns / 1e9 for span in spans]
+        assert max(begins) - min(begins) < 60
+        assert main(["report", str(run / f"step_{step:06d}")]) == 0
+        [said] = re.findall(rf"^step {step}: (.*)$", capsys.readouterr().out, re.MULTILINE)
+        assert 60 <= float(said.removesuffix(" ms")) < 60_000
+    accounts = [line.split(",") for line in done.stderr.splitlines() if line[0].isdigit()]
+    assert [int(step) for step, *_ in accounts] == (list(range(1, 9)) if watched == "watched" else [])
+    for step, seconds, *names in accounts:
+        assert 0 < float(seconds) < 60, step
+        assert names == ["forward", "backward"] or int(step) > 5, step
+    first, last = (read_manifest(run / f"step_{step:06d}").begin_ns for step in (4, 6))
+    assert abs((last - first) / 1e9 - by_s) < 60, "the next step is at the time that the clock says"
