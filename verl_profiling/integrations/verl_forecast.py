@@ -75,7 +75,8 @@ def captured_steps(schedule: Schedule, last_step: int | None) -> str:
 def _captured(schedule: Schedule, last_step: int | None) -> Iterator[int]:
     """Yield the steps that are captured, in order, as far as one looks."""
     last = schedule.last_step(last_step)
-    steps = range(_FAR if last is None else last + 1) if schedule.steps is None else sorted(schedule.steps)
+    numbered = range(schedule.first_step, _FAR if last is None else last + 1)
+    steps = numbered if schedule.steps is None else sorted(schedule.steps)
     return (step for step in steps if step <= (last or _FAR) and schedule.action(step) is Action.RECORD)
 
 
