@@ -88,7 +88,7 @@ def test_plain_traces_have_all_but_a_manifest(trace: str, tmp_path: Path) -> Non
     report = step.report()
     assert report.workers
     assert len(step.lanes()) == len(report.workers)
-    assert report.ops
+    assert report.kernels
     assert step.merge(tmp_path / "timeline.json.gz").events > 100
     assert step.archive(tmp_path / "timeline.tar")[0].stat().st_size > 1000
     with pytest.raises(TraceFormatError, match="no manifest"):
@@ -135,7 +135,7 @@ def test_frames_hold_the_numbers_of_the_report(name: FrameName, tmp_path: Path) 
     assert list(frame.columns) == list(empty.columns)
     assert frame.columns[0] == "step"
     assert (frame.dtypes.drop(object_columns(frame)) == empty.dtypes.drop(object_columns(frame))).all()
-    rows = [] if name == "requests" else rows_of(full.report(), "ops" if name == "kernels" else name)
+    rows = [] if name == "requests" else rows_of(full.report(), name)
     if name == "requests":
         assert frame["latency_us"].tolist() == [200.0, 100.0]
         assert frame["begin_us"].tolist() == [0.0, 50.0]
@@ -209,7 +209,7 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(tmp_path: Path) -> None
     hostile = '"></iframe><script>alert(1)</script>'
     write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, notes=[hostile]))
     report = open_step(folder).report()
-    shown = report._repr_html_()  # type: ignore[attr-defined]
+    shown = report._repr_html_()
     [(tag, attributes)] = _Outline(shown).tags
     assert (tag, attributes["sandbox"]) == ("iframe", "allow-scripts")
     page = attributes["srcdoc"] or ""

@@ -1,4 +1,4 @@
-"""``verl-profiling doctor --device-report``: what a user with an accelerator sends back."""
+"""``python -m tests.device_report``: what a user with an accelerator sends back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-
-from verl_profiling.cli import main
-from verl_profiling.device_report import Costs, Device, DeviceReport, Outcomes, read_tests
+from device_report import Costs, Device, DeviceReport, Outcomes, main, read_tests
 
 ROOT = Path(__file__).resolve().parent.parent
 JUNIT = """<testsuites><testsuite>
@@ -35,7 +33,8 @@ def junit(tmp_path: Path) -> Path:
 def report_here(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the command where no CUDA device is visible."""
     return subprocess.run(
-        [sys.executable, "-m", "verl_profiling.cli", "doctor", *map(str, arguments)],
+        [sys.executable, "-m", "tests.device_report", *map(str, arguments)],
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -45,7 +44,7 @@ def report_here(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_without_a_device_the_report_says_so(junit: Path) -> None:
     """Exit code 1, one JSON document that has the documented form, and numbers of this machine."""
-    done = report_here("--device-report", "--junit", junit, "--json")
+    done = report_here("--junit", junit, "--json")
     assert done.returncode == 1, done.stderr
     report = msgspec.json.decode(done.stdout, type=DeviceReport)
     assert set(json.loads(done.stdout)) == set(DeviceReport.__struct_fields__)
@@ -69,23 +68,14 @@ def test_the_tests_of_the_machine_are_named(junit: Path) -> None:
 def test_a_file_that_is_no_report_of_tests(
     tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2 and one line that names the file, before anything is measured."""
+    """Exit code 2 and a last line that names the file, before anything is measured."""
     path = tmp_path / "gpu.xml"
     path.write_text(content)
-    assert main(["doctor", "--device-report", "--junit", str(path)]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "gpu.xml" in line
-    assert main(["doctor", "--device-report", "--junit", str(tmp_path / "none.xml")]) == 2
-    assert "none.xml" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["--junit", "gpu.xml"], ["--device-report", "settings.yaml"]])
-def test_options_that_do_not_belong_together(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Exit code 2: the report takes no settings, and a report of tests belongs to it alone."""
-    assert main(["doctor", *arguments]) == 2
-    assert "--device-report" in capsys.readouterr().err
+    for file in (path, tmp_path / "none.xml"):
+        with pytest.raises(SystemExit) as raised:
+            main(["--junit", str(file)])
+        assert raised.value.code == 2
+        assert file.name in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -107,8 +97,8 @@ def test_the_exit_code_follows_from_device_and_tests(
         tests=Outcomes(passed=["test_kernels"], failed=failed, skipped={}),
         costs=Costs(idle_stage_ns=150.0, recorded_stage_ns=2500.0, stop_ms=10.0, plain_stop_ms=60.0),
     )
-    monkeypatch.setattr("verl_profiling.commands.doctor.device_report", lambda junit: report)
-    assert main(["doctor", "--gpu-report"]) == code
+    monkeypatch.setattr("device_report.device_report", lambda junit: report)
+    assert main([]) == code
     printed = capsys.readouterr().out
     assert all(f"FAILED  {name}" in printed for name in failed)
     assert ("A device (80 GiB)" in printed) == (device is not None)
@@ -124,7 +114,7 @@ def test_one_command_runs_the_tests_and_makes_the_report(target: str, marker: st
     for part in (
         f"-m venv --clear .venv-{name}",
         f".venv-{name}/bin/python -m pytest -m {marker}",
-        f"--device-report --junit outputs/devices/{name}.xml --json",
+        f"-m tests.device_report --junit outputs/devices/{name}.xml --json",
     ):
         assert part in done.stdout
     assert "torch==" not in done.stdout

@@ -56,7 +56,7 @@ SHARED = (
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.
-DOCTOR = ("doctor", "device_report", "plan", "commands.doctor", "commands.plan")
+DOCTOR = ("doctor", "plan", "commands.doctor", "commands.plan")
 # The loop knows the messages to workers; in its own process the stages, the session and the numbers.
 TOLD_THE_CONTROLLER = ("capture.messages", "capture.metrics", "capture.session", "capture.stage")
 

@@ -79,8 +79,6 @@ FrameName = Literal[
 ]
 """The tables that :meth:`CapturedStep.to_frame` makes."""
 
-_KERNELS = "ops"  # what the report calls them: in a CPU trace they are operators
-
 Progress = Callable[[object], None]
 """Called with each trace when the work on it is done."""
 
@@ -311,13 +309,12 @@ class CapturedStep:
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
         from verl_profiling.report.build import build_report
-        from verl_profiling.report.notebook import NotebookReport
 
         if self._report is None:
             if len(steps := self.by_step()) > 1:
                 titles = ", ".join(step.inputs.title for step in steps)
                 raise ConfigError("report", f"{self.directory} holds {titles}: ask by_step() for theirs")
-            self._report = NotebookReport.of(build_report(self.inputs, on_progress))
+            self._report = build_report(self.inputs, on_progress)
         return self._report
 
     def lanes(self, on_progress: Progress | None = None) -> list[Lane]:
@@ -361,10 +358,7 @@ class CapturedStep:
         if name == "requests":
             tables = [(step.step, requests(step.manifest) if step.manifest else []) for step in steps]
             return data_frame(RequestRow, tables)
-        table = _KERNELS if name == "kernels" else name
-        return data_frame(
-            REPORT_TABLES[table], [(step.step, rows_of(step.report(), table)) for step in steps]
-        )
+        return data_frame(REPORT_TABLES[name], [(step.step, rows_of(step.report(), name)) for step in steps])
 
     def merge(
         self,

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +42,18 @@ class EventFile:
         self._writer = RecordWriter(path.open("xb"))
         self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
-    def add(self, step: int, scalars: Mapping[str, float], others: Iterable[Any] = ()) -> None:
+    def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add a point.
 
         Args:
             step: The step that it belongs to.
             scalars: Numbers by tag.
-            others: Values of a ``Summary`` that are none.
 
         Raises:
             OSError: The disk is full.
         """
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        summary = self._summary(value=[*values, *others])
-        self._write(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def close(self) -> None:
         """Close the file."""

@@ -163,7 +163,7 @@ def test_a_device_of_nobody_is_shown_as_such(
     assert row.accelerator == (label or "GPU 3")
     assert (row.unrecognised_us, row.busy_us, row.compute_us, row.span_us) == (30, 30, 0, 50)
     assert "zpu_task" in report.notes[0]
-    assert [op.name for op in report.ops] == ["work"]
+    assert [op.name for op in report.kernels] == ["work"]
     assert main(["report", str(tmp_path), "--csv", str(tmp_path / "csv")]) == 0
     printed = capsys.readouterr().out
     assert "nised" in printed
@@ -179,7 +179,7 @@ def test_what_is_unknown_beside_kernels_is_not_counted(tmp_path: Path) -> None:
     (row,) = report.workers
     assert (row.busy_us, row.span_us, row.unrecognised_us) == (20, 30, 0)
     assert "90.0 us of events of unknown categories (gpu_new_mark)" in report.notes[0]
-    assert report.ops[0].calls == 2
+    assert report.kernels[0].calls == 2
 
 
 def test_categories_of_the_host_do_not_make_a_device(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_several_devices_are_one_row_each(tmp_path: Path) -> None:
     assert [row.busy_us for row in rows.values()] == [40, 25]
     assert [row.compute_us for row in rows.values()] == [10, 5]
     assert [row.traces for row in rows.values()] == [["rank0.json"]] * 2
-    assert sum(op.self_us for op in report.ops) == 65
+    assert sum(op.self_us for op in report.kernels) == 65
     assert (report.coverage.read, report.coverage.events) == (1, 6)
     assert report.collectives[0].late == "worker_rank0 GPU 1"
 

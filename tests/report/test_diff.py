@@ -18,7 +18,7 @@ from verl_profiling.report import numbers
 from verl_profiling.report.build import build_report
 from verl_profiling.report.diff import Diff, compare, print_diff
 from verl_profiling.report.model import Report
-from verl_profiling.report.rows import OpRow, StageRow
+from verl_profiling.report.rows import KernelRow, StageRow
 from verl_profiling.timeline.inputs import find_steps
 
 
@@ -44,7 +44,7 @@ def stage(diff: Diff) -> msgspec.Struct:
 def test_nothing_changes_between_a_step_and_itself(report: Report) -> None:
     """Every number is compared, and none differs."""
     diff = compare([report], [report])
-    assert {change.kind for change in diff.changes} == {"step", "stage", "worker", "lost", "op"}
+    assert {change.kind for change in diff.changes} == {"step", "stage", "worker", "lost", "kernel"}
     assert all(change.change_s == 0 for change in diff.changes)
     assert diff.slower_than(0.0) == []
 
@@ -108,28 +108,30 @@ def test_every_kernel_is_compared(report: Report) -> None:
     names = [f"kernel{number:03}" for number in range(200)]
 
     def timed(slow: str) -> Report:
-        rows = [OpRow(name=n, stage="", calls=1, self_us=9e6 if n == slow else 1e3, share=0) for n in names]
-        return msgspec.structs.replace(report, ops=rows)
+        rows = [
+            KernelRow(name=n, stage="", calls=1, self_us=9e6 if n == slow else 1e3, share=0) for n in names
+        ]
+        return msgspec.structs.replace(report, kernels=rows)
 
-    ops = [c for c in compare([timed("")], [timed("kernel150")]).changes if c.kind == "op"]
+    ops = [c for c in compare([timed("")], [timed("kernel150")]).changes if c.kind == "kernel"]
     assert len(ops) == 200
     assert (ops[0].name, ops[0].before_s, ops[0].after_s) == ("kernel150", 0.001, 9.0)
 
 
 def test_a_report_lists_every_kernel(report: Report) -> None:
     """Their shares add up to 1, and there are more than the page shows."""
-    assert len(report.ops) > 40
-    assert sum(row.share for row in report.ops) == pytest.approx(1.0)
+    assert len(report.kernels) > 40
+    assert sum(row.share for row in report.kernels) == pytest.approx(1.0)
 
 
 def test_kernels_beyond_ten_thousand_are_one_row(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a trace with a million names makes no report of a million rows, and nothing is missing from it."""
     monkeypatch.setattr(numbers, "_MOST_OPS", 3)
     (inputs,) = find_steps(Path(report.directory))
-    rows = build_report(inputs).ops
-    assert [row.name for row in rows] == [*(row.name for row in report.ops[:3]), "(all others)"]
+    rows = build_report(inputs).kernels
+    assert [row.name for row in rows] == [*(row.name for row in report.kernels[:3]), "(all others)"]
     for field in ("calls", "self_us", "share"):
-        whole = sum(getattr(row, field) for row in report.ops)
+        whole = sum(getattr(row, field) for row in report.kernels)
         assert sum(getattr(row, field) for row in rows) == pytest.approx(whole)
 
 
@@ -175,16 +177,16 @@ def printed(diff: Diff, width: int) -> str:
 @pytest.mark.parametrize("width", [80, 100, 200])
 def test_the_table_fits_the_terminal(report: Report, width: int) -> None:
     """Changes are printed with their sign, numbers in one piece, and what is not shown is counted."""
-    longer = [msgspec.structs.replace(row, name=f"{row.name}<{'x' * 99}>") for row in report.ops]
+    longer = [msgspec.structs.replace(row, name=f"{row.name}<{'x' * 99}>") for row in report.kernels]
     diff = compare(
         [with_stage(report, 0.001), with_stage(report, 0.001)],
-        [msgspec.structs.replace(with_stage(report, 0.0012), ops=[*report.ops, *longer])] * 2,
+        [msgspec.structs.replace(with_stage(report, 0.0012), kernels=[*report.kernels, *longer])] * 2,
     )
     text = printed(diff, width)
     assert re.search(r"update_actor +1\.00 ms +1\.20 ms +\+200 us +\+20\.0% +±0 s", text)
     assert max(map(len, text.splitlines())) <= min(width, 100)
     assert "…" in text
-    more = sum(change.kind == "op" for change in diff.changes) - 12
+    more = sum(change.kind == "kernel" for change in diff.changes) - 12
     assert f"{more:,} more, with smaller changes" in text
 
 

@@ -17,7 +17,7 @@ from verl_profiling.report.build import build_report
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Finding, GanttSpan, Report
 from verl_profiling.report.page.tables import table
-from verl_profiling.report.rows import CollectiveRow, OpRow, StragglerRow
+from verl_profiling.report.rows import CollectiveRow, KernelRow, StragglerRow
 from verl_profiling.timeline.inputs import find_steps
 
 
@@ -80,7 +80,7 @@ def hostile(report: Report, name: str) -> Report:
                 name=name, role=name, calls=9, median_us=1.0, wait_us=9e9, late=name, late_share=1.0
             )
         ],
-        ops=[OpRow(name=name, stage=name, calls=1, self_us=1, share=1)],
+        kernels=[KernelRow(name=name, stage=name, calls=1, self_us=1, share=1)],
         findings=[Finding(rule=name, text=name, advice=name, seconds=1.0, lanes=[name])] * 2,
         metrics={f"{name}/{name}": 1.0, name: float("nan")},
         notes=[name],
@@ -105,11 +105,13 @@ def test_64_ranks_stay_below_1_mb(tmp_path: Path) -> None:
     """The page of a large step, with all of its curves, is small enough to send to somebody."""
     report = whole_step(tmp_path, ranks=64, replicas=16, fault="slow rank")
     kernels = [
-        OpRow(name=f"{'k' * 200}{i}", stage="update_actor", calls=i, self_us=i, share=0.01)
+        KernelRow(name=f"{'k' * 200}{i}", stage="update_actor", calls=i, self_us=i, share=0.01)
         for i in range(900)
     ]
     metrics = {f"critic/metric/{i}": i / 7 for i in range(300)}
-    page = render_html(msgspec.structs.replace(report, gantt=report.gantt * 4, ops=kernels, metrics=metrics))
+    page = render_html(
+        msgspec.structs.replace(report, gantt=report.gantt * 4, kernels=kernels, metrics=metrics)
+    )
     assert len(page.encode()) < 1_000_000
 
 

@@ -152,7 +152,7 @@ def test_the_figures_are_those_of_the_overlap_analysis(report: Report) -> None:
 
 def test_kernels_are_those_of_the_device(report: Report) -> None:
     """Operators of the host are not counted instead, and the calls of one collective are one row."""
-    rows = {row.name: (row.calls, row.self_us) for row in report.ops}
+    rows = {row.name: (row.calls, row.self_us) for row in report.kernels}
     assert rows == {
         "aclnnMatmul_MatMulV3_MatMulV3": (1, 100),
         "aclnnAdd_AddAiCore_Add": (1, 50),

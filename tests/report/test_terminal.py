@@ -22,9 +22,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     found = open_step(build_step(tmp_path_factory.mktemp("run"))).report()
     lanes = [msgspec.structs.replace(row, name=f"{row.name}.{'n' * 60}") for row in found.workers]
     engines = [msgspec.structs.replace(row, name=f"{row.name}.{'n' * 60}") for row in found.engines]
-    ops = [msgspec.structs.replace(row, name=f"{row.name}<{'x' * 90}>") for row in found.ops]
+    ops = [msgspec.structs.replace(row, name=f"{row.name}<{'x' * 90}>") for row in found.kernels]
     return msgspec.structs.replace(
-        found, workers=lanes, engines=engines, ops=ops, stragglers=found.stragglers * 12
+        found, workers=lanes, engines=engines, kernels=ops, stragglers=found.stragglers * 12
     )
 
 
@@ -48,7 +48,7 @@ def test_it_fits_the_terminal(report: Report, width: int) -> None:
 def test_what_is_left_out_is_counted(report: Report) -> None:
     """Kernels and stragglers beyond the first eight, and the middle of a long name."""
     text = printed(report, 80)
-    assert f"{len(report.ops) - 8:,} more: --csv, --json" in text
+    assert f"{len(report.kernels) - 8:,} more: --csv, --json" in text
     assert f"{len(report.stragglers) - 8:,} more: --csv, --json" in text
     assert "…" in text
 

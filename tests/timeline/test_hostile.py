@@ -254,8 +254,8 @@ def test_names_beyond_the_limit_are_counted_together(tmp_path: Path) -> None:
     path = write(tmp_path, *(event.format(i) for i in range(30)))
     report = open_step(path, Limits(names=10)).report()
     assert report.coverage.limited == 1
-    assert sum(row.calls for row in report.ops) == 30
-    assert next(row.calls for row in report.ops if row.name == "(other names)") == 20
+    assert sum(row.calls for row in report.kernels) == 30
+    assert next(row.calls for row in report.kernels if row.name == "(other names)") == 20
     assert "more than 10 names" in report.coverage.missing[0]
 
 

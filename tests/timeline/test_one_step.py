@@ -101,7 +101,7 @@ def test_each_step_has_its_own_device_time(tmp_path: Path) -> None:
         for row in report.workers:
             assert row.span_us == report.span_us
             assert sum(row.lost_us.values()) == pytest.approx(row.idle_us + row.waiting_us)
-    assert {op.name: op.self_us for op in second.ops} == {"gemm": 1e6, "attention": 0.5e6}
+    assert {op.name: op.self_us for op in second.kernels} == {"gemm": 1e6, "attention": 0.5e6}
 
 
 def test_what_the_capture_cost_is_in_the_step_in_which_it_was_spent(tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.device_report import device_report
 from verl_profiling.doctor import examine_config, examine_machine, load_config
-from verl_profiling.errors import ConfigError
 
 __all__ = ["configure", "run"]
 
@@ -26,26 +24,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "config", type=Path, nargs="?", metavar="CONFIG", help="settings, as YAML or JSON, or a run.json"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--device-report",
-        "--gpu-report",
-        action="store_true",
-        help="measure what a capture costs here, and print what to send back; exits 1 without a device",
-    )
-    parser.add_argument(
-        "--junit",
-        type=Path,
-        metavar="FILE",
-        help="with --device-report: the JUnit report of the device's tests",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine the machine, and the configuration if there is one; or report on the device."""
-    if arguments.device_report:
-        return _report_device(arguments)
-    if arguments.junit:
-        raise ConfigError("--junit", "is read by --device-report only")
+    """Examine the machine, and the configuration if there is one."""
     config = load_config(arguments.config) if arguments.config else None
     diagnoses = examine_machine()
     needs = examine_config(config) if config is not None else []
@@ -59,15 +41,3 @@ def run(arguments: argparse.Namespace) -> int:
         if needs:
             print(f"{arguments.config}: {'can' if runs else 'cannot'} run here")
     return EXIT_OK if runs else EXIT_FINDING
-
-
-def _report_device(arguments: argparse.Namespace) -> int:
-    if arguments.config:
-        raise ConfigError("--device-report", "takes no CONFIG: it has settings of its own")
-    report = device_report(arguments.junit)
-    if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
-    else:
-        print(*report.lines(), sep="\n")
-    failed = report.tests is not None and report.tests.failed
-    return EXIT_FINDING if report.device is None or failed else EXIT_OK

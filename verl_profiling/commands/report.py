@@ -20,7 +20,7 @@ from verl_profiling.report.csv import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, render_run, runs_of
-from verl_profiling.report.tensorboard import write_tensorboard
+from verl_profiling.report.scalars import write_tensorboard
 from verl_profiling.report.terminal import print_report
 from verl_profiling.report.uncaptured import UncapturedRun, how_to_capture, is_uncaptured
 from verl_profiling.report.watch_frame import Pulse, WatchFrame
@@ -55,11 +55,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--html", type=Path, metavar="FILE", help="write the HTML page (of the last step) to this file"
     )
     parser.add_argument(
-        "--csv", type=Path, metavar="DIR", help="write workers.csv, stages.csv, lost.csv, ops.csv and so on"
+        "--csv",
+        type=Path,
+        metavar="DIR",
+        help="write workers.csv, stages.csv, lost.csv, kernels.csv and so on",
     )
-    parser.add_argument(
-        "--tensorboard", type=Path, metavar="LOGDIR", help="write scalars, the Gantt and the text"
-    )
+    parser.add_argument("--tensorboard", type=Path, metavar="LOGDIR", help="write scalars")
 
 
 def run(arguments: argparse.Namespace) -> int:

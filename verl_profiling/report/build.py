@@ -202,7 +202,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         tail=tail,
         stragglers=stragglers(step, calls, waiting),
         collectives=collective_rows(calls),
-        ops=kernels(step),
+        kernels=kernels(step),
         lost=lost_total(devices, parts),
         weight_sync_share=step.share(step.during(WEIGHT_SYNC)),
         throughput=throughput(step, engines, len(devices)),

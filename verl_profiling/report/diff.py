@@ -29,7 +29,7 @@ _KINDS = {
     "lost": "Lost lane-seconds by cause",
     "trajectory": "Trajectories' time by cause (training)",
     "worker": "Busy time",
-    "op": "Kernels (operators, in a CPU trace) by self time",
+    "kernel": "Kernels (operators, in a CPU trace) by self time",
 }
 
 
@@ -39,7 +39,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: ``step``, ``stage``, ``outside`` (pauses of the capture, and stages around the step),
             ``worker`` (busy time), ``lost`` (lane-seconds), ``trajectory`` (trajectory-seconds by cause) or
-            ``op`` (self time).
+            ``kernel`` (self time).
         name: Name of the stage, lane, cause or kernel.
         before_s: Median over the steps of A; ``None`` if A does not have it.
         after_s: Median over the steps of B; ``None`` if B does not have it.
@@ -110,12 +110,6 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-_OTHER_COUNT = (
-    "reports of different versions: the older ones count lost time without waiting for other ranks, or a "
-    "device once for each lane that uses it, so lost time cannot be compared"
-)
-
-
 def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:
     """Compare the steps of two sides."""
     left, right = ([dict(_numbers_of(report)) for report in side] for side in (before, after))
@@ -123,10 +117,7 @@ def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:
     changes = [_change(key, left, right) for key in keys]
     order = list(_KINDS)
     changes.sort(key=lambda change: (order.index(change.kind), -abs(change.change_s)))
-    notes = list(_notes(changes))
-    if len({report.schema_version for report in (*before, *after)}) > 1:
-        notes.append(_OTHER_COUNT)
-    return Diff(before=len(before), after=len(after), changes=changes, notes=notes)
+    return Diff(before=len(before), after=len(after), changes=changes, notes=list(_notes(changes)))
 
 
 _Key = tuple[str, str]
@@ -145,11 +136,11 @@ def _numbers_of(report: Report) -> Iterator[tuple[_Key, float]]:
     for cause in report.rollout.causes if report.rollout else []:
         if not cause.validate:
             yield ("trajectory", cause.cause), cause.seconds
-    ops: dict[str, float] = {}
-    for op in report.ops:
-        ops[op.name] = ops.get(op.name, 0.0) + op.self_us / 1e6
-    for name, seconds in ops.items():
-        yield ("op", name), seconds
+    kernels: dict[str, float] = {}
+    for kernel in report.kernels:
+        kernels[kernel.name] = kernels.get(kernel.name, 0.0) + kernel.self_us / 1e6
+    for name, seconds in kernels.items():
+        yield ("kernel", name), seconds
 
 
 def _change(key: _Key, before: list[dict[_Key, float]], after: list[dict[_Key, float]]) -> Change:

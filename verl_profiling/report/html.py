@@ -314,11 +314,11 @@ def _collectives(report: Report) -> str:
 def _ops(report: Report) -> str:
     rows = [
         (row.name, row.stage, count(row.calls), time(row.self_us / 1e6), percent(row.share))
-        for row in report.ops[:_TOP_OPS]
+        for row in report.kernels[:_TOP_OPS]
     ]
     headings = ("kernel", "stage", "calls", "self time", "of all")
     notes = [] if any(row.device for row in report.workers) else ["Operators stand in for kernels."]
-    if (more := len(report.ops) - _TOP_OPS) > 0:
+    if (more := len(report.kernels) - _TOP_OPS) > 0:
         notes.append(f"{more:,} more are in report.json and in the CSV.")
     note = " ".join(notes)
     return section("Kernels by self time", table("Kernels by self time", headings, rows), note)

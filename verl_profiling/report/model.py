@@ -7,6 +7,8 @@ its tables are in :mod:`~verl_profiling.report.rows`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
+from importlib import import_module
 from typing import Literal
 
 import msgspec
@@ -20,9 +22,9 @@ from verl_profiling.report.rows import (
     CounterRow,
     DeviceRow,
     EngineRow,
+    KernelRow,
     LostRow,
     MeasureRow,
-    OpRow,
     OutsideRow,
     ReplicaRow,
     RunningRow,
@@ -30,7 +32,7 @@ from verl_profiling.report.rows import (
     StragglerRow,
     WorkerRow,
 )
-from verl_profiling.units import lane_seconds, step_list
+from verl_profiling.units import duration, lane_seconds, step_list
 
 __all__ = [
     "OTHER_RANKS",
@@ -48,8 +50,7 @@ __all__ = [
 OTHER_RANKS = "waiting_for_other_ranks"
 """Cause of lost time in which the device is busy: it waits in a collective."""
 
-REPORT_SCHEMA_VERSION = 3
-"""2 had no waiting for other ranks in ``lost``; 1 counted a device there once for each of its lanes."""
+REPORT_SCHEMA_VERSION = 1
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,14 +105,14 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
         source: Where their number comes from.
         tokens_per_s: Tokens per second of the step.
         tokens_per_s_per_lane: The same, divided by the number of lanes.
-        tokens_per_s_per_device: The same, divided by the number of devices; ``None`` in older reports.
+        tokens_per_s_per_device: The same, divided by the number of devices.
     """
 
     tokens: float
     source: str
     tokens_per_s: float
     tokens_per_s_per_lane: float
-    tokens_per_s_per_device: float | None = None
+    tokens_per_s_per_device: float
 
 
 class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,7 +218,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         tail: How the rollout ended.
         stragglers: One row per stage and role with several workers.
         collectives: The collectives that cost most waiting.
-        ops: All kernels, those with most self time first.
+        kernels: All kernels (operators, in a CPU trace), those with most self time first.
         lost: Lane-seconds that are idle or wait for other ranks, by cause, largest first, ``unexplained``
             last; lanes that share a device count once.
         weight_sync_share: Share of the step spent on updating the engines' weights.
@@ -241,7 +242,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         replicas: What the requests of each replica came to, one row per replica.
         rollout: What trajectories waited for, where they were recorded.
         outside: What the loop did around the step: pauses of the capture, and stages such as ``validate``.
-        devices: One row per device; lanes that share it are one. Empty in older reports.
+        devices: One row per device; lanes that share it are one.
         timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
         asked: Who asked for the capture and why; ``None`` where the schedule did.
         suspects: The suspects of an aimed capture beside their peers.
@@ -262,7 +263,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tail: Tail | None
     stragglers: list[StragglerRow]
     collectives: list[CollectiveRow]
-    ops: list[OpRow]
+    kernels: list[KernelRow]
     lost: list[LostRow]
     weight_sync_share: float
     throughput: Throughput | None
@@ -281,13 +282,27 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[ReplicaRow] = []
     rollout: Rollout | None = None
     outside: list[OutsideRow] = []
-    devices: list[DeviceRow] = []
+    devices: list[DeviceRow]
     timeline_begin_ns: int | None = None
     name: str = ""
     asked: Asked | None = None
     suspects: list[SuspectRow] = []
     counters: list[CounterRow] = []
     capture_steps: list[int] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"<report of {self.title}: {duration(self.span_us / 1e6)}, {len(self.workers)} lanes, "
+            f"{len(self.findings)} findings>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the page, in a frame without an origin, which loads nothing."""
+        page: str = import_module("verl_profiling.report.html").render_html(self)  # which knows this module
+        return (
+            f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" title="{escape(repr(self))}" '
+            'style="width: 100%; height: 720px; border: 0"></iframe>'
+        )
 
     @property
     def title(self) -> str:
@@ -306,9 +321,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return sum(row.duration_us for row in self.outside if row.is_pause)
 
     @property
-    def counted(self) -> Sequence[DeviceRow | WorkerRow]:
-        """The rows that totals are of: the devices, or in a report that has none the lanes."""
-        return self.devices or self.workers
+    def counted(self) -> Sequence[DeviceRow]:
+        """The rows that totals are of."""
+        return self.devices
 
     @property
     def shares_devices(self) -> bool:

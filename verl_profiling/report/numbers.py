@@ -40,7 +40,7 @@ from verl_profiling.report.lanes import VALIDATE, Lane, Step
 from verl_profiling.report.lost import ROLLOUT, working_span
 from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
 from verl_profiling.report.over_time import percent
-from verl_profiling.report.rows import EngineRow, OpRow, WorkerRow
+from verl_profiling.report.rows import EngineRow, KernelRow, WorkerRow
 
 __all__ = [
     "engine_row",
@@ -184,7 +184,7 @@ def _percentiles(sample: list[float]) -> Percentiles | None:
     return Percentiles(p50=p50, p90=p90, p99=p99, max=max(sample))
 
 
-def kernels(step: Step) -> list[OpRow]:
+def kernels(step: Step) -> list[KernelRow]:
     """Return the kernels by self time over all lanes, by the stage in which they began, longest first.
 
     Those beyond 10,000 are one row, ``(all others)``.
@@ -200,7 +200,7 @@ def kernels(step: Step) -> list[OpRow]:
         calls, self_ns = (sum(numbers) for numbers in zip(*rest, strict=True))
         ranked = [*ranked[:_MOST_OPS], (("", _OTHERS), (calls, self_ns))]
     return [
-        OpRow(name=name, stage=stage, calls=calls, self_us=self_ns / 1000, share=self_ns / everything)
+        KernelRow(name=name, stage=stage, calls=calls, self_us=self_ns / 1000, share=self_ns / everything)
         for (stage, name), (calls, self_ns) in ranked
     ]
 

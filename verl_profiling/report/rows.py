@@ -16,9 +16,9 @@ __all__ = [
     "CounterRow",
     "DeviceRow",
     "EngineRow",
+    "KernelRow",
     "LostRow",
     "MeasureRow",
-    "OpRow",
     "OutsideRow",
     "ReplicaRow",
     "RequestRow",
@@ -256,7 +256,7 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
 
 
-class OpRow(msgspec.Struct, frozen=True, kw_only=True):
+class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
     """One kernel (or operator, in a CPU trace) in one stage, over all lanes.
 
     Attributes:

@@ -1,13 +1,36 @@
-"""The numbers that trackers get: TensorBoard, and those of a training framework."""
+"""The numbers that trackers get: TensorBoard, and those of a training framework.
+
+Event files are written with tensorboard's own writer, so torch is not needed. All points of a run
+go into one TensorBoard run, under ``profiling/``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from verl_profiling.errors import ConfigError
+from verl_profiling.event_file import EventFile
 from verl_profiling.report.model import Report
 from verl_profiling.report.rollout.fates import KEPT
 
-__all__ = ["scalars"]
+__all__ = ["scalars", "write_tensorboard"]
+
+
+def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
+    """Write one point per report; a report without a step is written as step 0.
+
+    Raises:
+        ConfigError: Several reports have no step, so their points would fall together.
+        ToolUnavailableError: tensorboard is missing.
+    """
+    if sum(report.step is None for report in reports) > 1:
+        titles = "; ".join(report.title for report in reports if report.step is None)
+        raise ConfigError("--tensorboard", f"needs steps with numbers, or one recording; there are: {titles}")
+    file = EventFile(logdir, "--tensorboard")
+    for report in reports:
+        file.add(report.step or 0, {f"profiling/{name}": value for name, value in scalars(report)})
+    file.close()
 
 
 def scalars(report: Report) -> Iterator[tuple[str, float]]:

@@ -282,10 +282,10 @@ def _ops(report: Report) -> Table:
     table.columns[1].justify = "left"
     table.columns[1].no_wrap = False
     table.columns[1].overflow = "fold"
-    for row in report.ops[:_ROWS]:
+    for row in report.kernels[:_ROWS]:
         numbers = (f"{row.calls:,}", _time(row.self_us), f"{row.share:.1%}")
         table.add_row(escape(row.stage), escape(shortened(row.name)), *numbers)
-    return _with_rest(table, len(report.ops))
+    return _with_rest(table, len(report.kernels))
 
 
 def _with_rest(table: Table, rows: int) -> Table:

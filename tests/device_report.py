@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import statistics
+import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +22,7 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.testing import record_step
 from verl_profiling.tools.npu import import_torch_npu
 
-__all__ = ["Costs", "Device", "DeviceReport", "Outcomes", "device_report", "read_tests"]
+__all__ = ["Costs", "Device", "DeviceReport", "Outcomes", "device_report", "main", "read_tests"]
 
 _STAGES = 2_000
 _ROUNDS = 5
@@ -69,7 +71,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``verl-profiling doctor --device-report`` prints.
+    """What ``python -m tests.device_report`` prints.
 
     Attributes:
         format: Version of this form.
@@ -263,3 +265,24 @@ def _plain_npu(folder: Path) -> tuple[Any, Callable[[], object]]:
     profiler = import_torch_npu().profiler
     handler = profiler.tensorboard_trace_handler(str(folder))
     return profiler.profile(on_trace_ready=handler), lambda: None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; exit 1 without a device, or where a test failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.device_report", description=__doc__)
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="the JUnit report of the device's tests")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
+    try:
+        report = device_report(arguments.junit)
+    except ConfigError as error:
+        parser.error(str(error))
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        print(*report.lines(), sep="\n")
+    return int(report.device is None or bool(report.tests and report.tests.failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
