@@ -47,7 +47,7 @@ FLOORS = (
     ("integrations",),
 )
 # What a tool is, and their names: settings know that, and the tools themselves know settings.
-TOOLS_INTERFACE = ("tools", "tools.base", "tools.launch")
+TOOLS_INTERFACE = ("tools", "tools.base")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
     *("errors", "clock", "devices", "units", "named_files", "visible", "identity", "ranks"),

@@ -16,7 +16,7 @@ import msgspec
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.tool_names import load_tool
-from verl_profiling.tools import TOOLS, Tool
+from verl_profiling.tools import TOOLS
 from verl_profiling.tools.nvtx_injection import injected_cupti
 
 __all__ = ["Diagnosis", "examine_config", "examine_machine", "load_config"]
@@ -57,7 +57,7 @@ def examine_config(config: ProfilingConfig) -> list[Diagnosis]:
             if role and not chosen.enable:
                 continue
             try:
-                _need(tool)
+                tool.check_machine()
             except ToolUnavailableError as error:
                 diagnoses.append(Diagnosis(subject=subject, state=str(error), problem=True))
                 continue
@@ -151,23 +151,11 @@ def _tools() -> Iterator[Diagnosis]:
         tool_class = load_tool(name)
         tool = tool_class(tool_class.options_class())
         try:
-            _need(tool)
+            tool.check_machine()
         except ToolUnavailableError as error:
             yield Diagnosis(subject=f"tool {name}", state=f"unavailable: {error}")
         else:
             yield Diagnosis(subject=f"tool {name}", state="available")
-
-
-def _need(tool: Tool) -> None:
-    """Check what a tool needs; a process that is started under it comes later, and is not this one.
-
-    Raises:
-        ToolUnavailableError: Something is missing.
-    """
-    if tool.launch is None:
-        tool.prepare()
-    else:
-        tool.launch.check_machine()
 
 
 def _save_path(config: ProfilingConfig) -> Diagnosis:

@@ -186,10 +186,10 @@ def _files(tool: Tool, settings: RoleConfig) -> str:
     if not tool.suffix:
         return f"{tool.name}: none; its spans are in manifest.json"
     worker = "rank of each replica" if settings.role == ROLLOUT_ROLE else "worker"
-    if settings.role == ROLLOUT_ROLE and tool.launch is not None:
+    if settings.role == ROLLOUT_ROLE and tool.starts_process:
         worker = "replica"
     per = f"{worker} and stage, each time that it runs" if settings.mode == "discrete" else worker
-    later = "; collected after the run" if tool.launch is not None else ""
+    later = "; collected after the run" if tool.starts_process else ""
     return f"{tool.name}: one *{tool.suffix} per {per}{later}"
 
 

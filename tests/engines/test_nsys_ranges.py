@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,28 +14,17 @@ from verl_profiling import (
     ToolUnavailableError,
 )
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.engines.base import EngineAdapter, EngineTrace, RangeTool, engine_tool
+from verl_profiling.engines.base import EngineAdapter, EngineTrace, engine_tool
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.recording import RangeRecording
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.nsys_ranges import read_ranges
 from verl_profiling.settings.rollout import RolloutOptions
-from verl_profiling.tools.nsys_launch import NsysLaunch, NsysOptions
-from verl_profiling.tools.opened_ranges import OpenedRanges, nsys_variables
+from verl_profiling.tools import nsys
+from verl_profiling.tools.nsys import NsysOptions, NsysTool, Ranges, nsys_variables
 
 IDENTITY = WorkerIdentity(role="rollout", rank=0, replica=1)
-
-
-class Launched(NsysLaunch):
-    """Each test starts without ranges, like a new process."""
-
-    def __init__(self, options: NsysOptions, check_device: Callable[[], object]) -> None:
-        super().__init__(options, check_device)
-        self._ranges = OpenedRanges()
-
-    def ranges(self) -> OpenedRanges:
-        return self._ranges
 
 
 class Engine(EngineAdapter):
@@ -72,22 +60,15 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def launch() -> Launched:
-    """How the process was started."""
-    return Launched(NsysOptions(), lambda: None)
-
-
-@pytest.fixture
-def recorder(
-    engine: Engine, launch: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> EngineRecorder:
-    """A recorder in a process that was started for two ranges."""
+def recorder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineRecorder:
+    """A recorder in a process that was started for two ranges, and has opened none."""
+    monkeypatch.setattr(nsys, "_ranges", Ranges())
     (tmp_path / "nsys").mkdir()
     for name, value in nsys_variables(tmp_path / "nsys" / "rollout", 2).items():
         monkeypatch.setenv(name, value)
     config = ProfilingConfig.from_any({"enable": True, "tool": "nsys", "save_path": str(tmp_path)})
 
-    recording = partial(RangeRecording, IDENTITY, RangeTool("nsys", ".nsys-rep", launch))
+    recording = partial(RangeRecording, IDENTITY, NsysTool(NsysOptions()))
     return EngineRecorder(engine, IDENTITY, config.for_role("rollout"), config, recording, RequestLog())
 
 
@@ -145,11 +126,9 @@ async def test_more_windows_than_announced(recorder: EngineRecorder, engine: Eng
     assert engine.calls == ["start", "stop"] * 2
 
 
-async def test_a_range_inside_of_a_range(
-    recorder: EngineRecorder, engine: Engine, launch: Launched, tmp_path: Path
-) -> None:
+async def test_a_range_inside_of_a_range(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
     """A trainer in the same process has one open: a second one would not be seen, and is refused."""
-    launch.ranges().note_opened(tmp_path / "step_000001", "actor_rank0.nsys-rep")
+    nsys.process_ranges().note_opened(tmp_path / "step_000001", "actor_rank0.nsys-rep")
     with pytest.raises(CaptureStateError, match=r"a range is open .*, for actor_rank0\.nsys-rep"):
         await recorder.start(request(tmp_path, 1))
     assert engine.calls == []
@@ -175,11 +154,11 @@ def test_nsys_records_an_engine_alone() -> None:
     """Another tool in an engine's processes is refused by name."""
     config = ProfilingConfig.from_any({"enable": True, "tool": ["nsys", "torch_memory"]})
     with pytest.raises(ConfigError, match=r"roles\.rollout\.tool: .* not with 'torch_memory' too"):
-        engine_tool(config.for_role("rollout"), "vLLM", {"cuda"})
+        engine_tool(config.for_role("rollout"), "vLLM", opens_ranges=True)
 
 
 def test_a_server_that_was_not_started_under_nsys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its set-up fails before training starts, and says how to start it."""
     monkeypatch.delenv("VERL_PROFILING_NSYS_OUTPUT", raising=False)
     with pytest.raises(ToolUnavailableError, match=r"runtime_env=nsys_runtime_env"):
-        OpenedRanges().require()
+        Ranges().require()

@@ -2,8 +2,8 @@
 
 ``install`` puts an ``nsys`` on PATH that starts the program it is given, notes its own arguments,
 and, when the program has ended, writes one report for each range that it opened, named as
-Nsight Systems names them. ``StandInNsysTool`` is the tool with a CUDA profiler that notes its
-calls where that ``nsys`` looks for them.
+Nsight Systems names them. ``StandInNsysTool`` is the tool, which notes its calls of the
+CUDA profiler where that ``nsys`` looks for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling import stage
-from verl_profiling.tools.nsys import CudaProfiler, NsysTool
+from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.workers import CaptureMixin
 
 TOOL = "tests.tools.nsys_stand_in:StandInNsysTool"
@@ -80,27 +80,24 @@ def stand_in_cluster(folder: Path, num_cpus: int) -> Iterator[Path]:
         os.environ["PATH"] = path
 
 
-class _NotedCudaProfiler:
-    def __init__(self) -> None:
-        self._calls = Path(f"{os.environ['VERL_PROFILING_NSYS_OUTPUT']}.{os.getpid()}.cuda-calls")
-
-    def start(self) -> None:
-        self._note("start")
-
-    def stop(self) -> None:
-        self._note("stop")
-
-    def _note(self, call: str) -> None:
-        with self._calls.open("a") as calls:
-            calls.write(call + "\n")
-
-
 class StandInNsysTool(NsysTool):
     """The nsys tool, but for the CUDA profiler."""
 
-    def cuda_profiler(self) -> CudaProfiler:
-        """Return one that only notes its calls."""
-        return _NotedCudaProfiler()
+    def check_device(self) -> None:
+        """Need none."""
+
+    def open_range(self) -> None:
+        """Note the call."""
+        self._note("start")
+
+    def close_range(self) -> None:
+        """Note the call."""
+        self._note("stop")
+
+    def _note(self, call: str) -> None:
+        output = os.environ["VERL_PROFILING_NSYS_OUTPUT"]
+        with Path(f"{output}.{os.getpid()}.cuda-calls").open("a") as calls:
+            calls.write(call + "\n")
 
 
 class Worker(CaptureMixin):

@@ -19,7 +19,7 @@ from pathlib import Path
 import nvtx
 from tests.tools.nsys_stand_in import TOOL
 from verl_profiling import stage
-from verl_profiling.tools.opened_ranges import nsys_variables
+from verl_profiling.tools.nsys import nsys_variables
 from verl_profiling.testing import record_step
 
 folder, mode = Path(sys.argv[1]), sys.argv[2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NoReturn
@@ -13,8 +13,8 @@ from verl_profiling.engines.ascend import RECORDED_OPTIONS
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.config import RoleConfig
 from verl_profiling.settings.rollout import EngineStage, RolloutOptions
-from verl_profiling.tools.launch import Launch
 from verl_profiling.tools.npu import NpuOptions, NpuTool
+from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "EngineTool",
     "EngineTrace",
     "FolderTool",
-    "RangeTool",
     "TraceTool",
     "check_device",
     "engine_tool",
@@ -52,22 +51,7 @@ class FolderTool:
     options: NpuOptions
 
 
-@dataclass(frozen=True)
-class RangeTool:
-    """A tool under which the engine's processes were started; the engine opens ranges for it.
-
-    Attributes:
-        name: Name of the tool.
-        suffix: Suffix of its reports' names.
-        launch: How processes are started under it.
-    """
-
-    name: str
-    suffix: str
-    launch: Launch
-
-
-EngineTool = TraceTool | FolderTool | RangeTool
+EngineTool = TraceTool | FolderTool | NsysTool
 
 
 @dataclass(frozen=True)
@@ -146,13 +130,13 @@ def is_spool(folder: str) -> bool:
     return Path(folder).parent.name == SPOOL_PARENT
 
 
-def engine_tool(role: RoleConfig, engine: str, range_apis: Container[str] = ()) -> EngineTool | None:
+def engine_tool(role: RoleConfig, engine: str, *, opens_ranges: bool = False) -> EngineTool | None:
     """Return the tool that is to record an engine's processes, or ``None``.
 
     Args:
         role: Settings of the server's role.
         engine: Name of the engine.
-        range_apis: APIs by which the engine can open ranges (see ``Launch.range_api``).
+        opens_ranges: Whether the engine can open ranges of Nsight Systems.
 
     Raises:
         ConfigError: The engine does not support that tool, two tools, or one of the options.
@@ -164,8 +148,8 @@ def engine_tool(role: RoleConfig, engine: str, range_apis: Container[str] = ()) 
             continue
         if found is not None:
             raise ConfigError(key, f"{engine} engines record with one tool, not with {tool.name!r} too")
-        if tool.launch is not None and tool.launch.range_api in range_apis:
-            found = RangeTool(tool.name, tool.suffix, tool.launch)
+        if opens_ranges and isinstance(tool, NsysTool):
+            found = tool
         elif isinstance(tool, TorchTool):
             found = TraceTool(tool.options)
         elif isinstance(tool, NpuTool):

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_profiling.capture.session import process_session
 from verl_profiling.devices import engine_devices
-from verl_profiling.engines.base import EngineAdapter, EngineTool, RangeTool, check_device, engine_tool
+from verl_profiling.engines.base import EngineAdapter, EngineTool, check_device, engine_tool
 from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
 from verl_profiling.engines.recorder import EngineRecorder, Recorder
 from verl_profiling.engines.recording import RangeRecording, RecordingMaker, TraceRecording
@@ -17,10 +17,10 @@ from verl_profiling.engines.sglang import SGLangAdapter, manager_of
 from verl_profiling.engines.sglang_requests import watch_manager
 from verl_profiling.engines.vllm import VLLMAdapter, records_in_process
 from verl_profiling.engines.vllm_requests import watch_vllm
-from verl_profiling.engines.vllm_start import RANGE_APIS
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
+from verl_profiling.tools.nsys import NsysTool, process_ranges
 
 __all__ = ["ENGINES", "make_recorder", "node_rank_of"]
 
@@ -74,12 +74,12 @@ def make_recorder(
     adapter: EngineAdapter | None = None
     if package == "vllm" and not records_in_process(engine):
         elsewhere = VLLMAdapter.name
-        if (tool := engine_tool(settings, VLLMAdapter.name, RANGE_APIS)) is not None:
+        if (tool := engine_tool(settings, VLLMAdapter.name, opens_ranges=True)) is not None:
             adapter = VLLMAdapter(engine, config, identity, tool)
     elif package == "sglang":
         elsewhere = SGLangAdapter.name
         tool = engine_tool(settings, SGLangAdapter.name)
-        if tool is not None and not isinstance(tool, RangeTool):
+        if tool is not None and not isinstance(tool, NsysTool):
             adapter = SGLangAdapter(engine, config, identity, tool)
     else:
         _refuse_window(config, settings, identity)
@@ -95,8 +95,8 @@ def make_recorder(
         replica=replica,
     )
     recording: RecordingMaker
-    if isinstance(tool, RangeTool):
-        tool.launch.ranges().require()
+    if isinstance(tool, NsysTool):
+        process_ranges().require()
         recording = partial(RangeRecording, identity, tool)
     else:
         recording = partial(TraceRecording, adapter, identity, tool)

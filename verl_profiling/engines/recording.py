@@ -11,11 +11,12 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.artifacts import expected_artifacts, output_of
-from verl_profiling.engines.base import EngineAdapter, FolderTool, RangeTool, TraceTool
+from verl_profiling.engines.base import EngineAdapter, FolderTool, TraceTool
 from verl_profiling.engines.spool import Spool
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, expected_artifact
 from verl_profiling.tools.base import Output
+from verl_profiling.tools.nsys import NsysTool, process_ranges
 
 __all__ = ["EngineRecording", "RangeRecording", "RecordingMaker", "TraceRecording"]
 
@@ -146,14 +147,14 @@ class RangeRecording(EngineRecording):
     def __init__(
         self,
         identity: WorkerIdentity,
-        tool: RangeTool,
+        tool: NsysTool,
         request: CaptureRequest,
         label: str,
         ranks: Sequence[int],
     ) -> None:
         super().__init__()
         self.tool = tool.name
-        self._ranges = tool.launch.ranges()
+        self._ranges = process_ranges()
         self._ranges.check(identity.name)
         self._request = request
         self.expected = [

@@ -19,7 +19,6 @@ from verl_profiling.engines.base import (
     EngineTool,
     EngineTrace,
     FolderTool,
-    RangeTool,
     new_spool,
 )
 from verl_profiling.engines.death import how_processes_ended
@@ -34,6 +33,7 @@ from verl_profiling.engines.vllm_start import (
 from verl_profiling.errors import CaptureStateError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.tools.nsys import NsysTool
 
 __all__ = ["VLLMAdapter", "records_in_process"]
 
@@ -84,9 +84,9 @@ class VLLMAdapter(EngineAdapter):
         self._takes_window = "max_iterations" in parameters and not self._on_npu
         configured = getattr(vllm_config, "profiler_config", None)
         self.window = recording_window(config.rollout, tool)
-        if isinstance(tool, RangeTool):
+        if isinstance(tool, NsysTool):
             self._delay = 0
-            self._check_configured(configured, tool.launch.range_api, CUDA_VARIABLE)
+            self._check_configured(configured, "cuda", CUDA_VARIABLE)
             self.spool = new_spool(config.local_folder)
         else:
             self._delay = first_iteration(self.window, recorded_options(tool).stack)

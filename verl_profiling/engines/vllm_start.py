@@ -17,7 +17,6 @@ from verl_profiling.engines.ascend import check_vllm_ascend, why_not_counted
 from verl_profiling.engines.base import (
     EngineTool,
     FolderTool,
-    RangeTool,
     TraceTool,
     engine_tool,
     new_spool,
@@ -26,12 +25,12 @@ from verl_profiling.engines.base import (
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.tools.torch_profiler import TorchOptions
 
 __all__ = [
     "CUDA_VARIABLE",
     "DIR_VARIABLE",
-    "RANGE_APIS",
     "check_vllm",
     "cuda_settings",
     "cuda_variables",
@@ -48,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 DIR_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
 CUDA_VARIABLE = "VLLM_TORCH_CUDA_PROFILE"
-RANGE_APIS = frozenset({"cuda"})
 _ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
 
 
@@ -63,13 +61,13 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
         ToolUnavailableError: vLLM is not installed.
     """
     settings = config.for_role(role)
-    tool = engine_tool(settings, "vLLM", RANGE_APIS) if settings.enable else None
+    tool = engine_tool(settings, "vLLM", opens_ranges=True) if settings.enable else None
     if tool is None:
         return {}
     if find_spec("vllm") is None:
         raise ToolUnavailableError("engine_args: vLLM is not installed; pip install 'verl-profiling[vllm]'")
     window = recording_window(config.rollout, tool)
-    if isinstance(tool, RangeTool):
+    if isinstance(tool, NsysTool):
         return _cuda_engine_args(window, role)
     if isinstance(tool, FolderTool):
         check_vllm_ascend()
@@ -179,7 +177,7 @@ def check_vllm(tool: EngineTool, window: RolloutOptions) -> None:
     Raises:
         ConfigError: vLLM cannot record that window, or might open no range.
     """
-    if isinstance(tool, RangeTool) and window.start:
+    if isinstance(tool, NsysTool) and window.start:
         raise ConfigError(
             "rollout.start",
             f"{tool.name} numbers the ranges that were opened, and a rollout may end before this one is; "
@@ -197,7 +195,7 @@ def recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOption
     Raises:
         ConfigError: The installed vLLM cannot record that window, or might open no range.
     """
-    stack = not isinstance(tool, RangeTool) and recorded_options(tool).stack
+    stack = not isinstance(tool, NsysTool) and recorded_options(tool).stack
     check_vllm(tool, rollout)
     engine, newer, counts = f"vLLM {version()}", "vllm>=0.12", _counts_iterations()
     if isinstance(tool, FolderTool) and (why := why_not_counted()):

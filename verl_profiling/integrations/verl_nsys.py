@@ -15,9 +15,9 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.verl_servers import SETTINGS_KEY
 from verl_profiling.integrations.wrapping import wrap
-from verl_profiling.settings import runtime_env
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.runtime_env import worker_runtime_env
+from verl_profiling.tools import nsys
+from verl_profiling.tools.nsys import nsys_runtime_env
 
 __all__ = ["expected_ranges", "hook_vllm_replica", "hook_worker_groups", "start_workers_under_nsys"]
 
@@ -45,7 +45,7 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
             raise ConfigError(
                 key, f"nsys records vLLM engines, not {engine}; set profiling.roles.rollout.tool=torch"
             )
-        found[role] = runtime_env.expected_ranges(chosen, settings.schedule)
+        found[role] = nsys.expected_ranges(chosen, settings.schedule)
     return found
 
 
@@ -59,7 +59,7 @@ def start_workers_under_nsys(settings: ProfilingConfig) -> None:
         ToolUnavailableError: There is no ``nsys`` on this machine.
     """
     global _environment
-    environments = (worker_runtime_env(settings, role=role) for role in _TRAINING)
+    environments = (nsys_runtime_env(settings, role=role) for role in _TRAINING)
     _environment = next(filter(None, environments), {})
 
 
@@ -88,7 +88,7 @@ def hook_vllm_replica(module: Any) -> None:
 def _launching_under_nsys(launch_servers: Callable[..., Any]) -> Callable[..., Any]:
     async def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         settings = (self.config.engine_kwargs or {}).get(SETTINGS_KEY)
-        environment = worker_runtime_env(settings, role=ROLLOUT_ROLE) if settings is not None else {}
+        environment = nsys_runtime_env(settings, role=ROLLOUT_ROLE) if settings is not None else {}
         if environment:
             self.server_class = StartedUnderNsys(self.server_class, environment)
         await launch_servers(self, *args, **kwargs)
@@ -101,7 +101,7 @@ class StartedUnderNsys:
 
     Args:
         actor_class: What ``ray.remote`` made of a class.
-        environment: What :func:`~verl_profiling.settings.runtime_env.worker_runtime_env` returned.
+        environment: What :func:`~verl_profiling.tools.nsys.nsys_runtime_env` returned.
     """
 
     def __init__(self, actor_class: Any, environment: Mapping[str, Any]) -> None:

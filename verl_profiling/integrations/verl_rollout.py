@@ -9,7 +9,7 @@ from verl_profiling.engines.ascend import has_vllm_ascend
 from verl_profiling.engines.base import FolderTool, TraceTool, engine_tool
 from verl_profiling.engines.sglang import SGLangAdapter, check_sglang
 from verl_profiling.engines.vllm import VLLMAdapter
-from verl_profiling.engines.vllm_start import RANGE_APIS, check_vllm, vllm_engine_args
+from verl_profiling.engines.vllm_start import check_vllm, vllm_engine_args
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig
@@ -34,7 +34,7 @@ def check_rollout(config: Any, settings: ProfilingConfig) -> None:
     if why:
         raise ConfigError("actor_rollout_ref.rollout", f"{why}; {_SWITCHED_OFF}")
     engine = _ENGINES[rollout.name]
-    tool = engine_tool(chosen, engine, RANGE_APIS)
+    tool = engine_tool(chosen, engine, opens_ranges=True)
     if tool is None:
         return
     if (device == "npu") != (tool.name == "npu"):
@@ -66,7 +66,7 @@ def check_installed_engine(config: Any, settings: ProfilingConfig) -> str:
     absent = engine if find_spec(engine) is None else ""
     if (
         engine == "vllm"
-        and isinstance(engine_tool(chosen, _ENGINES[engine], RANGE_APIS), FolderTool)
+        and isinstance(engine_tool(chosen, _ENGINES[engine], opens_ranges=True), FolderTool)
         and not has_vllm_ascend()
     ):
         absent = "vllm-ascend"

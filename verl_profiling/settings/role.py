@@ -59,7 +59,7 @@ class RoleConfig:
     @property
     def launched_tool(self) -> Tool | None:
         """The chosen tool that has to start the role's processes, if there is one."""
-        return next((tool for tool in self.tools if tool.launch is not None), None)
+        return next((tool for tool in self.tools if tool.starts_process), None)
 
     def selects(
         self,

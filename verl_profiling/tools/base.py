@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from verl_profiling.identity import artifact_name
 from verl_profiling.manifest import Artifact, expected_artifact
-from verl_profiling.tools.launch import Launch
 
 __all__ = ["Destination", "Footprint", "Marks", "NoOptions", "Output", "Recording", "Tool"]
 
@@ -155,12 +154,14 @@ class Tool(ABC):
         suffix: Suffix of the artifacts' names.
         options_class: A frozen dataclass of the tool's options.
         conflicts: Names of tools that cannot record at the same time in one process.
+        starts_process: Whether it has to start the process that it records, as Nsight Systems does.
     """
 
     name: ClassVar[str]
     suffix: ClassVar[str]
     options_class: ClassVar[type] = NoOptions
     conflicts: ClassVar[frozenset[str]] = frozenset()
+    starts_process: ClassVar[bool] = False
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -169,11 +170,6 @@ class Tool(ABC):
     def any_thread(self) -> bool:
         """Whether a recording may be stopped on another thread than it was started on."""
         return True
-
-    @property
-    def launch(self) -> Launch | None:
-        """How processes are started under this tool; ``None`` for one that starts inside of them."""
-        return None
 
     def footprint_of(self, events: int) -> Footprint | None:
         """Return what a recording of so many events takes; ``None`` where that is not known."""
@@ -196,6 +192,14 @@ class Tool(ABC):
         Raises:
             ToolUnavailableError: The tool cannot work here; the message says what to install.
         """
+
+    def check_machine(self) -> None:
+        """Check, in any process, that the tool can work on this machine; by default :meth:`prepare`.
+
+        Raises:
+            ToolUnavailableError: It cannot; the message says what to install.
+        """
+        self.prepare()
 
     @abstractmethod
     def start(self, destination: Destination) -> Recording:

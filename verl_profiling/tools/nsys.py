@@ -1,51 +1,81 @@
 """The ``nsys`` tool: NVIDIA Nsight Systems, one report per recording.
 
-Nsight Systems has to start the process, and writes its reports at any time until the process ends.
-So recording takes three parts: :func:`nsys_runtime_env` starts the worker under
-it (:mod:`~verl_profiling.tools.nsys_launch`), this tool opens and closes ranges, and
-``verl-profiling collect`` fetches the reports.
+Nsight Systems has to start the process, and writes its reports at any time until the process ends. So
+:func:`nsys_runtime_env` starts the worker under it, the tool opens and closes ranges, each with a line in a
+file beside the reports, and ``verl-profiling collect`` fetches the reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from verl_profiling.errors import ToolUnavailableError
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.identity import ROLLOUT_ROLE, safe_name
 from verl_profiling.manifest import Artifact
-from verl_profiling.settings.runtime_env import worker_runtime_env as nsys_runtime_env
+from verl_profiling.nsys_ranges import NOTES_SUFFIX, NSYS_FOLDER, NsysRange
+from verl_profiling.settings.config import ProfilingConfig, RoleConfig
+from verl_profiling.settings.schedule import Schedule
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
-from verl_profiling.tools.nsys_launch import NsysLaunch, NsysOptions
-from verl_profiling.tools.opened_ranges import process_ranges
 
-__all__ = ["DOMAIN", "CudaProfiler", "NsysOptions", "NsysTool", "nsys_runtime_env"]
+__all__ = [
+    "DOMAIN",
+    "NsysOptions",
+    "NsysTool",
+    "Ranges",
+    "expected_ranges",
+    "nsys_runtime_env",
+    "nsys_variables",
+    "process_ranges",
+]
 
 DOMAIN = "verl_profiling"
 """Domain of the NVTX ranges of stages."""
 
-
-class CudaProfiler(Protocol):
-    """Opens and closes a range."""
-
-    def start(self) -> None:
-        """Open a range."""
-
-    def stop(self) -> None:
-        """Close it."""
+_OUTPUT_VARIABLE = "VERL_PROFILING_NSYS_OUTPUT"
+_RANGES_VARIABLE = "VERL_PROFILING_NSYS_RANGES"
+_OWNED_ARGUMENTS = {"o", "output", "capture-range", "capture-range-end"}
+_MISSING = (
+    "tool 'nsys': there is no nsys on PATH; install NVIDIA Nsight Systems on every node that runs workers "
+    "(package nsight-systems-cli), or record with another tool"
+)
 
 
-class _TorchCudaProfiler:
-    def start(self) -> None:
-        import torch
+@dataclass(frozen=True, kw_only=True)
+class NsysOptions:
+    """Options of the ``nsys`` tool.
 
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
+    Attributes:
+        trace: APIs that are traced.
+        cuda_graph: Record a CUDA graph as one entry, or as one per node (costly).
+        cuda_memory: Trace the use of device memory.
+        sampling: Sample CPU stacks.
+        ranges: Number of ranges that a process will open; by default computed from the schedule and
+            the selected stages.
+        arguments: Further arguments of ``nsys profile``: ``{"gpu-metrics-devices": "all"}``.
+    """
 
-    def stop(self) -> None:
-        import torch
+    trace: tuple[str, ...] = ("cuda", "nvtx", "cublas")
+    cuda_graph: Literal["graph", "node"] = "graph"
+    cuda_memory: bool = False
+    sampling: bool = False
+    ranges: int | None = None
+    arguments: dict[str, str] = field(default_factory=dict)
 
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+    def __post_init__(self) -> None:
+        if self.ranges is not None and self.ranges < 1:
+            raise ConfigError("ranges", f"must be at least 1, is {self.ranges}")
+        if owned := sorted(_OWNED_ARGUMENTS.intersection(self.arguments)):
+            raise ConfigError(f"arguments.{owned[0]}", "is set by the tool itself; remove it")
 
 
 class NsysTool(Tool):
@@ -59,26 +89,24 @@ class NsysTool(Tool):
     suffix: ClassVar[str] = ".nsys-rep"
     options_class: ClassVar[type] = NsysOptions
     conflicts: ClassVar[frozenset[str]] = frozenset({"torch", "npu"})
+    starts_process: ClassVar[bool] = True
     options: NsysOptions
 
-    @property
-    def launch(self) -> NsysLaunch:
-        return NsysLaunch(self.options, self.cuda_profiler)
+    def check_machine(self) -> None:
+        """Check that ``nsys`` runs here, and that there is a CUDA device."""
+        nsys = shutil.which("nsys")
+        if nsys is None:
+            raise ToolUnavailableError(_MISSING)
+        self.check_device()
+        done = subprocess.run([nsys, "--version"], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ToolUnavailableError(f"tool 'nsys': {nsys} does not run: {done.stderr.strip()}")
 
-    def prepare(self) -> None:
-        """Check that this process runs under Nsight Systems, and has a GPU and NVTX."""
-        process_ranges().require()
-        self.cuda_profiler()
-        try:
-            import nvtx  # noqa: F401
-        except ImportError as error:
-            raise ToolUnavailableError("tool 'nsys' shows stages with NVTX: pip install nvtx") from error
-
-    def cuda_profiler(self) -> CudaProfiler:
-        """Return the object that opens and closes ranges.
+    def check_device(self) -> None:
+        """Check that there is a CUDA device.
 
         Raises:
-            ToolUnavailableError: There is no CUDA device.
+            ToolUnavailableError: There is none.
         """
         try:
             import torch
@@ -91,42 +119,60 @@ class NsysTool(Tool):
                 f"tool 'nsys' records CUDA devices, and torch {torch.__version__} sees none; "
                 "record with torch or spans here"
             )
-        return _TorchCudaProfiler()
+
+    def prepare(self) -> None:
+        """Check that this process runs under Nsight Systems, and has a GPU and NVTX."""
+        process_ranges().require()
+        self.check_device()
+        try:
+            import nvtx  # noqa: F401
+        except ImportError as error:
+            raise ToolUnavailableError("tool 'nsys' shows stages with NVTX: pip install nvtx") from error
 
     def start(self, destination: Destination) -> Recording:
         self.prepare()
         process_ranges().check(destination.lane)
-        return _NsysRecording(self.cuda_profiler(), destination)
+        return _NsysRecording(self, destination)
+
+    def open_range(self) -> None:
+        """Make Nsight Systems record."""
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+
+    def close_range(self) -> None:
+        """Make Nsight Systems stop, and write its report."""
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
 
 
 class _NsysRecording(Recording):
-    def __init__(self, profiler: CudaProfiler, destination: Destination) -> None:
+    def __init__(self, tool: NsysTool, destination: Destination) -> None:
         import nvtx
 
-        self._profiler = profiler
+        self._tool = tool
         self._destination = destination
         self._domain = nvtx.get_domain(DOMAIN)
         self._attributes: dict[str, Any] = {}
-        profiler.start()
+        tool.open_range()
         try:
             process_ranges().note_opened(destination.folder, destination.path(NsysTool.suffix).name)
         except OSError:
-            profiler.stop()
+            tool.close_range()
             raise
 
     @property
     def marks(self) -> Marks:
-        return Marks(self._begin_mark, self._end_mark)
+        return Marks(self._begin_mark, self._domain.end_range)
 
     def _begin_mark(self, name: str) -> object:
         attributes = self._attributes.get(name)
         if attributes is None:
             attributes = self._attributes[name] = self._domain.get_event_attributes(message=name)
         return self._domain.start_range(attributes)
-
-    def _end_mark(self, mark: Any) -> object:
-        self._domain.end_range(mark)
-        return None
 
     def stop(self) -> Sequence[Output]:
         return [Output(self._close(keep=True))]
@@ -137,7 +183,202 @@ class _NsysRecording(Recording):
     def _close(self, keep: bool) -> Artifact:
         artifact = self._destination.artifact(NsysTool)
         try:
-            self._profiler.stop()
+            self._tool.close_range()
         finally:
             artifact = process_ranges().note_closed(artifact, self._destination.folder.parent, keep=keep)
         return artifact
+
+
+class Ranges:
+    """The ranges of this process and its children, one at a time, numbered like Nsight Systems does."""
+
+    def __init__(self) -> None:
+        self._opened = 0
+        self._open: NsysRange | None = None
+
+    def require(self) -> None:
+        """Check that this process was started under Nsight Systems.
+
+        Raises:
+            ToolUnavailableError: It was not.
+        """
+        if _OUTPUT_VARIABLE not in os.environ:
+            raise ToolUnavailableError(
+                "tool 'nsys': this process was not started under Nsight Systems; create the worker with "
+                ".options(runtime_env=nsys_runtime_env(config, role=...))"
+            )
+
+    def check(self, who: str) -> None:
+        """Check that Nsight Systems will record another range.
+
+        Raises:
+            CaptureStateError: A range is open, or Nsight Systems does not expect as many.
+        """
+        if self._open is not None:
+            raise CaptureStateError(
+                f"{who}: a range is open in this process, for {self._open.artifact}, and Nsight Systems "
+                "would not see another; stop that capture first"
+            )
+        expected = int(os.environ[_RANGES_VARIABLE])
+        if self._opened >= expected:
+            raise CaptureStateError(
+                f"{who}: range {self._opened + 1}: Nsight Systems was told to expect {expected} and has "
+                "stopped listening; set tools.nsys.ranges to the number that this process opens"
+            )
+
+    def note_opened(self, folder: Path, artifact: str) -> None:
+        """Record that a range was opened just now.
+
+        Args:
+            folder: The step folder that it belongs to.
+            artifact: Name of the artifact that its report becomes.
+
+        Raises:
+            OSError: The record cannot be written.
+        """
+        self._opened += 1
+        root = Path(os.environ[_OUTPUT_VARIABLE]).parent.parent
+        name = str(folder.relative_to(root)) if folder.is_relative_to(root) else folder.name
+        opened = NsysRange(number=self._opened, folder=name, artifact=artifact, begin_ns=clock.now_ns())
+        self._note(opened)
+        self._open = opened
+
+    def note_closed(self, artifact: Artifact, run: Path, *, keep: bool) -> Artifact:
+        """Record that the open range was closed just now; Nsight Systems has yet to write its report.
+
+        Args:
+            artifact: The artifact as expected.
+            run: The run's folder.
+            keep: ``False`` for a warm-up.
+
+        Returns:
+            The artifact, ``pending`` until it is collected.
+
+        Raises:
+            CaptureStateError: No range is open.
+            OSError: The record cannot be written.
+        """
+        if self._open is None:
+            raise CaptureStateError(f"{artifact.path}: no range is open in this process")
+        closed = msgspec.structs.replace(self._open, end_ns=clock.now_ns(), keep=keep)
+        self._open = None
+        self._note(closed)
+        reason = (
+            f"range {closed.number} of this process; nsys writes its report by the end of the process; "
+            f"fetch it with: verl-profiling collect {run}"
+        )
+        return msgspec.structs.replace(artifact, status="pending", reason=reason)
+
+    def _note(self, noted: NsysRange) -> None:
+        """Append a line; the first replaces a file that an earlier process of the same id may have left."""
+        notes = Path(f"{os.environ[_OUTPUT_VARIABLE]}.{os.getpid()}{NOTES_SUFFIX}")
+        with notes.open("wb" if noted.number == 1 and not noted.end_ns else "ab") as file:
+            file.write(msgspec.json.encode(noted) + b"\n")
+
+
+_ranges = Ranges()
+
+
+def process_ranges() -> Ranges:
+    """Return the ranges of this process."""
+    return _ranges
+
+
+def nsys_variables(output: Path, ranges: int) -> dict[str, str]:
+    """Return the environment variables that tell a process how Nsight Systems was started for it.
+
+    Args:
+        output: Stem of its reports' names, without the process id.
+        ranges: Number of ranges that Nsight Systems expects.
+    """
+    return {_OUTPUT_VARIABLE: str(output), _RANGES_VARIABLE: str(ranges)}
+
+
+def nsys_runtime_env(
+    config: ProfilingConfig | Mapping[str, Any] | None, *, role: str, last_step: int | None = None
+) -> dict[str, Any]:
+    """Return the Ray runtime environment that starts a worker under Nsight Systems.
+
+    ``Worker.options(runtime_env=nsys_runtime_env(config, role="actor", last_step=100)).remote(...)``.
+    It is empty for a role that does not record with ``nsys``.
+
+    Args:
+        config: The same settings as the callback's.
+        role: Role of the worker.
+        last_step: Number of the loop's last step; only needed for a schedule without an end.
+
+    Raises:
+        ConfigError: The settings are wrong, or do not say how many ranges there will be.
+        ToolUnavailableError: There is no ``nsys`` on this machine.
+    """
+    settings = ProfilingConfig.from_any(config)
+    chosen = settings.for_role(role)
+    if not chosen.enable or chosen.launched_tool is None:
+        return {}
+    ranges = expected_ranges(chosen, settings.schedule, last_step)
+    if shutil.which("nsys") is None:
+        raise ToolUnavailableError(_MISSING)
+    options: NsysOptions = chosen.launched_tool.options
+    output = settings.local_folder / NSYS_FOLDER / safe_name(role)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return {
+        "nsight": {
+            "t": ",".join(options.trace),
+            "o": _shell_safe(f"{output}.%p"),
+            "cuda-graph-trace": options.cuda_graph,
+            "cuda-memory-usage": str(options.cuda_memory).lower(),
+            "sample": "process-tree" if options.sampling else "none",
+            "capture-range": "cudaProfilerApi",
+            "capture-range-end": f"repeat-shutdown:{ranges}",
+            "kill": "none",
+            "force-overwrite": "true",  # left by an earlier run, whose process had the same id
+            **({"trace-fork-before-exec": "true"} if role == ROLLOUT_ROLE else {}),
+            **options.arguments,
+        },
+        "env_vars": nsys_variables(output, ranges),
+    }
+
+
+def _shell_safe(path: str) -> str:
+    """Escape a path for the shell command of Ray; a quoted path would not count as absolute."""
+    return re.sub(r"([^\w/.%+-])", r"\\\1", path)
+
+
+def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None = None) -> int:
+    """Return how many ranges a worker will open: after that many, Nsight Systems stops listening.
+
+    A rollout engine opens one range per step; in discrete mode one per generation, of which one per
+    step is expected.
+
+    Args:
+        role: Settings of the worker's role.
+        schedule: The schedule.
+        last_step: Number of the loop's last step.
+
+    Raises:
+        ConfigError: The number cannot be computed.
+    """
+    if role.launched_tool is not None and role.launched_tool.options.ranges is not None:
+        given: int = role.launched_tool.options.ranges
+        return given
+    if (last := schedule.last_step(last_step)) is None:
+        raise ConfigError(
+            "schedule",
+            "has no end, so the number of ranges is unknown; pass last_step, or set repeat or steps",
+        )
+    ranges = {step: schedule.step_range(step) for step in range(last + 1)}
+    captures = {step: captured for step, captured in ranges.items() if captured is not None}
+    if role.mode == "e2e":
+        count = len({captured.first for captured in captures.values()})
+    elif role.role == ROLLOUT_ROLE:
+        count = len(captures)
+    elif role.stages is None:
+        raise ConfigError(
+            "select.stages",
+            "must list the stages, so that the number of ranges is known; or set tools.nsys.ranges",
+        )
+    else:
+        count = len(captures) * len(role.stages)
+    if not count:
+        raise ConfigError("schedule", f"captures no step up to step {last}, so nsys would record nothing")
+    return count
