@@ -13,7 +13,7 @@ every reader renders::
 
 A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning that its
 docstring gives. Results are a table of ``benchmarks/results.json``, with where it was measured; ratios are
-those of its rows that are published. Both are made in ``benchmarks/results.py``. Rows are a tuple of named tuples, one column per field. Faults are what
+those of its rows that are published. Rows are a tuple of named tuples, one column per field. Faults are what
 ``make watch-faults`` or ``make watch-judge`` found, with a table of their own.
 With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
 """
@@ -37,7 +37,8 @@ from verl_profiling.settings.typed_values import Size
 from verl_profiling.units import byte_size
 
 DOCS = Path(__file__).parent
-BLOCK = re.compile(r"(<!-- (table|file|results|ratios|rows|faults): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
+KINDS = "table|file|results|ratios|rows|faults"
+BLOCK = re.compile(rf"(<!-- ({KINDS}): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
 ATTRIBUTE = re.compile(r"^    (\w+): (.*)$")
 TYPE_NAMES = {
     bool: "true or false",
