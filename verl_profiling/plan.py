@@ -10,7 +10,6 @@ import msgspec
 
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOverride
-from verl_profiling.settings.limits import Limits
 from verl_profiling.settings.schedule import Action, Schedule
 from verl_profiling.tools import Tool
 
@@ -100,17 +99,10 @@ def plan_of(config: ProfilingConfig, steps: int | None = None) -> Plan:
         more_captures=more,
         warm_ups=warm_ups,
         never=[step for step in schedule.steps or () if steps is not None and step > steps],
-        kept=_kept(config.limits),
+        kept="" if (last := config.limits.keep_last) is None else f"the last {last}",
         cautions=config.cautions(),
         roles=roles,
     )
-
-
-def _kept(limits: Limits) -> str:
-    if limits.keep_last is None:
-        return ""
-    slowest = f", and the {limits.keep_slowest} of the longest steps" if limits.keep_slowest else ""
-    return f"the last {limits.keep_last}{slowest}"
 
 
 def _captures(schedule: Schedule, last: int | None) -> tuple[list[PlannedCapture], list[int], bool]:

@@ -303,7 +303,6 @@ def test_no_file_system_for_a_url_is_said_with_the_remedy(monkeypatch: pytest.Mo
         ({"tool": "nsys"}, "tool: nsys writes when processes have ended"),
         ({"roles": {"critic": {"tool": "nsys"}}}, "roles.critic.tool"),
         ({"limits": {"keep_last": 3}}, "limits.keep_last"),
-        ({"limits": {"total_bytes": "1GB"}}, "limits.total_bytes"),
         ({"remote": {"staging": "here"}}, "remote.staging"),
         ({"remote": {"retry_s": 0}}, "remote.retry_s"),
     ],

@@ -28,24 +28,23 @@ from verl_profiling.settings.limits import Limits
 )
 def test_a_size_is_a_number_or_has_a_unit(written: Any, size: int) -> None:
     """Decimal units, binary ones, and none."""
-    limits = settings(limits={"total_bytes": written}).limits
-    assert limits.total_bytes == size
-    assert type(limits.total_bytes) is int
-    assert Limits(total_bytes=written).total_bytes == size
+    limits = settings(limits={"min_free_bytes": written}).limits
+    assert limits.min_free_bytes == size
+    assert type(limits.min_free_bytes) is int
+    assert Limits(min_free_bytes=written).min_free_bytes == size
 
 
 @pytest.mark.parametrize(
     ("limits", "key", "part"),
     [
-        ({"total_bytes": "much"}, "limits.total_bytes", "'much' is not a size"),
-        ({"total_bytes": "-1GB"}, "limits.total_bytes", "is not a size"),
-        ({"total_bytes": 1.5}, "limits.total_bytes", "Expected `int"),
-        ({"total_bytes": True}, "limits.total_bytes", "Expected `int"),
-        ({"total_bytes": 0}, "limits.total_bytes", "must be at least 1, is 0"),
+        ({"min_free_bytes": "much"}, "limits.min_free_bytes", "'much' is not a size"),
+        ({"min_free_bytes": "-1GB"}, "limits.min_free_bytes", "is not a size"),
+        ({"min_free_bytes": 1.5}, "limits.min_free_bytes", "Expected `int"),
+        ({"min_free_bytes": True}, "limits.min_free_bytes", "Expected `int"),
         ({"min_free_bytes": -1}, "limits.min_free_bytes", "must be at least 0, is -1"),
         ({"min_free_bytes": None}, "limits.min_free_bytes", "Expected `int`"),
         ({"keep_last": 0}, "limits.keep_last", "must be at least 1, is 0"),
-        ({"keep_slowest": 2}, "limits.keep_slowest", "needs limits.keep_last"),
+        ({"memory_share": 0}, "limits.memory_share", "must be greater than 0 and at most 1, is 0"),
         ({"keep": 2}, "limits.keep", "unknown key"),
     ],
 )
@@ -57,12 +56,11 @@ def test_a_wrong_limit_names_its_key(limits: dict[str, Any], key: str, part: str
     assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("limits", [{"keep_last": 2}, {"total_bytes": "1GB"}])
-def test_a_store_behind_a_url_is_not_counted(limits: dict[str, Any]) -> None:
+def test_a_store_behind_a_url_is_not_counted() -> None:
     """What lies there is not listed or removed, so such a limit is refused."""
     with pytest.raises(ConfigError, match="counts files of a folder, and save_path is a URL") as caught:
-        settings(save_path="memory://bucket/run", limits=limits)
-    assert caught.value.key == f"limits.{next(iter(limits))}"
+        settings(save_path="memory://bucket/run", limits={"keep_last": 2})
+    assert caught.value.key == "limits.keep_last"
 
 
 def test_the_room_of_a_folder_that_does_not_exist_is_that_of_its_parent(tmp_path: Path) -> None:

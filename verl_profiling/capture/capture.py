@@ -11,14 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verl_profiling import clock
-from verl_profiling.capture.artifact_size import ByteBudget
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.cost import CostMeter
-from verl_profiling.capture.early_end import RunningTool
 from verl_profiling.capture.ledger import ArtifactLedger
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.prediction import Predictions
-from verl_profiling.capture.recording_thread import HeldLock, OwnerAbsentError, OwnerThread, on_main_thread
+from verl_profiling.capture.recording_thread import OwnerAbsentError, OwnerThread
 from verl_profiling.capture.running_tools import RunningTools
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.capture.states import TRANSITIONS, Event, State, StateMachine
@@ -50,7 +47,6 @@ class Capture:
         identity: The worker.
         finisher: Does the background work on artifacts.
         done: Called with the final status of an artifact that was finished in the background.
-        predictions: What earlier captures of this process took.
         handover_s: How long a stop on another thread waits for the thread that owns the recording, in
             seconds.
     """
@@ -62,7 +58,6 @@ class Capture:
         identity: WorkerIdentity,
         finisher: Finisher,
         done: Callable[[Artifact], object],
-        predictions: Predictions,
         handover_s: float = HANDOVER_S,
     ) -> None:
         self.request = request
@@ -75,14 +70,13 @@ class Capture:
         self._whole = role.mode == "e2e" or request.stage is not None
         self._spans = SpanLog()
         self._spans.long_stage_ended = self._stage_ended
-        self._lock = HeldLock()
+        self._lock = threading.RLock()
         self._recorded: OpenSpan | None = None
         self._owner = OwnerThread()
-        self._ledger = ArtifactLedger(request, finisher, ByteBudget(role.limits, request), done)
+        self._ledger = ArtifactLedger(request, finisher, done)
         self._stages: list[StageSpan] = []
         self._occurrences: Counter[str] = Counter()
         self._skipped: set[str] = set()
-        self._ending: Callable[[], None] | None = None
         self._anchors = [clock.read_anchor()]
         self._cost = CostMeter()
         self._unrecorded = unrecorded_trajectories()
@@ -92,11 +86,9 @@ class Capture:
             role,
             identity,
             ledger=self._ledger,
-            predictions=predictions,
             cost=self._cost,
             spans=self._spans,
             lock=self._lock,
-            ask_to_end=self._ask_to_end,
         )
 
     @property
@@ -128,7 +120,6 @@ class Capture:
 
     def close(self) -> CaptureResult:
         """Stop recording and return the result, of which the tools' errors are a part."""
-        self._tools.guard.end()
         try:
             self._on_owner_thread(self._stop_for_good)
         except CaptureStateError as error:
@@ -140,25 +131,7 @@ class Capture:
         """Note that a mini-batch is done."""
         self._owner.serve()
         self._tools.step()
-
-    def _ask_to_end(self, running: RunningTool) -> None:
-        """Let a thread end a recording that is not inside of an operator: the main one, or at a stage's end.
-
-        To stop torch while another thread is inside of one has ended the process.
-        """
-
-        def end() -> None:
-            if running not in self._tools.running or self._lock.held_here:
-                return
-            if reason := self._tools.guard.overrun(running):
-                self._tools.end_early(running, reason)
-
-        if not running.tool.any_thread:
-            self._owner.ask(end)
-            return
-        self._ending = end
-        if self._owner.is_main and not self._spans.open_elsewhere(threading.main_thread()):
-            on_main_thread(end)
+        self._end_what_is_too_large()
 
     def begin(self, name: str) -> None:
         """Begin a stage; in discrete mode, start the tools for it."""
@@ -247,10 +220,13 @@ class Capture:
             self._tools.stop()
 
     def _stage_ended(self, stage: str) -> None:
-        ending, self._ending = self._ending, None
-        if ending is not None:
-            ending()
+        if self._whole:  # else the recording ends now anyway
+            self._end_what_is_too_large()
         self._tools.metrics[f"stage/{stage}/process_peak_rss_bytes"] = float(process_peak_bytes())
+
+    def _end_what_is_too_large(self) -> None:
+        if self._may_stop_here():
+            self._tools.end_what_is_too_large()
 
     def _give_up(self, reason: str) -> None:
         """Discard recordings that cannot be stopped properly, so that the process can record again."""
@@ -312,7 +288,7 @@ class Capture:
             reason=reason,
             artifacts=artifacts,
             stages=stages,
-            notes=[*self.notes, *self._tools.notes, *self._spans.notes(), *self._trajectory_notes()],
+            notes=[*self.notes, *self._spans.notes(), *self._trajectory_notes()],
             metrics=self._tools.metrics,
             anchors=self._anchors,
             cost=self._cost.cost(),

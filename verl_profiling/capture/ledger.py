@@ -8,7 +8,6 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.afterwards.uploads import Finish, uploaded
-from verl_profiling.capture.artifact_size import ByteBudget
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.manifest import Artifact
@@ -23,7 +22,6 @@ class ArtifactLedger:
     Args:
         request: The capture.
         finisher: Does the background work on artifacts.
-        budget: What they may take of the disk.
         done: Called with an artifact that a stage has left, and with the final status of what is finished
             in the background.
     """
@@ -32,13 +30,11 @@ class ArtifactLedger:
         self,
         request: CaptureRequest,
         finisher: Finisher,
-        budget: ByteBudget,
         done: Callable[[Artifact], object],
     ) -> None:
         self._request = request
         self._finisher = finisher
         self._done = done
-        self._budget = budget
         self._entries: dict[str, Artifact] = {}
 
     def artifacts(self) -> list[Artifact]:
@@ -67,7 +63,7 @@ class ArtifactLedger:
             truncated: Why it stopped before its time.
         """
         for output in outputs:
-            written, finish = uploaded(self._budget.bound(output), self._request.folder, self._request.upload)
+            written, finish = uploaded(output, self._request.folder, self._request.upload)
             expected = next(
                 (
                     known

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.cost import CostMeter
-from verl_profiling.capture.early_end import Guard, RunningTool
 from verl_profiling.capture.ledger import ArtifactLedger
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.prediction import Measured, Predictions
-from verl_profiling.capture.recording_thread import HeldLock
 from verl_profiling.capture.stage import SpanLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import RoleConfig
-from verl_profiling.tools import Destination, Tool
+from verl_profiling.tools import Destination, Recording, Tool
+from verl_profiling.tools.process_memory import memory_overrun
 
 __all__ = ["RunningTools"]
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+
+
+class RunningTool(NamedTuple):
+    """A tool that records."""
+
+    tool: Tool
+    recording: Recording
+    destination: Destination
 
 
 class RunningTools:
@@ -32,9 +40,7 @@ class RunningTools:
 
     Attributes:
         running: Those that record now.
-        guard: Watches what they take.
         metrics: What they counted; of several recordings, the largest.
-        notes: What was narrowed because of the limits.
         truncated: Why a recording was ended before its time; empty if none was.
 
     Args:
@@ -42,11 +48,9 @@ class RunningTools:
         role: The worker's settings.
         identity: The worker.
         ledger: Keeps what they write.
-        predictions: What earlier captures of this process took.
         cost: Measures their starts and stops.
         spans: Shows stages in what they record.
         lock: Held while any of them is started or stopped.
-        ask_to_end: Lets one be ended on a thread that may do so; see :class:`Guard`.
     """
 
     def __init__(
@@ -56,25 +60,18 @@ class RunningTools:
         identity: WorkerIdentity,
         *,
         ledger: ArtifactLedger,
-        predictions: Predictions,
         cost: CostMeter,
         spans: SpanLog,
-        lock: HeldLock,
-        ask_to_end: Callable[[RunningTool], None],
+        lock: threading.RLock,
     ) -> None:
         self.running: list[RunningTool] = []
         self.metrics: dict[str, float] = {}
-        self.notes: list[str] = []
         self.truncated = ""
-        self.guard = Guard(
-            role.limits, request.workers, lambda: list(self.running), self.end_early, ask_to_end
-        )
+        self._looked_s = 0.0
         self._request = request
         self._role = role
         self._identity = identity
         self._ledger = ledger
-        self._predictions = predictions
-        self._measured: list[Measured] = []
         self._cost = cost
         self._spans = spans
         self._lock = lock
@@ -93,8 +90,14 @@ class RunningTools:
         destination = self._destination(stage, occurrence)
         with self._cost.starting(stage), self._lock:
             for tool in self._role.tools:
-                tool, refusal = self._fitting(tool, destination)
-                if refusal:
+                if (
+                    tool.suffix
+                    and self._request.keep
+                    and (refusal := self._role.limits.no_room(destination.folder))
+                ):
+                    logger.warning(
+                        "%s: step %d: %s: %s", self._identity, self._request.step, tool.name, refusal
+                    )
                     self._ledger.skip(tool, destination, refusal)
                     continue
                 self._ledger.expect(tool, destination)
@@ -108,12 +111,8 @@ class RunningTools:
                             reason = f"not recorded, because tool {tool.name} failed to start beside it"
                             self._ledger.fail(other, destination, reason)
                     raise
-                measured = self._predictions.begin(tool, self._identity.role, stage)
-                self._measured.append(measured)
-                self.running.append(RunningTool(tool, recording, destination, measured))
+                self.running.append(RunningTool(tool, recording, destination))
             self._mark_spans()
-            if self._request.keep:
-                self.guard.begin()
             self._ledger.begin(stage)
 
     def skip(self, stage: str, occurrence: int, reason: str) -> None:
@@ -129,30 +128,40 @@ class RunningTools:
                     running.recording.step()
                 except Exception:
                     logger.exception("%s: tool %s failed in step()", self._identity, running.tool.name)
-        self.guard.mini_batch()
 
-    def end_early(self, running: RunningTool, reason: str) -> None:
-        """Stop one of them because of the limits; stages are noted as before, and other tools go on."""
-        begin = time.perf_counter()
+    def end_what_is_too_large(self) -> None:
+        """Stop tools whose recording could not be written otherwise: :attr:`Limits.memory_share`.
+
+        Stages are noted as before, and other tools go on.
+        """
+        now_s = time.monotonic()
+        if not self._request.keep or now_s < self._looked_s + _LOOK_S:
+            return
+        self._looked_s = now_s
         with self._lock:
-            if running not in self.running:
-                return
-            logger.warning("%s: step %d: recording ends: %s", self._identity, self._request.step, reason)
-            self.running.remove(running)
-            self._spans.stop_marking()
-            self.truncated = reason
-            with self._cost.stopping(running.destination.stage):
-                self._stop(running, reason)
-            self._mark_spans()
-        running.measured.stopping_s = time.perf_counter() - begin
+            for running in list(self.running):
+                if reason := self._overrun(running.recording):
+                    step = self._request.step
+                    logger.warning("%s: step %d: recording ends: %s", self._identity, step, reason)
+                    self.running.remove(running)
+                    self._spans.stop_marking()
+                    self.truncated = reason
+                    with self._cost.stopping(running.destination.stage):
+                        self._stop(running, reason)
+                    self._mark_spans()
+
+    def _overrun(self, recording: Recording) -> str:
+        try:
+            needed = recording.bytes_to_stop()
+        except Exception:
+            logger.exception("%s: a tool does not say how much memory it takes to stop", self._identity)
+            return ""
+        return memory_overrun(needed, self._role.limits.memory_share, self._request.workers) if needed else ""
 
     def stop(self) -> None:
         """Stop all of them; an error of one is its artifact's."""
         with self._lock:
             stopping, self.running = self.running, []
-            for measured in self._measured:
-                measured.until_ns, measured.mini_batches = clock.now_ns(), self.guard.mini_batches
-            self._measured = []
             if stopping:
                 with self._cost.stopping(stopping[0].destination.stage):
                     for running in stopping:
@@ -160,17 +169,17 @@ class RunningTools:
 
     def give_up(self, reason: str) -> None:
         """Discard recordings that cannot be stopped properly, so that the process can record again."""
-        for tool, _, destination, _ in self.running:
+        for tool, _, destination in self.running:
             self._ledger.fail(tool, destination, reason)
         self._discard()
 
     def _stop(self, running: RunningTool, truncated: str = "") -> None:
         """Stop one; ``truncated`` says why it ends before its time."""
-        tool, recording, destination, measured = running
-        end_ns = measured.end_ns = clock.now_ns()
+        tool, recording, destination = running
+        end_ns = clock.now_ns()
         try:
             if self._request.keep:
-                outputs = [measured.counting(output) for output in recording.stop()]
+                outputs = recording.stop()
                 self._cost.export_s += sum(output.export_s for output in outputs)
                 self._ledger.keep(outputs, end_ns, truncated)
                 for name, value in recording.metrics().items():
@@ -188,24 +197,6 @@ class RunningTools:
                 running.recording.discard()
             except Exception:
                 logger.exception("%s: tool %s cannot be stopped", self._identity, running.tool.name)
-
-    def _fitting(self, tool: Tool, destination: Destination) -> tuple[Tool, str]:
-        """Return a tool, narrowed if the limits demand it, and why it must not record at all."""
-        if not (tool.suffix and self._request.keep):
-            return tool, ""
-        words, refusal = "", self._role.limits.no_room(destination.folder)
-        if not refusal:
-            tool, words, refusal = self._predictions.fit(
-                *(tool, self._identity.role, destination.stage),
-                lambda footprint: self.guard.exceeds(footprint, destination.folder),
-            )
-        if words:
-            self.notes.append(f"{destination.path(tool.suffix).name}: {words}")
-        if words or refusal:
-            logger.warning(
-                "%s: step %d: %s: %s", self._identity, self._request.step, tool.name, words or refusal
-            )
-        return tool, refusal
 
     def _mark_spans(self) -> None:
         """Show stages in the artifacts of the tools that can."""

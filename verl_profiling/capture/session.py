@@ -22,7 +22,6 @@ from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.capture import HANDOVER_S, Capture
 from verl_profiling.capture.messages import Aim, CaptureRequest, StartReply, StartStatus, StopReply
-from verl_profiling.capture.prediction import Predictions
 from verl_profiling.capture.replies import (
     cannot_be_had,
     not_set_up,
@@ -78,7 +77,6 @@ class Session:
         self._lock = threading.RLock()
         self._finisher = Finisher()
         self._hooks = FinishHooks({})
-        self._predictions = Predictions()
         self._finish_s = 0.0
         self._said_nothing_to_stop = False
         self._handover_s = HANDOVER_S
@@ -171,9 +169,7 @@ class Session:
                 except ToolUnavailableError as error:
                     return self._reply(identity, "refused", received_ns, reason=cannot_be_had(request, error))
             file = self._file.opened(request, role, identity)
-            capture = Capture(
-                request, role, identity, self._finisher, file.finished, self._predictions, self._handover_s
-            )
+            capture = Capture(request, role, identity, self._finisher, file.finished, self._handover_s)
             expected = capture.open()
             self._capture, self._file = capture, file
             termination.hold()

@@ -282,10 +282,6 @@ class SpanLog:
         self._marks_failed = f"a tool could not show a stage in its artifact and shows no others: {problem}"
         logger.error("%s", self._marks_failed)
 
-    def open_elsewhere(self, thread: threading.Thread) -> bool:
-        """Return whether a stage is open on another thread."""
-        return any(not span.end_ns and span.thread != thread.ident for span in self._spans)
-
     def stop_marking(self) -> None:
         """End the open marks of this thread; those of other threads stay open."""
         here, end_mark = get_ident(), self.end_mark

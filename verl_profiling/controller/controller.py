@@ -71,7 +71,7 @@ class Controller:
         self.last_folder: Path | None = None
         self._folders = StepFolders(config)
         self._owing: set[Worker] = set()
-        self._retention = Retention(config.limits)
+        self._retention = Retention(config.limits.keep_last)
         self._refused: tuple[int, str] | None = None
         self._scheduled = config.schedule.action
         self.decisions = Decisions(config.schedule)
@@ -432,7 +432,7 @@ class Controller:
         if leads(self.config, self._roster.targets):
             self._put_end_on_record()
         yield Waiting(self._folders.drain, finish_s)
-        self._retention.wait(finish_s)
+        yield Waiting(lambda _: self._retention.end(), finish_s)
         self._hooks.train_ends()
         yield Waiting(self._hooks.drain, self._hooks.longest_s)
         self._folders.leave()
@@ -571,7 +571,7 @@ class Controller:
 
     def _refuses(self, step: int) -> str:
         """Return why the limits leave no room for a capture; said when it begins to be so."""
-        why = self._retention.refusal(self._folders.run)
+        why = self.config.limits.no_room(self._folders.run.path)
         before, self._refused = self._refused, None
         if why:
             self._refused = (step if before is None else before[0], why)
@@ -584,7 +584,7 @@ class Controller:
 
     def _write(self, live: OpenCapture, manifest: Manifest) -> None:
         """Write a manifest, and remove the captures that it takes the place of."""
-        leaving, notes = self._retention.take(self._folders.run, live.folder, manifest)
+        leaving, notes = self._retention.take(self._folders.run.run_id, live.folder)
         with live.outside.during("write"):
             notes = [*manifest.notes, *notes]
             self._folders.write(

@@ -18,7 +18,6 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.afterwards.uploads import uploaded
-from verl_profiling.capture.artifact_size import ByteBudget
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.cost import CostMeter
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
@@ -302,9 +301,8 @@ class EngineRecorder(Recorder):
             logger.error("%s: step %d: %s", self._identity, request.step, error)
             capture.recording.drop()
             return _failed(capture, f"{self._engine.name} recorded it, but it cannot be moved: {error}")
-        budget = ByteBudget(capture.role.limits, request, len(outputs))
         for output in outputs:
-            artifact, finish = uploaded(budget.bound(output), request.folder, request.upload)
+            artifact, finish = uploaded(output, request.folder, request.upload)
             artifacts.append(artifact)
             if finish is not None:
                 self._finisher.submit(request.capture_id, artifact, finish, capture.file.finished)

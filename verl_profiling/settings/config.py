@@ -131,9 +131,8 @@ class ProfilingConfig:
             check_url(self.save_path)
         except ToolUnavailableError as error:
             raise ConfigError("save_path", str(error)) from error
-        for name in ("total_bytes", "keep_last"):
-            if getattr(self.limits, name) is not None:
-                raise ConfigError(f"limits.{name}", "counts files of a folder, and save_path is a URL")
+        if self.limits.keep_last is not None:
+            raise ConfigError("limits.keep_last", "counts files of a folder, and save_path is a URL")
         for role in ("", *self.roles):
             if (tool := self.for_role(role).launched_tool) is not None:
                 key = f"roles.{role}.tool" if role else "tool"

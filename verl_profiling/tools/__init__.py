@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from verl_profiling.tools.base import Destination, Footprint, Marks, NoOptions, Output, Recording, Tool
+from verl_profiling.tools.base import Destination, Marks, NoOptions, Output, Recording, Tool
 
-__all__ = ["TOOLS", "Destination", "Footprint", "Marks", "NoOptions", "Output", "Recording", "Tool"]
+__all__ = ["TOOLS", "Destination", "Marks", "NoOptions", "Output", "Recording", "Tool"]
 
 TOOLS = {
     "torch": "verl_profiling.tools.torch_profiler:TorchTool",

@@ -8,15 +8,15 @@ needs locks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from verl_profiling.identity import artifact_name
 from verl_profiling.manifest import Artifact, expected_artifact
 
-__all__ = ["Destination", "Footprint", "Marks", "NoOptions", "Output", "Recording", "Tool"]
+__all__ = ["Destination", "Marks", "NoOptions", "Output", "Recording", "Tool"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,30 +67,6 @@ class Output:
     export_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """What a recording takes, as estimated while it grows.
-
-    Attributes:
-        events: Number of events so far.
-        held_bytes: Memory that it holds now.
-        stop_bytes: Memory that it will hold at most while it is stopped and written.
-        disk_bytes: What it will take on disk while it is written, before it is compressed.
-    """
-
-    events: int
-    held_bytes: int
-    stop_bytes: int
-    disk_bytes: int
-
-    def scaled(self, factor: float) -> Footprint:
-        """Return the footprint of a recording that is larger by a factor."""
-        return Footprint(*(int(value * factor) for value in astuple(self)))
-
-    def __str__(self) -> str:
-        return f"about {self.events:,} events"
-
-
 class Marks(NamedTuple):
     """How a recording shows stages inside its artifact.
 
@@ -117,11 +93,11 @@ class Recording(ABC):
     def step(self) -> None:
         """Note that one mini-batch is done."""
 
-    def footprint(self) -> Footprint | None:
-        """Return what the recording takes by now; ``None`` for one that does not grow, or is not known to.
+    def bytes_to_stop(self) -> int | None:
+        """Return how much more memory it would take to stop and write now; ``None`` where nobody knows.
 
-        Called every fifth of a second, on another thread. Where it exceeds the limits, the recording is
-        stopped before its time, and its artifact is ``truncated``.
+        Asked at the end of stages and mini-batches. Where it exceeds ``limits.memory_share``, the recording
+        is stopped there, and its artifact is ``truncated``.
         """
         return None
 
@@ -170,21 +146,6 @@ class Tool(ABC):
     def any_thread(self) -> bool:
         """Whether a recording may be stopped on another thread than it was started on."""
         return True
-
-    def footprint_of(self, events: int) -> Footprint | None:
-        """Return what a recording of so many events takes; ``None`` where that is not known."""
-        return None
-
-    def narrowed(self, mini_batches: int) -> Iterator[tuple[Tool, float, str]]:
-        """Yield this tool with options that record less, each less than the one before.
-
-        Args:
-            mini_batches: How many mini-batches the worker counted; 0 if it counts none.
-
-        Yields:
-            The tool, the share of the events that are left, and its options in words.
-        """
-        yield from ()
 
     def prepare(self) -> None:
         """Do slow work once, before the first capture: imports, checks.

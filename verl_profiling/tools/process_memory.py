@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Growth", "available_bytes", "give_back", "own_bytes"]
+from verl_profiling.units import byte_size
 
-logger = logging.getLogger(__name__)
+__all__ = ["available_bytes", "memory_overrun", "own_bytes"]
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_USUAL_WORKERS_OF_A_HOST = 8
 
 
 def own_bytes(root: str | Path = "") -> int | None:
@@ -30,51 +28,26 @@ def own_bytes(root: str | Path = "") -> int | None:
     return (int(resident) - int(shared)) * _PAGE_BYTES
 
 
-class _Mallinfo2(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
+def memory_overrun(needed: int, share: float, workers: int) -> str:
+    """Return why a recording has to end that needs so many bytes to be written; empty if it may go on.
 
-
-class Growth:
-    """How much more memory this process uses than when the object was made.
-
-    What the allocator had in reserve may be used up without the process growing, so glibc is asked for what
-    is in use, too. It walks over all that is free, which may take milliseconds: at most a thirtieth of the
-    time goes into that.
+    Args:
+        needed: The bytes, beyond those that it holds.
+        share: Share of the available memory that the recordings of a host may take.
+        workers: How many workers are captured in all; a launcher may say how many of them are here.
     """
-
-    def __init__(self) -> None:
-        self._next_s = 0.0
-        self._in_use = 0
-        self._own_first = own_bytes()
-        self._in_use_first = self._heap_bytes()
-
-    def bytes(self) -> int | None:
-        """Return it; ``None`` where the system does not tell."""
-        own = own_bytes()
-        if own is None or self._own_first is None:
-            return None
-        return max(0, own - self._own_first, self._heap_bytes() - self._in_use_first)
-
-    def _heap_bytes(self) -> int:
-        """Return what glibc has handed out; 0 with another allocator, or before glibc 2.33."""
-        if time.monotonic() >= self._next_s:
-            begin_s = time.thread_time()
-            try:
-                mallinfo2 = ctypes.CDLL(None).mallinfo2
-            except (AttributeError, OSError):
-                self._next_s = float("inf")
-                return 0
-            mallinfo2.restype = _Mallinfo2
-            found = mallinfo2()
-            self._in_use = found.uordblks + found.hblkhd
-            self._next_s = time.monotonic() + 30 * (time.thread_time() - begin_s)
-        return self._in_use
+    available = available_bytes()
+    if available is None:
+        return ""
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("RAY_LOCAL_WORLD_SIZE") or ""
+    here = int(local) if local.isdecimal() else min(workers, _USUAL_WORKERS_OF_A_HOST)
+    if needed <= share * available / max(1, here):
+        return ""
+    divided = f", divided by {here} workers," if here > 1 else ""
+    return (
+        f"writing it takes about {byte_size(needed)} more memory, and limits.memory_share={share:g} of "
+        f"{byte_size(available)}{divided} is less"
+    )
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -83,18 +56,12 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: Where ``/proc`` and ``/sys`` are.
     """
-    found = [*_of_machine(root), *_of_cgroups(root)]
-    return min(found) if found else None
-
-
-def _of_machine(root: Path) -> Iterator[int]:
+    found = list(_of_cgroups(root))
     try:
-        lines = (root / "proc/meminfo").read_bytes().splitlines()
+        found += [size * 1024 for size in [_statistic(root / "proc/meminfo", "MemAvailable:")] if size]
     except OSError:
-        return
-    for line in lines:
-        if line.startswith(b"MemAvailable:"):
-            yield int(line.split()[1]) * 1024
+        pass
+    return min(found, default=None)
 
 
 def _of_cgroups(root: Path) -> Iterator[int]:
@@ -114,7 +81,7 @@ def _of_cgroups(root: Path) -> Iterator[int]:
             continue
         base = root / "sys/fs/cgroup" / top
         own = base / path.lstrip("/")
-        for folder in dict.fromkeys((own, *own.parents)):
+        for folder in (own, *own.parents):
             if folder.is_relative_to(base):
                 try:
                     most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
@@ -125,24 +92,7 @@ def _of_cgroups(root: Path) -> Iterator[int]:
 
 def _statistic(path: Path, name: str) -> int:
     for line in path.read_text().splitlines():
-        key, _, value = line.partition(" ")
+        key, value, *_ = line.split()
         if key == name:
             return int(value)
     return 0
-
-
-def give_back() -> int:
-    """Return freed memory to the system, which glibc would keep; return how many bytes that was.
-
-    It takes a fifth of a second for a gigabyte, so call it in the background, and only after much was freed.
-    """
-    before = own_bytes()
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):  # not glibc
-        return 0
-    trim(0)
-    after = own_bytes()
-    given = max(0, before - after) if before is not None and after is not None else 0
-    logger.info("%d MB of memory were given back to the system", given // 1_000_000)
-    return given

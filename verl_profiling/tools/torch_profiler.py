@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,15 +15,13 @@ import msgspec
 from verl_profiling.devices import used_devices
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
-from verl_profiling.tools.base import Destination, Footprint, Marks, Output, Recording, Tool
-from verl_profiling.tools.process_memory import Growth, give_back
+from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
+from verl_profiling.tools.process_memory import own_bytes
 from verl_profiling.tools.trace_file import CUDA, output_of_raw_trace
 
 __all__ = ["MiniBatchWindow", "TorchOptions", "TorchTool"]
 
 _KINETO_TEXT = {'"': "'", "\\": "/"}
-_EVENTS_WITH_STACKS = 3
-_LARGE_BYTES = 64 << 20
 _INSTALL = "install it with: pip install 'verl-profiling[train]'"
 
 
@@ -78,24 +76,15 @@ class TorchOptions:
             raise ConfigError("activities", "is empty; leave it out to record all that this machine has")
 
 
-@dataclass(frozen=True)
-class _EventSize:
-    """Bytes of an event: in memory while it is recorded, at the stop, and in the raw JSON on disk.
+def _event_bytes(options: TorchOptions) -> tuple[int, int]:
+    """Return the bytes of an event in memory while it is recorded, and at the stop.
 
-    Measured with torch 2.13 on a CPU (docs/performance.md); the memory's growth divided by the first is the
-    number of events. Devices' events are not measured.
+    Measured with torch 2.13 on a CPU (docs/performance.md). Devices' events are not measured.
     """
-
-    recorded: int
-    stopped: int
-    written: int
-
-    @classmethod
-    def of(cls, options: TorchOptions) -> _EventSize:
-        shapes = options.shapes or options.flops
-        if options.stack or options.memory:
-            return cls(160, 2360, 330) if shapes else cls(93, 1630, 330)
-        return cls(407, 2950, 430) if shapes else cls(205, 1400, 290)
+    shapes = options.shapes or options.flops
+    if options.stack or options.memory:
+        return (160, 2360) if shapes else (93, 1630)
+    return (407, 2950) if shapes else (205, 1400)
 
 
 class TorchTool(Tool):
@@ -117,27 +106,6 @@ class TorchTool(Tool):
     @property
     def any_thread(self) -> bool:
         return not self.options.memory and "profile_all_threads" in _experimental_options()
-
-    def footprint_of(self, events: int) -> Footprint:
-        size = _EventSize.of(self.options)
-        return Footprint(events, 0, events * size.stopped, events * size.written)
-
-    def narrowed(self, mini_batches: int) -> Iterator[tuple[TorchTool, float, str]]:
-        options, share, words = self.options, 1.0, ""
-        window = options.mini_batches
-        counted = most = mini_batches if window is None else min(mini_batches, window.active)
-        while counted > 1:
-            counted //= 2
-            share, words = counted / most, f"{counted} of {most} mini-batches"
-            options = replace(options, mini_batches=replace(window or MiniBatchWindow(), active=counted))
-            yield TorchTool(options), share, words
-        if options.stack:
-            options, share = replace(options, stack=False), share / _EVENTS_WITH_STACKS
-            words = ", ".join(filter(None, (words, "no stacks")))
-            yield TorchTool(options), share, words
-        if options.shapes or options.flops:
-            options = replace(options, shapes=False, flops=False)
-            yield TorchTool(options), share, ", ".join(filter(None, (words, "no shapes")))
 
     def prepare(self) -> None:
         """Import what the first start of a profiler would import, which takes seconds."""
@@ -241,11 +209,9 @@ class _TorchRecording(Recording):
         self._mini_batches = 0
         self._shown = _ShownNames()
         self._other = _OtherProfiler()
-        self._event_size = _EventSize.of(options)
         self._on_accelerator = activities != [torch.profiler.ProfilerActivity.CPU]
         profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
-        self._whole_growth = Growth()
-        self._growth: Growth | None = self._whole_growth
+        self._own_bytes = own_bytes()
         profiler.start()
         self._other.watch()
 
@@ -269,20 +235,16 @@ class _TorchRecording(Recording):
     def step(self) -> None:
         self._mini_batches += 1
         if self._options.mini_batches is not None:
-            growth, self._growth = self._growth, None  # a step may copy all events
-            self._other.unwatch()  # and start ours, after its wait
+            self._other.unwatch()  # it would notice ours, which starts after its wait
             self._profiler.step()
             self._other.watch()
-            waits = self._profiler.current_action.name == "NONE"  # nothing is recorded yet, or no more
-            self._growth = Growth() if waits else growth
 
-    def footprint(self) -> Footprint | None:
-        growth, size = self._growth, self._event_size
-        grown = growth.bytes() if growth is not None else None
-        if grown is None:
-            return None
-        events = grown // size.recorded
-        return Footprint(events, grown, events * size.stopped, events * size.written)
+    def bytes_to_stop(self) -> int | None:
+        own = own_bytes()
+        if own is None or self._own_bytes is None or self._profiler.current_action.name == "NONE":
+            return None  # a mini-batch window is closed
+        recorded, stopped = _event_bytes(self._options)
+        return max(0, own - self._own_bytes) // recorded * (stopped - recorded)
 
     def stop(self) -> list[Output]:
         if not self._stop():
@@ -313,20 +275,16 @@ class _TorchRecording(Recording):
         return [replace(output, finish=self._releasing(output.finish), export_s=time.perf_counter() - begin)]
 
     def _releasing(self, finish: Callable[[], Artifact] | None) -> Callable[[], Artifact] | None:
-        """Return the rest of the work, in which the events' memory is given back first."""
+        """Return the rest of the work, before which the events' memory is freed in the background."""
         events = [self._profiler.profiler]  # torch's own profiler is in a circle of references
         self._profiler.profiler = None
-        if finish is None:
-            return None
-        large = (self._whole_growth.bytes() or 0) > _LARGE_BYTES
 
         def release_and_finish() -> Artifact:
+            assert finish is not None
             events.clear()
-            if large:
-                give_back()
             return finish()
 
-        return release_and_finish
+        return None if finish is None else release_and_finish
 
     def discard(self) -> None:
         self._stop()

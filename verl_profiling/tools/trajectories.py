@@ -12,15 +12,12 @@ import msgspec
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.manifest import Artifact
-from verl_profiling.tools.base import Destination, Footprint, Output, Recording, Tool
+from verl_profiling.tools.base import Destination, Output, Recording, Tool
 from verl_profiling.trajectories.open_log import OpenLog
 from verl_profiling.trajectories.spans import keep_trajectories, start_log, stop_log
 from verl_profiling.trajectory_log import LOG_SUFFIX, write_log
 
 __all__ = ["TrajectoriesOptions", "TrajectoriesTool"]
-
-_HELD_BYTES = 400
-_DISK_BYTES = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +47,6 @@ class TrajectoriesTool(Tool):
     options_class: ClassVar[type] = TrajectoriesOptions
     options: TrajectoriesOptions
 
-    def footprint_of(self, events: int) -> Footprint:
-        """Return what so many spans take."""
-        return Footprint(events, events * _HELD_BYTES, events * 2 * _HELD_BYTES, events * _DISK_BYTES)
-
     def prepare(self) -> None:
         """Know trajectories that begin before a capture."""
         keep_trajectories()
@@ -70,9 +63,6 @@ class _TrajectoryRecording(Recording):
         self._tool = tool
         self._destination = destination
         self._log = log
-
-    def footprint(self) -> Footprint:
-        return self._tool.footprint_of(len(self._log.spans) + len(self._log.trajectories))
 
     def stop(self) -> Sequence[Output]:
         begin = time.perf_counter()
