@@ -180,7 +180,7 @@ demo-watch: $(DEMO_ENV)/.ready ## Ask a running job for a capture, and let its w
 	$(DEMO_PYTHON) -m recipes.grpo_tiny.train profiling=e2e profiling.schedule.steps=[] profiling.watch.enable=true \
 	  'profiling.watch.trigger={cooldown: 5}' fault.replica=1 fault.seconds=2 steps=30 rollout.engine=$(ENGINE) \
 	  output_dir=$(DEMO)/watch & job=$$!; \
-	until [ -e $(DEMO)/watch/profiling/control/loop.json ] || ! kill -0 $$job 2>/dev/null; do sleep 0.2; done; \
+	until [ -e $(DEMO)/watch/profiling/requests ] || ! kill -0 $$job 2>/dev/null; do sleep 0.2; done; \
 	$(REPORT) trigger $(DEMO)/watch/profiling --wait; asked=$$?; wait $$job && exit $$asked
 	$(REPORT) merge $(DEMO)/watch/profiling
 	$(REPORT) report $(DEMO)/watch/profiling --save

@@ -31,8 +31,8 @@ FLOORS = (
     ("named_files", "visible", "event_file"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
-    ("run_files", "remote", "trajectory_log", "step_account", "demand", "ray_cluster"),
-    ("watch_log", "ray_mailbox"),
+    ("run_files", "remote", "trajectory_log", "step_account", "ray_cluster"),
+    ("watch_log", "demand"),
     ("trajectories",),
     ("timeline",),
     ("report",),
@@ -52,7 +52,7 @@ TOOLS_INTERFACE = ("tools", "tools.base")
 SHARED = (
     *("errors", "clock", "devices", "units", "named_files", "visible", "identity", "ranks"),
     *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_account", "aim", "trigger"),
-    *("watch_log", "event_file", "demand", "ray_cluster", "ray_mailbox"),
+    *("watch_log", "event_file", "demand", "ray_cluster"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.

@@ -24,7 +24,6 @@ from step_folders import build_step
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.top import _heard
-from verl_profiling.demand import LoopState, write_message
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.report.captures_so_far import CapturesSoFar
@@ -160,17 +159,6 @@ class TestOneFrame:
         assert error.endswith("holds 2 runs; name one of these with --run")
         (run / "run_2" / "run.json").write_text("{")
         assert main(["top", str(run), "--run", "abc", "--once"]) == EXIT_OK
-
-    def test_the_loop_says_in_which_step_it_is(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """By its sign of life; one that is none is no matter."""
-        sign = run / "control" / "loop.json"
-        sign.parent.mkdir()
-        write_message(sign, LoopState(process=ProcessId.current(), run_id="abc", step=30))
-        assert main(["top", str(run), "--once"]) == EXIT_OK
-        assert f"run: {ProcessId.current()}, in step 30, last heard of " in capsys.readouterr().out
-        sign.write_text("{")
-        assert main(["top", str(run), "--once"]) == EXIT_OK
-        assert f"run: {ProcessId.current()}, last heard of " in capsys.readouterr().out
 
     def test_output_that_is_no_terminal_gets_one_frame(
         self, run: Path, capsys: pytest.CaptureFixture[str]

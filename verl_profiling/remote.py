@@ -123,6 +123,10 @@ class RemoteFolder:
         self._fs.invalidate_cache()
         return self.read(name) == data
 
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        self._fs.rm_file(f"{self._path}/{name}")
+
     def put(self, local: Path, name: str) -> None:
         """Upload a file, or a folder with all in it, and verify it.
 

@@ -21,8 +21,7 @@ from verl_profiling import ProfilingCallback
 from verl_profiling.aim import Aim
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
-from verl_profiling.commands.asking import find_job
-from verl_profiling.demand import Answer
+from verl_profiling.commands.asking import Answer, find_job
 from verl_profiling.manifest import Manifest
 from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest, read_run
@@ -103,18 +102,17 @@ def test_all_ranks_record_what_rank_0_was_asked_for(tmp_path: Path) -> None:
     answers: list[Answer] = []
 
     def ask() -> None:
-        loop = tmp_path / "run" / "control" / "loop.json"
         try:
-            while not (loop.exists() and (find_job(tmp_path / "run").state.step or 0) > 3):
+            while not (tmp_path / "met_4_0").exists():
                 time.sleep(0.05)
             job = find_job(tmp_path / "run")
             for aim, steps_, at in (
                 (Aim(), 2, None),
                 (Aim(ranks=(1,), mode="discrete"), 1, None),
-                (Aim(), 1, 9),
+                (Aim(), 1, 5),
             ):
-                demand = job.ask(aim, steps_, job.state.step + 1 if at else None)
-                answers.append([*job.follow(demand.id, 40.0)][-1])
+                demand = job.ask(aim, steps_, at)
+                answers.append([*job.follow(demand, 40.0)][-1])
         finally:
             (tmp_path / "stop").touch()
 

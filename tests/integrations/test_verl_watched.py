@@ -15,8 +15,9 @@ from integrations.asking_verl import ANSWERS, REQUESTS, SLOW, SLOW_ROLLOUT
 from integrations.verl_runs import PLUGINS, ROOT, Run, run_verl
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
-from verl_profiling.commands.asking import Job, find_job
-from verl_profiling.demand import Answer
+from verl_profiling.commands.asking import Answer, Job
+from verl_profiling.demand import Demand, LocalFolder
+from verl_profiling.run_files import read_run
 from verl_profiling.watch.values import PREFIX
 from verl_profiling.watch_log import LoggedStep, WatchLogReader
 
@@ -56,14 +57,12 @@ class Watched:
         """Return what became of what was asked in a step."""
         (asked,) = [one for one in self.asked if (one["when"], one["step"]) == (when, step)]
         assert asked["code"] == 0, asked
-        answer = self.job.answer(asked["said"]["request"])
+        info = read_run(self.run.save_path)
+        assert info is not None
+        job = Job(LocalFolder(self.run.save_path), info)
+        answer = job.answer(Demand(id=asked["said"]["request"]))
         assert answer is not None
         return answer
-
-    @property
-    def job(self) -> Job:
-        """The job that was asked."""
-        return find_job(self.run.save_path, must_run=False)
 
 
 def watched(folder: Path, requests: dict[str, Any], *overrides: str, **given: Any) -> Watched:

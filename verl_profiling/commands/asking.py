@@ -1,158 +1,137 @@
-"""Asks a running job for captures: what it says of itself, and its answers."""
+"""Asks a running job for captures, and reads what became of them: in its run's folder, or behind a URL."""
 
 from __future__ import annotations
 
 import getpass
 import os
-import re
 import socket
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+
+import msgspec
 
 from verl_profiling.aim import Aim
-from verl_profiling.commands.folder_line import FolderLine
-from verl_profiling.demand import FINAL, Answer, Demand, LoopState, new_request_id
-from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
+from verl_profiling.demand import REFUSED, REQUEST, REQUESTS, Demand, LocalFolder, folder_at, new_request_id
+from verl_profiling.errors import ProfilingError, TraceFormatError
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
+from verl_profiling.remote import RemoteFolder
+from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import is_step
+from verl_profiling.watch_log import WATCH_LOG
 
-__all__ = ["Job", "Line", "find_job", "find_job_through_ray"]
+__all__ = ["Answer", "Job", "find_job"]
 
-_LONG_S = 5.0
-_LONG_STEPS = 5.0
-_GONE_S = 600.0
-_GONE_STEPS = 50.0
 _PAUSE_S = 0.25
+_SLOW_PAUSE_S = 5.0
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-class Line(Protocol):
-    """A way to reach a job: the folder of its run, or an actor of Ray.
-
-    Its methods raise ``OSError`` where the folder, and ``ProfilingError`` where the actor cannot be had.
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request so far.
 
     Attributes:
-        place: Where the job records, in words.
-        ends_with_job: Whether nothing is heard through it once the job's process is gone.
+        state: ``accepted``, then ``done``; or ``refused``.
+        reason: Why it was refused.
+        captures: The manifests of its captures, in order.
     """
 
-    place: str
-    ends_with_job: bool
+    state: str
+    reason: str = ""
+    captures: list[Manifest] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
 
-    def state(self) -> LoopState | None:
-        """Return the sign of life; ``None``: there is none."""
+    @property
+    def complete(self) -> bool:
+        """Whether all steps were recorded to their end."""
+        return all(capture.complete for capture in self.captures)
 
-    def ask(self, demand: Demand) -> None:
-        """Leave a request."""
+    @property
+    def workers(self) -> list[CaptureResult]:
+        """What became of the workers that took part, in the last capture."""
+        return self.captures[-1].workers if self.captures else []
 
-    def cancel(self, request: str) -> None:
-        """Leave word that a request is to be forgotten."""
-
-    def answer(self, request: str) -> Answer | None:
-        """Return what was answered to a request so far."""
-
-    def answers(self) -> list[Answer]:
-        """Return all answers that are there."""
-
-    def waiting(self) -> list[Demand]:
-        """Return the requests that the job has not seen yet."""
+    @property
+    def policy_versions(self) -> list[int]:
+        """Versions of the weights in these steps, where the loop reports them."""
+        return [one.policy_version for one in self.captures if one.policy_version is not None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run, and what its process said last.
+    """A run that can be asked.
 
     Attributes:
-        line: What reaches it.
-        state: The sign of life.
+        folder: Its folder, or what is behind its URL.
+        info: Its ``run.json``.
     """
 
-    line: Line
-    state: LoopState
+    folder: LocalFolder | RemoteFolder
+    info: RunInfo
+    _others: set[str] = field(default_factory=set)
+
+    @property
+    def place(self) -> str:
+        """Where the job records."""
+        return self.folder.url
 
     @property
     def gone(self) -> str:
         """Why nobody would answer; empty while the job runs, as far as can be seen from here."""
-        state = self.state
-        last = f" after step {state.step}" if state.step is not None else ""
-        if state.ended_ns is not None:
-            return f"training ended{last}, at {_time_of_day(state.ended_ns)}"
-        alive = state.process.alive()
-        if alive is False:
-            return f"{state.process}, which ran the job, is gone{last}"
-        if (
-            alive is None
-            and not self.line.ends_with_job
-            and self.quiet_s > max(_GONE_S, _GONE_STEPS * state.step_s)
-        ):
-            return (
-                f"nothing was heard of {state.process} for {self.quiet_s:.0f} s{last}, where a step takes "
-                f"{state.step_s:.1f} s; from here it cannot be seen"
-            )
+        info = _run_in(self.folder) or self.info
+        if info.end_ns is not None:
+            last = f" after step {info.last_step}" if info.last_step is not None else ""
+            return f"training ended{last}, at {_time_of_day(info.end_ns)}"
+        if info.process.alive() is False:
+            return f"{info.process}, which ran the job, is gone"
         return ""
 
-    @property
-    def quiet_s(self) -> float:
-        """How long ago the job said that a step begins."""
-        return max(0.0, time.time() - self.state.begun_ns / 1e9)
-
     def in_words(self) -> str:
-        """Return what the job does now."""
-        state = self.state
-        if state.step is None:
-            return f"the job runs ({state.process}), and has begun no step yet"
-        text = f"the job runs ({state.process}): step {state.step} began {self.quiet_s:.1f} s ago"
-        if state.step_s:
-            text += f", a step takes {state.step_s:.2f} s"
-        if state.step_s and self.quiet_s > max(_LONG_S, _LONG_STEPS * state.step_s):
-            text += "; it is in a long step, or between two (validation, a checkpoint)"
+        """Return what is known of the job now."""
+        process = self.info.process
+        text = f"the job runs ({process})"
+        if process.alive() is None:
+            text = f"whether the job runs ({process}) is not seen from here"
+        with suppress(OSError):
+            ago_s = time.time() - Path(self.place, WATCH_LOG).stat().st_mtime
+            text += f"; its watch logged a step {max(ago_s, 0.0):.1f} s ago"
         return text
 
     def ask(self, aim: Aim, steps: int, at: int | None) -> Demand:
         """Leave a request; return it.
 
         Raises:
-            ConfigError: What is asked for is known to be refused.
-            ProfilingError: The job cannot be reached any more, or the folder is a link to another one.
-            OSError: The folder cannot be written.
+            OSError: The folder cannot be written; behind a URL it may be another error.
         """
-        if at is not None and self.state.step is not None and at <= self.state.step:
-            now = f"step {at} is over or has begun; the job is in step {self.state.step}"
-            raise ConfigError("--at", f"{now}; name a later one, or leave it out for the next")
+        self._others.update(_steps_in(self.folder))
         by = f"{_user()}@{socket.gethostname()}"[:200]
         demand = Demand(id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, at=at, aim=aim)
-        self.line.ask(demand)
+        self._requests.create(f"{demand.id}{REQUEST}", msgspec.json.encode(demand))
         return demand
 
-    def cancel(self, request: str) -> None:
-        """Ask to forget a request.
+    def answer(self, demand: Demand) -> Answer | None:
+        """Return what became of a request so far; ``None`` while the job has not taken it."""
+        names = self._requests.names()
+        captures = {name: capture for name in self._steps() if (capture := self._capture(name, demand.id))}
+        folders, found = list(captures), list(captures.values())
+        written = [capture for capture in found if capture.state == "written"]
+        if f"{demand.id}{REFUSED}" in names:
+            reason = self._requests.read(f"{demand.id}{REFUSED}").decode(errors="replace")
+            return Answer("refused", reason, found, folders)
+        if sum(len(capture.steps) for capture in written) >= demand.steps:
+            return Answer("done", "", found, folders)
+        taken = bool(found) or f"{demand.id}{REQUEST}" not in names
+        return Answer("accepted", "", found, folders) if taken else None
 
-        Raises:
-            ConfigError: There is no such request, or it is over.
-            ProfilingError: The job cannot be reached any more, or the folder is a link to another one.
-            OSError: The folder cannot be written.
-        """
-        known = self.answer(request)
-        if known is None and request not in {demand.id for demand in self.waiting()}:
-            raise ConfigError("--cancel", f"the run has no request {request!r}; see --list")
-        if known is not None and known.state in FINAL:
-            raise ConfigError("--cancel", f"request {request} is {known.state} already")
-        self.line.cancel(request)
+    def waiting(self) -> list[str]:
+        """Return the ids of the requests that the job has not taken yet."""
+        names = self._requests.names()
+        return sorted(name.removesuffix(REQUEST) for name in names if name.endswith(REQUEST))
 
-    def answer(self, request: str) -> Answer | None:
-        """Return what the job has answered to a request so far."""
-        return self.line.answer(request)
-
-    def answers(self) -> list[Answer]:
-        """Return all answers that are there, the eldest first."""
-        return sorted(self.line.answers(), key=lambda answer: answer.demand.asked_ns)
-
-    def waiting(self) -> list[Demand]:
-        """Return the requests that the job has not seen yet."""
-        return self.line.waiting()
-
-    def follow(self, request: str, seconds: float) -> Iterator[Answer]:
+    def follow(self, demand: Demand, seconds: float) -> Iterator[Answer]:
         """Yield the answers to a request as they come, until the last one, or until the time is up.
 
         Raises:
@@ -160,113 +139,86 @@ class Job:
         """
         deadline = time.monotonic() + seconds
         seen: Answer | None = None
-        pause_s = 0.01
+        pause_s, most_s = 0.01, _PAUSE_S if isinstance(self.folder, LocalFolder) else _SLOW_PAUSE_S
         while True:
-            answer = self.answer(request)
+            gone = self.gone if pause_s == most_s else ""  # before the answer, which may be the last word
+            answer = self.answer(demand)
             if answer is not None and answer != seen:
                 yield (seen := answer)
-                if answer.state in FINAL:
+                if answer.state != "accepted":
                     return
+            if gone:
+                raise ProfilingError(gone)
             if time.monotonic() > deadline:
                 return
             time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _PAUSE_S)
-            if pause_s == _PAUSE_S and (gone := self._now_gone()):
-                if (last := self.answer(request)) is not None and last.state in FINAL:
-                    yield last
-                    return
-                raise ProfilingError(gone)
+            pause_s = min(pause_s * 1.5, most_s)
 
-    def _now_gone(self) -> str:
-        state = self.line.state()
-        return Job(self.line, state).gone if state is not None else f"{self.line.place}: the job is gone"
+    @property
+    def _requests(self) -> LocalFolder | RemoteFolder:
+        return self.folder.child(REQUESTS)
 
+    def _steps(self) -> list[str]:
+        return sorted(_steps_in(self.folder) - self._others)
 
-def find_job(path: Path, run_id: str | None = None, must_run: bool = True) -> Job:
-    """Return the job whose run, or whose ``save_path``, a folder is.
-
-    Args:
-        path: The folder.
-        run_id: The run, where several are there.
-        must_run: Whether one that has ended is an error.
-
-    Raises:
-        TraceFormatError: No job can be asked there, or several can.
-    """
-    if not path.is_dir():
-        raise TraceFormatError(path, "no such folder")
-    if is_step(path):
-        raise TraceFormatError(path, f"is a step; name its run, {path.absolute().parent}")
-    jobs = _jobs((FolderLine(run) for run in (path, *sorted(path.glob("run_*")))), run_id)
-    if not jobs:
-        raise TraceFormatError(path, "no job here can be asked: it needs watch.enable=true")
-    return _the_one(jobs, str(path), run_id, must_run)
-
-
-def find_job_through_ray(
-    where: str, address: str = "auto", run_id: str | None = None, must_run: bool = True
-) -> Job:
-    """Return the job that a Ray cluster runs.
-
-    Args:
-        where: Its run's id, its run's folder or URL, or its ``save_path``.
-        address: Address of the cluster; ``auto`` for the one that this host is part of.
-        run_id: The run, where several are there.
-        must_run: Whether one that has ended is an error.
-
-    Raises:
-        ToolUnavailableError: There is no Ray, or no cluster.
-        TraceFormatError: No job can be asked there, or several can.
-    """
-    from verl_profiling.commands.ray_line import lines_through_ray
-
-    where = where.rstrip("/")
-    jobs = _jobs(lines_through_ray(address), run_id)
-    found = [job for job in jobs if where == job.state.run_id or _is_at(job.state.place, where)]
-    if not found:
-        others = ", ".join(f"{job.state.run_id} ({job.line.place})" for job in jobs) or "none"
-        raise TraceFormatError(
-            where,
-            "no job in the Ray cluster can be asked for it: it has ended or died, runs without "
-            f"watch.enable=true, or in a folder without watch.ray=true; others there are: {others}",
-        )
-    return _the_one(found, where, run_id, must_run)
-
-
-def _is_at(place: str, where: str) -> bool:
-    """Return whether a run is at a place, or in one of the folders of a ``save_path`` that several share."""
-    return place == where or re.fullmatch(rf"{re.escape(where)}/run_\w+", place) is not None
-
-
-def _jobs(lines: Iterable[Line], run_id: str | None) -> list[Job]:
-    """Return the jobs that are reached. One that says nothing readable is in the way, unless one is named."""
-    found: list[Job] = []
-    for line in lines:
+    def _capture(self, name: str, request: str) -> Manifest | None:
+        """Return the manifest of a step folder, if its capture was made for a request."""
         try:
-            state = line.state()
-        except (ProfilingError, OSError):
-            if run_id is None:
-                raise
-            continue
-        if state is not None:
-            found.append(Job(line, state))
-    return found
+            if isinstance(self.folder, LocalFolder):
+                manifest = read_manifest(self.folder.path / name)
+            else:
+                manifest = msgspec.json.decode(self.folder.child(name).read(MANIFEST_NAME), type=Manifest)
+        except (*_UNREADABLE, TraceFormatError, OSError):  # it has just been made
+            return None
+        if manifest.trigger.request == request:
+            return manifest
+        self._others.add(name)
+        return None
 
 
-def _the_one(found: list[Job], where: str, run_id: str | None, must_run: bool) -> Job:
-    """Return the job that is meant: the only one that runs."""
-    found = [job for job in found if run_id in (None, job.state.run_id)]
+def find_job(place: str | Path, run_id: str | None = None) -> Job:
+    """Return the job that runs in a folder, or behind a URL.
+
+    Args:
+        place: Its run's folder, or its ``save_path``.
+        run_id: The run, where several are there.
+
+    Raises:
+        TraceFormatError: No job can be asked there, or several can.
+    """
+    root = folder_at(str(place).rstrip("/"))
+    if isinstance(root, LocalFolder) and not root.path.is_dir():
+        raise TraceFormatError(place, "no such folder")
+    if isinstance(root, LocalFolder) and is_step(root.path):
+        raise TraceFormatError(place, f"is a step; name its run, {root.path.absolute().parent}")
+    folders: list[LocalFolder | RemoteFolder] = [root]
+    folders += [root.child(name) for name in sorted(root.names()) if name.startswith("run_")]
+    jobs = [Job(folder, info) for folder in folders if (info := _run_in(folder)) is not None]
+    found = [job for job in jobs if job.info.config.get("watch", {}).get("enable")]
     if not found:
-        raise TraceFormatError(where, f"has no run {run_id!r} that can be asked")
-    living = [job for job in found if not job.gone]
-    if len(living) > 1 or (not living and len(found) > 1 and not must_run):
-        which = ", ".join(f"{job.line.place} (run {job.state.run_id})" for job in living or found)
-        raise TraceFormatError(where, f"several runs are here, name one with --run: {which}")
-    if not living and must_run:
-        named = len(found) > 1
-        why = "; ".join(f"{Path(job.line.place).name}: {job.gone}" if named else job.gone for job in found)
-        raise TraceFormatError(where, f"no job runs here: {why}")
-    return (living or found)[0]
+        raise TraceFormatError(place, "no job here can be asked: it needs watch.enable=true")
+    found = [job for job in found if run_id in (None, job.info.run_id)]
+    if not found:
+        raise TraceFormatError(place, f"has no run {run_id!r} that can be asked")
+    running = [job for job in found if not job.gone]
+    if not running:
+        raise TraceFormatError(place, f"no job runs here: {found[-1].gone}")
+    if len(running) > 1:
+        which = ", ".join(f"{job.place} (run {job.info.run_id})" for job in running)
+        raise TraceFormatError(place, f"several runs are here, name one with --run: {which}")
+    return running[0]
+
+
+def _run_in(folder: LocalFolder | RemoteFolder) -> RunInfo | None:
+    """Return the file of a run; ``None`` where there is none that can be read."""
+    try:
+        return msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
+    except (*_UNREADABLE, OSError):
+        return None
+
+
+def _steps_in(folder: LocalFolder | RemoteFolder) -> set[str]:
+    return {name for name in folder.names() if name.startswith("step_")}
 
 
 def _user() -> str:

@@ -21,10 +21,8 @@ from rich.live import Live
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.arguments import at_least_0, local_path
-from verl_profiling.demand import CONTROL, LOOP_NAME, LoopState, read_message
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import RUN_NAME, RunInfo
-from verl_profiling.named_files import named_file
 from verl_profiling.report.captures_so_far import CapturesSoFar
 from verl_profiling.report.columns import fitting_console
 from verl_profiling.report.watch_frame import Pulse, WatchFrame
@@ -170,20 +168,14 @@ class View:
 
 
 def _heard(run_dir: Path) -> str:
-    """Return when the run was last heard of, and in which step it is."""
-    signs = (WATCH_LOG, OLDER_WATCH_LOG, f"{CONTROL}/{LOOP_NAME}")
+    """Return when the run last logged a step."""
     written = []
-    for sign in signs:
+    for log in (WATCH_LOG, OLDER_WATCH_LOG):
         with suppress(OSError):  # not there, or just renamed: the log was begun anew
-            written.append((run_dir / sign).stat().st_mtime)
+            written.append((run_dir / log).stat().st_mtime)
     if not written:
         return "nothing heard of it yet"
-    ago = f"last heard of {duration(max(round(time.time() - max(written)), 0))} ago"
-    try:
-        state = read_message(named_file(run_dir, CONTROL) / LOOP_NAME, LoopState)
-    except (TraceFormatError, OSError):
-        return ago
-    return ago if state.step is None or state.ended_ns is not None else f"in step {state.step}, {ago}"
+    return f"last heard of {duration(max(round(time.time() - max(written)), 0))} ago"
 
 
 def _is_watched(run_dir: Path) -> bool:

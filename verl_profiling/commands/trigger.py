@@ -6,19 +6,15 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from verl_profiling.aim import Aim
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.arguments import at_least_0, count
-from verl_profiling.commands.asking import Job, find_job, find_job_through_ray
-from verl_profiling.demand import MOST_STEPS, Answer, Demand
+from verl_profiling.commands.asking import Answer, find_job
+from verl_profiling.demand import MOST_STEPS, Demand
 from verl_profiling.errors import ConfigError
 from verl_profiling.ranks import parse_ranks
-from verl_profiling.remote import is_url
 from verl_profiling.visible import visible
 
 __all__ = ["configure", "run"]
@@ -37,15 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "step was cut short or a worker has nothing, and when the time of --wait is up."
     )
     parser.epilog = "example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait"
-    parser.add_argument(
-        "run", metavar="RUN", help="the run's folder or URL, or its save_path; with --ray, the run's id too"
-    )
+    parser.add_argument("run", metavar="RUN", help="the run's folder or URL, or its save_path")
     parser.add_argument("--run", dest="run_id", metavar="ID", help="the run, where several share the folder")
-    reach = parser.add_argument_group("how the job is reached, other than through its folder")
-    reach.add_argument(
-        "--ray", action="store_true", help="through the Ray cluster of this host; so is a run behind a URL"
-    )
-    reach.add_argument("--ray-address", metavar="ADDRESS", help="through that cluster, e.g. 10.0.0.1:6379")
     when = parser.add_argument_group("when")
     when.add_argument("--steps", type=count, default=1, metavar="N", help="consecutive steps (default: 1)")
     when.add_argument("--at", type=_step, metavar="STEP", help="number of the first one")
@@ -66,78 +55,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="until the captures are there, or for so long",
     )
     then.add_argument("--json", action="store_true", help="print one JSON object")
-    instead = parser.add_argument_group("instead").add_mutually_exclusive_group()
-    instead.add_argument("--cancel", metavar="ID", help="forget a request")
-    instead.add_argument("--list", action="store_true", help="show the requests, and what became of them")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, cancel or list."""
-    job = _job(arguments)
-    if arguments.list:
-        return _list(job, arguments.json)
-    demand: Demand | None = None
-    if arguments.cancel:
-        job.cancel(arguments.cancel)
-        request: str = arguments.cancel
-    else:
-        demand = job.ask(_aim(arguments), _steps(arguments.steps), arguments.at)
-        request = demand.id
+    """Ask, and follow what becomes of it."""
+    job = find_job(arguments.run, arguments.run_id)
+    demand = job.ask(_aim(arguments), _steps(arguments.steps), arguments.at)
     if not arguments.json:
-        verb = "cancelling" if demand is None else "asked as"
-        print(visible(f"{verb} {request}; {job.in_words()}"), flush=True)
+        print(visible(f"asked as {demand.id}; {job.in_words()}"), flush=True)
     answer: Answer | None = None
     said: list[str] = []
-    for answer in job.follow(request, _SOON_S if arguments.wait is None else arguments.wait):
-        before, said = said, _in_words(answer, job.line.place)
-        if not arguments.json and said != before and not (demand is None and answer.state == "accepted"):
+    for answer in job.follow(demand, _SOON_S if arguments.wait is None else arguments.wait):
+        before, said = said, _in_words(answer, demand, job.place)
+        if not arguments.json and said != before:
             _print(said)
     if arguments.json:
-        asked = {"request": request, "run": job.line.place, "job": job.in_words()}
-        print(json.dumps({**asked, "answer": msgspec.to_builtins(answer) if answer is not None else None}))
+        asked = {"request": demand.id, "run": job.place, "job": job.in_words()}
+        print(json.dumps({**asked, "answer": _as_json(answer) if answer is not None else None}))
     elif answer is None:
-        print("not taken yet: that is done when the next step begins (see --wait, --list)")
-    return _exit_code(answer, cancelling=demand is None, waited=arguments.wait is not None)
-
-
-def _job(arguments: argparse.Namespace) -> Job:
-    must_run, run_id, address = not arguments.list, arguments.run_id, arguments.ray_address
-    if arguments.ray or address or is_url(arguments.run):
-        return find_job_through_ray(arguments.run, address or "auto", run_id, must_run)
-    return find_job(Path(arguments.run), run_id, must_run)
-
-
-def _exit_code(answer: Answer | None, cancelling: bool, waited: bool) -> int:
+        print("not taken yet: that is done when the next step begins (see --wait)")
     if answer is None or answer.state == "accepted":
-        return EXIT_FINDING if waited else EXIT_OK
-    if cancelling:
-        return EXIT_OK if answer.state == "cancelled" else EXIT_FINDING
+        return EXIT_FINDING if arguments.wait is not None else EXIT_OK
     ok = [worker.status == "ok" for worker in answer.workers]
-    whole = answer.complete and bool(ok) and all(ok)
-    return EXIT_OK if answer.state == "done" and whole else EXIT_FINDING
+    return EXIT_OK if answer.state == "done" and answer.complete and ok and all(ok) else EXIT_FINDING
 
 
-def _list(job: Job, as_json: bool) -> int:
-    answers, waiting = job.answers(), job.waiting()
-    if as_json:
-        about = {"run": job.line.place, "job": job.gone or job.in_words()}
-        print(json.dumps({**about, **_builtins(answers, waiting)}))
-        return EXIT_OK
-    print(visible(job.gone or job.in_words()))
-    for answer in answers:
-        first, *reasons = _in_words(answer, job.line.place)
-        _print([f"{_asked(answer.demand)}  {first}", *reasons])
-    for demand in waiting:
-        print(visible(f"{_asked(demand)}  not taken yet"))
-    return EXIT_OK
-
-
-def _builtins(answers: list[Answer], waiting: list[Demand]) -> dict[str, Any]:
-    return {"answers": msgspec.to_builtins(answers), "waiting": msgspec.to_builtins(waiting)}
-
-
-def _asked(demand: Demand) -> str:
-    return "  ".join(filter(None, (demand.id, demand.by, demand.aim.in_words())))
+def _as_json(answer: Answer) -> dict[str, Any]:
+    workers = [{"name": one.name, "status": one.status, "reason": one.reason} for one in answer.workers]
+    return {
+        "state": answer.state,
+        "reason": answer.reason,
+        "folders": answer.folders,
+        "complete": answer.complete if answer.state == "done" else None,
+        "policy_versions": answer.policy_versions,
+        "workers": workers,
+    }
 
 
 def _print(lines: list[str]) -> None:
@@ -145,15 +97,15 @@ def _print(lines: list[str]) -> None:
         print(visible(line), flush=True)
 
 
-def _in_words(answer: Answer, place: str) -> list[str]:
+def _in_words(answer: Answer, demand: Demand, place: str) -> list[str]:
     """Return an answer as a line, and a line for each worker that has nothing."""
-    if answer.state in ("refused", "cancelled"):
-        return [f"{answer.state}: {answer.reason}" if answer.reason else answer.state]
+    if answer.state == "refused":
+        return [f"refused: {answer.reason}"]
     folders = _folders(place, answer.folders)
     if answer.state == "accepted":
-        done = f" ({answer.made} of {len(answer.folders)} made)" if answer.made else ""
-        return [f"accepted: {folders}{done}"]
-    known = [str(version) for version in answer.policy_versions if version is not None]
+        waits = f"waits for step {demand.at}" if demand.at is not None else "waits for its step"
+        return [f"accepted: {folders or waits}"]
+    known = [str(version) for version in answer.policy_versions]
     versions = f"{known[0]} to {known[-1]}" if len(known) > _MOST_FOLDERS else ", ".join(known)
     parts = [
         f"done: {folders}",

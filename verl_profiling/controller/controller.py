@@ -457,8 +457,6 @@ class Controller:
             return None
         name = self._folders.name(step, keep)
         folder = self._folders.make(name, self._ranks is not None) if keep else run.path / name
-        if keep:
-            self.decisions.begun(decision.trigger, name)
         request = CaptureRequest(
             capture_id=f"{run.token}-{name if keep else f'warm-up-{next(self._warm_ups)}'}",
             run_id=run.run_id,

@@ -1,22 +1,34 @@
 """Decides at each step's begin whether it is captured, for whom, and how: the one place where that is done.
 
 The schedule, a person and the watch may all want a step. The table of docs/watch.md says who comes first.
+Where a loop has several ranks, rank 0 decides what is asked for some steps before, and tells the others, who
+look once a second. Nobody waits for that: a rank that is past the step is a failed entry of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import math
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from verl_profiling.aim import Aim
+from verl_profiling.controller.spmd import PROBLEMS, Announced, Ranks, in_a_line
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import Action, Schedule, StepRange
 from verl_profiling.trigger import Trigger
 
 __all__ = ["Asker", "Decision", "Decisions"]
+
+logger = logging.getLogger(__name__)
+
+_LEAST_STEPS = 2
+_LEAD_S = 2.5
+_STEP_TIMES = 8
 
 
 @dataclass(frozen=True)
@@ -51,24 +63,11 @@ class Asker(Protocol):
     def refused(self, trigger: Trigger, why: str) -> None:
         """Note that a capture is not made, whoever asked for it: the limits leave no room, or it failed."""
 
-    def begun(self, trigger: Trigger, folder: str) -> None:
-        """Note the name of the step folder of a capture that begins, whoever asked for it."""
-
     def concluded(self, manifest: Manifest) -> None:
-        """Note what became of it."""
+        """Note what became of a capture."""
 
     def train_ends(self) -> None:
         """Note that there will be no further step."""
-
-
-class Ahead(Protocol):
-    """Decides a step before it begins, and tells the other ranks of the loop."""
-
-    def look(self, step: int, asked: Callable[[int], Decision | None]) -> None:
-        """Decide the steps that come a little after the one that begins."""
-
-    def at(self, step: int) -> Decision | None:
-        """Return what was decided on a step."""
 
 
 class Decisions:
@@ -79,14 +78,19 @@ class Decisions:
 
     Attributes:
         askers: Who else may ask, the first one first.
-        ahead: Decides some steps before, where other ranks have to be told.
+        ranks: The ranks of the loop, if it has several.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._words = schedule.in_words()
         self.askers: list[Asker] = []
-        self.ahead: Ahead | None = None
+        self.ranks: Ranks | None = None
+        self._agreed: dict[int, Decision] = {}
+        self._step: int | None = None
+        self._decided = 0
+        self._begun_s = 0.0
+        self._step_times: deque[float] = deque(maxlen=_STEP_TIMES)
 
     def at(self, step: int, goes_on: bool) -> Decision | None:
         """Return the capture that begins with a step, if one does.
@@ -97,12 +101,12 @@ class Decisions:
         """
         for asker in self.askers:
             asker.step_begins(step)
-        if self.ahead is not None:
-            self.ahead.look(step, self._asked)
+        if self.ranks is not None:
+            self._agree(self.ranks, step)
         if goes_on:
             return None
         found = self._schedule.step_range(step)
-        asked = self._asked(step) if self.ahead is None else self.ahead.at(step)
+        asked = self._asked(step) if self.ranks is None else self._agreed.pop(step, None)
         if found is None or (asked is not None and found.action is not Action.RECORD):
             return asked
         trigger = Trigger(reason=self._words)
@@ -111,23 +115,10 @@ class Decisions:
             trigger = msgspec.structs.replace(asked.trigger, kind="schedule", reason=reason)
         return Decision(found, trigger)
 
-    def _asked(self, step: int) -> Decision | None:
-        """Return what is asked for at the begin of a step; who comes first, decides."""
-        scheduled = self._schedule.action(step) is Action.RECORD
-        asked = None
-        for asker in self.askers:
-            asked = asked or asker.asks(step, scheduled)
-        return asked
-
     def refused(self, trigger: Trigger, why: str) -> None:
         """Tell all who may have asked that a capture is not made."""
         for asker in self.askers:
             asker.refused(trigger, why)
-
-    def begun(self, trigger: Trigger, folder: str) -> None:
-        """Tell them that a capture begins, and the name of its folder."""
-        for asker in self.askers:
-            asker.begun(trigger, folder)
 
     def concluded(self, manifest: Manifest) -> None:
         """Tell them what became of it."""
@@ -138,3 +129,54 @@ class Decisions:
         """Tell them that there will be no further step."""
         for asker in self.askers:
             asker.train_ends()
+
+    def _asked(self, step: int) -> Decision | None:
+        """Return what is asked for at the begin of a step; who comes first, decides."""
+        scheduled = self._schedule.action(step) is Action.RECORD
+        asked = None
+        for asker in self.askers:
+            asked = asked or asker.asks(step, scheduled)
+        return asked
+
+    def _agree(self, ranks: Ranks, step: int) -> None:
+        """Announce the steps to come that are asked for, or take what rank 0 has announced."""
+        if ranks.leads:
+            self._look_ahead(ranks, step)
+        for request in ranks.announced():
+            trigger = Trigger(kind="demand", reason="rank 0 announced it")  # its manifest says who asked
+            decision = Decision(StepRange(request.first, request.last), trigger, request.aim)
+            self._agreed[request.first] = decision
+        for missed in [one for one in self._agreed if one < step]:
+            why = f"step {missed} never came, or was part of another capture"
+            self.refused(self._agreed.pop(missed).trigger, why)
+            if not ranks.leads:
+                logger.warning(
+                    "rank %d was past step %d when rank 0's request for it arrived; it is not captured here",
+                    *(ranks.rank, missed),
+                )
+
+    def _look_ahead(self, ranks: Ranks, step: int) -> None:
+        """Decide the steps that are far enough away for all ranks to have looked."""
+        now_s = time.monotonic()
+        if self._begun_s:
+            self._step_times.append(now_s - self._begun_s)
+        self._begun_s = now_s
+        if self._step is None or step < self._step:  # the loop counts anew
+            self._decided = step
+        self._step = step
+        shortest_s = max(min(self._step_times, default=_LEAD_S), 0.001)
+        last = step + _LEAST_STEPS + math.ceil(_LEAD_S / shortest_s)
+        for first in range(max(step + _LEAST_STEPS, self._decided + 1), last + 1):
+            if first > self._decided and first not in self._agreed and (decision := self._asked(first)):
+                self._announce(ranks, first, decision)
+                self._decided = decision.step_range.last
+            self._decided = max(self._decided, first)
+
+    def _announce(self, ranks: Ranks, first: int, decision: Decision) -> None:
+        try:
+            ranks.announce(Announced(first, decision.step_range.last, decision.aim))
+        except PROBLEMS as error:
+            why = f"the other ranks cannot be told of step {first}: {in_a_line(error)}"
+            self.refused(decision.trigger, why)
+        else:
+            self._agreed[first] = decision

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from verl_profiling.aim import Aim
-from verl_profiling.controller.ahead import AnnouncedByRank0, Announcing
 from verl_profiling.controller.anomalies import Anomalies, SlowHere
-from verl_profiling.controller.asked_by_signal import SignalAsking
-from verl_profiling.controller.control_actor import ControlActor
-from verl_profiling.controller.control_folder import ControlFolder
 from verl_profiling.controller.decision import Asker, Decisions
-from verl_profiling.controller.demands import Demands
-from verl_profiling.controller.inbox import Inbox
+from verl_profiling.controller.requests import CapturesOnDemand, Requests
 from verl_profiling.controller.roster import Roster
-from verl_profiling.controller.run import Run
 from verl_profiling.controller.spmd import Ranks, place_of
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.controller.told_steps import Hearing, Telling
 from verl_profiling.controller.watch import Listener, Watch
-from verl_profiling.demand import LoopState
-from verl_profiling.identity import ProcessId
 from verl_profiling.ranks import process_rank
-from verl_profiling.ray_cluster import in_cluster
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["Listening"]
@@ -61,88 +52,48 @@ class Listening:
         self._watch = watch
         self._added: list[Asker] = []
         self._listeners: list[tuple[list[Listener], Listener]] = []
-        self._signal: SignalAsking | None = None
-        self._inboxes: list[Inbox] = []
+        self._requests: Requests | None = None
         self.complete = False
 
     def begin(self) -> None:
         """Begin to listen; where several ranks run the loop, rank 0 does."""
-        if not self._config.watch.enable or self._signal is not None:
+        if not self._config.watch.enable or self._requests is not None:
             return
         rank, ranks = (process_rank() or (0, 1)) if self._together else (0, 1)
+        self._requests = Requests(_refer_to_rank_0 if rank else None)
+        self._requests.handle_signal()
         if rank:
-            self._signal = SignalAsking(_ask_rank_0)
-            self._signal.begin()
             return
         check = partial(self._roster.check_aim, ranks=ranks if ranks > 1 else None)
-        demands = Demands(self._config.schedule, check)
-        self._add(demands)
+        self._add(CapturesOnDemand(self._requests, self._config.schedule, check))
         self._let_the_watch_ask(check)
-        self._signal = SignalAsking(demands.signal)
-        self._signal.begin()
         try:
             run = self._folders.run
+            place = run.url or str(run.path.absolute())
+            self._requests.open(place)
         except OSError as error:
             logger.warning("captures cannot be asked for in the run's folder: %s", error)
-            return
-        remote = run.remote
-        place = remote.url if remote is not None else str(run.path.absolute())
-        state = LoopState(process=ProcessId.current(), run_id=run.run_id, place=place)
-        self._inboxes = list(self._opened(run))
-        for inbox in self._inboxes:
-            demands.open(inbox, state)
-
-    def _opened(self, run: Run) -> Iterator[Inbox]:
-        """Yield the ways in which people reach the loop, and say which they are."""
-        ways = []
-        if run.remote is None:
-            try:
-                yield ControlFolder(run.path)
-                ways.append(f"verl-profiling trigger {run.path}")
-            except OSError as error:
-                logger.warning("captures cannot be asked for in the run's folder: %s", error)
-        if (inbox := self._through_ray(run)) is not None:
-            yield inbox
-            ways.append(f"verl-profiling trigger --ray {run.run_id}")
-        logger.info("captures are asked for with %s", " or ".join((*ways, "SIGUSR2")))
-
-    def _through_ray(self, run: Run) -> ControlActor | None:
-        """Return an actor to ask, if there is to be one."""
-        wanted = self._config.watch.ray
-        if not (run.remote is not None if wanted is None else wanted):
-            return None
-        try:
-            if in_cluster():
-                return ControlActor(run.run_id)
-            if wanted:
-                logger.warning("captures cannot be asked for through Ray: this process is in no cluster")
-        except Exception as error:  # Ray has errors of its own
-            logger.warning("captures cannot be asked for through Ray: %s: %s", type(error).__name__, error)
-        return None
+        else:
+            logger.info("captures are asked for with verl-profiling trigger %s or SIGUSR2", place)
 
     def together(self, ranks: Ranks | None) -> None:
         """Listen together with the other ranks of the loop, if it has any."""
         self.complete = ranks is not None or not self._together
-        if ranks is None:
-            return
-        if self._watch is not None:
+        self._decisions.ranks = ranks
+        if ranks is not None and self._watch is not None:
             self._watch_together(self._watch, ranks)
-        if ranks.leads:
-            self._decisions.ahead = Announcing(ranks, self._decisions.refused)
-        else:
-            self._add(AnnouncedByRank0(ranks))
 
     def end(self) -> None:
         """Listen no more; the next begin of training may."""
-        if self._signal is not None:
-            self._signal.end()
+        if self._requests is not None:
+            self._requests.end()
         for asker in self._added:
             self._decisions.askers.remove(asker)
         self._added = []
         for listeners, listener in self._listeners:
             listeners.remove(listener)
         self._listeners = []
-        self._signal = self._decisions.ahead = None
+        self._requests = self._decisions.ranks = None
         self.complete = False
 
     @property
@@ -150,9 +101,8 @@ class Listening:
         return place_of(self._config, self._roster.targets) is not None
 
     def _add(self, asker: Asker) -> None:
-        """Add somebody who comes before the watch."""
         self._added.append(asker)
-        self._decisions.askers.insert(0, asker)
+        self._decisions.askers.append(asker)
 
     def _watch_together(self, watch: Watch, peers: Ranks) -> None:
         """Account for this process as a rank; what looks slow here is told at once, by every rank."""
@@ -179,9 +129,8 @@ class Listening:
         if not self._together:
             self._listen(self._watch.early, anomalies.listen)
         self._listen(self._watch.listeners, anomalies.listen)
-        self._added.append(anomalies)
-        self._decisions.askers.append(anomalies)
+        self._add(anomalies)
 
 
-def _ask_rank_0(name: str) -> None:
-    logger.warning("%s: this rank follows rank 0, whose process is to be asked", name)
+def _refer_to_rank_0() -> None:
+    logger.warning("SIGUSR2: this rank follows rank 0, whose process is to be asked")

@@ -70,8 +70,6 @@ class WatchOptions:
         trigger: When the watch asks for a capture by itself; ``null``: never.
         sinks: What gets the numbers of each step besides ``watch.jsonl``: ``tensorboard``; ``wandb`` or
             ``mlflow``, where the process of the loop has an active run; ``"package.module:Class"``.
-        ray: Whether captures can be asked for through Ray as well, by an actor that the loop makes; ``null``:
-            where ``save_path`` is a URL, so that there is no folder to ask in.
     """
 
     enable: bool = False
@@ -79,7 +77,6 @@ class WatchOptions:
     every: int = 20
     trigger: Anomaly | None = None
     sinks: tuple[str, ...] | None = None
-    ray: bool | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= 100_000:

@@ -1,0 +1,274 @@
+"""Captures that people ask for: files in ``requests/`` of the run's folder, and SIGUSR2.
+
+The folder is looked at when a step begins; one behind a URL every ten seconds, by a background thread.
+Nothing in it may end or delay the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from verl_profiling.aim import Aim
+from verl_profiling.controller.decision import Decision
+from verl_profiling.demand import REFUSED, REQUEST, REQUESTS, Demand, LocalFolder, folder_at, new_request_id
+from verl_profiling.errors import ConfigError
+from verl_profiling.manifest import Manifest
+from verl_profiling.remote import RemoteFolder, is_url
+from verl_profiling.settings.schedule import Action, Schedule, StepRange
+from verl_profiling.trigger import Trigger
+from verl_profiling.visible import visible
+
+__all__ = ["CapturesOnDemand", "Requests"]
+
+logger = logging.getLogger(__name__)
+
+SIGNAL = "SIGUSR2"
+LIST_S = 10.0
+"""How often a folder behind a URL is listed."""
+_LAST_S = 5.0
+_FAR = 1000
+
+
+class Requests:
+    """Takes the request files of a run, and the signal.
+
+    Args:
+        on_signal: Called instead of taking SIGUSR2 as a request for the next step.
+    """
+
+    def __init__(self, on_signal: Callable[[], object] | None = None) -> None:
+        self._on_signal = on_signal or self._ask_for_next_step
+        self._came: deque[Demand] = deque()
+        self._refusals: deque[tuple[str, str]] = deque()
+        self._said: set[str] = set()
+        self._folder: LocalFolder | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._handles_signal = False
+
+    def open(self, run: str) -> None:
+        """Begin to take the requests of a run.
+
+        Args:
+            run: Its folder or URL.
+
+        Raises:
+            OSError: The folder cannot be set up.
+        """
+        if is_url(run):
+            self._thread = threading.Thread(
+                target=self._listen, args=(f"{run}/{REQUESTS}",), name="verl-profiling-requests", daemon=True
+            )
+            self._thread.start()
+        else:
+            folder = LocalFolder(Path(run) / REQUESTS)
+            folder.path.mkdir(parents=True, exist_ok=True)
+            self._folder = folder
+
+    def handle_signal(self) -> None:
+        """Handle the signal, if nobody else does; only the main thread may."""
+        number = getattr(signal, SIGNAL, None)
+        if number is None or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, self._handle)
+            self._handles_signal = True
+
+    def take(self) -> list[Demand]:
+        """Return the requests that came, the eldest first."""
+        if self._folder is not None:
+            self._exchange(self._folder)
+        came = [self._came.popleft() for _ in range(len(self._came))]
+        return sorted(came, key=lambda demand: demand.asked_ns)
+
+    def refuse(self, demand: Demand, why: str) -> None:
+        """Log why a request is refused, and tell who asked."""
+        who = visible(demand.by) or "somebody"
+        logger.warning("request %s of %s is refused: %s", demand.id, who, visible(why))
+        if demand.by == SIGNAL:
+            return
+        self._refusals.append((demand.id, why))
+        if self._folder is not None:
+            self._write_refusals(self._folder)
+
+    def end(self) -> None:
+        """Take no more requests; the signal has its default action again, which ends the process."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_S)
+        if self._handles_signal and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGUSR2) == self._handle:
+                signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+            self._handles_signal = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._on_signal()
+
+    def _ask_for_next_step(self) -> None:
+        self._came.append(Demand(id=new_request_id(), by=SIGNAL))
+
+    def _listen(self, url: str) -> None:
+        """Exchange files with a folder behind a URL, until training ends."""
+        while not self._ended.wait(LIST_S):
+            self._reach(url)
+        self._reach(url)
+
+    def _reach(self, url: str) -> None:
+        try:
+            self._exchange(folder_at(url))
+        except Exception as error:  # each file system raises errors of its own
+            self._say(f"requests for captures cannot be read: {type(error).__name__}: {error}")
+
+    def _exchange(self, folder: LocalFolder | RemoteFolder) -> None:
+        try:
+            names = folder.names()
+        except OSError as error:
+            self._say(f"requests for captures cannot be read: {error}")
+            return
+        for name in names:
+            if name.endswith(REQUEST) and not name.startswith("."):
+                self._take(folder, name)
+        self._write_refusals(folder)
+
+    def _take(self, folder: LocalFolder | RemoteFolder, name: str) -> None:
+        request = name.removesuffix(REQUEST)
+        try:
+            data = folder.read(name)
+            folder.remove(name)
+            demand = msgspec.json.decode(data, type=Demand)
+            if demand.id != request:
+                raise ValueError(f"it holds request {demand.id!r}")
+        except FileNotFoundError:
+            pass
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self._say(f"{name} is no request for a capture: {error}", once="no request")
+            self._refusals.append((request, f"it is no request for a capture: {error}"))
+        except Exception as error:
+            self._say(f"{name} cannot be taken as a request for a capture: {error}")
+        else:
+            self._came.append(demand)
+
+    def _write_refusals(self, folder: LocalFolder | RemoteFolder) -> None:
+        while self._refusals:
+            request, why = self._refusals.popleft()
+            try:
+                folder.create(f"{request}{REFUSED}", why.encode(errors="replace"))
+            except Exception as error:
+                self._say(f"a request for a capture cannot be answered: {error}", once="answer")
+
+    def _say(self, text: str, once: str = "") -> None:
+        if (once or text) not in self._said:
+            self._said.add(once or text)
+            logger.warning("%s", visible(text))
+
+
+@dataclass
+class _Pending:
+    """A request of which some steps are still to be decided."""
+
+    demand: Demand
+    at: int | None
+    left: int
+
+    @property
+    def aim(self) -> Aim | None:
+        return None if self.demand.aim == Aim() else self.demand.aim
+
+
+class CapturesOnDemand:
+    """Decides which request gets a step; see :class:`~verl_profiling.controller.decision.Asker`.
+
+    Args:
+        requests: Where they come from.
+        schedule: The settings' schedule.
+        check: Raises ``ConfigError`` for an aim that cannot be had in this job.
+    """
+
+    def __init__(self, requests: Requests, schedule: Schedule, check: Callable[[Aim], None]) -> None:
+        self._requests = requests
+        self._schedule = schedule
+        self._check = check
+        self._pending: list[_Pending] = []
+        self._decided: dict[str, Demand] = {}
+        self._step: int | None = None
+
+    def step_begins(self, step: int) -> None:
+        """Note that a step begins."""
+        self._step = step
+
+    def asks(self, step: int, scheduled: bool) -> Decision | None:
+        """Return the capture that the first request gets which is due."""
+        for demand in self._requests.take():
+            self._accept(demand, step)
+        for late in [one for one in self._pending if one.at is not None and one.at < step]:
+            self._pending.remove(late)
+            why = f"step {late.at} never came, or was part of another capture; the loop is in step {step}"
+            self._requests.refuse(late.demand, why)
+        first = next((one for one in self._pending if self._is_due(one, step, scheduled)), None)
+        if first is None:
+            return None
+        last = step + first.left - 1 if self._schedule.continuous else step
+        first.left -= last - step + 1
+        first.at = None
+        if not first.left:
+            self._pending.remove(first)
+        demand, aim = first.demand, first.aim
+        self._decided[demand.id] = demand
+        stages = demand.aim.stages or ()
+        trigger = Trigger(
+            kind="demand",
+            reason="as the settings say" if aim is None else aim.in_words(),
+            by=demand.by,
+            request=demand.id,
+            stage=stages[0] if len(stages) == 1 else "",
+        )
+        return Decision(StepRange(step, last), trigger, aim)
+
+    def concluded(self, manifest: Manifest) -> None:
+        """See :class:`~verl_profiling.controller.decision.Asker`."""
+
+    def refused(self, trigger: Trigger, why: str) -> None:
+        """Refuse the request that a capture was for, and what is left of it."""
+        demand = self._decided.pop(trigger.request, None)
+        if demand is not None:
+            self._pending = [one for one in self._pending if one.demand is not demand]
+            self._requests.refuse(demand, why)
+
+    def train_ends(self) -> None:
+        """Refuse what is left."""
+        last = f" after step {self._step}" if self._step is not None else ""
+        for demand in [*(one.demand for one in self._pending), *self._requests.take()]:
+            self._requests.refuse(demand, f"training ended{last}")
+        self._pending = []
+
+    def _accept(self, demand: Demand, step: int) -> None:
+        try:
+            self._check(demand.aim)
+        except ConfigError as error:
+            self._requests.refuse(demand, str(error))
+            return
+        if demand.at is not None and demand.at < step:
+            why = f"step {demand.at} is too early: step {step} is the next that can be captured"
+            self._requests.refuse(demand, why)
+            return
+        logger.info("request %s of %s is accepted", demand.id, visible(demand.by) or "somebody")
+        self._pending.append(_Pending(demand, demand.at, demand.steps))
+
+    def _is_due(self, pending: _Pending, step: int, scheduled: bool) -> bool:
+        """Return whether a request can have this step; one that differs leaves the schedule its own."""
+        if pending.at is not None:
+            return pending.at == step
+        return not (scheduled and pending.aim is not None and self._is_free_later(step))
+
+    def _is_free_later(self, step: int) -> bool:
+        """Return whether the schedule leaves one of the next steps alone."""
+        return any(self._schedule.action(one) is not Action.RECORD for one in range(step, step + _FAR))
