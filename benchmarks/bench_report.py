@@ -29,7 +29,7 @@ RANKS = 8
 CODE = (
     "verl_profiling/report/build.py",
     "verl_profiling/report/numbers.py",
-    "verl_profiling/report/reduction.py",
+    "verl_profiling/report/activity.py",
     "verl_profiling/timeline/event.py",
     "verl_profiling/timeline/reader.py",
 )

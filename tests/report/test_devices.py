@@ -200,7 +200,7 @@ def test_nothing_recognised_is_not_zero(
 ) -> None:
     """A trace without known work says what is in it, and exits with an error."""
     with pytest.raises(
-        TraceFormatError, match="1 of python_function, 1 of odd" if events else "holds no events"
+        TraceFormatError, match="only odd, python_function" if events else "holds no events"
     ):
         report_of(tmp_path, events)
     assert main(["report", str(tmp_path)]) != 0
@@ -214,7 +214,7 @@ def test_one_lane_without_work_costs_that_lane(tmp_path: Path) -> None:
     report = report_of(tmp_path, [event("kernel", 0, 10)])
     assert [row.name for row in report.workers] == ["worker_rank0"]
     assert "rank1.json" in report.coverage.missing[0]
-    assert "3 of odd" in report.coverage.missing[0]
+    assert "only odd" in report.coverage.missing[0]
 
 
 def test_several_devices_are_one_row_each(tmp_path: Path) -> None:
@@ -275,7 +275,6 @@ def test_too_many_devices_are_counted_together(tmp_path: Path) -> None:
     assert (report.workers[-1].name, report.workers[-1].busy_us) == ("worker_rank0 other devices", 436)
     assert "more than 64 devices" in report.coverage.missing[0]
     assert sum(row.busy_us for row in report.workers) == 500
-    assert report.coverage.limited == 1
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_profiling.report.host_calls import LONG_COPY_NS, blocks_from_ns, launches_graph
+from verl_profiling.report.kinds import LONG_COPY_NS, blocks_from_ns, launches_graph
 
 
 @pytest.mark.parametrize(

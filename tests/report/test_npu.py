@@ -17,7 +17,7 @@ import pytest
 from step_folders import read_events
 
 from verl_profiling.analysis import open_step
-from verl_profiling.report.activity import read_activities
+from verl_profiling.report.activity import read_lane
 from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
 from verl_profiling.timeline.inputs import find_steps
@@ -195,8 +195,8 @@ def test_a_stage_is_no_operator(tmp_path: Path) -> None:
         "cat": "cpu_op",
     }
     (tmp_path / "marked.json").write_text(json.dumps([*events, mark]))
-    (plain,) = read_activities([(tmp_path / "plain.json", 0)])
-    (marked,) = read_activities([(tmp_path / "marked.json", 0)], marks={"update_actor"})
+    (plain,) = read_lane([(tmp_path / "plain.json", 0)]).activities
+    (marked,) = read_lane([(tmp_path / "marked.json", 0)], marks={"update_actor"}).activities
     assert marked.busy.tolist() == plain.busy.tolist()
     assert len(plain.busy)
 

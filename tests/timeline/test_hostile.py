@@ -248,17 +248,6 @@ def test_a_limit_is_no_damage_for_the_other_traces(tmp_path: Path) -> None:
     assert (coverage.read, coverage.limited, coverage.events) == (2, 1, 3_000)
 
 
-def test_names_beyond_the_limit_are_counted_together(tmp_path: Path) -> None:
-    """The memory of a report is bounded by different names, threads and processes, not by events."""
-    event = '{{"ph":"X","cat":"cpu_op","name":"n{0}","pid":1,"tid":{0},"ts":{0},"dur":1}}'
-    path = write(tmp_path, *(event.format(i) for i in range(30)))
-    report = open_step(path, Limits(names=10)).report()
-    assert report.coverage.limited == 1
-    assert sum(row.calls for row in report.kernels) == 30
-    assert next(row.calls for row in report.kernels if row.name == "(other names)") == 20
-    assert "more than 10 names" in report.coverage.missing[0]
-
-
 def test_processes_beyond_the_room_of_a_lane_share_one(tmp_path: Path) -> None:
     """The ids of one lane never run into those of the next."""
     event = '{{"ph":"X","cat":"cpu_op","name":"n","pid":{0},"tid":1,"ts":{0},"dur":1}}'

@@ -1,48 +1,81 @@
-"""Reads the traces of one lane and reduces them to what its devices did, in bounded memory."""
+"""Reads the traces of one lane into columns, and reduces them to what each of its devices did.
+
+A row is a timed event that counts: its begin and end (ns), its key and its thread. A key is a kind, a name
+and a process group, and is classified once, however many events have it. Rows of devices are kept, 24 bytes
+each. Those of the host become a set of time chunk by chunk; they are kept only while no device was seen.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import compress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.report.communication_kernels import Group, communicates, only_group
-from verl_profiling.report.engine import Iteration
-from verl_profiling.report.intervals import EMPTY, Spans, length, union
+from verl_profiling.report.communication_kernels import Group, communicates, group_of, only_group
+from verl_profiling.report.intervals import EMPTY, Cover, Spans, length, nested_times, union
 from verl_profiling.report.kinds import (
     COMMUNICATION,
     COMPUTE,
     HOST,
     HOST_COMMUNICATION,
+    ITERATION,
     MEMORY,
+    NO_WORK,
+    NOTHING,
+    OVERLAP,
     UNKNOWN,
+    Iteration,
+    blocks_from_ns,
+    is_launch,
+    kind_of,
+    launches_graph,
+    npu_kind,
+    parse_iteration,
 )
-from verl_profiling.report.npu import NpuEvents
-from verl_profiling.report.optimes import Window
-from verl_profiling.report.process_names import ProcessNames, is_device
-from verl_profiling.report.reduction import MOST_DEVICES, Part, Reduction
+from verl_profiling.timeline.event import NO_ARGS, Event
 from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.reader import Trace
 from verl_profiling.units import duration
 
-__all__ = ["Activity", "NoOperatorsError", "read_activities"]
+Window = tuple[str, int, int]
+"""Name, begin and end (ns) of a stage."""
 
-_BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
 _CHUNK_BYTES = 4 << 20  # of JSON, taken at a time: arithmetic on arrays is cheap where they are long
-_MOST_CATEGORIES = 12  # that are named where nothing is recognised
-_LONGEST = 60  # characters of their names
-_UNNAMED = "no category"
-_OF_TORCH = "Trace"  # what a recording of torch's profiler has of itself
-_MARKS = frozenset((_UNNAMED, _OF_TORCH, "user_annotation", "python_function", "overhead"))
+_MOST_DEVICES = 64
+_OTHER_DEVICES = "other devices"
+_LONGEST_DEVICE = 40  # characters of its name
+_LONGEST_NAME = 200
+_MOST_CATEGORIES = 12  # that a sentence lists
+_LONGEST_CATEGORY = 60
+_BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
+_MARKS = frozenset(("no category", "Trace", "user_annotation", "python_function", "overhead"))
+_NEVER = 1 << 62
+_OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
+_TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
+_CALL_NUMBER = re.compile(r"_*_(\d+)_\d+_\d+$")  # of an NPU's collective; the first is of its group
+_MOST_SHARE, _MOST_NS = 0.001, 1000  # by which our figures may differ from msprof's
+_ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_COMMUNICATION)
 
 
+@dataclass(kw_only=True)
 class Activity:
     """What one device of a lane, or its host where it has none, did at which times on the controller's clock.
 
     Attributes:
+        paths: The traces.
+        host: Spans in which operators or runtime calls ran on the host.
+        blocked: Spans in which the host was in a call that copies, allocates or waits for the device.
+        graphs: Whether the host launched graphs of kernels.
+        iterations: The iterations of a rollout engine.
         device: Name of the device; ``""`` for a CPU trace.
         on_device: Whether it is that of a device (see :mod:`~verl_profiling.report.kinds`).
         is_one_of_several: Whether the lane has other devices.
@@ -52,53 +85,61 @@ class Activity:
         communication: Spans of communication.
         memory: Spans in which memory was copied or set.
         unrecognised: Spans of work of a device that is of no known kind, with nothing else beside it.
-        host: Spans in which operators or runtime calls ran on the host.
-        blocked: Spans in which the host was in a call that copies, allocates or waits for the device.
-        graphs: Whether the host launched graphs of kernels.
         collectives: All runs of each collective by name and process group, in order of their begin.
-        iterations: The iterations of a rollout engine.
         ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
         first_ns: Begin of the first event that counts.
         last_ns: End of the last event that counts.
-        events: Number of events read; of several devices, the first has them all.
-        traces: Number of traces that could be read, likewise.
-        limited: Number of these that were not read whole because of a limit.
-        paths: The traces.
-        problems: What could not be read.
-        notes: What to know of the figures.
     """
 
-    def __init__(self) -> None:
-        self.device = ""
-        self.on_device = False
-        self.is_one_of_several = False
-        self.is_unknown = False
-        self.compute: Spans = EMPTY
-        self.communication: Spans = EMPTY
-        self.memory: Spans = EMPTY
-        self.unrecognised: Spans = EMPTY
-        self.host: Spans = EMPTY
-        self.blocked: Spans = EMPTY
-        self.graphs = False
-        self.collectives: dict[tuple[str, Group], Spans] = {}
-        self.iterations: list[Iteration] = []
-        self.ops: dict[tuple[str, str], tuple[int, int]] = {}
-        self.first_ns: int | None = None
-        self.last_ns: int | None = None
-        self.events = 0
-        self.traces = 0
-        self.limited = 0
-        self.paths: list[Path] = []
-        self.problems: list[str] = []
-        self.notes: list[str] = []
+    paths: list[Path]
+    host: Spans
+    blocked: Spans
+    graphs: bool
+    iterations: list[Iteration]
+    device: str = ""
+    on_device: bool = False
+    is_one_of_several: bool = False
+    is_unknown: bool = False
+    compute: Spans = field(default_factory=lambda: EMPTY)
+    communication: Spans = field(default_factory=lambda: EMPTY)
+    memory: Spans = field(default_factory=lambda: EMPTY)
+    unrecognised: Spans = field(default_factory=lambda: EMPTY)
+    collectives: Mapping[tuple[str, Group], Spans] = field(default_factory=dict)
+    ops: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    first_ns: int | None = None
+    last_ns: int | None = None
 
-    @property
+    @cached_property
     def busy(self) -> Spans:
         """Spans in which it was busy with anything."""
         return union(self.compute, self.communication, self.memory, self.unrecognised)
 
 
-def read_activities(
+class LaneRead(NamedTuple):
+    """What was read of one lane.
+
+    Attributes:
+        activities: What each of its devices did, or its host if it has none.
+        traces: Number of traces that could be read.
+        limited: Number of these that were not read whole because of a limit.
+        events: Number of events read.
+        problems: What could not be read.
+        notes: What to know of the figures.
+    """
+
+    activities: list[Activity]
+    traces: int
+    limited: int
+    events: int
+    problems: list[str]
+    notes: list[str]
+
+
+class NoOperatorsError(TraceFormatError):
+    """The traces of a lane are whole, and its process ran no operator while they were recorded."""
+
+
+def read_lane(
     traces: Iterable[tuple[Path, int]],
     marks: Collection[str] = (),
     windows: Sequence[Window] = (),
@@ -106,8 +147,8 @@ def read_activities(
     patterns: tuple[str, ...] = (),
     between: tuple[int, int] | None = None,
     unrecorded: str = "",
-) -> list[Activity]:
-    """Read the traces of one lane; return what each of its devices did, or what its host did if it has none.
+) -> LaneRead:
+    """Read the traces of one lane.
 
     Args:
         traces: Path of each, and the clock offset in ns that is subtracted from its times.
@@ -123,222 +164,410 @@ def read_activities(
         TraceFormatError: None of them can be read, or nothing in them is known to be work.
         ConfigError: A pattern is no regular expression.
     """
-    lane = _Lane(marks, limits or Limits(), patterns, between)
+    lane = _Lane(marks, patterns, between)
     failure: TraceFormatError | None = None
     for path, offset_ns in traces:
         try:
-            lane.read(path, offset_ns)
+            lane.read(path, offset_ns, limits or Limits())
         except TraceFormatError as error:
             failure = error
-            lane.about.problems.append(str(error))
-    if failure and not lane.about.traces:
+            lane.problems.append(str(error))
+    if failure and not lane.paths:
         raise failure
-    return lane.activities(windows, unrecorded)
+    activities = lane.activities(windows, unrecorded)
+    return LaneRead(activities, len(lane.paths), lane.limited, lane.events, lane.problems, lane.notes)
 
 
-class NoOperatorsError(TraceFormatError):
-    """The traces of a lane are whole, and its process ran no operator while they were recorded."""
+class _Key(NamedTuple):
+    """What a row is, as far as that is the same for many."""
+
+    kind: int
+    name: str = ""
+    group: Group | None = None
+
+
+class _Rows(NamedTuple):
+    """Rows, as columns."""
+
+    spans: Spans
+    keys: NDArray[np.int32]
+    threads: NDArray[np.int32]
+
+    def of(self, wanted: NDArray[Any]) -> _Rows:
+        return _Rows(*(column[wanted] for column in self))
 
 
 class _Lane:
-    """The traces of one lane while they are read.
-
-    Attributes:
-        about: Number of traces and events, problems and notes.
-    """
+    """The traces of one lane while they are read."""
 
     def __init__(
-        self,
-        marks: Collection[str],
-        limits: Limits,
-        patterns: tuple[str, ...],
-        between: tuple[int, int] | None,
+        self, marks: Collection[str], patterns: tuple[str, ...], between: tuple[int, int] | None
     ) -> None:
-        self.about = Activity()
-        self._limits = limits
-        self._reduction = Reduction(marks, limits.names, communicates(patterns), between)
+        self.paths: list[Path] = []
+        self.events = self.limited = 0
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self._between = between
+        self._kind = cache(lambda category, name: _kind_of(category, name, marks, communicates(patterns)))
+        self._keys: list[_Key] = []
+        self._blocks_from: list[int] = []  # ns, by number of the key
+        self._numbers: dict[Any, int] = {}
+        self._ignored = self._new(_Key(NOTHING))
+        self._threads: dict[tuple[object, object], int] = {}
+        self._rows: list[_Rows] = []  # of devices; of the host, while none was seen
+        self._host = Cover()
+        self._blocked = Cover()
+        self._iterations: list[Iteration] = []
         self._names: dict[object, str] = {}  # of devices, by their process
-        self._labels: dict[object, str] = {}  # of processes with events of unknown categories
-        self._paths: list[Path] = []
-        self._has_device = False
-        self._only_groups: set[Group | None] = set()
+        self._labels: dict[object, str] = {}
+        self._on_streams: set[object] = set()  # processes with a device or a stream in arguments
+        self._categories: set[str] = set()
+        self._unknown: dict[str, None] = {}  # categories
+        self._has_device = self._says_device = self._launches = self._works = False
+        self._groups: set[Group | None] = set()
         self._cut_off: list[str] = []
 
-    def read(self, path: Path, offset_ns: int) -> None:
+    def read(self, path: Path, offset_ns: int, limits: Limits) -> None:
         """Read one trace."""
-        about, reduction = self.about, self._reduction
-        trace = Trace(path, self._limits)
-        about.traces += 1
-        self._only_groups.add(only_group(trace.metadata.get("distributedInfo")))
-        self._paths.append(path)
-        processes = ProcessNames(self._limits.names)
-        npu = NpuEvents(self._limits.names, processes)
+        trace = Trace(path, limits)
+        self.paths.append(path)
+        self._groups.add(only_group(trace.metadata.get("distributedInfo")))
+        names: dict[tuple[str, object, object], str] = {}
+        tasks: dict[int, tuple[object, object, str]] = {}  # by number of the key
+        waiting: list[_Rows] = []  # events without a category, until their processes' names are known
         try:
             for events in trace.chunks(_CHUNK_BYTES):
-                reduction.add(events, trace.base_ns - offset_ns, npu, processes)
+                _add_names(names, events)
+                waiting += self._add_chunk(events, trace.base_ns - offset_ns, tasks)
         finally:
-            reduction.add_npu(npu)
-            about.events += trace.events
-            about.problems += [f"{path.name}: {warning}" for warning in trace.warnings]
-        about.notes += [f"{path.name}: {difference}" for difference in npu.differences()]
-        full = npu.full or processes.full or reduction.full
-        if full:
-            most = f"more than {self._limits.names:,} names of operators or threads (--max-names raises it)"
-            about.problems.append(f"{path.name}: there are {most}; the others are counted together")
-        if reduction.crowded:
-            about.problems.append(
-                f"{path.name}: there are more than {MOST_DEVICES} devices; the others are one row"
-            )
-        about.limited += trace.limited or full or reduction.crowded
-        for pid in (*reduction.devices, *reduction.unknown):
-            self._names.setdefault(pid, processes.device(pid))
-            self._labels.setdefault(pid, processes.label(pid))
-        self._has_device |= _says_device(trace) or processes.has_device()
+            self._add_tasks(waiting, tasks, names, path)
+            self.events += trace.events
+            self.problems += [f"{path.name}: {warning}" for warning in trace.warnings]
+        labels = {pid: label for (what, pid, _), label in names.items() if what == "process_labels"}
+        self._labels = labels | self._labels
+        for pid, _ in self._threads:
+            self._names.setdefault(pid, _device_name(pid, labels.get(pid, "")))
+        self._says_device |= _says_device(trace) or any(map(_is_device, labels.values()))
+        self.limited += trace.limited
         if trace.truncated or trace.limited:
             self._cut_off.append(path.name)
 
+    def _add_chunk(
+        self, events: list[Event], base_ns: int, tasks: dict[int, tuple[object, object, str]]
+    ) -> Iterator[_Rows]:
+        """Add events; yield the rows of those without a category."""
+        timed = [e for e in events if e.ph == "X" and e.cat not in NO_WORK and e.ts is not None]
+        if not (self._works or self._has_device):
+            self._categories |= {e.cat for e in events if e.ph != "M"}
+        numbers = list(map(self._numbers.get, [(e.cat, e.name) for e in timed]))
+        for place in [place for place, number in enumerate(numbers) if number is None]:
+            event = timed[place]
+            known = self._numbers.get((event.cat, event.name))
+            numbers[place] = known or (self._number(event) if event.cat else self._task(event, tasks))
+        keys = np.array(numbers, np.int32)
+        if (counted := keys != self._ignored).sum() < len(keys):
+            keys, timed = keys[counted], list(compress(timed, counted.tolist()))
+        kinds = np.array([key.kind for key in self._keys])[keys]
+        spans = _to_spans(timed, base_ns)
+        if not self._has_device and bool((kinds <= UNKNOWN).any()):
+            self._has_device = bool((kinds < UNKNOWN).any())
+        threads = np.zeros(len(keys), np.int32)
+        wanted = np.flatnonzero((kinds <= UNKNOWN) | (kinds == NOTHING) | (not self._has_device))
+        places = ((timed[place].pid, timed[place].tid) for place in wanted.tolist())
+        threads[wanted] = [self._threads.setdefault(one, len(self._threads)) for one in places]
+        rows = _Rows(spans, keys, threads)
+        task = kinds == NOTHING
+        if task.any():
+            yield rows.of(task)
+        self._add(rows.of(~task) if task.any() else rows)
+
+    def _number(self, event: Event) -> int:
+        """Return the number of an event's key; one that communicates says its group each time."""
+        kind = self._kind(event.cat, event.name)
+        if kind == NOTHING:
+            number = self._ignored
+        elif kind == COMMUNICATION or (kind == HOST_COMMUNICATION and not self._has_device):
+            return self._new(_Key(kind, event.name, group_of(event.name, event.args)))
+        else:
+            number = self._new(_Key(kind, event.name))
+        if kind == UNKNOWN:
+            self._unknown[event.cat[:_LONGEST_CATEGORY]] = None
+            if _OF_A_STREAM.search(event.args):
+                self._on_streams.add(event.pid)
+        self._launches |= is_launch(event.cat, event.name)
+        self._numbers[event.cat, event.name] = number
+        return number
+
+    def _new(self, key: _Key) -> int:
+        number = self._numbers.setdefault(key, len(self._keys))
+        if number == len(self._keys):
+            self._keys.append(key)
+            self._blocks_from.append(_blocks_from(key.kind, key.name))
+        return number
+
+    def _task(self, event: Event, tasks: dict[int, tuple[object, object, str]]) -> int:
+        """Return the number of an event without a category: its kind is known when the trace is read."""
+        found = _TASK_TYPE.search(event.args)
+        call = _CALL_NUMBER.search(event.name)
+        name = event.name[: call.start()] if call else event.name
+        group = call[1] if call and name.startswith("hcom_") else ""
+        place = (len(self.paths), event.pid, event.tid, name, found[1] if found else b"", group)
+        number = self._numbers.get(place)
+        if number is None:
+            number = self._numbers[place] = len(self._keys)
+            known = group_of(name, NO_ARGS) or (Group("", group, 0) if group else None)
+            self._keys.append(_Key(NOTHING, name, known))
+            self._blocks_from.append(_NEVER)
+            tasks[number] = (event.pid, event.tid, place[4].decode("utf-8", "replace"))
+        return number
+
+    def _add_tasks(
+        self,
+        waiting: list[_Rows],
+        tasks: dict[int, tuple[object, object, str]],
+        names: dict[tuple[str, object, object], str],
+        path: Path,
+    ) -> None:
+        """Add the events of a trace that have no category, now that their processes have names."""
+        theirs: dict[str, list[int]] = defaultdict(list)
+        for number, (pid, tid, task_type) in tasks.items():
+            process, thread = (
+                names.get(("process_name", pid, None), ""),
+                names.get(("thread_name", pid, tid), ""),
+            )
+            key = self._keys[number]
+            if process == OVERLAP:
+                theirs[key.name].append(number)
+            kind = npu_kind(process, pid, thread, key.name, task_type)
+            self._keys[number] = key._replace(kind=kind)
+            self._blocks_from[number] = _blocks_from(kind, key.name)
+            self._names[pid] = names.get(("process_labels", pid, None), "")[:_LONGEST_DEVICE] or "device"
+        if not waiting:
+            return
+        rows = _joined(waiting)
+        kinds = self._kinds_of(rows)
+        for kind, name in ((COMPUTE, "Computing"), (COMMUNICATION, "Communication")):
+            found = length(union(rows.spans[kinds == kind]))
+            told = length(union(rows.spans[np.isin(rows.keys, theirs[name])]))
+            if theirs and abs(found - told) > max(_MOST_NS, _MOST_SHARE * told):
+                self.notes.append(
+                    f"{path.name}: its Overlap Analysis has {duration(told / 1e9)} of {name}, and its tasks "
+                    f"have {duration(found / 1e9)}, which is what the report shows"
+                )
+        self._has_device |= bool((kinds < UNKNOWN).any())
+        self._add(rows.of(kinds != NOTHING))
+
+    def _add(self, rows: _Rows) -> None:
+        """Keep the rows of devices; of the host's, keep when it worked and was blocked."""
+        kinds = self._kinds_of(rows)
+        if self._between is not None:
+            begin_ns, end_ns = self._between
+            inside = (rows.spans[:, 0] < end_ns) & (rows.spans[:, 1] > begin_ns)
+            self._works |= bool(((kinds > UNKNOWN) & (kinds < ITERATION)).any())
+            inside &= (rows.spans[:, 0] >= begin_ns) | (kinds != ITERATION)
+            rows, kinds = rows.of(inside), kinds[inside]
+            clipped = np.clip(rows.spans, begin_ns, end_ns)
+            rows = rows._replace(spans=np.where((kinds == ITERATION)[:, None], rows.spans, clipped))
+        for place in np.flatnonzero(kinds == ITERATION).tolist():
+            if one := parse_iteration(self._keys[rows.keys[place]].name, *rows.spans[place].tolist()):
+                self._iterations.append(one)
+        on_host = (kinds > UNKNOWN) & (kinds < ITERATION)
+        self._works |= bool(on_host.any())
+        spans = rows.spans[on_host]
+        self._host.add(spans)
+        waits = spans[:, 1] - spans[:, 0] >= np.array(self._blocks_from)[rows.keys[on_host]]
+        self._blocked.add(spans[waits])
+        self._rows.append(rows.of(kinds <= UNKNOWN if self._has_device else kinds < ITERATION))
+
     def activities(self, windows: Sequence[Window], unrecorded: str) -> list[Activity]:
         """Return what each device did, or what the host did if there is none.
-
-        Args:
-            windows: The stages to tell apart in ``ops``.
-            unrecorded: Kind of the device that was in use, if nothing of it was recorded.
 
         Raises:
             NoOperatorsError: They are whole, and hold no operator.
             TraceFormatError: Nothing in the traces is known to be work.
         """
-        by_name: defaultdict[str, list[object]] = defaultdict(list)
-        for pid in sorted(self._devices(), key=_order):
-            by_name[self._names[pid]].append(pid)
-        found = [self._of_device(name, pids, windows) for name, pids in by_name.items()]
-        if not found and self._cut_off and (self._has_device or self._reduction.launches):
-            found = [self._of_lost_device("ends before the first event of its device")]
-        if not found and unrecorded:
-            found = [self._of_lost_device(f"has no event of {unrecorded}, which was in use")]
-        if not found:
-            found = [self._of_host(windows)]
-        covers = self._reduction.host.covers
-        host = union(*(covers[kind].spans() for kind in _ON_HOST))
-        for activity in found:
-            activity.host, activity.iterations = host, self._reduction.iterations
-            activity.blocked, activity.graphs = self._reduction.blocked.spans(), self._reduction.graphs
-            activity.is_one_of_several = len(found) > 1
-            activity.paths = self._paths
-        first, about = found[0], self.about
-        first.traces, first.events, first.limited = about.traces, about.events, about.limited
-        first.problems, first.notes = about.problems, about.notes
-        return found
+        rows = _joined(self._rows)
+        self._rows.clear()
+        kinds = self._kinds_of(rows)
+        devices = list(self._devices(rows, kinds))
+        self._about: dict[str, Any] = {
+            "paths": self.paths,
+            "host": self._host.spans(),
+            "blocked": self._blocked.spans(),
+            "graphs": any(key.kind == HOST and launches_graph(key.name) for key in self._keys),
+            "iterations": self._iterations,
+            "on_device": True,
+            "is_one_of_several": len(devices) > 1,
+        }
+        if devices:
+            return [
+                self._reduced(rows.of(mine), _ON_DEVICE, windows, {"device": name}) for name, mine in devices
+            ]
+        if self._cut_off and (self._says_device or self._launches):
+            return [self._lost_device("ends before the first event of its device")]
+        if unrecorded:
+            return [self._lost_device(f"has no event of {unrecorded}, which was in use")]
+        if not self._works:
+            raise self._without_work()
+        if self._launches:
+            self._note("kernels were launched, and none was recorded")
+        return [self._reduced(rows.of(kinds > UNKNOWN), _ON_HOST, windows, {"on_device": False})]
 
-    def _devices(self) -> set[object]:
-        """Return the processes that are devices; say which have events of unknown categories."""
-        reduction = self._reduction
-        devices = set(reduction.devices)
-        for pid, part in reduction.unknown.items():
-            label = self._labels[pid]
-            if pid in devices or is_device(label) or (not label and pid in reduction.on_streams):
-                categories = ", ".join(reduction.unknown_categories)
-                how = "not counted, beside its kernels" if pid in devices else "counted, of no known kind"
-                unknown_ns = length(part.covers[UNKNOWN].spans())
+    def _devices(self, rows: _Rows, kinds: NDArray[Any]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+        """Yield the name of each device, and which rows are its own; note events of unknown categories."""
+        pids = [pid for pid, _ in self._threads]
+        numbers = {pid: number for number, pid in enumerate(dict.fromkeys(pids))}
+        pid_of = np.array([numbers[pid] for pid in pids], np.int64)[rows.threads]
+        known, unknown = (
+            set(np.unique(pid_of[those]).tolist()) for those in (kinds < UNKNOWN, kinds == UNKNOWN)
+        )
+        counted = (kinds < UNKNOWN) | ((kinds == UNKNOWN) & ~np.isin(pid_of, list(known)))
+        owners: dict[str, list[int]] = defaultdict(list)
+        for pid, number in sorted(numbers.items(), key=lambda item: _order(self._names.get(item[0], ""))):
+            name, label = self._names.get(pid, ""), self._labels.get(pid, "")
+            if number in unknown:
+                if not (number in known or _is_device(label) or (not label and pid in self._on_streams)):
+                    continue
+                unknown_ns = length(union(rows.spans[(pid_of == number) & (kinds == UNKNOWN)]))
+                how = "not counted, beside its kernels" if number in known else "counted, of no known kind"
+                categories = ", ".join(list(self._unknown)[:_MOST_CATEGORIES])
                 self._note(
-                    f"{self._names[pid]} has {duration(unknown_ns / 1e9)} of events "
+                    f"{name} has {duration(unknown_ns / 1e9)} of events "
                     f"of unknown categories ({categories}): {how}"
                 )
-                devices.add(pid)
-        return devices
+            elif number not in known:
+                continue
+            crowded = name not in owners and len(owners) >= _MOST_DEVICES
+            owners[_OTHER_DEVICES if crowded else name].append(number)
+        if _OTHER_DEVICES in owners:
+            text = f"there are more than {_MOST_DEVICES} devices; the others are one row"
+            self.problems.append(f"{self.paths[0].name}: {text}")
+        for name, mine in owners.items():
+            yield name, counted & np.isin(pid_of, mine)
+
+    def _reduced(
+        self, rows: _Rows, wanted: Sequence[int], windows: Sequence[Window], about: dict[str, Any]
+    ) -> Activity:
+        """Return what rows are: the wanted kinds are computation, communication, copies and the rest.
+
+        Collectives that name no group are of the only one that the headers list, if it is one.
+        """
+        kinds = self._kinds_of(rows)
+        names = ("compute", "communication", "memory", "unrecognised")
+        covers: dict[str, Any] = {
+            name: union(rows.spans[kinds == kind]) for name, kind in zip(names, wanted, strict=False)
+        }
+        only = next(iter(self._groups)) if len(self._groups) == 1 else None
+        collective = np.flatnonzero(kinds == wanted[1])
+        order = collective[np.lexsort((rows.spans[collective, 0], rows.keys[collective]))]
+        runs: dict[tuple[str, Group], Spans] = {}
+        for one in np.split(order, np.flatnonzero(np.diff(rows.keys[order])) + 1):
+            if len(one):
+                key = self._keys[rows.keys[one[0]]]
+                call = (key.name, key.group or only or Group())
+                runs[call] = np.concatenate((runs.get(call, EMPTY), rows.spans[one]))
+        return Activity(
+            **(self._about | covers | about),
+            collectives={call: spans[np.argsort(spans[:, 0], kind="stable")] for call, spans in runs.items()},
+            ops=self._by_stage(rows, windows),
+            first_ns=int(rows.spans[:, 0].min()) if len(rows.spans) else None,
+            last_ns=int(rows.spans[:, 1].max()) if len(rows.spans) else None,
+        )
+
+    def _by_stage(self, rows: _Rows, windows: Sequence[Window]) -> dict[tuple[str, str], tuple[int, int]]:
+        """Return calls and self time (ns) by stage and name; a call belongs to the stage it begins in."""
+        own = nested_times(rows.spans, rows.threads)
+        ordered = sorted(windows, key=lambda window: window[1])
+        edges = np.array([window[1:] for window in ordered], np.int64).reshape(-1, 2)
+        at = np.searchsorted(edges[:, 0], rows.spans[:, 0], side="right") - 1
+        inside = (at >= 0) & (rows.spans[:, 0] < np.append(edges[:, 1], 0)[at])
+        stages = np.where(inside, at, len(ordered))
+        places, inverse = np.unique(stages * len(self._keys) + rows.keys, return_inverse=True)
+        calls = np.bincount(inverse, minlength=len(places))
+        took = np.bincount(inverse, weights=own, minlength=len(places))
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for place, count, total in zip(places.tolist(), calls.tolist(), took.tolist(), strict=True):
+            stage, number = divmod(place, len(self._keys))
+            name = (ordered[stage][0] if stage < len(ordered) else "", self._keys[number].name)
+            before = found.get(name, (0, 0))  # a stage that ran twice has two windows
+            found[name] = (before[0] + count, before[1] + int(total))
+        return found
+
+    def _kinds_of(self, rows: _Rows) -> NDArray[np.int64]:
+        return np.array([key.kind for key in self._keys])[rows.keys]
 
     def _note(self, sentence: str) -> None:
-        self.about.notes.append(f"{self._paths[0].name}: {sentence}")
+        self.notes.append(f"{self.paths[0].name}: {sentence}")
 
-    def _of_device(self, name: str, pids: Iterable[object], windows: Sequence[Window]) -> Activity:
-        known, unknown = self._reduction.devices, self._reduction.unknown
-        parts = [known.get(pid) or unknown[pid] for pid in pids]
-        activity = _reduced(parts, _ON_DEVICE, windows, self._only_groups)
-        activity.on_device, activity.device = True, name
-        return activity
-
-    def _of_lost_device(self, why: str) -> Activity:
+    def _lost_device(self, why: str) -> Activity:
         """Return what is known of a device without an event in the traces: nothing."""
-        files = ", ".join(self._cut_off or [path.name for path in self._paths])
-        self.about.problems.append(f"{files}: {why}: nothing is known of it")
-        activity = Activity()
-        activity.on_device = activity.is_unknown = True
-        return activity
+        files = ", ".join(self._cut_off or [path.name for path in self.paths])
+        self.problems.append(f"{files}: {why}: nothing is known of it")
+        return Activity(is_unknown=True, **self._about)
 
     def _without_work(self) -> TraceFormatError:
         """Return what to say of traces without work; a whole one of torch's profiler had none to record."""
-        counts = _categories(self._paths, self._limits)
-        whole = _OF_TORCH in counts and counts.keys() <= _MARKS and not self.about.problems
-        if whole:
-            return NoOperatorsError(self._paths[0], "its process ran no operator while it was recorded")
-        return TraceFormatError(self._paths[0], _what_there_is(counts))
-
-    def _of_host(self, windows: Sequence[Window]) -> Activity:
-        activity = _reduced([self._reduction.host], _ON_HOST, windows, self._only_groups)
-        if not self._reduction.host_works:
-            raise self._without_work()
-        if self._reduction.launches:
-            self._note("kernels were launched, and none was recorded")
-        return activity
+        found = {category[:_LONGEST_CATEGORY] or "no category" for category in self._categories}
+        if "Trace" in found and found <= _MARKS and not self.problems:
+            return NoOperatorsError(self.paths[0], "its process ran no operator while it was recorded")
+        named = ", ".join(sorted(found)[:_MOST_CATEGORIES])
+        text = f"nothing in it is known to be work of a device or an operator, only {named}"
+        return TraceFormatError(self.paths[0], text if found else "holds no events")
 
 
-_ON_DEVICE = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN)
-_ON_HOST = (HOST, HOST_COMMUNICATION)
+def _kind_of(category: str, name: str, marks: Collection[str], check: Any) -> int:
+    return NOTHING if name in marks else kind_of(category, name, check)
 
 
-def _reduced(
-    parts: Sequence[Part], kinds: Sequence[int], windows: Sequence[Window], only: Collection[Group | None]
-) -> Activity:
-    """Return what parts did, of which these kinds are computation, communication, copies and the rest.
+def _blocks_from(kind: int, name: str) -> int:
+    found = blocks_from_ns(name) if kind == HOST else None
+    return _NEVER if found is None else found
 
-    Collectives that name no group are of the ``only`` one, if it is one.
-    """
-    activity = Activity()
-    covered = [union(*(part.covers[kind].spans() for part in parts)) for kind in kinds]
-    covered += [EMPTY] * (len(_ON_DEVICE) - len(kinds))
-    activity.compute, activity.communication, activity.memory, activity.unrecognised = covered
-    runs: defaultdict[tuple[str, Group], list[Spans]] = defaultdict(list)
-    unnamed = next(iter(only)) if len(only) == 1 else None
-    for part in parts:
-        for (kind, name, group), of_it in part.collectives.items():
-            if kind == kinds[1]:
-                runs[name, group or unnamed or Group()] += of_it
-        for place, (calls, self_ns) in part.ops.by_stage(windows).items():
-            before = activity.ops.get(place, (0, 0))
-            activity.ops[place] = (before[0] + calls, before[1] + self_ns)
-    for call, of_it in runs.items():
-        together = np.concatenate(of_it)
-        activity.collectives[call] = together[np.argsort(together[:, 0], kind="stable")]
-    activity.first_ns = min((part.first_ns for part in parts if part.first_ns is not None), default=None)
-    activity.last_ns = max((part.last_ns for part in parts if part.last_ns is not None), default=None)
-    return activity
+
+def _joined(parts: Sequence[_Rows]) -> _Rows:
+    none = np.empty(0, np.int32)
+    return _Rows(*(np.concatenate(column) for column in zip(_Rows(EMPTY, none, none), *parts, strict=True)))
+
+
+def _to_spans(events: Sequence[Event], base_ns: int) -> Spans:
+    """Return the begin and end of events in unix nanoseconds, exact to 1 ns."""
+    begin_us = np.array([event.ts for event in events], dtype=np.float64)
+    took_us = np.array([event.dur or 0.0 for event in events], dtype=np.float64)
+    whole_us = np.floor(begin_us)
+    begin = whole_us.astype(np.int64) * 1000 + np.rint((begin_us - whole_us) * 1000).astype(np.int64)
+    begin += base_ns
+    return np.stack((begin, begin + np.rint(took_us * 1000).astype(np.int64)), axis=1)
+
+
+def _add_names(names: dict[tuple[str, object, object], str], events: Iterable[Event]) -> None:
+    """Add names of processes and threads; the first one counts, because some writers repeat it per event."""
+    for event in [event for event in events if event.ph == "M"]:
+        if event.name in ("process_name", "process_labels", "thread_name"):
+            key = (event.name, event.pid, event.tid if event.name == "thread_name" else None)
+            if key not in names:
+                names[key] = event.said("labels" if event.name == "process_labels" else "name")[
+                    :_LONGEST_NAME
+                ]
+
+
+def _is_device(label: str) -> bool:
+    """Return whether a process's label is that of a device."""
+    return bool(label) and not label.upper().startswith("CPU")
+
+
+def _device_name(pid: object, label: str) -> str:
+    """Return the name of the device that a process stands for: its label, or its number."""
+    name = label if _is_device(label) else f"GPU {pid}" if isinstance(pid, int) else str(pid or "device")
+    return name[:_LONGEST_DEVICE]
+
+
+def _order(name: str) -> tuple[str, int]:
+    """Return what names of devices are sorted by: ``GPU 10`` is behind ``GPU 9``."""
+    number = re.search(r"\d{1,18}$", name)
+    return (name[: number.start()], int(number[0])) if number else (name, 0)
 
 
 def _says_device(trace: Trace) -> bool:
     """Return whether the header of a trace names a device, or a library that communicates between devices."""
     backend = str(trace.metadata.get("distributedInfo")).lower()
     return bool(trace.metadata.get("deviceProperties")) or any(name in backend for name in _BETWEEN_DEVICES)
-
-
-def _order(pid: object) -> tuple[bool, int, str]:
-    """Return what devices are sorted by: their numbers, then their names."""
-    return isinstance(pid, str), pid if isinstance(pid, int) else 0, str(pid)
-
-
-def _categories(paths: Iterable[Path], limits: Limits) -> Counter[str]:
-    """Return how many events of each category some traces hold."""
-    counts: Counter[str] = Counter()
-    for path in paths:
-        for events in Trace(path, limits).chunks():
-            counts.update(event.cat[:_LONGEST] or _UNNAMED for event in events if event.ph != "M")
-    return counts
-
-
-def _what_there_is(counts: Counter[str]) -> str:
-    """Return a sentence on the categories of the events in traces without work."""
-    if not counts:
-        return "holds no events"
-    named = ", ".join(f"{count:,} of {category}" for category, count in counts.most_common(_MOST_CATEGORIES))
-    rest = len(counts) - _MOST_CATEGORIES
-    more = f" and {rest:,} more categories" if rest > 0 else ""
-    return f"nothing in it is known to be work of a device or an operator: {named}{more}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, Manifest
-from verl_profiling.report.activity import Activity, NoOperatorsError, read_activities
+from verl_profiling.report.activity import Activity, NoOperatorsError, read_lane
 from verl_profiling.report.anatomy import anatomy, capture_time
 from verl_profiling.report.capture_rows import anchors, clock_notes, core_notes, costs, measures, requests
 from verl_profiling.report.collectives import collective_rows, last_to, matched_calls, waiting_by_lane
@@ -97,7 +97,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         [] if inputs.manifest is None else _without_trace(inputs.manifest, [*inputs.sources, *inputs.logs])
     )
     lost: list[str] = []
-    without_work = 0
+    traces = limited = events = 0
     read: list[tuple[Source, Activity]] = []
     stages = Step(inputs.manifest, [])
     between = (
@@ -109,23 +109,24 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
             traces_of_lane = ((source.path, source.offset_ns) for source in sources)
             marks, windows = _marks(inputs.manifest, sources[0]), stages.windows_of(sources[0])
             unrecorded = _unrecorded_device(stages, sources[0])
-            found = read_activities(
+            found = read_lane(
                 traces_of_lane, marks, windows, inputs.limits, inputs.communication, between, unrecorded
             )
         except NoOperatorsError as error:
             (missing if inputs.manifest is None else notes).append(f"{sources[0].path.name}: {error.problem}")
-            without_work += len(sources)
+            traces += len(sources)
         except TraceFormatError as error:
             missing.append(str(error))
             incomplete.append(sources[0].lane)
         else:
-            if unrecorded and found[0].is_unknown:
+            if unrecorded and found.activities[0].is_unknown:
                 lost.append(sources[0].lane)
-            if found[0].problems:
+            if found.problems:
                 incomplete.append(sources[0].lane)
-            missing += found[0].problems
-            notes += found[0].notes
-            read += [(sources[0], activity) for activity in found]
+            missing += found.problems
+            notes += found.notes
+            traces, limited, events = traces + found.traces, limited + found.limited, events + found.events
+            read += [(sources[0], activity) for activity in found.activities]
         for source in sources:
             if on_progress:
                 on_progress(source)
@@ -133,9 +134,9 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         raise TraceFormatError(inputs.directory, "; ".join(missing) or "holds no trace to report on")
     return StepRead(
         step=Step(inputs.manifest, read, inputs.capture),
-        traces=sum(activity.traces for _, activity in read) + without_work,
-        limited=sum(activity.limited for _, activity in read),
-        events=sum(activity.events for _, activity in read),
+        traces=traces,
+        limited=limited,
+        events=events,
         missing=missing,
         incomplete=incomplete,
         unrecorded=lost,

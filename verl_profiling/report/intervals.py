@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-
-__all__ = [
-    "EMPTY",
-    "Cover",
-    "Spans",
-    "covered_before",
-    "crowded",
-    "divided",
-    "holding",
-    "intersection",
-    "length",
-    "spans_of",
-    "subtract",
-    "union",
-    "within",
-]
 
 Spans: TypeAlias = NDArray[np.int64]
 
 EMPTY: Spans = np.empty((0, 2), dtype=np.int64)
 _FEW = 1 << 16
+_SLICE = 1 << 16  # calls kept as Python numbers at a time, which take four times the space
 
 
 def spans_of(pairs: Iterable[tuple[int, int]]) -> Spans:
@@ -148,3 +134,34 @@ def _counted(sets: Sequence[Spans]) -> tuple[NDArray[np.int64], NDArray[np.int64
         change[place[:, 0]] += 1
         change[place[:, 1]] -= 1
     return edges, np.cumsum(change)[:-1], places
+
+
+def nested_times(spans: Spans, threads: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the self time of each call (ns): its duration less that of the calls directly inside it.
+
+    On one thread calls nest. Sorted by begin, longest first, a call is inside the nearest
+    earlier one that has not ended when it begins.
+    """
+    own: NDArray[np.int64] = spans[:, 1] - spans[:, 0]
+    order = np.lexsort((-own, spans[:, 0], threads))
+    ordered = threads[order]
+    reaches = spans[order[1:], 0] < spans[order[:-1], 1]
+    nesting = np.unique(ordered[1:][reaches & (ordered[1:] == ordered[:-1])])  # few streams of devices nest
+    order = order[np.isin(ordered, nesting)]
+    inside = np.zeros(len(order), np.int64)  # for each call, the time in nested calls
+    parents, ends, thread = array("q"), array("q"), None  # of the open calls: index and end
+    for start in range(0, len(order), _SLICE):
+        part = order[start : start + _SLICE]
+        calls = zip(spans[part, 0].tolist(), spans[part, 1].tolist(), threads[part].tolist(), strict=True)
+        for index, (begin, end, own_thread) in enumerate(calls, start):
+            if own_thread != thread:
+                thread, parents, ends = own_thread, array("q"), array("q")
+            while ends and ends[-1] <= begin:
+                parents.pop()
+                ends.pop()
+            if ends:
+                inside[parents[-1]] += min(end, ends[-1]) - begin
+            parents.append(index)
+            ends.append(end)
+    own[order] -= inside
+    return own

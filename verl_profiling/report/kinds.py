@@ -1,11 +1,12 @@
-"""Classifies the events of a trace, by the tables of :mod:`~verl_profiling.timeline.categories` and
-:mod:`~verl_profiling.report.communication_kernels`.
+"""Classifies what stands in a trace: the kind of an event, calls that block, iterations of an engine.
 
 * **Device trace** (with events of a device): busy time is the union, over all streams, of kernels and
   copies. A kernel whose name is in the table of communication is communication, any other is computation;
-  copies and memsets are memory. For an NPU see :mod:`~verl_profiling.report.npu`.
+  copies and memsets are memory.
 * **CPU trace** (without any): busy time is the union, over all threads, of operators, calls of a runtime
   and collectives. Waiting in Python between them is not busy time.
+* **NPU trace** (msprof's, in torch_npu's ``trace_view.json``): events have no category. Their process
+  decides, and on the hardware their task type.
 
 Without the kernels that only the table of communication knows, the classes of device events are those of
 HolisticTraceAnalysis 0.5 (``utils/utils.py``, ``get_kernel_type``), so that the figures can be compared.
@@ -16,26 +17,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import msgspec
+
 from verl_profiling.report.communication_kernels import HOST_COLLECTIVES
-from verl_profiling.timeline.categories import meaning_of
+from verl_profiling.timeline.categories import CATEGORIES, meaning_of
 
-__all__ = [
-    "COMMUNICATION",
-    "COMPUTE",
-    "HOST",
-    "HOST_COMMUNICATION",
-    "MEMORY",
-    "NOTHING",
-    "UNKNOWN",
-    "is_launch",
-    "kind_of",
-]
+COMPUTE, COMMUNICATION, MEMORY, UNKNOWN, HOST, HOST_COMMUNICATION, ITERATION, NOTHING = range(8)
+"""Kinds of events: of a device, of an unknown category, of the host, of an engine; what does not count."""
 
-COMPUTE, COMMUNICATION, MEMORY, UNKNOWN, HOST, HOST_COMMUNICATION, NOTHING = range(7)
-"""Kinds of events: of a device, of an unknown category, of the host, and those that do not count."""
+_QUEUES = ("enqueue", "dequeue")  # of torch_npu, to the thread that calls the NPU
+NO_WORK = frozenset(
+    name
+    for category in CATEGORIES
+    if category.meaning in ("no work", "on device, no work")
+    for name in category.names
+) - {"user_annotation", *_QUEUES}
+"""Categories of which no event counts."""
 
 _OPERATORS = ("cpu_op", "Operator")
-_QUEUES = ("enqueue", "dequeue")  # of torch_npu, to the thread that calls the NPU
 _LAUNCH = re.compile(r"Launch|runFunction|EnqueueKernel")
 # MTIA records copies, waits and its own control beside kernels: names of HTA's ``types.py``, and seen ones.
 _MTIA = "mtia_ccp_events"
@@ -64,7 +63,17 @@ def kind_of(category: str, name: str, communicates: Callable[[str], bool]) -> in
         return HOST_COMMUNICATION if name.startswith(HOST_COLLECTIVES) else HOST
     if category == "user_annotation" and name.startswith(HOST_COLLECTIVES):
         return HOST_COMMUNICATION
+    if category == "user_annotation" and parse_iteration(name, 0, 0):
+        return ITERATION
     return UNKNOWN if meaning is None else NOTHING
+
+
+def _kernel(category: str, name: str, communicates: Callable[[str], bool]) -> int:
+    if category == _MTIA and _MTIA_COPY.match(name):
+        return MEMORY
+    if category == _MTIA and _MTIA_CONTROL.match(name):
+        return NOTHING
+    return COMMUNICATION if communicates(name) else COMPUTE
 
 
 def is_launch(category: str, name: str) -> bool:
@@ -74,9 +83,109 @@ def is_launch(category: str, name: str) -> bool:
     return meaning_of(category) == "host" and category not in _OPERATORS and bool(_LAUNCH.search(name))
 
 
-def _kernel(category: str, name: str, communicates: Callable[[str], bool]) -> int:
-    if category == _MTIA and _MTIA_COPY.match(name):
-        return MEMORY
-    if category == _MTIA and _MTIA_CONTROL.match(name):
+# The processes of an NPU, by the parser's sources (github.com/kali20gakki/msprof,
+# ``analysis/csrc/application/timeline``); the second of each pair is the name in older versions.
+_HARDWARE = ("Ascend Hardware", "Task Scheduler")  # a thread per stream, an event per task
+_COLLECTIVES = ("Communication", "HCCL")  # a thread per group; those of planes have the collectives' parts
+_HOSTS = ("CANN", "AscendCL", "CPU functions")  # runtime calls; the last is torch.autograd.profiler's
+OVERLAP = "Overlap Analysis"
+"""Process in which msprof computes its own figures of the hardware and its collectives."""
+
+_COLLECTIVE_KERNELS = ("AicpuKernel", "AivKernel")
+_COMPUTING = re.compile(
+    r"(?:^|[ _])(?:AI_?CORE|AI_?VEC(?:TOR_CORE)?|AI_?CPU|AIC|AIV|SIMT|DSA)(?:[ _]|$)", re.IGNORECASE
+)
+_COPYING = re.compile(r"MEMCPY|(?:^|[ _])(?:S|PCIE_)?DMA(?:[ _]|$)", re.IGNORECASE)
+_WAITING = re.compile(
+    r"EVENT|NOTIFY|WAIT|RECORD|WRITE[ _]VALUE|PLACE_?HOLDER|PROFILING|MAINTAINCE|ACTIVE", re.IGNORECASE
+)
+_TYPE_NAME = re.compile(r"[A-Z0-9_]+")
+
+
+def npu_kind(process: str, pid: object, thread: str, name: str, task_type: str) -> int:
+    """Return the kind of an event without a category, by the names of its process and thread."""
+    if process in _HARDWARE:
+        return task_kind(name, task_type)
+    if process in _COLLECTIVES:
+        return NOTHING if thread.startswith("Plane") else COMMUNICATION
+    return HOST if process in _HOSTS or pid in _HOSTS else NOTHING
+
+
+def task_kind(name: str, task_type: str) -> int:
+    """Return the kind of a task of the hardware.
+
+    Tasks of the AI cores and of the AI CPU are computation, DMA tasks are copies; waits, records and
+    placeholders only occupy a stream. Kernels that only drive a collective belong to it. For any other
+    type (``Other`` is what msprof writes where it does not know the chip) the name decides: where msprof
+    knows no operator, it gives a task its type for a name, in capitals, and that is looked at in the same
+    way; a task with the name of an operator is computation.
+    """
+    if name.endswith(_COLLECTIVE_KERNELS):
         return NOTHING
-    return COMMUNICATION if communicates(name) else COMPUTE
+    for told in (task_type, name if _TYPE_NAME.fullmatch(name) else ""):
+        if _COMPUTING.search(told):
+            return COMPUTE
+        if _COPYING.search(told):
+            return MEMORY
+        if _WAITING.search(told):
+            return NOTHING
+    is_operator = bool(task_type) and name != task_type and not _TYPE_NAME.fullmatch(name)
+    return COMPUTE if is_operator else NOTHING
+
+
+# Calls of CUDA's runtime and driver API, HIP's, which mirror them, and AscendCL's. An asynchronous copy
+# returns once it is launched, but from pageable memory it blocks ("API synchronization behavior" in the
+# CUDA Runtime API), so it counts where it takes long: launching one takes some ten microseconds.
+LONG_COPY_NS = 100_000
+_BLOCKING = re.compile(
+    r"(?:AscendCL@)?(?:cuda|cu|hip|aclrt)"
+    r"(?:Memcpy|Malloc|Free|MemAlloc|MemFree|HostAlloc|HostRegister|\w*Synchronize)"
+)
+_GRAPH_LAUNCH = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
+
+
+def blocks_from_ns(name: str) -> int | None:
+    """Return from which duration a call that copies, allocates or waits blocks; ``None`` for others."""
+    if not _BLOCKING.match(name):
+        return None
+    if "Async" not in name:
+        return 0
+    return LONG_COPY_NS if "Memcpy" in name else None
+
+
+def launches_graph(name: str) -> bool:
+    """Return whether a call launches a graph of kernels."""
+    return _GRAPH_LAUNCH.match(name) is not None
+
+
+# vLLM: ``execute_context_<requests>(<tokens>)_generation_<requests>(<tokens>)``; SGLang: ``step[EXTEND
+# bs=<requests> toks=<tokens>]`` and ``step[DECODE bs=<requests>]``. Seen in vLLM 0.32 and SGLang 0.5.12.
+_VLLM = re.compile(r"execute_context_(\d+)\((\d{1,18})\)_generation_(\d+)\((\d{1,18})\)$", re.ASCII)
+_SGLANG = re.compile(r"step\[(EXTEND|DECODE)\S* bs=(\d{1,18})(?: toks=(\d{1,18}))?", re.ASCII)
+
+
+class Iteration(msgspec.Struct, frozen=True):
+    """One iteration of an engine, in unix nanoseconds.
+
+    Attributes:
+        begin_ns: When it began.
+        end_ns: When it ended.
+        prefill_tokens: Prompt tokens processed.
+        decode_tokens: Tokens generated by requests past their prompt.
+    """
+
+    begin_ns: int
+    end_ns: int
+    prefill_tokens: int
+    decode_tokens: int
+
+
+def parse_iteration(name: str, begin_ns: int, end_ns: int) -> Iteration | None:
+    """Return the iteration that an annotation describes, or ``None``."""
+    if match := _VLLM.match(name):
+        return Iteration(begin_ns, end_ns, int(match[2]), int(match[4]))
+    if match := _SGLANG.match(name):
+        if match[1] == "EXTEND":
+            return Iteration(begin_ns, end_ns, int(match[3] or 0), 0)
+        return Iteration(begin_ns, end_ns, 0, int(match[2]))
+    return None
