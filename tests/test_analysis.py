@@ -20,9 +20,9 @@ from step_folders import STEP, WORKERS, build_step, with_facts
 from verl_profiling.analysis import FrameName, load_reports, open_run, open_step
 from verl_profiling.errors import ConfigError, ToolUnavailableError, TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, Request
-from verl_profiling.report.flat_rows import rows_of
 from verl_profiling.report.intervals import length
 from verl_profiling.report.model import REPORT_SCHEMA_VERSION
+from verl_profiling.report.tables import TABLES
 from verl_profiling.run_files import read_manifest, write_json_atomically
 
 DATA = Path(__file__).parent / "data"
@@ -135,7 +135,7 @@ def test_frames_hold_the_numbers_of_the_report(name: FrameName, tmp_path: Path) 
     assert list(frame.columns) == list(empty.columns)
     assert frame.columns[0] == "step"
     assert (frame.dtypes.drop(object_columns(frame)) == empty.dtypes.drop(object_columns(frame))).all()
-    rows = [] if name == "requests" else rows_of(full.report(), name)
+    rows = [] if name == "requests" else TABLES[name].rows(full.report())
     if name == "requests":
         assert frame["latency_us"].tolist() == [200.0, 100.0]
         assert frame["begin_us"].tolist() == [0.0, 50.0]

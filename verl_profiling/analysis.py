@@ -347,9 +347,9 @@ class CapturedStep:
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
         from verl_profiling.report.capture_rows import requests
-        from verl_profiling.report.flat_rows import REPORT_TABLES, rows_of
-        from verl_profiling.report.frames import data_frame
+        from verl_profiling.report.files import data_frame
         from verl_profiling.report.rows import RequestRow
+        from verl_profiling.report.tables import TABLES
 
         choices = get_args(FrameName)
         if name not in choices:
@@ -358,7 +358,8 @@ class CapturedStep:
         if name == "requests":
             tables = [(step.step, requests(step.manifest) if step.manifest else []) for step in steps]
             return data_frame(RequestRow, tables)
-        return data_frame(REPORT_TABLES[name], [(step.step, rows_of(step.report(), name)) for step in steps])
+        table = TABLES[name]
+        return data_frame(table.row, [(step.step, table.rows(step.report())) for step in steps])
 
     def merge(
         self,

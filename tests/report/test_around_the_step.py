@@ -16,8 +16,8 @@ from rich.console import Console
 from verl_profiling.analysis import open_step
 from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, Rpc, StageSpan
 from verl_profiling.report.anatomy import CAPTURE_CALLS
-from verl_profiling.report.csv import write_csv
 from verl_profiling.report.diff import compare
+from verl_profiling.report.files import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.scalars import scalars
@@ -62,7 +62,7 @@ def report(tmp_path: Path) -> Report:
 
 def printed(report: Report) -> str:
     text = io.StringIO()
-    print_report(report, Console(file=text, width=200))
+    print_report(report, Console(file=text, width=200), everything=True)
     return text.getvalue()
 
 
@@ -92,7 +92,7 @@ def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
     )
     assert after in shown
     page = render_html(report)
-    assert '<section id="around-the-step">' in page
+    assert '<section id="outside">' in page
     assert '<td class="n" data-v="12">12.0 s</td>' in page
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report).outside == report.outside
     write_csv([report], tmp_path)
@@ -116,7 +116,7 @@ def test_nothing_of_the_step_changes(report: Report, tmp_path: Path) -> None:
     assert all(row.name != CAPTURE_CALLS for row in report.stages)
     assert "pause_s" not in dict(scalars(plain))
     assert "the step: pause" not in printed(plain)
-    assert "around-the-step" not in render_html(plain)
+    assert 'id="outside"' not in render_html(plain)
 
 
 def test_a_long_pause_is_a_finding_with_what_to_do(report: Report, tmp_path: Path) -> None:

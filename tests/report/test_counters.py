@@ -57,7 +57,7 @@ def test_the_faces_have_the_counts(tmp_path: Path) -> None:
     """Terminal and page have a table; a name that is none does no harm."""
     report = counted(tmp_path, ("message queue", 5, 6), ("<b>[red]", 5, 1))
     console = Console(file=io.StringIO(), width=100)
-    print_report(report, console)
+    print_report(report, console, everything=True)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "message queue" in text
     assert "<b>[red]" in text

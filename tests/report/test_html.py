@@ -18,6 +18,7 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Finding, GanttSpan, Report
 from verl_profiling.report.page.tables import table
 from verl_profiling.report.rows import CollectiveRow, KernelRow, StragglerRow
+from verl_profiling.report.tables import named
 from verl_profiling.timeline.inputs import find_steps
 
 
@@ -131,7 +132,7 @@ def test_the_library_has_its_versions_and_licences_in_every_page(report: Report)
 def test_a_long_name_is_cut_with_a_sign_and_opens() -> None:
     """Both of its ends are seen: kernels differ there."""
     name = "void at::native::" + "x" * 200 + "_float4"
-    cell = table("kernels", ("kernel",), [(name,)])
+    cell = table("kernels", ("kernel",), [(named(name),)])
     (short,) = re.findall(r"<summary><bdi>(.*?)</bdi>", cell)
     assert len(short) == 64
     assert short.startswith("void at::native::")

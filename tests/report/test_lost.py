@@ -250,8 +250,8 @@ def test_lost_is_one_quantity_with_its_unit_everywhere(
 
     assert main(["report", str(folder)]) == 0
     printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    at = printed.index("Lost time by cause (all lanes)")
-    assert "cause lane-seconds share" in printed[at:]
+    at = printed.index("Lost")
+    assert "Lane-seconds idle, or waiting for other ranks." in printed[at:]
     assert "waiting for other ranks 1.00 s 12.5%" in printed[at:]
 
     assert main(["report", str(folder), "--csv", str(tmp_path / "csv")]) == 0
@@ -261,7 +261,7 @@ def test_lost_is_one_quantity_with_its_unit_everywhere(
     assert main(["report", str(tmp_path), "--save"]) == 0
     page, run = ((at / name).read_text() for at, name in ((folder, "report.html"), (tmp_path, "index.html")))
     assert "<dt>Lost</dt><dd><strong>3.00 <small>lane-seconds</small></strong>" in page
-    assert "Lost time by cause" in page
+    assert '<section id="lost">' in page
     assert "<dt>Lost, median</dt><dd><strong>3.00 <small>lane-seconds</small></strong>" in run
     assert "Idle time by cause" not in page + run + "".join(printed)
 

@@ -67,21 +67,17 @@ def test_axe_finds_nothing(seen: dict, large: dict) -> None:
 def test_the_first_screen_has_four_figures_and_the_picture(seen: dict, report: Report) -> None:
     """Each figure has a title, a number with its unit and a line; the picture begins above the fold."""
     titles, numbers, lines = zip(*seen["figures"], strict=True)
-    assert titles == ("Step", "Accelerators busy", "Lost", "Slowest stage")
+    assert titles == ("Step", "Tokens per second", "Accelerators busy", "Lost")
     assert all(number[0].isdigit() for number in numbers)
-    slowest = max((row for row in report.stages if row.name[0] != "("), key=lambda row: row.duration_us)
-    assert lines[3] == f"{slowest.name}, {slowest.share:.0%} of the step"
+    assert report.throughput is not None
+    assert lines[1].startswith(f"{report.throughput.tokens_per_s_per_lane:,.0f} per second and lane")
     assert seen["pictureFrom"] < 450
 
 
 def test_all_sections_are_there(seen: dict) -> None:
     """What the capture holds is shown; sections without content are not."""
-    assert {"Lanes over time", "Step anatomy", "Lost time by cause", "Workers", "Rollout engines"} <= set(
-        seen["sections"]
-    )
-    assert {"Engine iterations", "Rollout tail", "Stragglers", "Kernels by self time"} <= set(
-        seen["sections"]
-    )
+    assert {"Lanes over time", "Stages", "Lost", "Workers"} <= set(seen["sections"])
+    assert {"Engines", "Rollout tail", "Stragglers", "Kernels"} <= set(seen["sections"])
     assert "Reported by the loop" not in seen["sections"]
     assert seen["title"].startswith("Step 1 ")
 

@@ -160,13 +160,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 def test_every_face_shows_the_replicas(report: Report) -> None:
     """Terminal, in 80 columns, page and frame."""
     text = io.StringIO()
-    print_report(report, Console(file=text, width=80))
+    print_report(report, Console(file=text, width=80), everything=True)
     shown = text.getvalue()
-    lines = shown[shown.index("Requests by replica") :].splitlines()
+    lines = shown[shown.index("Replicas") :].splitlines()
     assert [line.split()[0] for line in lines[4:6]] == ["rollout0", "rollout1"]
     assert max(map(len, lines[:6])) <= 80
     page = render_html(report)
-    for heading in ("Requests by replica", "queued p90", "to first token p50", "per token p99", "from cache"):
+    for heading in ("Replicas", "queued p90", "1st token p50", "a token p99", "cached"):
         assert heading in page
     assert "How long requests were queued is not known" not in page
     pytest.importorskip("pandas")
@@ -184,4 +184,4 @@ def test_the_page_says_that_the_queue_is_not_known(report: Report) -> None:
     page = render_html(msgspec.structs.replace(report, replicas=silent))
     assert "How long requests were queued is not known" in page
     assert "queued p90" not in page
-    assert "Requests by replica" not in render_html(msgspec.structs.replace(report, replicas=[]))
+    assert 'id="replicas"' not in render_html(msgspec.structs.replace(report, replicas=[]))

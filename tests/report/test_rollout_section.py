@@ -18,17 +18,16 @@ from step_folders import read_events
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.manifest import MANIFEST_NAME, POLLING, Request
-from verl_profiling.report.csv import write_csv
 from verl_profiling.report.diff import compare
-from verl_profiling.report.flat_rows import rows_of
-from verl_profiling.report.frames import data_frame
+from verl_profiling.report.files import data_frame, write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.rollout.calls import OTHERS
 from verl_profiling.report.rollout.findings import rollout_findings
 from verl_profiling.report.rollout.rows import CallRow, CauseRow, Polling, Rollout
-from verl_profiling.report.rollout.terminal import rollout_sentences
 from verl_profiling.report.scalars import scalars
+from verl_profiling.report.sentences import rollout_sentences
+from verl_profiling.report.tables import TABLES
 from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.trajectory_log import (
@@ -442,8 +441,8 @@ def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path
     ]
     assert len(rollout_of(report).failures) == 12
     text, page = io.StringIO(), render_html(report)
-    print_report(report, Console(file=text, width=100))
-    for shown in ("Failed trajectories", "g7/0", "no such row"):
+    print_report(report, Console(file=text, width=100), everything=True)
+    for shown in ("Trajectory failures", "g7/0", "no such row"):
         assert shown in text.getvalue()
         assert shown in page
     assert "tool:<b>" in text.getvalue()
@@ -536,9 +535,9 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: in
 def test_every_face_shows_the_rollout(busy: Report, tmp_path: Path) -> None:
     """Terminal, page, CSV, data frame, scalars, the JSON that comes back, and the comparison."""
     text = io.StringIO()
-    print_report(busy, Console(file=text, width=100))
+    print_report(busy, Console(file=text, width=100), everything=True)
     page = render_html(busy)
-    for title in ("Tools and other spans", "Blocked event loops", "What became of trajectories"):
+    for title in ("Trajectory calls", "Loop blocks", "Trajectory fates"):
         assert title in text.getvalue()
         assert title in page
     assert "<b>sandbox" not in page
@@ -548,7 +547,7 @@ def test_every_face_shows_the_rollout(busy: Report, tmp_path: Path) -> None:
     assert sum(float(row["seconds"]) for row in rows if row["validate"] == "False") == pytest.approx(
         rollout_of(busy).seconds
     )
-    frame = data_frame(CallRow, [(busy.step, rows_of(busy, "trajectory_calls"))])
+    frame = data_frame(CallRow, [(busy.step, TABLES["trajectory_calls"].rows(busy))])
     assert set(frame["name"]) == {"tool:search", "tool:<b>sandbox", "tool:blocking", "tool:http"}
     found = dict(scalars(busy))
     assert found["trajectories/count"] == 40
@@ -616,8 +615,7 @@ def test_every_share_of_a_rollout_says_of_what(tmp_path: Path, capsys: pytest.Ca
         log.trajectory(0.5, 3 + number / 39, ("tool:search", 0.5, 2))
     log.trajectory(0.5, 9.5, ("tool:sandbox", 0.5, 9.5))
     report_with(tmp_path, log)
-    assert main(["report", str(tmp_path)]) == 0
-    assert main(["report", str(tmp_path), "--save"]) == 0
+    assert main(["report", str(tmp_path), "--all", "--save"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     page = (tmp_path / "report.html").read_text()
     for text in (said, html.unescape(page)):

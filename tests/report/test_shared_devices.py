@@ -19,8 +19,8 @@ from step_folders import build_step
 from verl_profiling.analysis import open_step
 from verl_profiling.devices import Device
 from verl_profiling.manifest import MANIFEST_NAME
-from verl_profiling.report.csv import write_csv
 from verl_profiling.report.device_rows import lost_of_device
+from verl_profiling.report.files import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.intervals import Spans, intersection, length, spans_of, subtract, union
 from verl_profiling.report.lost import CAUSES
@@ -95,10 +95,10 @@ def test_every_face_says_devices(tmp_path: Path) -> None:
     """Terminal, page, CSV and trackers count them alike."""
     report = colocated(tmp_path, [GPU], [GPU])
     shown = io.StringIO()
-    print_report(report, Console(file=shown, width=100))
+    print_report(report, Console(file=shown, width=100), everything=True)
     page = render_html(report)
     for text in (shown.getvalue(), page):
-        assert "per second and device" in text
+        assert "per second and GPU" in text
         assert "actor_rank0 + rollout0_rank0" in text
         assert "node7/0" in text
     assert "of 1 device (2 lanes)" in page

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from drawn_steps import whole_step
 
-from verl_profiling.report.page.summary import summary
+from verl_profiling.report.html import summary
 
 
 class _Text(HTMLParser):

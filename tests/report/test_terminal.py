@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
+from drawn_steps import whole_step
 from rich.console import Console
 from step_folders import build_step
 
 from verl_profiling.analysis import open_step
 from verl_profiling.report.columns import shortened
-from verl_profiling.report.model import Report
+from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.terminal import print_report
 
 
@@ -28,11 +30,33 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     )
 
 
-def printed(report: Report, width: int) -> str:
+def printed(report: Report, width: int, *, everything: bool = True) -> str:
     """Return what a terminal of this width shows."""
     text = io.StringIO()
-    print_report(report, Console(file=text, force_terminal=True, color_system=None, width=width))
+    console = Console(file=text, force_terminal=True, color_system=None, width=width)
+    print_report(report, console, everything=everything)
     return text.getvalue()
+
+
+@pytest.mark.parametrize("fault", ["healthy", "slow rank", "long tail", "slow weight sync"])
+def test_the_first_screen_has_at_most_45_lines(tmp_path: Path, fault: str) -> None:
+    """Step time, tokens, busy share and lost lane-seconds; then findings, stages and idle time by cause."""
+    shown = printed(whole_step(tmp_path, ranks=16, replicas=4, fault=fault), 80, everything=False)
+    assert len(shown.splitlines()) <= 45
+    order = ["Step: ", "Tokens per second: ", "busy: ", "Lost: ", "• ", "\nStages", "\nLost ", "--all"]
+    at = [shown.index(part) for part in order]
+    assert at == sorted(at)
+    assert "lane-seconds" in shown
+    assert ("Nothing stands out" in shown) == (fault == "healthy")
+
+
+def test_the_first_screen_of_a_full_report_has_at_most_45_lines(report: Report) -> None:
+    """However many findings, problems and rows there are."""
+    finding = Finding(rule="idle", text="t" * 190, advice="a" * 90, seconds=1.0)
+    worst = msgspec.structs.replace(
+        report, findings=[finding] * 5, notes=["n" * 100] * 20, stages=report.stages * 9, lost=report.lost * 9
+    )
+    assert len(printed(worst, 100, everything=False).splitlines()) <= 45
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
@@ -67,20 +91,20 @@ def test_every_column_has_a_heading(report: Report) -> None:
 
 def test_stages_side_by_side_are_said(report: Report) -> None:
     """Below the anatomy, with the time that they share; nothing where there are none."""
-    assert "side by side" not in printed(report, 80)
+    assert "ide by side" not in printed(report, 80)
     stages = [msgspec.structs.replace(row, side_by_side_us=2e6) for row in report.stages]
     text = " ".join(printed(msgspec.structs.replace(report, stages=stages), 80).split())
-    assert "side by side with others: rollout 2.00 s, update_actor 2.00 s" in text
+    assert "Side by side with others: rollout 2.00 s, update_actor 2.00 s" in text
     assert "divide that time equally" in text
     short = [msgspec.structs.replace(row, side_by_side_us=0.009 * report.span_us) for row in report.stages]
-    assert "side by side" not in printed(msgspec.structs.replace(report, stages=short), 80)
+    assert "ide by side" not in printed(msgspec.structs.replace(report, stages=short), 80)
 
 
 @pytest.mark.parametrize(("us", "shown"), [(0.9, "900 ns"), (3.0, "3.00 us"), (4000.0, "4.00 ms")])
 def test_a_short_trace_is_not_zero(report: Report, us: float, shown: str) -> None:
     """A step of microseconds is shown in them."""
     text = printed(msgspec.structs.replace(report, span_us=us), 80)
-    assert text.startswith(f"step 12: {shown}\n")
+    assert text.startswith(f"step 12\nStep: {shown}, ")
 
 
 def test_a_shortened_name_keeps_both_ends() -> None:

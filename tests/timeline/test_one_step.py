@@ -143,8 +143,8 @@ def test_every_face_has_both_steps(tmp_path: Path, capsys: pytest.CaptureFixture
     """Terminal, JSON, pages with links from the run's, CSV."""
     folder = capture(tmp_path)
     assert main(["report", str(folder)]) == 0
-    assert "step 2, policy version 1: 5.00 s" in (shown := capsys.readouterr().out)
-    assert "step 3, policy version 2: 2.00 s" in shown
+    assert "step 2, policy version 1\nStep: 5.00 s" in (shown := capsys.readouterr().out)
+    assert "step 3, policy version 2\nStep: 2.00 s" in shown
     assert main(["report", str(tmp_path), "--save", "--json", "--csv", str(tmp_path / "csv")]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(r["step"], r["span_us"]) for r in found] == [(2, 5e6), (3, 2e6)]
@@ -276,9 +276,9 @@ def test_numbers_of_the_whole_capture_are_said_to_be(tmp_path: Path) -> None:
         assert report.capture_steps == [2, 3]
         assert "of the whole capture, steps 2, 3: rollout0: 80 requests" in report.notes
         console = Console(file=io.StringIO(), width=200)
-        print_report(report, console)
+        print_report(report, console, everything=True)
         text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-        assert "on disk (of the whole capture, steps 2, 3)" in text
+        assert "What is on disk is of all steps of the capture." in text
         assert "events (of the whole capture, steps 2, 3)" in text
         assert "events (of the whole capture, steps 2, 3)" in render_html(report)
     assert reports(capture(tmp_path / "alone", STEPS[:1]))[0].capture_steps == []

@@ -16,7 +16,7 @@ from verl_profiling.commands.arguments import add_communication, add_limits, add
 from verl_profiling.commands.common import StepByStep, progress, warn
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.report.columns import fitting_console
-from verl_profiling.report.csv import write_csv
+from verl_profiling.report.files import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, render_run, runs_of
@@ -45,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_paths(parser)
     add_limits(parser)
     add_communication(parser)
+    parser.add_argument("--all", action="store_true", help="print every table, not the first screen alone")
     parser.add_argument("--json", action="store_true", help="print JSON, one document per step")
     parser.add_argument(
         "--save",
@@ -122,7 +123,7 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
         if arguments.json:
             print(msgspec.json.encode(report).decode())
         else:
-            print_report(report, Console())
+            print_report(report, Console(), everything=arguments.all)
         if arguments.save:
             data = msgspec.json.format(msgspec.json.encode(report))
             _write(step.output("report.json"), data)

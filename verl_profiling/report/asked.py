@@ -15,7 +15,6 @@ __all__ = [
     "SuspectRow",
     "Unit",
     "asked_sentence",
-    "compared",
     "in_unit",
     "shown_history",
 ]
@@ -124,12 +123,3 @@ def in_unit(value: float, unit: Unit) -> str:
     if unit == "bytes":
         return byte_size(value)
     return f"{value:.1%}" if unit == "share" else duration(value)
-
-
-def compared(row: SuspectRow) -> tuple[str, str, str]:
-    """Return the suspect's number, its peers' and the difference, as a person reads them."""
-    more = row.difference
-    if more is None or row.peer_value is None:
-        return in_unit(row.value, row.unit), "", ""
-    sign = "+" if more > 0 else ""
-    return in_unit(row.value, row.unit), in_unit(row.peer_value, row.unit), f"{sign}{in_unit(more, row.unit)}"

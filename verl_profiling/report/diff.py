@@ -14,23 +14,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from verl_profiling.report.anatomy import CAPTURE_CALLS
-from verl_profiling.report.columns import fitting_console, shortened, table_of
+from verl_profiling.report.columns import fitting_console, shortened
 from verl_profiling.report.model import Report
+from verl_profiling.report.tables import Table, named
+from verl_profiling.report.terminal import print_table
 from verl_profiling.units import duration
 
 __all__ = ["Change", "Diff", "compare", "print_diff"]
 
 _SMALLEST_SHARE = 0.01
-_ROWS = 12
-_KINDS = {
-    "step": "Step",
-    "stage": "Stages",
-    "outside": "Around the step",
-    "lost": "Lost lane-seconds by cause",
-    "trajectory": "Trajectories' time by cause (training)",
-    "worker": "Busy time",
-    "kernel": "Kernels (operators, in a CPU trace) by self time",
-}
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +50,38 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     noise_s: float | None
 
     @property
+    def noise(self) -> str:
+        """The noise, if it is known."""
+        return "" if self.noise_s is None else f"±{duration(self.noise_s)}"
+
+    @property
+    def change_share(self) -> float | None:
+        """The change, as a share of what it was before."""
+        return self.change
+
+    @property
     def stands_out(self) -> bool:
         """Whether the change exceeds the noise, if that is known."""
         return abs(self.change_s) > (self.noise_s or 0.0)
+
+
+_TABLES = {
+    kind: Table(
+        name,
+        Change,
+        "name=name, before=before_s, after=after_s, change=change_s, relative=change_share, noise=noise",
+        brief=12,
+    )
+    for kind, name in {
+        "step": "Step",
+        "stage": "Stages",
+        "outside": "Outside",
+        "lost": "Lost lane-seconds",
+        "trajectory": "Trajectory causes (training)",
+        "worker": "Workers, busy time",
+        "kernel": "Kernels, self time",
+    }.items()
+}
 
 
 class Diff(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +136,7 @@ def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:
     left, right = ([dict(_numbers_of(report)) for report in side] for side in (before, after))
     keys = dict.fromkeys(key for numbers in (*left, *right) for key in numbers)
     changes = [_change(key, left, right) for key in keys]
-    order = list(_KINDS)
+    order = list(_TABLES)
     changes.sort(key=lambda change: (order.index(change.kind), -abs(change.change_s)))
     return Diff(before=len(before), after=len(after), changes=changes, notes=list(_notes(changes)))
 
@@ -189,22 +210,11 @@ def print_diff(diff: Diff, console: Console) -> None:
     console.print(diff.basis)
     for note in diff.notes:
         console.print(f"[yellow]note:[/yellow] {escape(note)}")
-    for kind, title in _KINDS.items():
+    for kind, table in _TABLES.items():
         rows = [change for change in diff.changes if change.kind == kind]
-        table = table_of(title, "name", "before", "after", "change", "relative", "noise")
-        for change in rows[:_ROWS]:
-            cells = ("" if s is None else duration(s) for s in (change.before_s, change.after_s))
-            relative = "" if change.change is None else f"{change.change:+.1%}"
-            table.add_row(
-                escape(shortened(change.name)),
-                *cells,
-                duration(change.change_s, signed=True),
-                "new" if change.before_s is None else relative,
-                "" if change.noise_s is None else f"±{duration(change.noise_s)}",
-                style=None if change.stands_out else "dim",
-            )
-        if len(rows) > _ROWS:
-            table.caption = f"{len(rows) - _ROWS:,} more, with smaller changes: --json"
-        if table.row_count:
-            console.print()
-            console.print(table)
+        headings, cells = table.cells(rows[: table.brief])
+        for line in cells:
+            line[0] = named(shortened(line[0].text))
+        more = f"{len(rows) - table.brief:,} more, with smaller changes: --json"
+        dim = [not change.stands_out for change in rows]
+        print_table(console, table.name, headings, cells, more if len(rows) > table.brief else "", dim)

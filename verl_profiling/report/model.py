@@ -212,7 +212,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         complete: ``False`` if the step ended early.
         span_us: Duration of the step, from ``on_step_begin`` to ``on_step_end``; without a
             manifest, from the first to the last event.
-        stages: Step anatomy, in order of time.
+        stages: Stages, in order of time.
         workers: One row per lane.
         engines: One row per lane of a rollout engine.
         tail: How the rollout ended.

@@ -136,6 +136,11 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str = ""
     traces: list[str] = []
 
+    @property
+    def busy_share(self) -> float:
+        """Share of the observed time in which it was busy."""
+        return self.busy_us / self.span_us if self.span_us else 0.0
+
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     """How one device spent its time, all lanes that share it together; most often it is one.
@@ -173,6 +178,16 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     host_bound_us: float
     lost_us: dict[str, float]
     graphs: bool = False
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the observed time in which it was busy."""
+        return self.busy_us / self.span_us if self.span_us else 0.0
+
+    @property
+    def located(self) -> str:
+        """Where it is, as far as that is known."""
+        return self.place or self.uuid
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -413,6 +428,11 @@ class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     value: float
 
+    @property
+    def unit(self) -> str:
+        """Unit of the number, where its name says one."""
+        return "bytes" if self.name.endswith("_bytes") else ""
+
 
 class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
     """How much of something a process had in the step, e.g. how long a queue was.
@@ -469,3 +489,8 @@ class AnchorRow(msgspec.Struct, frozen=True, kw_only=True):
     begin_us: float
     end_us: float
     set_us: float
+
+    @property
+    def watched_us(self) -> float:
+        """Time from the first reading to the last."""
+        return self.end_us - self.begin_us

@@ -12,10 +12,11 @@ from urllib.parse import quote
 from verl_profiling.report.html import page_title
 from verl_profiling.report.model import Report
 from verl_profiling.report.page.colours import stage_class
-from verl_profiling.report.page.document import document
-from verl_profiling.report.page.summary import figure, figures
-from verl_profiling.report.page.tables import Cell, Link, percent, section, table, time
+from verl_profiling.report.page.document import document, figures_section
+from verl_profiling.report.page.tables import section, table
+from verl_profiling.report.sentences import Figure
 from verl_profiling.report.sparkline import axis_top
+from verl_profiling.report.tables import Cell, named, timed
 from verl_profiling.report.trend import (
     Change,
     excess,
@@ -91,7 +92,7 @@ def render_run(
 def _sections(
     reports: Sequence[Report], links: Sequence[str], ran: Sequence[_Ran], history: WatchPicture | None
 ) -> Iterator[str]:
-    yield figures(_figures(reports, ran))
+    yield figures_section(_figures(reports, ran))
     yield f'<section id="findings" aria-label="What changed">{_story(reports, links, ran)}</section>'
     if history:
         yield history.picture()
@@ -112,7 +113,7 @@ def _sections(
 def _uncaptured(run: Path, ran: Sequence[_Ran], history: WatchPicture | None) -> Iterator[str]:
     """Yield what there is of a run without a captured step."""
     if ran:
-        yield figures(_figures([], ran))
+        yield figures_section(_figures([], ran))
     note = escape(visible(how_to_capture(run)))
     yield f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
     if history:
@@ -120,29 +121,29 @@ def _uncaptured(run: Path, ran: Sequence[_Ran], history: WatchPicture | None) ->
         yield history.table()
 
 
-def _figures(reports: Sequence[Report], ran: Sequence[_Ran]) -> Iterator[str]:
+def _figures(reports: Sequence[Report], ran: Sequence[_Ran]) -> Iterator[Figure]:
     took = [step.seconds for step in ran]
     spread = f"of {len(took):,} steps, from {duration(min(took))} to {duration(max(took))}"
-    yield figure("Step, median", duration(median(took)), spread)
+    yield Figure("Step, median", duration(median(took)), spread)
     alike = [reports[index] for index in unaimed(reports)]
     busy = [share for report in alike if (share := report.working_share) is not None]
     if busy:
         spread = f"from {min(busy):.0%} to {max(busy):.0%}"
         whose = "Devices" if any(report.shares_devices for report in alike) else "Lanes"
-        yield figure(f"{whose} busy, median", f"{median(busy):.0%}", spread)
+        yield Figure(f"{whose} busy, median", f"{median(busy):.0%}", spread)
     lost = [sum(report.lost_s.values()) for report in alike]
     if any(lost):
         causes = [report.lost_s for report in alike]
         total = {name: sum(row.get(name, 0.0) for row in causes) for row in causes for name in row}
         most = max(total, key=lambda name: total[name])
-        line = f"{total[most] / sum(lost):.0%} {escape(most.replace('_', ' '))}"
-        yield figure("Lost, median", alike[0].lane_seconds(median(lost)), line, f"k-{most}")
+        line = f"{total[most] / sum(lost):.0%} {most.replace('_', ' ')}"
+        yield Figure("Lost, median", alike[0].lane_seconds(median(lost)), line, f"k-{most}")
     index = slowest(took)
     over = took[index] - median(took)
     line = f"{duration(took[index])}, {duration(over, signed=True)} over the median"
     if took[0] > took[index]:
         line += f"; the first took {duration(took[0])}"
-    yield figure("Slowest", ran[index].title, line)
+    yield Figure("Slowest", ran[index].title, line)
 
 
 def _story(reports: Sequence[Report], links: Sequence[str], ran: Sequence[_Ran]) -> str:
@@ -186,24 +187,24 @@ def _anchor(title: str, link: str) -> str:
     return f'<a href="{escape(link)}">{shown}</a>' if link else shown
 
 
-def _steps(reports: Sequence[Report], links: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[Cell, ...]]]:
+def _steps(reports: Sequence[Report], links: Sequence[str]) -> tuple[tuple[str, ...], list[list[Cell]]]:
     lost_unit = f"lost {reports[0].whose}-seconds"
     headings = ("step", "took", "busy", lost_unit, "most lost by", "slowest stage", "first finding")
-    rows: list[tuple[Cell, ...]] = []
+    rows = []
     for report, link in zip(reports, links, strict=True):
         lost, stages, busy = report.lost_s, stage_seconds(report), report.working_share
         cause = max(lost, key=lambda name: lost[name], default="")
         stage = max(stages, key=lambda name: stages[name], default="")
         rows.append(
-            (
-                Link(page_title(report), link),
-                time(report.span_us / 1e6),
-                None if busy is None else percent(busy),
-                time(sum(lost.values())),
-                cause.replace("_", " "),
-                stage,
-                Link(report.findings[0].text, link) if report.findings else "",
-            )
+            [
+                named(page_title(report), link),
+                timed(report.span_us / 1e6),
+                Cell(busy, "" if busy is None else f"{busy:.1%}"),
+                timed(sum(lost.values())),
+                named(cause.replace("_", " ")),
+                named(stage),
+                named(report.findings[0].text, link) if report.findings else named(""),
+            ]
         )
     return headings, rows
 
@@ -215,7 +216,7 @@ def _by_step(
     found = list(times)
     names = list(dict.fromkeys(name for row in found for name in row))
     rows = [
-        (Link(page_title(report), link), *(time(row.get(name)) for name in names))
+        [named(page_title(report), link), *(timed(row.get(name)) for name in names)]
         for report, link, row in zip(reports, links, found, strict=True)
     ]
     return table(title, ("step", *names), rows) if names else ""

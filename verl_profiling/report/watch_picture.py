@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from verl_profiling.report.captures_so_far import CapturesSoFar
 from verl_profiling.report.page.colours import stage_class
-from verl_profiling.report.page.tables import Cell, Link, Shown, section, table, time
+from verl_profiling.report.page.tables import section, table
+from verl_profiling.report.tables import Cell, named, timed
 from verl_profiling.report.watch_history import IN_NO_STAGE
 from verl_profiling.units import duration
 from verl_profiling.visible import visible
@@ -58,17 +59,16 @@ class WatchPicture(NamedTuple):
         """Return the section that says the same in numbers."""
         title = "Exposed time by step"
         rows = [
-            (
-                Link(str(bar.step.step), bar.link) if bar.link else str(bar.step.step),
-                time(bar.step.seconds),
-                *(time(bar.seconds.get(name)) for name in self.stages),
-                bar.captured,
-            )
+            [
+                named(str(bar.step.step), bar.link),
+                timed(bar.step.seconds),
+                *(timed(bar.seconds.get(name)) for name in self.stages),
+                named(bar.captured),
+            ]
             for bar in self.bars
         ]
         headings = ("step", "took", *self.stages, "captured")
-        cells: list[tuple[Cell, ...]] = list(rows)
-        return section(title, table(title, headings, cells)) + self._spans()
+        return section(title, table(title, headings, rows)) + self._spans()
 
     def _spans(self) -> str:
         """Return the table of what trajectories spent; empty if nothing is known of any."""
@@ -80,12 +80,11 @@ class WatchPicture(NamedTuple):
         if not names:
             return ""
         title = "Time of trajectories by step"
-        rows: list[tuple[Cell, ...]] = []
+        rows = []
         for bar in self.bars:
             of_step = {spans.name: spans for spans in bar.step.spans}
-            shown = str(bar.step.step)
-            step = Link(shown, bar.link) if bar.link else shown
-            rows.append((step, *(_spent(of_step.get(name)) for name in names)))
+            step = named(str(bar.step.step), bar.link)
+            rows.append([step, *(_spent(of_step.get(name)) for name in names)])
         note = "All spans of a name together. They run side by side, so they may be longer than the step."
         return section(title, table(title, ("step", *map(visible, names)), rows), note)
 
@@ -132,10 +131,10 @@ def watch_picture(run: Path, steps: Sequence[LoggedStep], links: Mapping[int, st
 
 def _spent(spans: LoggedSpans | None) -> Cell:
     if spans is None:
-        return None
+        return Cell(None, "")
     failed = f", {spans.failed:,} failed" if spans.failed else ""
     calls = "call" if spans.runs == 1 else "calls"
-    return Shown(f"{duration(spans.seconds)} in {spans.runs:,} {calls}{failed}", spans.seconds)
+    return Cell(spans.seconds, f"{duration(spans.seconds)} in {spans.runs:,} {calls}{failed}")
 
 
 def _shown(steps: Sequence[LoggedStep], captured: set[int]) -> list[LoggedStep]:

@@ -1,10 +1,10 @@
-"""The colours of stages: the same on every page and in both themes, whatever else a step holds."""
+"""The colours of stages and causes: the same on every page and in both themes, whatever else a step holds."""
 
 from __future__ import annotations
 
 from zlib import crc32
 
-__all__ = ["stage_class", "stage_colour"]
+__all__ = ["cause_key", "stage_class", "stage_colour"]
 
 _NAMED = (
     "rollout",
@@ -19,6 +19,25 @@ _NAMED = (
     "validate",
 )
 _OTHERS = 6
+_CAUSES = {
+    "decode": "s0",
+    "generate": "s0",
+    "prefill": "s3",
+    "first token": "s3",
+    "queued": "s4",
+    "to the engine": "s2",
+    "from the engine": "s2",
+    "reward": "s1",
+    "environment": "s8",
+    "wait": "s5",
+    "controller": "s6",
+    "own code": "s9",
+    "loop lag": "k-host_blocked",
+    "requests of no trajectory": "s3",
+    "no trajectory": "rest",
+    "began before the capture": "k-unexplained",
+    "unexplained": "k-unexplained",
+}
 
 
 def stage_colour(name: str) -> int:
@@ -31,3 +50,9 @@ def stage_colour(name: str) -> int:
 def stage_class(name: str) -> str:
     """Return the class of ``page.css`` that colours a stage, or what is none: ``(in no stage)``."""
     return "rest" if name.startswith("(") else f"s{stage_colour(name)}"
+
+
+def cause_key(cause: str) -> str:
+    """Return the class of ``page.css`` that colours a cause: its own, its family's, or one of its name."""
+    other = f"s{len(_NAMED) + crc32(cause.encode()) % _OTHERS}"
+    return _CAUSES.get(cause) or _CAUSES.get(cause.partition(":")[0]) or other

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from html import escape
 from importlib import resources
@@ -10,7 +10,9 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["document"]
+from verl_profiling.report.sentences import Figure
+
+__all__ = ["document", "figures_section"]
 
 _LIBRARY = "d3.min.js"
 _SHARED = ("theme.js", "tables.js", "format.js", "width.js")
@@ -38,6 +40,20 @@ def document(title: str, subtitle: str, sections: str, data: Any, scripts: Seque
         f'<script>{_file(_LIBRARY)}</script><script>"use strict";\n(() => {{\n{program}\n}})();</script>'
         "</body></html>\n"
     )
+
+
+def figures_section(items: Iterable[Figure]) -> str:
+    """Return the row of main figures."""
+    shown = ""
+    for title, value, line, key in items:
+        number, _, unit = value.partition(" ") if value.endswith("-seconds") else (value, "", "")
+        small = f" <small>{escape(unit)}</small>" if unit else ""
+        mark = f'<i class="{escape(key)}"></i>' if key else ""
+        shown += (
+            f"<div><dt>{escape(title)}</dt><dd><strong>{escape(number)}{small}</strong>"
+            f"<span>{mark}<bdi>{escape(line)}</bdi></span></dd></div>"
+        )
+    return f'<section id="figures" aria-label="Main figures"><dl>{shown}</dl></section>'
 
 
 def _embedded(data: Any) -> str:

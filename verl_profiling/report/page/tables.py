@@ -4,67 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import NamedTuple, TypeAlias
 
-from verl_profiling.units import byte_size, duration
+from verl_profiling.report.tables import Cell
 
-__all__ = ["Cell", "Link", "Shown", "count", "number", "percent", "section", "size", "table", "time"]
+__all__ = ["section", "stacked", "table"]
 
 _TOP = 10
 _LONGEST_NAME = 64
-
-
-class Shown(NamedTuple):
-    """A number: as it is shown, and as it is sorted.
-
-    Attributes:
-        text: The number with its unit.
-        value: The number in the unit of its column.
-    """
-
-    text: str
-    value: float
-
-
-class Link(NamedTuple):
-    """A name that leads to another page.
-
-    Attributes:
-        text: The name.
-        address: Address of the page, quoted.
-    """
-
-    text: str
-    address: str
-
-
-Cell: TypeAlias = str | Shown | Link | None
-"""A name, a number, a link, or nothing."""
-
-
-def time(seconds: float | None) -> Cell:
-    """Return a time in the unit that fits."""
-    return None if seconds is None else Shown(duration(seconds), seconds)
-
-
-def percent(share: float) -> Cell:
-    """Return a share in percent."""
-    return Shown(f"{share:.1%}", share)
-
-
-def count(items: int) -> Cell:
-    """Return a number of things."""
-    return Shown(f"{items:,}", items)
-
-
-def size(size_bytes: float) -> Cell:
-    """Return a number of bytes in the unit that fits."""
-    return Shown(byte_size(round(size_bytes)), size_bytes)
-
-
-def number(value: float) -> Cell:
-    """Return any other number, with six digits."""
-    return Shown(f"{value:,.6g}", value)
+_INDENT = "\N{NO-BREAK SPACE}"
 
 
 def section(title: str, content: str, note: str = "") -> str:
@@ -104,23 +51,38 @@ def table(
     )
 
 
+def stacked(parts: Iterable[tuple[str, float, str]]) -> str:
+    """Return a bar of parts side by side: the colour key, share and name of each."""
+    bar = "".join(
+        f'<i class="{escape(key)}" style="flex-grow: {100 * share:.3f}" '
+        f'title="{escape(f"{name}: {share:.1%}")}"></i>'
+        for key, share, name in parts
+        if share >= 0.001
+    )
+    return f'<div class="stacked" aria-hidden="true">{bar}</div>' if bar else ""
+
+
 def _cells(row: Sequence[Cell], key: str) -> Iterable[str]:
-    for column, cell in enumerate(row):
+    for column, (value, text, link) in enumerate(row):
         mark = f'<i class="{escape(key)}"></i>' if key and not column else ""
-        if cell is None:
+        if value is None:
             yield '<td class="n" data-v="-1">&ndash;</td>'
-        elif isinstance(cell, Shown):
-            yield f'<td class="n" data-v="{cell.value:g}">{escape(cell.text)}</td>'
-        elif isinstance(cell, Link):
-            yield f'<td><a href="{escape(cell.address)}"><bdi>{escape(cell.text)}</bdi></a></td>'
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f'<td class="n" data-v="{value:g}">{mark}{_linked(escape(text), link)}</td>'
         else:
-            yield f"<td>{mark}{_name(cell)}</td>"
+            yield f"<td>{mark}{_linked(_name(text), link)}</td>"
+
+
+def _linked(shown: str, address: str) -> str:
+    return f'<a href="{escape(address)}">{shown}</a>' if address else shown
 
 
 def _name(name: str) -> str:
     """Return a name; a long one is without its middle, and opens: kernels differ at their ends, too."""
+    indent = _INDENT * (len(name) - len(name.lstrip(" ")))
+    name = name.lstrip(" ")
     if len(name) <= _LONGEST_NAME:
-        return f"<bdi>{escape(name)}</bdi>"
+        return f"<bdi>{indent}{escape(name)}</bdi>"
     head = _LONGEST_NAME * 2 // 3
     short = f"{name[:head]}…{name[head + 1 - _LONGEST_NAME :]}"
     return f"<details><summary><bdi>{escape(short)}</bdi></summary><bdi>{escape(name)}</bdi></details>"

@@ -132,6 +132,11 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     last_cause: str
     whole: bool
 
+    @property
+    def last_of(self) -> str:
+        """What its last one waited for, and whether that one is done."""
+        return self.last_cause if self.whole else f"{self.last_cause} (not done)"
+
 
 class FateRow(msgspec.Struct, frozen=True, kw_only=True):
     """What became of trajectories, and what they cost.

@@ -1,0 +1,141 @@
+"""What a report says in sentences: its main figures, what holds of the rollout, and what is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from verl_profiling.report.model import OTHER_RANKS, Report
+from verl_profiling.report.rollout.rows import Rollout
+from verl_profiling.units import duration
+
+__all__ = ["Figure", "counted", "figures", "rollout_sentences", "sentences"]
+
+
+class Figure(NamedTuple):
+    """A main figure of a step.
+
+    Attributes:
+        title: What it is.
+        value: The number, with its unit.
+        line: What it consists of.
+        key: Class of the colour key before the line.
+    """
+
+    title: str
+    value: str
+    line: str
+    key: str = ""
+
+
+def figures(report: Report) -> Iterator[Figure]:
+    """Yield what a trainer reads first: step time, tokens per second, busy share, lost lane-seconds."""
+    coverage = report.coverage
+    traces = f"{coverage.read} of {coverage.expected} traces read"
+    yield Figure("Step" if report.captured else "Recorded", duration(report.span_us / 1e6), traces)
+    if rate := report.throughput:
+        each = rate.tokens_per_s_per_device if report.shares_devices else rate.tokens_per_s_per_lane
+        unit = "GPU" if any(row.kind == "cuda" for row in report.devices) else report.whose
+        line = f"{each:,.0f} per second and {unit}; {rate.tokens:,.0f} tokens ({rate.source})"
+        yield Figure("Tokens per second", f"{rate.tokens_per_s:,.0f}", line)
+    working = report.working_share
+    if working is None:
+        return
+    observed_s = sum(row.span_us for row in report.devices) / 1e6
+    causes = report.lost_s
+    device = any(row.device for row in report.workers)
+    title = "Accelerators busy" if device else f"{report.whose.capitalize()}s busy (CPU)"
+    lanes = counted(len(report.workers), "lane")
+    if report.shares_devices:
+        lanes = f"{counted(len(report.devices), 'device')} ({lanes})"
+    waiting = causes.get(OTHER_RANKS, 0.0) / observed_s
+    yield Figure(title, f"{working:.0%}", f"of {lanes}, besides {waiting:.0%} waiting for other ranks")
+    if lost := sum(causes.values()):
+        rules = [OTHER_RANKS if finding.rule == "straggler" else finding.rule for finding in report.findings]
+        cause = next((rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name]))
+        part = f"{causes[cause] / lost:.0%} of it {cause.replace('_', ' ')}"
+        line = f"{lost / observed_s:.0%} of {report.whose} time; {part}"
+        yield Figure("Lost", report.lane_seconds(lost), line, f"k-{cause}")
+
+
+def sentences(report: Report) -> Iterator[str]:
+    """Yield what stands in no table: how the rollout ended, weight sync, clocks."""
+    if tail := report.tail:
+        last = duration(tail.last_finish_us / 1e6)
+        if tail.replicas == 1:
+            yield f"rollout: the only replica was done after {last}"
+        else:
+            yield (
+                f"rollout: the last of {tail.replicas} replicas was done after {last}, {tail.ratio:.2f} "
+                f"times the median; {tail.tail_share:.1%} of the step lies between"
+            )
+        if tail.latency_s and tail.response_tokens:
+            latency, tokens = tail.latency_s, tail.response_tokens
+            yield (
+                f"{tail.requests:,} requests: latency p50 {duration(latency.p50)}, p99 "
+                f"{duration(latency.p99)}; response p50 {tokens.p50:.0f}, p99 {tokens.p99:.0f} tokens"
+            )
+    if report.weight_sync_share:
+        yield f"weight sync: {report.weight_sync_share:.1%} of the step"
+    for clock in report.clocks:
+        offset, error, drift = (
+            duration(us / 1e6) for us in (clock.offset_us, clock.error_us, clock.drift_us)
+        )
+        yield f"clock of {clock.host}: corrected by {offset}, accurate to {error}, drift {drift}"
+    yield (
+        f"{report.coverage.read} of {report.coverage.expected} traces read, "
+        f"{report.coverage.events:,} events{report.of_capture}"
+    )
+
+
+def rollout_sentences(rollout: Rollout) -> Iterator[str]:
+    """Yield what holds of the rollout as a whole."""
+    also = f", {rollout.validation:,} of validation" if rollout.validation else ""
+    took = ""
+    if rollout.p50_s is not None and rollout.p99_s is not None:
+        took = f": p50 {duration(rollout.p50_s)}, p99 {duration(rollout.p99_s)}"
+    whole = duration(sum(part.seconds for part in rollout.time))
+    yield (
+        f"{_trajectories(rollout.trajectories)}{also}{took}; {rollout.explained:.1%} of the {whole} of the "
+        "rollout is attributed to a cause"
+    )
+    if rollout.cut:
+        were, are = ("was", "is") if rollout.cut == 1 else ("were", "are")
+        yield f"{_trajectories(rollout.cut)} {were} recorded, or {are} in the step, in part: that part counts"
+    if (last := rollout.last) and last.parts:
+        parts = ", ".join(f"{part.cause} {part.share:.0%}" for part in last.parts[:3])
+        yield (
+            f"last: {last.trajectories:,} of {_trajectories(last.of)} ({last.trajectories / last.of:.1%}) "
+            f"{'takes' if last.trajectories == 1 else 'take'} {duration(last.seconds)}, {last.share:.1%} of "
+            f"{rollout.of_trajectories}: {parts}"
+        )
+    if polling := rollout.polling:
+        times = "once" if polling.pauses == 1 else f"{polling.pauses:,} times"
+        yield (
+            f"polling the replay buffer: every {duration(polling.interval_s)}, {times}; the "
+            f"trainer slept {duration(polling.late_s)} ({polling.late_share:.1%} of the step) after the last "
+            "response was there"
+        )
+    if rollout.groups_seen:
+        yield (
+            f"{counted(rollout.groups_seen, 'group')}: from the first member's end to the last one's p50 "
+            f"{duration(rollout.group_spread_p50_s)}, at most {duration(rollout.group_spread_max_s)}; "
+            f"members waited {duration(rollout.group_waited_s)} for their last one"
+        )
+    if rollout.versioned:
+        were = "was" if rollout.partial == 1 else "were"
+        yield (
+            f"{rollout.partial:,} of {_trajectories(rollout.versioned)} {were} made with several versions of "
+            "the weights"
+        )
+    if rollout.uncertain_lag_s:
+        yield f"of loop lag, {duration(rollout.uncertain_lag_s)} are an upper bound"
+
+
+def counted(count: int, what: str) -> str:
+    """Return ``1 lane`` or ``2 lanes``."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _trajectories(count: int) -> str:
+    return f"{count:,} trajector{'y' if count == 1 else 'ies'}"

@@ -1,0 +1,412 @@
+"""Every table of a report, once: the terminal, the page, CSV files and data frames render what is here.
+
+A table has one name everywhere: ``kernels`` is a field of the JSON, a CSV file, a frame and a heading. A
+field says its unit by its name (``_us``, ``_s``, ``share``, ``bytes``); any other number has the ``unit`` of
+its row, if the row has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from verl_profiling.report import rows
+from verl_profiling.report.asked import SuspectRow
+from verl_profiling.report.lost import CAUSES
+from verl_profiling.report.model import OTHER_RANKS, Report
+from verl_profiling.report.page.colours import cause_key, stage_class
+from verl_profiling.report.rollout import rows as of_rollout
+from verl_profiling.units import byte_size, duration
+
+__all__ = ["TABLES", "Cell", "Table", "cell", "fields_of", "flat_rows", "named", "timed"]
+
+
+class Cell(NamedTuple):
+    """A value: as it is sorted, as it is shown, and where it leads."""
+
+    value: Any
+    text: str
+    link: str = ""
+
+
+def named(text: str, link: str = "") -> Cell:
+    """Return a name, and where it leads."""
+    return Cell(text, text, link)
+
+
+def timed(seconds: float | None) -> Cell:
+    """Return a time, or nothing."""
+    return Cell(seconds, "" if seconds is None else duration(seconds))
+
+
+class Table(NamedTuple):
+    """A table of a report.
+
+    Attributes:
+        name: Its name in the JSON, as a CSV file, as a frame and, with a capital, as a heading.
+        row: The type of its rows.
+        columns: ``heading=field`` for each column that is shown; ``+`` stands before one of the page alone.
+        note: A sentence on it.
+        brief: Rows that the terminal shows.
+        most: Rows that the page shows.
+        key: Returns the colour key of a row.
+        field: Its field in the section on the rollout, if it is there.
+        shown: Takes the rows that are shown from a report, where they are not those of the data.
+    """
+
+    name: str
+    row: type[msgspec.Struct]
+    columns: str
+    note: str | Callable[[Report], str] = ""
+    brief: int = 8
+    most: int = 1000
+    key: Callable[[Any], str] | None = None
+    field: str = ""
+    shown: Callable[[Report], Sequence[Any]] | None = None
+
+    @property
+    def title(self) -> str:
+        """Its heading."""
+        return self.name.replace("_", " ").capitalize()
+
+    def rows(self, report: Report) -> Sequence[Any]:
+        """Return its rows, as the JSON has them."""
+        found: Sequence[Any] = getattr(report.rollout if self.field else report, self.field or self.name, ())
+        return found
+
+    def rows_shown(self, report: Report) -> Sequence[Any]:
+        """Return its rows as people see them."""
+        return self.shown(report) if self.shown else self.rows(report)
+
+    def note_on(self, report: Report) -> str:
+        """Return the sentence on it."""
+        return self.note if isinstance(self.note, str) else self.note(report)
+
+    def cells(self, found: Sequence[Any], *, brief: bool = False) -> tuple[list[str], list[list[Cell]]]:
+        """Return headings and cells of some rows, without columns in which nothing stands.
+
+        Args:
+            found: The rows.
+            brief: Leave out the columns of the page alone.
+        """
+        columns = [column.strip().partition("=") for column in self.columns.split(",")]
+        wanted = [(head.lstrip("+"), field) for head, _, field in columns if not (brief and head[0] == "+")]
+        lines = [[cell(field, row) for _, field in wanted] for row in found]
+        kept = [at for at in range(len(wanted)) if any(line[at].value for line in lines)]
+        return [wanted[at][0] for at in kept], [[line[at] for at in kept] for line in lines]
+
+
+def cell(field: str, row: Any) -> Cell:
+    """Return a field of a row, in the unit that its name says; a nested name is indented."""
+    value = getattr(row, field)
+    unit = getattr(row, "unit", "")
+    sign = "+" if field.startswith(("change", "difference")) and value and value > 0 else ""
+    if value is None or isinstance(value, str):
+        indent = 2 * getattr(row, "depth", 0) if field in ("name", "cause") else 0
+        return Cell(value, " " * indent + (value or ""))
+    if isinstance(value, bool):
+        return Cell(value, "yes" if value else "")
+    if isinstance(value, list):
+        return Cell(value, ", ".join(value))
+    if field.endswith("_us"):
+        return Cell(value, sign + duration(value / 1e6))
+    if field.endswith("_s") or field == "seconds" or unit == "s":
+        return Cell(value, sign + duration(value))
+    if field.endswith("share") or unit == "share":
+        return Cell(value, f"{sign}{value:.1%}")
+    if "bytes" in (field, unit):
+        return Cell(value, sign + byte_size(value))
+    return Cell(value, f"{sign}{value:,}" if isinstance(value, int) else f"{sign}{value:,.6g}")
+
+
+_CURVES = ("load", "communication_load", "waiting_load")
+_LOST = {cause: f"lost_{cause}_us" for cause in (*CAUSES, OTHER_RANKS)}
+
+
+def fields_of(row: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the columns of files and frames with their types: the step, then the plain fields of a row.
+
+    ``lost_us`` of a worker becomes one column for each cause, and its traces one text.
+    """
+    found: dict[str, Any] = {"step": int | None}
+    for name, kind in get_type_hints(row).items():
+        if name == "lost_us":
+            found |= dict.fromkeys(_LOST.values(), float)
+        elif name not in _CURVES:
+            found[name] = str if kind in (list[str], dict[str, float]) else kind
+    return found
+
+
+def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dict[str, Any]]:
+    """Yield rows with the columns that :func:`fields_of` names; names and parts are one text each."""
+    for row in found:
+        fields = {name: v for name, v in msgspec.structs.asdict(row).items() if name not in _CURVES}
+        lost: Mapping[str, float] = fields.pop("lost_us", {})
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                value = [f"{part} {seconds:.6g}" for part, seconds in value.items()]
+            fields[name] = "; ".join(value) if isinstance(value, list) else value
+        yield {"step": step, **fields, **{column: lost[cause] for cause, column in _LOST.items() if lost}}
+
+
+class _Part(NamedTuple):
+    """A cause of lost time, or what trajectories did meanwhile."""
+
+    cause: str
+    seconds: float
+    share: float
+    key: str
+    depth: int = 0
+
+
+def _lost(report: Report) -> list[_Part]:
+    found = []
+    for row in report.lost:
+        found.append(_Part(row.cause.replace("_", " "), row.seconds, row.share, f"k-{row.cause}"))
+        for name, seconds in sorted(row.parts.items(), key=lambda part: -part[1]):
+            share = row.share * seconds / row.seconds if row.seconds else 0.0
+            found.append(_Part(name, seconds, share, cause_key(name), depth=1))
+    return found
+
+
+class _OfRoles(NamedTuple):
+    """The loop outside of the step, or a part of that."""
+
+    name: str
+    runs: int | None
+    seconds: float
+    depth: int = 0
+
+
+def _outside(report: Report) -> list[_OfRoles]:
+    found = []
+    for row in report.outside:
+        found.append(_OfRoles(row.name, row.runs, row.duration_us / 1e6))
+        found += [_OfRoles(name, None, seconds, depth=1) for name, seconds in row.parts.items()]
+    return found
+
+
+def _side_by_side(report: Report) -> str:
+    least_us = max(0.01 * report.span_us, 1e-3)  # less is not worth a name
+    beside = [
+        f"{row.name} {duration(row.side_by_side_us / 1e6)}"
+        for row in report.stages
+        if row.side_by_side_us >= least_us
+    ]
+    return f"Side by side with others: {', '.join(beside[:8])}; shares divide that time equally." * bool(
+        beside
+    )
+
+
+def _of_requests(report: Report) -> str:
+    notes = []
+    if validation := sum(row.validation for row in report.replicas):
+        notes.append(f"Besides {validation:,} of validation, which no number here counts.")
+    if all(row.queued_p50_us is None for row in report.replicas):
+        notes.append(
+            "How long requests were queued is not known: no engine tells both when its scheduler got a "
+            "request (arrival_ns) and when it took it up (scheduled_ns)."
+        )
+    return " ".join(notes)
+
+
+def _of_costs(report: Report) -> str:
+    of_all = " What is on disk is of all steps of the capture." if report.capture_steps else ""
+    return (
+        f"The capture added {duration(report.capture_us / 1e6)} to the loop. Writing is part of "
+        f"stopping.{of_all}"
+    )
+
+
+def _on_cpus(note: str) -> Callable[[Report], str]:
+    return lambda report: "" if any(row.device for row in report.workers) else note
+
+
+TABLES: Mapping[str, Table] = {
+    table.name: table
+    for table in (
+        Table(
+            "suspects",
+            SuspectRow,
+            "suspect=suspect, what=kind, name=name, suspect's=value, peers=peers, peers'=peer_value, "
+            "difference=difference",
+            "Time in a stage is without waiting for other ranks; the rest of the time is in its parts.",
+            brief=40,
+        ),
+        Table(
+            "stages",
+            rows.StageRow,
+            "stage=name, runs=runs, time=duration_us, share=share",
+            _side_by_side,
+            brief=40,
+            key=lambda row: stage_class(row.name),
+        ),
+        Table(
+            "lost",
+            rows.LostRow,
+            "cause=cause, time=seconds, of observed=share",
+            lambda report: f"{report.whose.capitalize()}-seconds idle, or waiting for other ranks.",
+            brief=40,
+            key=lambda row: row.key,
+            shown=_lost,
+        ),
+        Table(
+            "trajectory_causes",
+            of_rollout.CauseRow,
+            "cause=cause, validation=validate, time=seconds, share=share, trajectories=trajectories",
+            "What trajectories waited for.",
+            brief=12,
+            key=lambda row: cause_key(row.cause),
+            field="causes",
+        ),
+        Table(
+            "rollout_time",
+            of_rollout.PartRow,
+            "cause=cause, time=seconds, share=share",
+            "What went on in the rollout, on the wall clock.",
+            key=lambda row: cause_key(row.cause),
+            field="time",
+        ),
+        Table(
+            "trajectory_calls",
+            of_rollout.CallRow,
+            "name=name, +role=role, calls=calls, failed=failed, time=seconds, p50=p50_s, p90=p90_s, "
+            "p99=p99_s, longest=longest_s, +at once=mean_running, most at once=most_running",
+            "Tools and other spans.",
+            brief=12,
+            key=lambda row: cause_key(row.name),
+            field="calls",
+        ),
+        Table(
+            "loop_blocks",
+            of_rollout.BlockRow,
+            "lane=lane, by=what, +function=function, times=blocks, for=seconds, longest=longest_s, "
+            "stood still=trajectories, added up=stood_still_s",
+            "What blocked event loops, and how many trajectories stood still meanwhile.",
+            field="blocks",
+        ),
+        Table(
+            "trajectory_groups",
+            of_rollout.GroupRow,
+            "group=group, members=members, first done=first_s, last done=last_s, waited=waited_s, "
+            "the last's cause=last_of",
+            "Groups whose members waited most for their last one.",
+            brief=6,
+            field="groups",
+        ),
+        Table(
+            "trajectory_versions",
+            of_rollout.VersionRow,
+            "version=version, behind=distance, oldest of=oldest, newest of=newest, segments=segments, "
+            "tokens=segment_tokens",
+            "Versions of the weights that made the training trajectories.",
+            brief=6,
+            field="versions",
+        ),
+        Table(
+            "trajectory_fates",
+            of_rollout.FateRow,
+            "fate=fate, validation=validate, trajectories=trajectories, time=seconds, share=share, "
+            "tokens=response_tokens, +turns=turns, tool calls=tool_calls",
+            field="fates",
+        ),
+        Table(
+            "trajectory_failures",
+            of_rollout.FailureRow,
+            "error=error, validation=validate, trajectories=trajectories, fate=fate, in=span, e.g.=example",
+            brief=40,
+            field="failures",
+        ),
+        Table(
+            "workers",
+            rows.WorkerRow,
+            "name=name, +device=accelerator, observed=span_us, busy=busy_us, busy share=busy_share, "
+            "+idle=idle_us, host-bound=host_bound_us, compute=compute_us, +communication=communication_us, "
+            "exposed comm=exposed_communication_us, +waiting=waiting_us, +overlap=overlap_us, "
+            "copies=memcpy_us, unrecognised=unrecognised_us, +files=traces",
+            _on_cpus("CPU traces: busy means that operators or collectives ran on any thread."),
+            brief=64,
+        ),
+        Table(
+            "devices",
+            rows.DeviceRow,
+            "lanes=name, observed=span_us, busy=busy_us, busy share=busy_share, +idle=idle_us, "
+            "host-bound=host_bound_us, exposed comm=exposed_communication_us, +waiting=waiting_us, "
+            "device=located",
+            "Lanes that share a device count once.",
+            brief=64,
+            shown=lambda report: report.devices if report.shares_devices else (),
+        ),
+        Table(
+            "engines",
+            rows.EngineRow,
+            "name=name, iterations=iterations, prefill=prefill_us, decode=decode_us, "
+            "prompt tokens=prefill_tokens, new tokens=decode_tokens, queueing=queueing_us, finish=finish_us",
+            brief=64,
+        ),
+        Table(
+            "replicas",
+            rows.ReplicaRow,
+            "name=worker, requests=requests, +failed=failed, +queued p50=queued_p50_us, "
+            "+queued p90=queued_p90_us, queued p99=queued_p99_us, 1st token p50=to_first_token_p50_us, "
+            "+1st token p90=to_first_token_p90_us, 1st token p99=to_first_token_p99_us, "
+            "a token p50=per_token_p50_us, +a token p90=per_token_p90_us, +a token p99=per_token_p99_us, "
+            "cached=cache_hit_share, preempted=preemptions",
+            _of_requests,
+        ),
+        Table(
+            "stragglers",
+            rows.StragglerRow,
+            "stage=stage, +role=role, +workers=workers, slowest=slowest, time=slowest_us, median=median_us, "
+            "others waited=wait_us",
+        ),
+        Table(
+            "collectives",
+            rows.CollectiveRow,
+            "collective=name, +role=role, ranks=group, calls=calls, median=median_us, waiting=wait_us, "
+            "most often last=late, of calls=late_share",
+        ),
+        Table(
+            "kernels",
+            rows.KernelRow,
+            "stage=stage, name=name, calls=calls, self time=self_us, share=share",
+            _on_cpus("Operators stand in for kernels."),
+            most=40,
+        ),
+        Table(
+            "measures",
+            rows.MeasureRow,
+            "worker=worker, stage=stage, number=name, value=value",
+            "Of a stage that ran several times, the largest.",
+        ),
+        Table(
+            "counters",
+            rows.CounterRow,
+            "of=lane, count=name, last=last, mean=mean, largest=max, +counted=samples",
+            "Each holds until the next; the mean is over time.",
+        ),
+        Table(
+            "outside",
+            rows.OutsideRow,
+            "what=name, runs=runs, time=seconds",
+            "Before the step and until the next one: no part of the numbers above and below. In its pauses "
+            "the loop waits for the capture to start and to stop.",
+            shown=_outside,
+        ),
+        Table(
+            "costs",
+            rows.CostRow,
+            "worker=worker, start=start_s, stop=stop_s, writing=export_s, on disk=bytes",
+            _of_costs,
+        ),
+        Table(
+            "anchors",
+            rows.AnchorRow,
+            "worker=worker, host=host, watched for=watched_us, was set by=set_us",
+            "How far unix time ran ahead of monotonic time during the capture.",
+        ),
+    )
+}
+"""The tables, in the order in which they are shown."""
