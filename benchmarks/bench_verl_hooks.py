@@ -21,7 +21,7 @@ from results import record, row
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.engines.vllm_requests import watch_vllm
+from verl_profiling.engines.vllm import watch_vllm
 from verl_profiling.integrations import (
     verl_agent_loops,
     verl_clients,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ from verl_profiling import ConfigError, stage, trajectory
 from verl_profiling.aim import Aim
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
-from verl_profiling.engines.base import EngineAdapter, EngineTrace, TraceTool
+from verl_profiling.engines.adapter import EngineAdapter, EngineTrace
 from verl_profiling.engines.factory import make_recorder
 from verl_profiling.engines.recorder import EngineRecorder
-from verl_profiling.engines.recording import TraceRecording
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.role import RoleConfig
 from verl_profiling.settings.rollout import RolloutOptions
-from verl_profiling.tools.torch_profiler import TorchOptions
+from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.workers import AgentLoopCaptureMixin, RewardCaptureMixin, RolloutCaptureMixin
 
 ACTOR = WorkerIdentity(role="actor")
@@ -267,9 +265,7 @@ def engine(tmp_path: Path) -> tuple[Engine, EngineRecorder]:
     """An engine of replica 1, ranks 2 and 3, that was started to be recorded with torch."""
     config = settings(tool="torch")
     noting = Engine(tmp_path / "spool")
-    recording = partial(TraceRecording, noting, REPLICA, TraceTool(TorchOptions()))
-    role = config.for_role("rollout")
-    return noting, EngineRecorder(noting, REPLICA, role, config, recording, RequestLog())
+    return noting, EngineRecorder(noting, TorchTool(TorchOptions()), REPLICA, config, RequestLog())
 
 
 def test_an_engine_is_recorded_at_the_ranks_and_in_the_mode_that_are_asked_for(
@@ -309,7 +305,7 @@ def test_an_engine_refuses_what_it_was_not_started_for(
 
 def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tmp_path: Path) -> None:
     """An engine that was started to be recorded without a trace has none, whatever is asked."""
-    recorder, _ = make_recorder(
+    recorder, *_ = make_recorder(
         "http://127.0.0.1:1",
         settings(tool="spans"),
         role="rollout",

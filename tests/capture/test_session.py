@@ -18,7 +18,7 @@ from verl_profiling import CaptureStateError, ProfilingConfig, stage
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.capture.stage import Stage
-from verl_profiling.capture.states import ENGINE_TRANSITIONS, TRANSITIONS, Event, State, StateMachine
+from verl_profiling.capture.states import TRANSITIONS, Event, State
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.testing import record_step
@@ -168,28 +168,6 @@ def test_the_transition_table_is_the_documented_one(state: State, event: Event) 
         },
     }
     assert TRANSITIONS.get((state, event)) == allowed.get(state, {}).get(event)
-
-
-@pytest.mark.parametrize("event", list(Event))
-@pytest.mark.parametrize("state", list(State))
-def test_the_transition_table_of_an_engine_is_the_documented_one(state: State, event: Event) -> None:
-    """A deadline may stop it before the callback does, and it may go on writing after both."""
-    allowed = {
-        State.IDLE: {Event.START: State.RECORDING},
-        State.RECORDING: {Event.HALT: State.STOPPING},
-        State.STOPPING: {Event.WRITTEN: State.STOPPED, Event.GIVE_UP: State.OVERDUE},
-        State.STOPPED: {Event.STOP: State.IDLE},
-        State.OVERDUE: {Event.WRITTEN: State.IDLE},
-        State.ARMED: {},
-    }
-    machine = StateMachine(ENGINE_TRANSITIONS, "rollout replica 0")
-    machine.state = state
-    if (after := allowed[state].get(event)) is None:
-        with pytest.raises(CaptureStateError, match=rf"{event.value}: .* while {state.value} \(rollout"):
-            machine.move(event)
-    else:
-        machine.move(event)
-    assert machine.state is (after or state)
 
 
 Act = Callable[[Session, Path], str]

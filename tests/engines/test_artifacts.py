@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_profiling.engines.artifacts import output_of
-from verl_profiling.engines.base import TraceTool
+from verl_profiling.engines.recording import output_of
 from verl_profiling.manifest import Artifact
-from verl_profiling.tools.torch_profiler import TorchOptions
+from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 REAL = Path(__file__).parents[1] / "data" / "sglang-TP-0-DECODE.trace.json.gz"
 
@@ -22,7 +21,7 @@ def finished(raw: Path, folder: Path) -> Artifact:
     expected = Artifact(
         path="rollout0_rank0.torch.json.gz", lane="rollout0_rank0", tool="torch", status="missing"
     )
-    output = output_of(raw, folder, expected, TraceTool(TorchOptions()))
+    output = output_of(raw, folder, expected, TorchTool(TorchOptions()))
     assert not raw.exists()
     assert output.finish is not None
     assert output.artifact.status == "pending"

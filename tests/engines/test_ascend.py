@@ -23,10 +23,9 @@ from tests.integrations.wheels import sources
 from tests.npu import engine_sources
 from verl_profiling import ConfigError, ProfilingConfig
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.engines.artifacts import expected_artifacts, output_of
+from verl_profiling.engines.adapter import EngineAdapter, EngineTrace, check_device, engine_tool
 from verl_profiling.engines.ascend import is_recording, rank_of_recording
-from verl_profiling.engines.base import EngineAdapter, EngineTrace, FolderTool, check_device, engine_tool
-from verl_profiling.engines.spool import Spool
+from verl_profiling.engines.recording import TraceRecording
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.report.build import build_report
@@ -34,7 +33,7 @@ from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.reader import Trace
-from verl_profiling.tools.npu import NpuOptions
+from verl_profiling.tools.npu import NpuOptions, NpuTool
 from verl_profiling.workers import RequestLog, SGLangCaptureMixin
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +117,7 @@ def test_an_option_that_an_engine_does_not_have_is_refused(
 def test_an_option_that_an_engine_has_is_taken(engine: str, options: Outcome) -> None:
     """What its profiler lets be chosen may be set."""
     tool = engine_tool(settings(tools={"npu": options}).for_role("rollout"), engine)
-    assert isinstance(tool, FolderTool)
+    assert isinstance(tool, NpuTool)
 
 
 @pytest.mark.parametrize(
@@ -153,11 +152,11 @@ def test_the_tool_has_to_fit_the_device(device: str, tool: str, right: str) -> N
 
 def test_the_other_device_of_a_tool_is_named(tmp_path: Path) -> None:
     """The check is the same for every adapter."""
-    check_device(FolderTool(NpuOptions()), Folders(tmp_path), "rollout")
+    check_device(NpuTool(NpuOptions()), Folders(tmp_path), "rollout")
     on_gpu = Folders(tmp_path)
     on_gpu.device = "cuda"
     with pytest.raises(ConfigError, match="set it to torch"):
-        check_device(FolderTool(NpuOptions()), on_gpu, "rollout")
+        check_device(NpuTool(NpuOptions()), on_gpu, "rollout")
 
 
 def recording(folder: Path, rank: int | None = None, data: bytes = b"range") -> Path:
@@ -176,30 +175,25 @@ def test_each_rank_gets_its_folder(tmp_path: Path) -> None:
     engine = Folders(tmp_path / ".engines" / "1")
     engine.spool.mkdir(parents=True)
     recording(engine.spool, 9)
-    spool = Spool(engine, "label")
+    request = CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(step))
+    window = TraceRecording(engine, NpuTool(NpuOptions(analysis=False)), IDENTITY, request, range(2))
     for rank in (1, 0):
         recording(engine.spool, rank)
     (engine.spool / "discarded").mkdir()
-    raws = spool.take()
-    request = CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(step))
-    tool = FolderTool(NpuOptions(analysis=False))
-    expected = expected_artifacts(request, IDENTITY, engine, tool, range(2))
-    assert set(raws) == set(expected)
-    for trace, artifact in expected.items():
-        output = output_of(raws[trace], step, artifact, tool)
-        assert (output.artifact.path, output.artifact.status) == (f"rollout0_rank{trace.rank}.npu", "ok")
-        [moved] = (step / artifact.path).iterdir()
-        assert rank_of_recording(moved) == trace.rank
-    spool.clear()
+    for rank, output in enumerate(window.gather(1, "")):
+        assert (output.artifact.path, output.artifact.status) == (f"rollout0_rank{rank}.npu", "ok")
+        [moved] = (step / output.artifact.path).iterdir()
+        assert rank_of_recording(moved) == rank
     assert not engine.spool.exists()
 
 
 def test_a_recording_without_data_is_empty(tmp_path: Path) -> None:
     """torch_npu made its folder and recorded nothing."""
     request = CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path))
-    tool = FolderTool(NpuOptions())
-    [artifact] = expected_artifacts(request, IDENTITY, Folders(tmp_path), tool, [0]).values()
-    output = output_of(recording(tmp_path / "spool", data=b""), tmp_path, artifact, tool)
+    engine = Folders(tmp_path / ".engines" / "1")
+    window = TraceRecording(engine, NpuTool(NpuOptions()), IDENTITY, request, [0])
+    recording(engine.spool, data=b"")
+    [output] = window.gather(1, "")
     assert (output.artifact.status, output.finish) == ("empty", None)
 
 

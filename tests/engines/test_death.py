@@ -21,17 +21,16 @@ import pytest
 
 from tests.engines.contract import request, stop
 from tests.engines.server import settings
-from verl_profiling.engines.base import EngineAdapter, EngineTrace, TraceTool
+from verl_profiling.engines.adapter import EngineAdapter, EngineTrace
 from verl_profiling.engines.death import how_processes_ended
 from verl_profiling.engines.recorder import EngineRecorder
-from verl_profiling.engines.recording import TraceRecording
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.engines.sglang_transport import ManagerCalls
+from verl_profiling.engines.sglang import ManagerCalls
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
-from verl_profiling.tools.torch_profiler import TorchOptions
+from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.workers import SGLangCaptureMixin
 
 IDENTITY = WorkerIdentity(role="rollout", rank=0, replica=0)
@@ -87,16 +86,7 @@ def recorder(process: subprocess.Popen[bytes], tmp_path: Path) -> EngineRecorder
     """A recorder of a silent engine."""
     engine = SilentEngine(process, tmp_path / "spool")
     config = ProfilingConfig.from_any(settings(tmp_path))
-    return EngineRecorder(
-        engine,
-        IDENTITY,
-        config.for_role("rollout"),
-        config,
-        lambda order, label, ranks: TraceRecording(
-            engine, IDENTITY, TraceTool(TorchOptions()), order, label, ranks
-        ),
-        RequestLog(),
-    )
+    return EngineRecorder(engine, TorchTool(TorchOptions()), IDENTITY, config, RequestLog())
 
 
 async def test_a_stop_that_nobody_answers_is_not_waited_for(

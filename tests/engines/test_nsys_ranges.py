@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from verl_profiling import (
     ToolUnavailableError,
 )
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.engines.base import EngineAdapter, EngineTrace, engine_tool
+from verl_profiling.engines.adapter import EngineAdapter, EngineTrace, engine_tool
 from verl_profiling.engines.recorder import EngineRecorder
-from verl_profiling.engines.recording import RangeRecording
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.nsys_ranges import read_ranges
@@ -68,8 +66,7 @@ def recorder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, value)
     config = ProfilingConfig.from_any({"enable": True, "tool": "nsys", "save_path": str(tmp_path)})
 
-    recording = partial(RangeRecording, IDENTITY, NsysTool(NsysOptions()))
-    return EngineRecorder(engine, IDENTITY, config.for_role("rollout"), config, recording, RequestLog())
+    return EngineRecorder(engine, NsysTool(NsysOptions()), IDENTITY, config, RequestLog())
 
 
 def request(run: Path, step: int, keep: bool = True) -> CaptureRequest:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.engines.vllm_requests import watch_vllm
+from verl_profiling.engines.vllm import watch_vllm
 from verl_profiling.manifest import Request
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")

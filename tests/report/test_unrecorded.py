@@ -12,8 +12,7 @@ import msgspec
 import pytest
 from step_folders import build_step
 
-from verl_profiling.engines.artifacts import output_of
-from verl_profiling.engines.base import TraceTool
+from verl_profiling.engines.recording import output_of
 from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult
 from verl_profiling.report.build import build_report
 from verl_profiling.report.check import check
@@ -21,7 +20,7 @@ from verl_profiling.report.model import Report
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.tools.nvtx_injection import VARIABLE
-from verl_profiling.tools.torch_profiler import TorchOptions
+from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.tools.trace_file import output_of_raw_trace
 
 OF_A_GPU = Path(__file__).parents[1] / "data" / "nccl_data.json.gz"
@@ -85,7 +84,7 @@ def test_an_engines_trace_says_so_too(
     expected = Artifact(
         path="rollout0_rank0.torch.json.gz", lane="rollout0_rank0", tool="torch", status="missing"
     )
-    output = output_of(raw, tmp_path, expected, TraceTool(TorchOptions(activities=activities)), device)
+    output = output_of(raw, tmp_path, expected, TorchTool(TorchOptions(activities=activities)), device)
     assert output.finish is not None
     artifact = output.finish()
     assert (artifact.status, artifact.unrecorded_device) == ("ok", "cuda" if said else "")

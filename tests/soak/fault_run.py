@@ -19,9 +19,8 @@ from tests.soak.test_recorder_machine import TOOL, StandIn
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.cli import main
-from verl_profiling.engines.base import SPOOL_PARENT
+from verl_profiling.engines.adapter import SPOOL_PARENT
 from verl_profiling.engines.recorder import EngineRecorder
-from verl_profiling.engines.recording import TraceRecording
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import MANIFEST_NAME
@@ -145,14 +144,7 @@ class Server:
         checked = ProfilingConfig.from_any(config)
         replica = WorkerIdentity(role="rollout", replica=0)
         self.engine = StandIn(Path(checked.save_path) / SPOOL_PARENT / "engine")
-        self._recorder = EngineRecorder(
-            self.engine,
-            replica,
-            checked.for_role("rollout"),
-            checked,
-            lambda order, label, ranks: TraceRecording(self.engine, replica, TOOL, order, label, ranks),
-            RequestLog(),
-        )
+        self._recorder = EngineRecorder(self.engine, TOOL, replica, checked, RequestLog())
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:
         """Start."""

@@ -26,19 +26,17 @@ from hypothesis.stateful import (
 
 from verl_profiling import CaptureStateError, ProfilingConfig
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.states import State
 from verl_profiling.engines import death
-from verl_profiling.engines.base import SPOOL_PARENT, EngineAdapter, EngineTrace, TraceTool
+from verl_profiling.engines.adapter import SPOOL_PARENT, EngineAdapter, EngineTrace
 from verl_profiling.engines.recorder import EngineRecorder
-from verl_profiling.engines.recording import TraceRecording
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.rollout import RolloutOptions
-from verl_profiling.tools.torch_profiler import TorchOptions
+from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 REPLICA = WorkerIdentity(role="rollout", replica=0)
-TOOL = TraceTool(TorchOptions())
+TOOL = TorchTool(TorchOptions())
 RANKS = 2
 TRACE = json.dumps({"traceEvents": [{"ph": "X", "name": "kernel", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]})
 AT_START = st.sampled_from(["", "", "", "start raises", "start is late", "no folder", "died"])
@@ -119,14 +117,7 @@ class RecorderMachine(RuleBasedStateMachine):
 
         async def make() -> None:
             self.engine = StandIn(self.folder / SPOOL_PARENT / "engine")
-            self.recorder = EngineRecorder(
-                self.engine,
-                REPLICA,
-                config.for_role("rollout"),
-                config,
-                lambda order, label, ranks: TraceRecording(self.engine, REPLICA, TOOL, order, label, ranks),
-                RequestLog(),
-            )
+            self.recorder = EngineRecorder(self.engine, TOOL, REPLICA, config, RequestLog())
 
         self.call(make())
 
@@ -217,11 +208,11 @@ class RecorderMachine(RuleBasedStateMachine):
         self.engine.fault = fault
 
         async def halt() -> None:
-            capture = self.recorder._open_capture
-            assert capture is not None
-            self.recorder._end_by_time(capture)
-            assert capture.halting is not None
-            await asyncio.wait([capture.halting])
+            window = self.recorder._window
+            assert window is not None
+            self.recorder._end_by_time(window, 1.0)
+            assert self.recorder._halting is not None
+            await asyncio.wait([self.recorder._halting])
 
         self.call(halt())
         self.halted = True
@@ -292,8 +283,8 @@ class RecorderMachine(RuleBasedStateMachine):
         self.loop.call_soon_threadsafe(self.engine.may_go_on.set)
 
         async def written() -> None:
-            while self.recorder._machine.state is State.OVERDUE:
-                await asyncio.sleep(0.001)
+            assert self.recorder._halting is not None
+            await asyncio.wait([self.recorder._halting])
 
         self.call(asyncio.wait_for(written(), 20))
         self.overdue, self.engine.fault = False, ""
@@ -328,7 +319,7 @@ class RecorderMachine(RuleBasedStateMachine):
         if not self.opening:
             open_now = self.live is not None and not self.halted
             assert self.engine.records == (open_now or self.overdue)
-            assert (self.recorder._open_capture is None) == (self.live is None)
+            assert (self.recorder._window is None) == (self.live is None)
         if self.live is None and not self.overdue and self.engine.spool.exists():
             assert list(self.engine.spool.iterdir()) == []
 

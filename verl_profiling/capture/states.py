@@ -1,4 +1,4 @@
-"""The states of a capture, and the two tables of allowed transitions."""
+"""The states of a capture, and the table of allowed transitions."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from enum import Enum
 
 from verl_profiling.errors import CaptureStateError
 
-__all__ = ["ENGINE_TRANSITIONS", "TRANSITIONS", "Event", "State", "StateMachine"]
+__all__ = ["TRANSITIONS", "Event", "State", "StateMachine"]
 
 
 class State(Enum):
-    """State of a process, or of an engine."""
+    """State of a process."""
 
     IDLE = "idle"
     ARMED = "armed"
     RECORDING = "recording"
-    STOPPING = "stopping"
-    STOPPED = "holding"
-    OVERDUE = "still writing"
 
 
 class Event(Enum):
@@ -28,9 +25,6 @@ class Event(Enum):
     ARM = "arm"
     STAGE_BEGIN = "stage begins"
     STAGE_END = "stage ends"
-    HALT = "stop the engine"
-    WRITTEN = "the engine has written"
-    GIVE_UP = "give up waiting"
     STOP = "stop"
     FAIL = "fail"
 
@@ -49,16 +43,6 @@ TRANSITIONS: Transitions = {
     (State.RECORDING, Event.FAIL): State.IDLE,
 }
 """Transitions of a process that records itself."""
-
-ENGINE_TRANSITIONS: Transitions = {
-    (State.IDLE, Event.START): State.RECORDING,
-    (State.RECORDING, Event.HALT): State.STOPPING,
-    (State.STOPPING, Event.WRITTEN): State.STOPPED,
-    (State.STOPPED, Event.STOP): State.IDLE,
-    (State.STOPPING, Event.GIVE_UP): State.OVERDUE,
-    (State.OVERDUE, Event.WRITTEN): State.IDLE,
-}
-"""Transitions of an engine. A deadline may stop its profiler too; the capture then has what was written."""
 
 
 class StateMachine:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 
-from verl_profiling.engines.base import EngineAdapter
+from verl_profiling.engines.adapter import EngineAdapter
 from verl_profiling.errors import CaptureStateError
 
 __all__ = ["death_of", "how_processes_ended", "while_alive"]

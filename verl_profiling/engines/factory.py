@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from verl_profiling.capture.session import process_session
 from verl_profiling.devices import engine_devices
-from verl_profiling.engines.base import EngineAdapter, EngineTool, check_device, engine_tool
+from verl_profiling.engines.adapter import EngineAdapter, EngineTool, check_device, engine_tool
 from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
-from verl_profiling.engines.recorder import EngineRecorder, Recorder
-from verl_profiling.engines.recording import RangeRecording, RecordingMaker, TraceRecording
+from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.engines.sglang import SGLangAdapter, manager_of
-from verl_profiling.engines.sglang_requests import watch_manager
-from verl_profiling.engines.vllm import VLLMAdapter, records_in_process
-from verl_profiling.engines.vllm_requests import watch_vllm
+from verl_profiling.engines.sglang import SGLangAdapter, manager_of, watch_manager
+from verl_profiling.engines.vllm import VLLMAdapter, records_in_process, watch_vllm
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
@@ -36,8 +32,8 @@ def make_recorder(
     rank: int | None,
     requests: RequestLog | None = None,
     devices: Sequence[str] | None = None,
-) -> tuple[Recorder, WorkerIdentity]:
-    """Return the recorder of an engine, and the identity of its replica.
+) -> tuple[EngineRecorder | SessionRecorder, WorkerIdentity, RequestLog]:
+    """Return the recorder of an engine, the identity of its replica, and the log of its requests.
 
     Args:
         engine: A vLLM ``AsyncLLM`` or ``LLM``, an SGLang ``Engine``, an object with a
@@ -74,11 +70,11 @@ def make_recorder(
     adapter: EngineAdapter | None = None
     if package == "vllm" and not records_in_process(engine):
         elsewhere = VLLMAdapter.name
-        if (tool := engine_tool(settings, VLLMAdapter.name, opens_ranges=True)) is not None:
+        if (tool := engine_tool(settings, elsewhere, opens_ranges=True)) is not None:
             adapter = VLLMAdapter(engine, config, identity, tool)
     elif package == "sglang":
         elsewhere = SGLangAdapter.name
-        tool = engine_tool(settings, SGLangAdapter.name)
+        tool = engine_tool(settings, elsewhere)
         if tool is not None and not isinstance(tool, NsysTool):
             adapter = SGLangAdapter(engine, config, identity, tool)
     else:
@@ -86,7 +82,7 @@ def make_recorder(
     if requests is None:
         _watch(engine, package, log, identity)
     if adapter is None or tool is None:
-        return SessionRecorder(config, identity, log, elsewhere), identity
+        return SessionRecorder(config, identity, log, elsewhere), identity, log
     check_device(tool, adapter, role)
     identity = WorkerIdentity(
         role=role,
@@ -94,14 +90,10 @@ def make_recorder(
         world_size=adapter.ranks,
         replica=replica,
     )
-    recording: RecordingMaker
     if isinstance(tool, NsysTool):
         process_ranges().require()
-        recording = partial(RangeRecording, identity, tool)
-    else:
-        recording = partial(TraceRecording, adapter, identity, tool)
     known = engine_devices(adapter.device, adapter.ranks, adapter.device_numbers, devices)
-    return EngineRecorder(adapter, identity, settings, config, recording, log, known), identity
+    return EngineRecorder(adapter, tool, identity, config, log, known), identity, log
 
 
 def _watch(engine: Any, package: str | None, log: RequestLog, identity: WorkerIdentity) -> None:

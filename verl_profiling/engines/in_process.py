@@ -19,11 +19,9 @@ from verl_profiling.capture.messages import CaptureRequest, StartReply, StopRepl
 from verl_profiling.capture.replies import cannot_be_had, start_reply
 from verl_profiling.capture.result_file import NOT_STOPPED
 from verl_profiling.capture.session import process_session
-from verl_profiling.engines.recorder import Recorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["SessionRecorder", "watch_transformers"]
@@ -31,7 +29,7 @@ __all__ = ["SessionRecorder", "watch_transformers"]
 logger = logging.getLogger(__name__)
 
 
-class SessionRecorder(Recorder):
+class SessionRecorder:
     """Passes a replica's captures to the session of this process.
 
     Args:
@@ -53,14 +51,21 @@ class SessionRecorder(Recorder):
         process_session().register(config, identity)
 
     async def start(self, request: CaptureRequest) -> StartReply:
-        if request.stage is not None and not self._open and process_session().recording:
+        """Start a capture, or join the one of this process."""
+        session, who = process_session(), self._identity
+        if request.stage is not None and not self._open and session.recording:
             reason = f"another role of this process records by stage: mark this with stage({request.stage!r})"
-            return start_reply(self._identity, "skipped", clock.now_ns(), reason=reason)
+            return start_reply(who, "skipped", clock.now_ns(), reason=reason)
         if why := self._refusal(request):
-            return start_reply(self._identity, "refused", clock.now_ns(), reason=why)
+            return start_reply(who, "refused", clock.now_ns(), reason=why)
         if self._open and self._capture_id != request.capture_id:
-            await self._close_forgotten()
-        reply = process_session().start(request, self._identity)
+            left = (await self.stop(self._capture_id, 0.0)).result
+            logger.warning("%s: step %d was never stopped", who, left.step)
+            session.amend(
+                self._capture_id,
+                lambda one: msgspec.structs.replace(one, status="failed", reason=NOT_STOPPED),
+            )
+        reply = session.start(request, who)
         self._open = reply.status in ("recording", "joined")
         if self._open and self._capture_id != request.capture_id:
             self._capture_id = request.capture_id
@@ -80,52 +85,19 @@ class SessionRecorder(Recorder):
         return cannot_be_had(request, f"{self._elsewhere} was started to be recorded without a trace")
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
+        """Stop a capture; never raises for one that is not open."""
         reply = process_session().stop(capture_id)
         result = reply.result
         if result.status == "skipped" and result.identity.name != self._identity.name:
             result = msgspec.structs.replace(result, identity=self._identity)
-        elif result.capture_id == self._capture_id:
-            result = self._with_requests(result)
+        elif result.capture_id == self._capture_id and self._open:
+            self._open = False
+            entered = self._requests.end_in_result(self._identity.name)
+            result = process_session().amend(result.capture_id, entered) or result
         if finish_s:  # on a thread, so that the event loop is not blocked
             asked = None if capture_id is None else result.capture_id
             return await asyncio.to_thread(process_session().stop, asked, finish_s)
         return msgspec.structs.replace(reply, result=result)
-
-    async def _close_forgotten(self) -> None:
-        """Close a capture that its loop has not stopped before it asked for another, with its requests."""
-        left = (await self.stop(self._capture_id, 0.0)).result
-        logger.warning("%s: step %d was never stopped", self._identity, left.step)
-        process_session().amend(
-            self._capture_id,
-            lambda result: msgspec.structs.replace(result, status="failed", reason=NOT_STOPPED),
-        )
-
-    def _with_requests(self, result: CaptureResult) -> CaptureResult:
-        """Enter the requests into the process's result, once."""
-        if not self._open:
-            return result
-        self._open = False
-        log, requests = self._requests, self._requests.end()
-        versions, updates = log.policy_versions, log.weight_updates(self._identity.name, requests)
-
-        def with_requests(result: CaptureResult) -> CaptureResult:
-            return msgspec.structs.replace(
-                result,
-                requests=[*result.requests, *requests],
-                policy_versions=list(dict.fromkeys([*result.policy_versions, *versions])),
-                requests_logged=result.requests_logged or log.enabled,
-                pending_since_ns=[*result.pending_since_ns, *log.pending_since_ns],
-                notes=list(dict.fromkeys([*result.notes, *updates])),
-                artifacts=[
-                    msgspec.structs.replace(one, policy_versions=one.policy_versions or versions)
-                    for one in result.artifacts
-                ],
-            )
-
-        return process_session().amend(result.capture_id, with_requests) or result
-
-    def set_policy_version(self, version: int) -> None:
-        self._requests.set_policy_version(version)
 
 
 def watch_transformers(model: Any, log: RequestLog) -> None:

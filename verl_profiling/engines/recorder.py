@@ -1,6 +1,7 @@
-"""Records one engine, one capture at a time, however many callers start and stop it.
+"""Records an engine whose profiler runs in processes of its own, one capture at a time.
 
-Whoever waits for an engine does so here: for its start, its stop, and the traces that it writes.
+Whoever waits for an engine does so here: for its start, its stop, and the traces that it writes. The
+session of this process cannot hold such a capture: it may be open beside one of a trainer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import asyncio
 import logging
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,26 +20,21 @@ from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.afterwards.uploads import uploaded
 from verl_profiling.capture.background import Finisher
 from verl_profiling.capture.cost import CostMeter
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StartStatus, StopReply
-from verl_profiling.capture.replies import (
-    cannot_be_had,
-    nothing_to_stop,
-    start_reply,
-    stop_reply,
-)
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.replies import cannot_be_had, nothing_to_stop, start_reply, stop_reply
 from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile
-from verl_profiling.capture.states import ENGINE_TRANSITIONS, Event, State, StateMachine
 from verl_profiling.devices import Device
-from verl_profiling.engines.base import EngineAdapter
+from verl_profiling.engines.adapter import EngineAdapter, EngineTool
 from verl_profiling.engines.death import death_of, while_alive
-from verl_profiling.engines.recording import EngineRecording, RecordingMaker
+from verl_profiling.engines.recording import RangeRecording, TraceRecording
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, worst_fate
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
+from verl_profiling.tools.nsys import NsysTool
 
-__all__ = ["EngineRecorder", "Recorder"]
+__all__ = ["EngineRecorder"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,54 +42,14 @@ _SHARE_OF_TIMEOUT = 0.9
 _RECORD_LESS = "record less: rollout.count, rollout.max_window_s, tools.torch.stack=false"
 
 
-class Recorder(ABC):
-    """The object to which a rollout server passes ``start_capture`` and ``stop_capture``."""
-
-    @abstractmethod
-    async def start(self, request: CaptureRequest) -> StartReply:
-        """Start a capture, or join it if it runs already.
-
-        Raises:
-            CaptureStateError: The engine has died, or is still writing.
-            Exception: Whatever the engine raised; nothing records then.
-        """
-
-    @abstractmethod
-    async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
-        """Stop a capture; never raises for one that is not open."""
-
-    @abstractmethod
-    def set_policy_version(self, version: int) -> None:
-        """Record that the engine has new weights from now on."""
-
-
-class _OpenCapture:
-    """One open capture: what was expected, and how far stopping is."""
-
-    def __init__(
-        self, request: CaptureRequest, role: RoleConfig, recording: EngineRecording, file: ResultFile
-    ) -> None:
-        self.request = request
-        self.file = file
-        self.role = role
-        self.recording = recording
-        self.end_ns = 0
-        self.meter = CostMeter()
-        self.anchors = [clock.read_anchor()]
-        self.timer: asyncio.TimerHandle | None = None
-        self.halting: asyncio.Task[None] | None = None
-        self.closing: asyncio.Task[CaptureResult] | None = None
-
-
-class EngineRecorder(Recorder):
-    """Records an engine whose profiler runs in processes of its own.
+class EngineRecorder:
+    """The object to which a rollout server passes ``start_capture`` and ``stop_capture``.
 
     Args:
         engine: The engine's adapter.
+        tool: What records it.
         identity: The replica.
-        role: Its settings.
         config: All settings.
-        recording: Makes the recording of a window.
         requests: The log of its requests.
         devices: What it computes on, in order of rank, where that is known.
     """
@@ -102,69 +57,70 @@ class EngineRecorder(Recorder):
     def __init__(
         self,
         engine: EngineAdapter,
+        tool: EngineTool,
         identity: WorkerIdentity,
-        role: RoleConfig,
         config: ProfilingConfig,
-        recording: RecordingMaker,
         requests: RequestLog,
         devices: Sequence[Device] = (),
     ) -> None:
-        self._devices = list(devices)
         self._engine = engine
+        self._tool = tool
         self._identity = identity
-        self._role = role
         self._config = config
-        self._recording = recording
         self._requests = requests
-        self._rollout = config.rollout
+        self._devices = list(devices)
         self._stop_s = min(config.rollout.stop_s, _SHARE_OF_TIMEOUT * config.timeouts.stop_s)
-        self._machine = StateMachine(ENGINE_TRANSITIONS, str(identity))
-        self._open_capture: _OpenCapture | None = None
+        self._window: _Window | None = None
+        self._halting: asyncio.Task[None] | None = None
         self._file = ResultFile()
         self._starting = asyncio.Lock()
         self._finisher = Finisher()
         self._hooks = FinishHooks(config.after)
 
     async def start(self, request: CaptureRequest) -> StartReply:
-        received_ns = clock.now_ns()
+        """Start a capture, or join it if it runs already.
+
+        Raises:
+            CaptureStateError: The engine has died, or is still writing.
+            Exception: Whatever the engine raised; nothing records then.
+        """
+        received_ns, who = clock.now_ns(), self._identity
         try:
             role = self._role_for(request)
         except ConfigError as error:
-            return self._reply("refused", received_ns, reason=cannot_be_had(request, error))
-        if not self._ranks(role):
-            self._hooks.begun(request, self._identity, recorded=False)
-            return self._reply("skipped", received_ns, reason="not selected")
+            return start_reply(who, "refused", received_ns, reason=cannot_be_had(request, error))
+        ranks = [rank for rank in range(self._engine.ranks) if role.selects(who.rank + rank, who.replica)]
+        if not ranks:
+            self._hooks.begun(request, who, recorded=False)
+            return start_reply(who, "skipped", received_ns, reason="not selected")
         async with self._starting:
-            capture = self._open_capture
-            if capture is not None:
-                if capture.request.capture_id == request.capture_id:
-                    return self._reply("joined", received_ns)
-                logger.warning("%s: step %d was never stopped", self._identity, capture.request.step)
-                capture.closing = capture.closing or asyncio.create_task(self._close(capture, NOT_STOPPED))
-                await asyncio.shield(capture.closing)
+            if self._window is not None:
+                if self._window.request.capture_id == request.capture_id:
+                    return start_reply(who, "joined", received_ns)
+                logger.warning("%s: step %d was never stopped", who, self._window.request.step)
+                await self._closed(self._window, NOT_STOPPED)
             if death := death_of(self._engine):
-                raise CaptureStateError(f"start_capture(step={request.step}): {death} ({self._identity})")
-            if self._machine.state is State.OVERDUE:
+                raise CaptureStateError(f"start_capture(step={request.step}): {death} ({who})")
+            if self._halting is not None and not self._halting.done():
                 raise CaptureStateError(
                     f"start_capture(step={request.step}): {self._engine.name} is still writing an earlier "
-                    f"capture ({self._identity}); {_RECORD_LESS}"
+                    f"capture ({who}); {_RECORD_LESS}"
                 )
-            capture = await self._open(request, role)
-            self._hooks.begun(request, self._identity)
-        return self._reply("recording", received_ns, expected=capture.recording.expected)
+            window = await self._open(request, role, ranks)
+            self._hooks.begun(request, who)
+        return start_reply(who, "recording", received_ns, expected=window.recording.expected)
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
+        """Stop a capture; never raises for one that is not open."""
         received_ns = clock.now_ns()
         async with self._starting:  # a capture that is being opened ends once it is open
-            capture = self._open_capture
-        if capture is not None and capture_id in (None, capture.request.capture_id):
-            if capture.closing is None:
-                capture.closing = asyncio.create_task(self._close(capture))
-            result = await asyncio.shield(capture.closing)
+            window = self._window
+        if window is not None and capture_id in (None, window.request.capture_id):
+            result = await self._closed(window)
         elif self._file.holds(capture_id):
             result = self._file.result
         else:
-            result = nothing_to_stop(self._identity, capture_id, capture.request if capture else None)
+            result = nothing_to_stop(self._identity, capture_id, window.request if window else None)
         ended = result.capture_id if capture_id is None else capture_id
         self._hooks.ended(ended, lambda: self._finisher.is_done(ended))
         if finish_s:
@@ -176,186 +132,180 @@ class EngineRecorder(Recorder):
                 result = self._file.result
         return stop_reply(result, received_ns)
 
-    def set_policy_version(self, version: int) -> None:
-        self._requests.set_policy_version(version)
-
     def _role_for(self, request: CaptureRequest) -> RoleConfig:
         """Return the settings of a capture.
 
         Raises:
             ConfigError: It is aimed at what the engine was not started for.
         """
-        if request.aim is None:
-            return self._role
-        role = self._config.for_role(self._role.role, request.aim)
-        own, wanted = (
-            [(tool.name, tool.options) for tool in one.tools if tool.suffix] for one in (self._role, role)
+        own, role = (self._config.for_role(self._identity.role, aim) for aim in (None, request.aim))
+        tools, wanted = (
+            [(tool.name, tool.options) for tool in one.tools if tool.suffix] for one in (own, role)
         )
-        if role.enable and own != wanted:
-            tools = ", ".join(name for name, _ in own)
+        if role.enable and tools != wanted:
+            names = ", ".join(name for name, _ in tools)
             raise ConfigError(
-                f"roles.{role.role}.tool", f"{self._engine.name} was started to record with {tools} alone"
+                f"roles.{role.role}.tool", f"{self._engine.name} was started to record with {names} alone"
             )
         return role
 
-    def _ranks(self, role: RoleConfig) -> list[int]:
-        """Return the ranks inside the replica that are selected."""
-        who = self._identity
-        return [rank for rank in range(self._engine.ranks) if role.selects(who.rank + rank, who.replica)]
-
-    async def _open(self, request: CaptureRequest, role: RoleConfig) -> _OpenCapture:
+    async def _open(self, request: CaptureRequest, role: RoleConfig, ranks: Sequence[int]) -> _Window:
         if request.keep:
             Path(request.folder).mkdir(parents=True, exist_ok=True)
-        label = f"step{request.step}-{request.occurrence}-{clock.now_ns():x}"
         file = self._file.opened(request, role, self._identity)
-        capture = _OpenCapture(request, role, self._recording(request, label, self._ranks(role)), file)
+        recording: TraceRecording | RangeRecording
+        if isinstance(self._tool, NsysTool):
+            recording = RangeRecording(self._identity, request)
+        else:
+            recording = TraceRecording(self._engine, self._tool, self._identity, request, ranks)
+        window = _Window(request, role, recording, file)
         try:
-            with capture.meter.starting(request.stage):
-                await while_alive(self._engine, self._engine.start(label))
+            with window.meter.starting(request.stage):
+                await while_alive(self._engine, self._engine.start(recording.label))
         except BaseException:
-            capture.recording.drop()
+            recording.drop()
             raise
         try:
-            capture.recording.opened()
+            recording.opened()
         except OSError:
             await self._engine.stop()
-            capture.recording.drop()
             raise
-        self._machine.move(Event.START)
-        self._open_capture, self._file = capture, capture.file
+        self._window, self._file, self._halting = window, file, None
         clock.hold()
         self._requests.begin(request.policy_version)
-        if self._rollout.max_window_s is not None:
-            loop = asyncio.get_running_loop()
-            capture.timer = loop.call_later(self._rollout.max_window_s, self._end_by_time, capture)
-        return capture
+        limit_s = self._config.rollout.max_window_s
+        if limit_s is not None:
+            window.timer = asyncio.get_running_loop().call_later(limit_s, self._end_by_time, window, limit_s)
+        return window
 
-    def _end_by_time(self, capture: _OpenCapture) -> None:
-        if capture.halting is None:
-            capture.recording.notes.append(
-                f"{self._identity.name}: recording ended after {self._rollout.max_window_s:g} s "
-                "(rollout.max_window_s)"
+    def _end_by_time(self, window: _Window, limit_s: float) -> None:
+        if self._halting is None:
+            window.recording.notes.append(
+                f"{self._identity.name}: recording ended after {limit_s:g} s (rollout.max_window_s)"
             )
-            self._halt(capture)
+            self._halt(window)
 
-    def _halt(self, capture: _OpenCapture) -> asyncio.Task[None]:
+    def _halt(self, window: _Window) -> asyncio.Task[None]:
         """Start the task that stops the engine's profiler, once; return it."""
-        if capture.halting is None:
-            self._machine.move(Event.HALT)
-            capture.end_ns = clock.now_ns()
-            capture.halting = asyncio.create_task(self._stop_engine(capture))
-        return capture.halting
+        if self._halting is None:
+            window.end_ns = clock.now_ns()
+            self._halting = asyncio.create_task(self._stop_engine(window))
+        return self._halting
 
-    async def _stop_engine(self, capture: _OpenCapture) -> None:
-        try:
-            with capture.meter.stopping(capture.request.stage):
-                await while_alive(self._engine, self._engine.stop())
-        finally:
-            self._machine.move(Event.WRITTEN)
+    async def _stop_engine(self, window: _Window) -> None:
+        with window.meter.stopping(window.request.stage):
+            await while_alive(self._engine, self._engine.stop())
 
-    async def _close(self, capture: _OpenCapture, failed: str = "") -> CaptureResult:
-        if capture.timer is not None:
-            capture.timer.cancel()
-        halting = self._halt(capture)
+    async def _closed(self, window: _Window, failed: str = "") -> CaptureResult:
+        """Close a window, once however many wait for that; return its result."""
+        if window.closing is None:
+            window.closing = asyncio.create_task(self._close(window, failed))
+        return await asyncio.shield(window.closing)
+
+    async def _close(self, window: _Window, failed: str) -> CaptureResult:
+        if window.timer is not None:
+            window.timer.cancel()
+        halting = self._halt(window)
         begin = time.perf_counter()
         await asyncio.wait([halting], timeout=self._stop_s)
         waited_s = time.perf_counter() - begin
-        if not halting.done():
-            artifacts = self._leave_overdue(capture, halting)
-        elif (error := halting.exception()) is not None:
-            logger.error("%s: stopping the profiler failed: %s", self._identity, error)
-            problem = death_of(self._engine) or f"stopping it raised {type(error).__name__}: {error}"
-            artifacts = self._fates(capture, problem)
+        if halting.done():
+            artifacts = self._artifacts(window, self._problem(halting))
         else:
-            artifacts = self._fates(capture, "")
-        result = self._result(capture, artifacts, waited_s)
+            reason = (
+                f"{self._engine.name} had not written it {self._stop_s:g} s after the stop; {_RECORD_LESS}"
+            )
+            logger.error("%s: step %d: %s", self._identity, window.request.step, reason)
+            artifacts = window.failed(reason)
+            halting.add_done_callback(lambda task: self._enter_late(window, task, reason))
+        result = self._result(window, artifacts, waited_s)
         if failed:
             result = msgspec.structs.replace(result, status="failed", reason=failed)
-        self._machine.move(Event.STOP if self._machine.state is State.STOPPED else Event.GIVE_UP)
-        self._open_capture = None
+        self._window = None
         clock.release()
-        return capture.file.close(result)
+        return window.file.close(result)
 
-    def _leave_overdue(self, capture: _OpenCapture, halting: asyncio.Task[None]) -> list[Artifact]:
-        """Stop waiting; the traces are collected if the engine finishes later."""
-        reason = f"{self._engine.name} had not written it {self._stop_s:g} s after the stop; {_RECORD_LESS}"
-        logger.error("%s: step %d: %s", self._identity, capture.request.step, reason)
+    def _problem(self, halting: asyncio.Task[None]) -> str:
+        """Return why the engine's profiler could not be stopped; empty if it could."""
+        error = None if halting.cancelled() else halting.exception()
+        if error is None:
+            return ""
+        logger.error("%s: stopping the profiler failed: %s", self._identity, error)
+        return death_of(self._engine) or f"stopping it raised {type(error).__name__}: {error}"
 
-        def collect(task: asyncio.Task[None]) -> None:
-            error = None if task.cancelled() else task.exception()
-            if error is not None:
-                logger.error("%s: stopping the profiler failed: %s", self._identity, error)
-            for artifact in self._fates(capture, reason):
-                if artifact.status != "pending":
-                    capture.file.finished(artifact)
+    def _enter_late(self, window: _Window, halting: asyncio.Task[None], reason: str) -> None:
+        """Enter what the engine has written after its deadline."""
+        self._problem(halting)
+        for artifact in self._artifacts(window, reason):
+            if artifact.status != "pending":
+                window.file.finished(artifact)
 
-        halting.add_done_callback(collect)
-        return _failed(capture, reason)
-
-    def _fates(self, capture: _OpenCapture, problem: str) -> list[Artifact]:
+    def _artifacts(self, window: _Window, problem: str) -> list[Artifact]:
         """Move what was recorded into the step folder; return all expected artifacts with their status."""
-        request, artifacts = capture.request, []
+        request, artifacts = window.request, []
         try:
-            outputs = capture.recording.gather(capture.end_ns, problem)
+            outputs = window.recording.gather(window.end_ns, problem)
         except OSError as error:
             logger.error("%s: step %d: %s", self._identity, request.step, error)
-            capture.recording.drop()
-            return _failed(capture, f"{self._engine.name} recorded it, but it cannot be moved: {error}")
+            window.recording.drop()
+            return window.failed(f"{self._engine.name} recorded it, but it cannot be moved: {error}")
         for output in outputs:
             artifact, finish = uploaded(output, request.folder, request.upload)
             artifacts.append(artifact)
             if finish is not None:
-                self._finisher.submit(request.capture_id, artifact, finish, capture.file.finished)
+                self._finisher.submit(request.capture_id, artifact, finish, window.file.finished)
         return artifacts
 
-    def _result(self, capture: _OpenCapture, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
+    def _result(self, window: _Window, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
         status, reason = worst_fate(artifacts)
         if death := death_of(self._engine):  # the workers may have written whole traces before they ended
             status, reason = "failed", death
-        if not capture.request.keep:
+        if not window.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
-        capture.anchors.append(clock.read_anchor())
-        requests, cost = self._requests.end(), capture.meter.cost()
-        return CaptureResult(
+        cost = window.meter.cost()
+        result = CaptureResult(
             identity=self._identity,
             roles=[self._identity.role],
-            capture_id=capture.request.capture_id,
-            step=capture.request.step,
-            mode=capture.role.mode,
-            tools=[capture.recording.tool],
+            capture_id=window.request.capture_id,
+            step=window.request.step,
+            mode=window.role.mode,
+            tools=[self._tool.name],
             status=status,
             reason=reason,
             artifacts=artifacts,
-            anchors=capture.anchors,
+            anchors=[window.anchor, clock.read_anchor()],
             cost=msgspec.structs.replace(cost, stop_s=cost.stop_s or waited_s),
-            tool_spans=list(capture.meter.spans),
+            tool_spans=list(window.meter.spans),
             cores=os.cpu_count() or 0,
-            notes=[*capture.recording.notes, *self._requests.weight_updates(self._identity.name, requests)],
-            requests=requests,
-            policy_versions=self._requests.policy_versions,
+            notes=window.recording.notes,
             devices=self._devices,
-            requests_logged=self._requests.enabled,
-            pending_since_ns=self._requests.pending_since_ns,
         )
+        return self._requests.end_in_result(self._identity.name)(result)
 
-    def _reply(
+
+class _Window:
+    """One open capture."""
+
+    def __init__(
         self,
-        status: StartStatus,
-        received_ns: int,
-        reason: str = "",
-        expected: Sequence[Artifact] = (),
-    ) -> StartReply:
-        return start_reply(
-            self._identity,
-            status,
-            received_ns,
-            reason=reason,
-            expected=expected,
-        )
+        request: CaptureRequest,
+        role: RoleConfig,
+        recording: TraceRecording | RangeRecording,
+        file: ResultFile,
+    ) -> None:
+        self.request = request
+        self.role = role
+        self.recording = recording
+        self.file = file
+        self.meter = CostMeter()
+        self.anchor = clock.read_anchor()
+        self.end_ns = 0
+        self.timer: asyncio.TimerHandle | None = None
+        self.closing: asyncio.Task[CaptureResult] | None = None
 
-
-def _failed(capture: _OpenCapture, reason: str) -> list[Artifact]:
-    return [
-        msgspec.structs.replace(artifact, status="failed", reason=reason, end_ns=capture.end_ns)
-        for artifact in capture.recording.expected
-    ]
+    def failed(self, reason: str) -> list[Artifact]:
+        """Return the artifacts if nothing of them is there."""
+        return [
+            msgspec.structs.replace(artifact, status="failed", reason=reason, end_ns=self.end_ns)
+            for artifact in self.recording.expected
+        ]

@@ -7,10 +7,12 @@ that knows its version reports every change; otherwise the version is the one th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from verl_profiling import clock
-from verl_profiling.manifest import Request
+from verl_profiling.manifest import CaptureResult, Request
 from verl_profiling.watch.busy import Busy
 
 __all__ = ["OpenRequest", "RequestLog"]
@@ -36,17 +38,20 @@ class RequestLog:
 
     Attributes:
         busy: Keeps when any request was under way, captured or not; ``None`` if the watch is off.
+        enabled: Whether requests are logged while a capture is open.
+        policy_versions: Versions of the weights since :meth:`begin`, in order; empty if unknown.
+        pending_since_ns: When the requests began that had not ended at :meth:`end`, in order.
     """
 
     def __init__(self) -> None:
         self.busy: Busy | None = None
+        self.enabled = False
+        self.policy_versions: list[int] = []
+        self.pending_since_ns: list[int] = []
         self._replica = 0
-        self._enable = False
         self._noted: _Noted | None = None
-        self._pending_since_ns: list[int] = []
         self._policy_version: int | None = None
         self._server_knows = False
-        self._versions: list[int] = []
 
     def serve(self, replica: int, enable: bool) -> None:
         """Set whose requests these are.
@@ -56,34 +61,19 @@ class RequestLog:
             enable: ``rollout.requests``.
         """
         self._replica = replica
-        self._enable = enable
+        self.enabled = enable
 
     @property
     def noting(self) -> bool:
         """Whether a request that begins now would be logged; if not, an adapter does not wrap it."""
         return self._noted is not None
 
-    @property
-    def enabled(self) -> bool:
-        """Whether requests are logged while a capture is open."""
-        return self._enable
-
-    @property
-    def pending_since_ns(self) -> list[int]:
-        """When the requests began that had not ended at :meth:`end`, in order."""
-        return list(self._pending_since_ns)
-
-    @property
-    def policy_versions(self) -> list[int]:
-        """Versions of the weights since :meth:`begin`, in order; empty if unknown."""
-        return list(self._versions)
-
     def set_policy_version(self, version: int) -> None:
         """Record that the engine has new weights from now on."""
         self._server_knows = True
         self._policy_version = version
-        if self._versions and self._versions[-1] != version:
-            self._versions.append(version)
+        if self.policy_versions and self.policy_versions[-1] != version:
+            self.policy_versions.append(version)
 
     def begin(self, policy_version: int | None) -> None:
         """Start logging.
@@ -93,28 +83,40 @@ class RequestLog:
         """
         if not self._server_knows:
             self._policy_version = policy_version
-        self._versions = [] if self._policy_version is None else [self._policy_version]
-        if self._enable:
+        self.policy_versions = [] if self._policy_version is None else [self._policy_version]
+        if self.enabled:
             self._noted = _Noted()
 
     def end(self) -> list[Request]:
         """Stop logging; return the requests that ended since :meth:`begin`."""
         noted, self._noted = self._noted or _Noted(), None
-        self._pending_since_ns = sorted(request.begin_ns for request in list(noted.open))
+        self.pending_since_ns = sorted(request.begin_ns for request in list(noted.open))
         return noted.ended
 
-    def weight_updates(self, name: str, requests: Sequence[Request]) -> list[str]:
-        """Return a note if the weights changed since :meth:`begin`.
+    def end_in_result(self, name: str) -> Callable[[CaptureResult], CaptureResult]:
+        """Stop logging; return what enters the requests into a result.
 
         Args:
             name: The replica's name.
-            requests: What :meth:`end` returned.
         """
-        if len(self._versions) < 2:
-            return []
-        begun = Counter(request.policy_version for request in requests)
-        parts = ", then ".join(f"{version} ({begun[version]} requests)" for version in self._versions)
-        return [f"{name}: the capture spans a weight update: policy version {parts}"]
+        requests, versions = self.end(), list(self.policy_versions)
+        pending, updates = self.pending_since_ns, _weight_updates(name, versions, requests)
+
+        def entered(result: CaptureResult) -> CaptureResult:
+            return msgspec.structs.replace(
+                result,
+                requests=[*result.requests, *requests],
+                policy_versions=list(dict.fromkeys([*result.policy_versions, *versions])),
+                requests_logged=result.requests_logged or self.enabled,
+                pending_since_ns=[*result.pending_since_ns, *pending],
+                notes=list(dict.fromkeys([*result.notes, *updates])),
+                artifacts=[
+                    msgspec.structs.replace(one, policy_versions=one.policy_versions or versions)
+                    for one in result.artifacts
+                ],
+            )
+
+        return entered
 
     def open(self, prompt_tokens: int = 0, id: str = "") -> OpenRequest:
         """Return a record of a request that begins now, to be used in a ``with`` block.
@@ -123,7 +125,21 @@ class RequestLog:
             prompt_tokens: Length of the prompt, if it is known already.
             id: What the client calls it: a span with ``request=id`` finds it by this.
         """
-        return OpenRequest(self._noted, self._replica, self._policy_version, prompt_tokens, id, self.busy)
+        noted = self._noted
+        request = OpenRequest(id, prompt_tokens, noted, self._replica, self._policy_version, self.busy)
+        if noted is not None:
+            request.begin_ns = clock.now_ns()
+            noted.open.add(request)
+        return request
+
+
+def _weight_updates(name: str, versions: Sequence[int], requests: Sequence[Request]) -> list[str]:
+    """Return a note if the weights changed during a capture."""
+    if len(versions) < 2:
+        return []
+    begun = Counter(request.policy_version for request in requests)
+    parts = ", then ".join(f"{version} ({begun[version]} requests)" for version in versions)
+    return [f"{name}: the capture spans a weight update: policy version {parts}"]
 
 
 class _Noted:
@@ -134,7 +150,7 @@ class _Noted:
         self.open: set[OpenRequest] = set()
 
 
-class OpenRequest:
+class OpenRequest(msgspec.Struct, eq=False):
     """A request that has begun and not ended; the end of its ``with`` block ends it.
 
     If an exception leaves the block, cancellation included, the request has failed. What the engine
@@ -142,8 +158,8 @@ class OpenRequest:
 
     Attributes:
         id: What the client calls it.
-        begin_ns: When it began; 0 if it is not logged.
         prompt_tokens: Length of the prompt.
+        begin_ns: When it began; 0 if it is not logged.
         response_tokens: Length of the response so far.
         arrival_ns: When the engine's scheduler got it; 0 if that is not known.
         scheduled_ns: When it was first scheduled, likewise.
@@ -153,49 +169,22 @@ class OpenRequest:
         preemptions: How often it was taken off and begun again, likewise.
     """
 
-    __slots__ = (
-        "_busy",
-        "_closed",
-        "_first_output_ns",
-        "_noted",
-        "_policy_version",
-        "_replica",
-        "arrival_ns",
-        "begin_ns",
-        "cached_tokens",
-        "first_token_ns",
-        "id",
-        "last_token_ns",
-        "preemptions",
-        "prompt_tokens",
-        "response_tokens",
-        "scheduled_ns",
-    )
-
-    def __init__(
-        self,
-        noted: _Noted | None,
-        replica: int,
-        policy_version: int | None,
-        prompt_tokens: int,
-        id: str,
-        busy: Busy | None = None,
-    ) -> None:
-        self.id = id
-        self._busy = busy
-        self.prompt_tokens = prompt_tokens
-        self.response_tokens = 0
-        self.arrival_ns = self.scheduled_ns = self.first_token_ns = self.last_token_ns = 0
-        self.cached_tokens: int | None = None
-        self.preemptions: int | None = None
-        self._noted = noted
-        self._replica = replica
-        self._policy_version = policy_version
-        self.begin_ns = 0 if noted is None else clock.now_ns()
-        self._first_output_ns = 0
-        self._closed = False
-        if noted is not None:
-            noted.open.add(self)
+    id: str
+    prompt_tokens: int
+    _noted: _Noted | None
+    _replica: int
+    _policy_version: int | None
+    _busy: Busy | None
+    begin_ns: int = 0
+    response_tokens: int = 0
+    arrival_ns: int = 0
+    scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    cached_tokens: int | None = None
+    preemptions: int | None = None
+    _first_output_ns: int = 0
+    _closed: bool = False
 
     def __enter__(self) -> OpenRequest:
         if self._busy is not None:
@@ -247,15 +236,15 @@ class OpenRequest:
         )
 
     def _engine_times(self, end_ns: int) -> tuple[int, int, int, int]:
-        """Return arrival, scheduling, first and last token; unknown unless all that is told is in order."""
+        """Return arrival, scheduling, first and last token; unknown unless all known ones are in order."""
         first_ns = self.first_token_ns or self._first_output_ns
-        told = (self.arrival_ns, self.scheduled_ns, first_ns, self.last_token_ns)
+        times = (self.arrival_ns, self.scheduled_ns, first_ns, self.last_token_ns)
         before = self.begin_ns
-        for time_ns in told:
+        for time_ns in times:
             if not isinstance(time_ns, int) or (time_ns and not before <= time_ns <= end_ns):
                 return 0, 0, self._first_output_ns, 0
             before = time_ns or before
-        return told
+        return times
 
 
 def _count(value: object) -> int | None:
@@ -265,7 +254,4 @@ def _count(value: object) -> int | None:
 
 def _readable(id: object) -> str:
     """Return an id as a manifest can hold it, and as spans hold theirs: clients choose it, over HTTP too."""
-    text = str(id)
-    if len(text) <= _LONGEST_ID and text.isascii():
-        return text
-    return text[:_LONGEST_ID].encode(errors="replace").decode()
+    return str(id)[:_LONGEST_ID].encode(errors="replace").decode()

@@ -6,32 +6,37 @@ What each version offers is read from its own code; docs/engines.md has the tabl
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
+import json
 import re
-from collections.abc import Mapping
+import urllib.error
+import urllib.request
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from verl_profiling.engines.adapter import EngineAdapter, EngineTrace, new_spool, refuse_option
 from verl_profiling.engines.ascend import (
     check_sglang_reaches_torch_npu,
     is_recording,
     rank_of_recording,
 )
-from verl_profiling.engines.base import (
-    EngineAdapter,
-    EngineTrace,
-    FolderTool,
-    TraceTool,
-    new_spool,
-    refuse_option,
-)
 from verl_profiling.engines.death import how_processes_ended
-from verl_profiling.engines.sglang_transport import HTTPCalls, ManagerCalls, SGLangCalls
-from verl_profiling.errors import CaptureStateError, ConfigError
+from verl_profiling.engines.request_log import OpenRequest, RequestLog
+from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import EngineStage, RolloutOptions
+from verl_profiling.tools.npu import NpuTool
+from verl_profiling.tools.torch_profiler import TorchTool
 
-__all__ = ["SGLangAdapter", "check_sglang", "manager_of"]
+__all__ = ["HTTPCalls", "ManagerCalls", "SGLangAdapter", "check_sglang", "manager_of", "watch_manager"]
+
+_TIMEOUT_S = 30.0
+_INSTALL = "install sglang>=0.5.3"
+_SERVER_ARGS = ("tp_size", "pp_size", "dp_size", "enable_dp_attention", "device")
 
 _ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU", "npu": "GPU"}
 _STAGES: dict[str, EngineStage] = {"EXTEND": "prefill", "DECODE": "decode"}
@@ -63,12 +68,12 @@ class SGLangAdapter(EngineAdapter):
         engine: Any,
         config: ProfilingConfig,
         identity: WorkerIdentity,
-        tool: TraceTool | FolderTool,
+        tool: TorchTool | NpuTool,
     ) -> None:
         self.window = config.rollout.with_stacks() if tool.options.stack else config.rollout
         self._identity = identity
         manager = manager_of(engine, identity)
-        self._calls: SGLangCalls = HTTPCalls(engine) if manager is None else ManagerCalls(manager)
+        self._calls = HTTPCalls(engine) if manager is None else ManagerCalls(manager)
         self.spool = new_spool(config.local_folder)
         if self.window.by_stage:
             self.stages = self.window.sglang.stages or ("prefill", "decode")
@@ -80,7 +85,7 @@ class SGLangAdapter(EngineAdapter):
         self.ranks = self._tp * self._pp * self._dp
         if manager is not None:  # behind a URL, devices are those of another process's environment
             self.device_numbers = _device_numbers(server, self.ranks)
-        self._on_npu = isinstance(tool, FolderTool)
+        self._on_npu = isinstance(tool, NpuTool)
         if self._on_npu:
             check_sglang_reaches_torch_npu()
         self._options = self._start_options(tool, identity.role)
@@ -152,7 +157,7 @@ class SGLangAdapter(EngineAdapter):
         prefill = path.with_name(path.name.replace(".trace.json.gz", "-EXTEND.trace.json.gz"))
         return "decode" if prefill.exists() else "prefill"
 
-    def _start_options(self, tool: TraceTool | FolderTool, role: str) -> dict[str, Any]:
+    def _start_options(self, tool: TorchTool | NpuTool, role: str) -> dict[str, Any]:
         """Return the options that ``start_profile`` gets in every capture."""
         rollout, options = self.window, tool.options
         check_sglang(tool, rollout, role, device=self.device, dp_ranks=self._dp)
@@ -195,7 +200,7 @@ def _device_numbers(server: Mapping[str, Any], ranks: int) -> range:
 
 
 def check_sglang(
-    tool: TraceTool | FolderTool,
+    tool: TorchTool | NpuTool,
     window: RolloutOptions,
     role: str,
     *,
@@ -214,7 +219,7 @@ def check_sglang(
     Raises:
         ConfigError: The settings ask for something that SGLang does not have, or that would end it.
     """
-    if isinstance(tool, FolderTool):
+    if isinstance(tool, NpuTool):
         _check_npu_window(window, role, dp_ranks)
     for name in ("memory", "flops"):
         if getattr(tool.options, name, False):
@@ -226,7 +231,7 @@ def check_sglang(
             "leave it out, or set rollout.sglang.start_step to an absolute number",
         )
     for name in _activities(tool, device):
-        if isinstance(tool, TraceTool) and name not in _offered(device):
+        if isinstance(tool, TorchTool) and name not in _offered(device):
             refuse_option(role, "activities", "null", f"{name} ends an SGLang that runs on {device}")
 
 
@@ -244,7 +249,7 @@ def _check_npu_window(window: RolloutOptions, role: str, dp_ranks: int) -> None:
         )
 
 
-def _activities(tool: TraceTool | FolderTool, device: str) -> tuple[str, ...]:
+def _activities(tool: TorchTool | NpuTool, device: str) -> tuple[str, ...]:
     return _offered(device) if tool.options.activities is None else tool.options.activities
 
 
@@ -268,3 +273,211 @@ def manager_of(engine: Any, identity: WorkerIdentity) -> Any | None:
             "on the nodes of a replica other than its first, pass node_rank"
         )
     return manager
+
+
+class ManagerCalls:
+    """Calls a tokenizer manager on its own event loop.
+
+    ``start_profile`` takes keywords up to 0.5.14 and one request object from 0.5.15 on.
+
+    Attributes:
+        offers: Names of the options that its ``start_profile`` takes.
+        server_args: The settings it runs with.
+
+    Raises:
+        ToolUnavailableError: This SGLang is too old.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        if not callable(getattr(manager, "start_profile", None)):
+            raise ToolUnavailableError(f"this SGLang's tokenizer manager has no start_profile; {_INSTALL}")
+        parameters = inspect.signature(manager.start_profile).parameters
+        self._request_class: Callable[..., Any] | None = None
+        if "req" in parameters:
+            from sglang.srt.managers.io_struct import ProfileReq
+
+            self._request_class = ProfileReq
+            parameters = inspect.signature(ProfileReq).parameters
+        self.offers = frozenset(parameters)
+        # Read one by one: from 0.5.23 on they are not in vars().
+        self.server_args = {name: getattr(manager.server_args, name, None) for name in _SERVER_ARGS}
+
+    async def start(self, options: dict[str, Any]) -> None:
+        """Start profiling, or arm a window."""
+        if self._request_class is None:
+            await self._on_its_loop(lambda: self._manager.start_profile(**options))
+        else:
+            request = self._request_class(**options)
+            await self._on_its_loop(lambda: self._manager.start_profile(request))
+
+    async def stop(self) -> bool:
+        """Stop and write; return whether it was recording."""
+        try:
+            await self._on_its_loop(self._manager.stop_profile)
+        except RuntimeError as error:
+            if "not in progress" not in str(error):
+                raise
+            return False
+        return True
+
+    def ended(self) -> dict[str, int]:
+        """Return the exit codes of SGLang's processes that have ended, as far as this process can see."""
+        # Only the watchdog of newer versions holds the processes. One second later it ends this process, too,
+        # unless SGLang was given a custom_sigquit_handler.
+        watchdog = getattr(self._manager, "_subprocess_watchdog", None)
+        named = zip(getattr(watchdog, "_names", ()), getattr(watchdog, "_processes", ()), strict=False)
+        return {name: process.exitcode for name, process in named if process.exitcode is not None}
+
+    async def _on_its_loop(self, call: Callable[[], Awaitable[Any]]) -> None:
+        """Await a call on the event loop on which the manager receives the scheduler's answers.
+
+        That is the loop of its first call; on any other, an answer never arrives.
+        """
+        loop: asyncio.AbstractEventLoop | None = getattr(self._manager, "event_loop", None)
+
+        async def run() -> None:
+            await call()
+
+        if loop is None or loop is asyncio.get_running_loop():
+            await run()
+        elif loop.is_running():
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), loop))
+        else:
+            await asyncio.to_thread(loop.run_until_complete, run())
+
+
+class HTTPCalls:
+    """Calls an SGLang server that shares this file system; it has the attributes of :class:`ManagerCalls`.
+
+    Args:
+        url: Its address, e.g. ``http://127.0.0.1:30000``.
+
+    Raises:
+        CaptureStateError: It does not answer.
+        ToolUnavailableError: It has no profiler to start.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        schemas = self._get("/openapi.json").get("components", {}).get("schemas", {})
+        if "ProfileReqInput" in schemas:
+            properties = schemas["ProfileReqInput"]["properties"]
+        elif "ProfileReq" in schemas:
+            properties = schemas["ProfileReq"]["properties"]
+        else:
+            raise ToolUnavailableError(f"{url} has no /start_profile; {_INSTALL}")
+        self.offers = frozenset(properties)
+        self.server_args = self._get("/get_server_info")
+
+    async def start(self, options: dict[str, Any]) -> None:
+        """Start profiling, or arm a window."""
+        await asyncio.to_thread(self._send, "/start_profile", options)
+
+    async def stop(self) -> bool:
+        """Stop and write; return whether it was recording."""
+        try:
+            await asyncio.to_thread(self._send, "/stop_profile", {})
+        except urllib.error.HTTPError as error:
+            if error.code != 500:  # the server's answer when it is not recording
+                raise
+            return False
+        return True
+
+    def ended(self) -> dict[str, int]:
+        """Return nothing: the processes are another one's."""
+        return {}
+
+    def _get(self, path: str) -> dict[str, Any]:
+        try:
+            with urllib.request.urlopen(self._url + path, timeout=_TIMEOUT_S) as answer:
+                found: dict[str, Any] = json.load(answer)
+        except (OSError, ValueError) as error:
+            raise CaptureStateError(
+                f"init_capture: {self._url}{path} does not answer ({error}); is it an SGLang server, and up?"
+            ) from error
+        return found
+
+    def _send(self, path: str, body: dict[str, Any]) -> None:
+        request = urllib.request.Request(
+            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request):
+                pass
+        except urllib.error.HTTPError:
+            raise
+        except OSError as error:
+            raise CaptureStateError(
+                f"{self._url}{path} does not answer any more ({error}). SGLang ends its server when one of "
+                "its processes dies; the server's log says why"
+            ) from error
+
+
+def watch_manager(manager: Any, log: RequestLog) -> None:
+    """Log every request, by whichever method or route of the engine it came.
+
+    Every response carries its id, lengths, cached tokens and retractions. When the scheduler got it and
+    scheduled it is there only with ``enable_metrics`` (0.5.6), and when its prompt was done from 0.5.12 on:
+    in unix seconds of the scheduler's host. They are kept only where all schedulers run on this one.
+    """
+    generate = manager.generate_request
+    arguments = getattr(manager, "server_args", None)
+    shares_clock = min(getattr(arguments, "nnodes", 1), getattr(arguments, "dp_size", 1)) == 1
+
+    @functools.wraps(generate)
+    def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
+        if log.busy is not None:
+            log.busy.while_alive(stream)
+        if not log.noting:
+            return stream
+        rid = getattr(kwargs.get("obj", args[0] if args else None), "rid", None)
+        return _noting(stream, log.open(id=rid if isinstance(rid, str) else ""), shares_clock)
+
+    manager.generate_request = watched
+
+
+async def _noting(
+    stream: AsyncGenerator[Any, None], record: OpenRequest, shares_clock: bool
+) -> AsyncGenerator[Any, None]:
+    """Yield what a request yields: its state so far, or the list of a batch's whole responses."""
+    latest: dict[int, dict[str, Any]] = {}
+    try:
+        async for output in stream:
+            responses = output if isinstance(output, list) else [output]
+            if not latest and responses[0]["meta_info"].get("finish_reason") is None:
+                record.first_token()
+            for place, response in enumerate(responses):
+                latest[response.get("index") or place] = response["meta_info"]
+            yield output
+    finally:
+        for information in latest.values() or [{}]:
+            _tell(record, information, shares_clock)
+            record.close(
+                information.get("prompt_tokens", 0),
+                information.get("completion_tokens", 0),
+                failed=information.get("finish_reason") is None,
+            )
+        await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper
+
+
+def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) -> None:
+    """Note what SGLang knows of a response; the keys up to 0.5.9 are others."""
+    record.id = information.get("id", record.id)
+    record.cached_tokens = information.get("cached_tokens")
+    record.preemptions = information.get("num_retractions", information.get("total_retractions"))
+    known = information if shares_clock else {}
+    scheduled_s = known.get("forward_entry_time")
+    if scheduled_s is None and "inference_time" in known and "decode_finished_ts" in known:
+        scheduled_s = known["decode_finished_ts"] - known["inference_time"]
+    queued_s = known.get("queue_time")
+    if scheduled_s is None or queued_s is None or record.preemptions:  # a retracted request queues again
+        queued_s = None
+    record.scheduled_ns = _ns(scheduled_s)
+    record.arrival_ns = 0 if queued_s is None else _ns(scheduled_s - queued_s)
+    record.first_token_ns = _ns(known.get("prefill_finished_time"))
+
+
+def _ns(unix_s: float | None) -> int:
+    return round(unix_s * 1e9) if unix_s else 0

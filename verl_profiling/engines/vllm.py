@@ -5,23 +5,23 @@ vLLM's profiler has to be configured before the engine starts (:mod:`~verl_profi
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
+import time
+from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 from isal import igzip
 
+from verl_profiling import clock
+from verl_profiling.engines.adapter import EngineAdapter, EngineTool, EngineTrace, new_spool
 from verl_profiling.engines.ascend import is_recording
-from verl_profiling.engines.base import (
-    EngineAdapter,
-    EngineTool,
-    EngineTrace,
-    FolderTool,
-    new_spool,
-)
 from verl_profiling.engines.death import how_processes_ended
+from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.engines.vllm_start import (
     CUDA_VARIABLE,
     DIR_VARIABLE,
@@ -33,9 +33,10 @@ from verl_profiling.engines.vllm_start import (
 from verl_profiling.errors import CaptureStateError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.nsys import NsysTool
 
-__all__ = ["VLLMAdapter", "records_in_process"]
+__all__ = ["VLLMAdapter", "records_in_process", "watch_vllm"]
 
 _PLACE = re.compile(r"(?:^|_)dp(\d+)_pp(\d+)_tp(\d+)")
 _RANK = re.compile(r"rank[-_]?(\d+)")
@@ -78,7 +79,7 @@ class VLLMAdapter(EngineAdapter):
             )
         parameters = inspect.signature(engine.start_profile).parameters
         vllm_config = getattr(engine, "llm_engine", engine).vllm_config
-        self._on_npu = isinstance(tool, FolderTool)
+        self._on_npu = isinstance(tool, NpuTool)
         # On an NPU the name of the first capture would stick, and workers take no window per capture.
         self._takes_prefix = "profile_prefix" in parameters and not self._on_npu
         self._takes_window = "max_iterations" in parameters and not self._on_npu
@@ -172,3 +173,123 @@ def _rank_inside(path: Path) -> int:
         head: bytes = file.read(1 << 16)
     found = _RANK_INSIDE.search(head)
     return int(found[1]) if found else 0
+
+
+def watch_vllm(engine: Any, log: RequestLog) -> None:
+    """Log every request of an ``LLM`` or an ``AsyncLLM`` with a wrapper around ``generate``.
+
+    The id, the lengths and the cached tokens of a request are in each of vLLM's outputs. With them come its
+    ``RequestStateStats`` unless the engine was started with ``disable_log_stats``: readings of the
+    monotonic clock in the process of the engine core, and from 0.30 the number of preemptions. They are
+    those of one sample, so of a request for several only the id is known.
+    """
+    if hasattr(engine, "llm_engine"):
+        _watch_llm(engine, log)
+    else:
+        _watch_async_llm(engine, log)
+
+
+def _watch_async_llm(engine: Any, log: RequestLog) -> None:
+    """Log every request of an ``AsyncLLM``."""
+    generate = engine.generate
+    shares_clock = _shares_clock(engine)
+
+    @functools.wraps(generate)
+    def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
+        if log.busy is not None:
+            log.busy.while_alive(stream)
+        if not log.noting:
+            return stream
+        record = log.open(id=kwargs.get("request_id", args[2] if len(args) > 2 else ""))
+        parameters = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
+        return _noting(stream, record, parameters, shares_clock)
+
+    engine.generate = watched
+
+
+def _watch_llm(engine: Any, log: RequestLog) -> None:
+    """Log every request of an ``LLM``, which returns a whole batch, so that they end together."""
+    generate = engine.generate
+
+    @functools.wraps(generate)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with log.busy or nullcontext():
+            return noted(*args, **kwargs)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if not log.noting:
+            return generate(*args, **kwargs)
+        batch = log.open()
+        outputs = generate(*args, **kwargs)
+        for output in outputs:
+            batch.id = output.request_id
+            _tell(batch, output if len(output.outputs) == 1 else None, shares_clock=True)
+            batch.close(_prompt_tokens(output), sum(_lengths(output).values()))
+        return outputs
+
+    engine.generate = watched
+
+
+async def _noting(
+    stream: AsyncGenerator[Any, None], record: OpenRequest, parameters: Any, shares_clock: bool
+) -> AsyncGenerator[Any, None]:
+    in_deltas = getattr(getattr(parameters, "output_kind", None), "name", "") == "DELTA"
+    several = getattr(parameters, "n", 1) > 1
+    in_parts = in_deltas or several
+    lengths: dict[int, int] = {}
+    last: Any = None
+    try:
+        async for output in stream:
+            if last is None and not output.finished:
+                record.first_token()
+            if in_parts:
+                for index, length in _lengths(output).items():
+                    lengths[index] = length + (lengths.get(index, 0) if in_deltas else 0)
+            last = output
+            yield output
+    finally:
+        done = last is not None and last.finished
+        if last is not None and not in_parts:
+            lengths = _lengths(last)
+        response_tokens = sum(lengths.values())
+        _tell(record, last if response_tokens and not several else None, shares_clock)
+        record.close(_prompt_tokens(last), response_tokens, failed=not done)
+        await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper
+
+
+def _tell(record: OpenRequest, output: Any, shares_clock: bool) -> None:
+    """Note what vLLM knows of a request, and nothing without an output."""
+    record.arrival_ns = record.scheduled_ns = record.first_token_ns = record.last_token_ns = 0
+    record.cached_tokens = getattr(output, "num_cached_tokens", None)
+    statistics = getattr(output, "metrics", None)
+    record.preemptions = getattr(statistics, "num_preemptions", None)
+    if statistics is None or not shares_clock:
+        return
+    ahead_ns = clock.now_ns() - time.monotonic_ns()
+
+    def unix_ns(name: str) -> int:
+        monotonic_s = getattr(statistics, name, 0.0)
+        return ahead_ns + round(monotonic_s * 1e9) if monotonic_s else 0
+
+    record.arrival_ns = unix_ns("queued_ts")
+    record.scheduled_ns = unix_ns("scheduled_ts")
+    record.first_token_ns = unix_ns("first_token_ts")
+    record.last_token_ns = unix_ns("last_token_ts")
+
+
+def _shares_clock(engine: Any) -> bool:
+    """Return whether all engine cores run on this host: only there is their monotonic clock also ours."""
+    parallel = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)
+    here = getattr(parallel, "data_parallel_size_local", 1)
+    return (
+        getattr(parallel, "local_engines_only", False) or getattr(parallel, "data_parallel_size", 1) <= here
+    )
+
+
+def _prompt_tokens(output: Any) -> int:
+    return 0 if output is None else len(output.prompt_token_ids or ())
+
+
+def _lengths(output: Any) -> dict[int, int]:
+    return {completion.index: len(completion.token_ids) for completion in output.outputs}

@@ -13,20 +13,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.engines.ascend import check_vllm_ascend, why_not_counted
-from verl_profiling.engines.base import (
+from verl_profiling.engines.adapter import (
     EngineTool,
-    FolderTool,
-    TraceTool,
     engine_tool,
     new_spool,
     refuse_option,
 )
+from verl_profiling.engines.ascend import check_vllm_ascend, why_not_counted
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.nsys import NsysTool
-from verl_profiling.tools.torch_profiler import TorchOptions
+from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 __all__ = [
     "CUDA_VARIABLE",
@@ -69,7 +68,7 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
     window = recording_window(config.rollout, tool)
     if isinstance(tool, NsysTool):
         return _cuda_engine_args(window, role)
-    if isinstance(tool, FolderTool):
+    if isinstance(tool, NpuTool):
         check_vllm_ascend()
     options = recorded_options(tool)
     spool = new_spool(config.local_folder)
@@ -87,12 +86,12 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
     return {"profiler_config": ProfilerConfig(**profiler_settings(options, window, spool))}
 
 
-def recorded_options(tool: TraceTool | FolderTool) -> TorchOptions:
+def recorded_options(tool: TorchTool | NpuTool) -> TorchOptions:
     """Return the options of vLLM's own profiler with which it records as a tool's options say.
 
     vllm-ascend takes vLLM's option for stacks as the one for modules of torch_npu.
     """
-    if isinstance(tool, TraceTool):
+    if isinstance(tool, TorchTool):
         return tool.options
     return TorchOptions(stack=tool.options.modules, memory=tool.options.memory)
 
@@ -198,7 +197,7 @@ def recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOption
     stack = not isinstance(tool, NsysTool) and recorded_options(tool).stack
     check_vllm(tool, rollout)
     engine, newer, counts = f"vLLM {version()}", "vllm>=0.12", _counts_iterations()
-    if isinstance(tool, FolderTool) and (why := why_not_counted()):
+    if isinstance(tool, NpuTool) and (why := why_not_counted()):
         engine, newer, counts = *why, False
     if counts:
         return rollout.with_stacks() if stack else rollout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from verl_profiling.engines.base import is_spool
+from verl_profiling.engines.adapter import is_spool
 
 __all__ = ["hook_vllm_profiler"]
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from verl_profiling.engines.adapter import engine_tool
 from verl_profiling.engines.ascend import has_vllm_ascend
-from verl_profiling.engines.base import FolderTool, TraceTool, engine_tool
 from verl_profiling.engines.sglang import SGLangAdapter, check_sglang
 from verl_profiling.engines.vllm import VLLMAdapter
 from verl_profiling.engines.vllm_start import check_vllm, vllm_engine_args
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.tools.npu import NpuTool
+from verl_profiling.tools.nsys import NsysTool
 
 __all__ = ["check_installed_engine", "check_rollout", "device_of"]
 
@@ -46,7 +48,7 @@ def check_rollout(config: Any, settings: ProfilingConfig) -> None:
         )
     if rollout.name == "vllm":
         check_vllm(tool, settings.rollout)
-    elif isinstance(tool, TraceTool | FolderTool):
+    elif not isinstance(tool, NsysTool):
         own = (rollout.get("engine_kwargs") or {}).get("sglang") or {}
         ranks = 1 if own.get("enable_dp_attention") else int(rollout.get("data_parallel_size") or 1)
         device = str(own.get("device") or device)
@@ -66,7 +68,7 @@ def check_installed_engine(config: Any, settings: ProfilingConfig) -> str:
     absent = engine if find_spec(engine) is None else ""
     if (
         engine == "vllm"
-        and isinstance(engine_tool(chosen, _ENGINES[engine], opens_ranges=True), FolderTool)
+        and isinstance(engine_tool(chosen, _ENGINES[engine], opens_ranges=True), NpuTool)
         and not has_vllm_ascend()
     ):
         absent = "vllm-ascend"

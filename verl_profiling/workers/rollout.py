@@ -12,7 +12,8 @@ from verl_profiling.capture.messages import CaptureRequest, StartReply, StopRepl
 from verl_profiling.capture.replies import not_set_up, skipped, start_reply, stop_reply, switched_off
 from verl_profiling.capture.session import process_session
 from verl_profiling.engines.factory import ENGINES, make_recorder, node_rank_of
-from verl_profiling.engines.recorder import Recorder
+from verl_profiling.engines.in_process import SessionRecorder
+from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
@@ -33,7 +34,8 @@ class RolloutCaptureMixin:
     engine_package: ClassVar[str | None] = None
 
     _capture_identity: WorkerIdentity | None = None
-    _capture_recorder: Recorder | None = None
+    _capture_recorder: EngineRecorder | SessionRecorder | None = None
+    _capture_requests: RequestLog | None = None
     _capture_idle_reason: str = ""
 
     @classmethod
@@ -109,14 +111,14 @@ class RolloutCaptureMixin:
         settings = ProfilingConfig.from_any(config)
         found = engine if engine is not None else self._capture_engine()
         node = node_rank_of(found) if node_rank is None else node_rank
-        self._capture_recorder = None
+        self._capture_recorder = self._capture_requests = None
         self._capture_identity = WorkerIdentity(role=role, rank=rank or 0, replica=replica, node_rank=node)
         if not settings.for_role(role).enable:
             self._capture_idle_reason = switched_off(self._capture_identity)
         elif node:
             self._capture_idle_reason = f"node {node} of the replica; node 0 records for all"
         else:
-            self._capture_recorder, self._capture_identity = make_recorder(
+            self._capture_recorder, self._capture_identity, self._capture_requests = make_recorder(
                 found, settings, role=role, replica=replica, rank=rank, requests=requests, devices=devices
             )
 
@@ -167,8 +169,8 @@ class RolloutCaptureMixin:
         Args:
             version: Number of the policy version, as the training loop counts it.
         """
-        if self._capture_recorder is not None:
-            self._capture_recorder.set_policy_version(version)
+        if self._capture_requests is not None:
+            self._capture_requests.set_policy_version(version)
 
     def _capture_engine(self) -> Any:
         return getattr(self, "engine", None)

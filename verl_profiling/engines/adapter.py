@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NamedTuple, NoReturn
 from uuid import uuid4
 
 from verl_profiling.engines.ascend import RECORDED_OPTIONS
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.config import RoleConfig
 from verl_profiling.settings.rollout import EngineStage, RolloutOptions
-from verl_profiling.tools.npu import NpuOptions, NpuTool
+from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.nsys import NsysTool
-from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
+from verl_profiling.tools.torch_profiler import TorchTool
 
 __all__ = [
+    "SPOOL_PARENT",
     "EngineAdapter",
     "EngineTool",
     "EngineTrace",
-    "FolderTool",
-    "TraceTool",
     "check_device",
     "engine_tool",
     "is_spool",
@@ -32,30 +30,11 @@ __all__ = [
 
 SPOOL_PARENT = ".engines"
 
-
-@dataclass(frozen=True)
-class TraceTool:
-    """The engine's own torch profiler, and its options."""
-
-    name: ClassVar[str] = TorchTool.name
-    suffix: ClassVar[str] = TorchTool.suffix
-    options: TorchOptions
+EngineTool = TorchTool | NpuTool | NsysTool
+"""The tools with which an engine's own processes record."""
 
 
-@dataclass(frozen=True)
-class FolderTool:
-    """The profiler of torch_npu in the engine's processes, which writes folders, and its options."""
-
-    name: ClassVar[str] = NpuTool.name
-    suffix: ClassVar[str] = NpuTool.suffix
-    options: NpuOptions
-
-
-EngineTool = TraceTool | FolderTool | NsysTool
-
-
-@dataclass(frozen=True)
-class EngineTrace:
+class EngineTrace(NamedTuple):
     """The rank and stage of a trace, a file or a folder, that an engine wrote.
 
     Attributes:
@@ -125,7 +104,7 @@ def new_spool(folder: Path) -> Path:
     return folder / SPOOL_PARENT / uuid4().hex[:12]
 
 
-def is_spool(folder: str) -> bool:
+def is_spool(folder: str | Path) -> bool:
     """Return whether an engine's traces go to a folder that :func:`new_spool` named."""
     return Path(folder).parent.name == SPOOL_PARENT
 
@@ -142,30 +121,24 @@ def engine_tool(role: RoleConfig, engine: str, *, opens_ranges: bool = False) ->
         ConfigError: The engine does not support that tool, two tools, or one of the options.
     """
     key = f"roles.{role.role}.tool"
-    found: EngineTool | None = None
-    for tool in role.tools:
-        if not tool.suffix:
-            continue
-        if found is not None:
-            raise ConfigError(key, f"{engine} engines record with one tool, not with {tool.name!r} too")
-        if opens_ranges and isinstance(tool, NsysTool):
-            found = tool
-        elif isinstance(tool, TorchTool):
-            found = TraceTool(tool.options)
-        elif isinstance(tool, NpuTool):
-            found = FolderTool(tool.options)
-        else:
-            raise ConfigError(
-                key,
-                f"{engine} engines do not record with {tool.name!r}; set it to torch, to npu on an NPU, "
-                "or to spans",
-            )
-    if isinstance(found, TraceTool | FolderTool) and found.options.mini_batches is not None:
+    writing = [tool for tool in role.tools if tool.suffix]
+    if not writing:
+        return None
+    tool = writing[0]
+    if not isinstance(tool, TorchTool | NpuTool) and not (opens_ranges and isinstance(tool, NsysTool)):
+        raise ConfigError(
+            key,
+            f"{engine} engines do not record with {tool.name!r}; set it to torch, to npu on an NPU, "
+            "or to spans",
+        )
+    if len(writing) > 1:
+        raise ConfigError(key, f"{engine} engines record with one tool, not with {writing[1].name!r} too")
+    if isinstance(tool, TorchTool | NpuTool) and tool.options.mini_batches is not None:
         why = f"{engine} engines have no mini-batches (see rollout.count)"
-        refuse_option(role.role, "mini_batches", "null", why, tool=found.name)
-    if isinstance(found, FolderTool):
-        _check_npu_options(found.options, role.role, engine)
-    return found
+        refuse_option(role.role, "mini_batches", "null", why, tool=tool.name)
+    if isinstance(tool, NpuTool):
+        _check_npu_options(tool, role.role, engine)
+    return tool
 
 
 def check_device(tool: EngineTool, engine: EngineAdapter, role: str) -> None:
@@ -174,7 +147,7 @@ def check_device(tool: EngineTool, engine: EngineAdapter, role: str) -> None:
     Raises:
         ConfigError: It cannot.
     """
-    if (engine.device == "npu") != isinstance(tool, FolderTool):
+    if (engine.device == "npu") != isinstance(tool, NpuTool):
         raise ConfigError(
             f"roles.{role}.tool",
             f"{tool.name} records nothing of {engine.name} on {engine.device}; "
@@ -182,10 +155,10 @@ def check_device(tool: EngineTool, engine: EngineAdapter, role: str) -> None:
         )
 
 
-def _check_npu_options(options: NpuOptions, role: str, engine: str) -> None:
+def _check_npu_options(tool: NpuTool, role: str, engine: str) -> None:
     """Refuse the options of the ``npu`` tool that an engine does not have."""
     for name, possible in RECORDED_OPTIONS[engine].items():
-        value = getattr(options, name)
+        value = getattr(tool.options, name)
         if (sorted(value) if isinstance(value, tuple) else value) in possible:
             continue
         if value is True:
