@@ -47,7 +47,6 @@ LAG_S = 10.0
 STEPS = 40
 CODE = (
     "verl_profiling/trajectories/spans.py",
-    "verl_profiling/trajectories/open_log.py",
     "verl_profiling/trajectories/loop_lag.py",
     "verl_profiling/trajectory_log.py",
 )

@@ -61,7 +61,7 @@ CODE = (
     "verl_profiling/integrations/verl_rewards.py",
     "verl_profiling/integrations/verl_transfer_queue.py",
     "verl_profiling/integrations/wrapping.py",
-    "verl_profiling/engines/vllm_requests.py",
+    "verl_profiling/engines/vllm.py",
     "verl_profiling/capture/stage.py",
     "verl_profiling/trajectories/spans.py",
 )

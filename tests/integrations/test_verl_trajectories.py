@@ -14,8 +14,7 @@ from verl_profiling import ProfilingConfig, span
 from verl_profiling.integrations import verl_agent_loops, verl_clients, verl_rewards
 from verl_profiling.integrations.verl_actors import add_actors
 from verl_profiling.integrations.wrapping import noting
-from verl_profiling.trajectories.open_log import OpenLog
-from verl_profiling.trajectories.spans import start_log, stop_log
+from verl_profiling.trajectories.spans import OpenLog, start_log, stop_log
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
 
 INFO = {"step": 3, "sample_index": 5, "rollout_n": 0, "validate": False}

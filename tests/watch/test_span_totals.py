@@ -25,8 +25,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.run_files import read_manifest
 from verl_profiling.step_account import MOST_SPANS, OTHERS, RankUse, SpanTotal, StepAccount
 from verl_profiling.trajectories import spans as recorder
-from verl_profiling.trajectories.open_log import OpenLog
-from verl_profiling.trajectories.spans import start_log, stop_log, total_spans
+from verl_profiling.trajectories.spans import OpenLog, start_log, stop_log, total_spans
 from verl_profiling.watch.lane import Lane, StepTime
 from verl_profiling.watch.reading import read_ring
 from verl_profiling.watch.ring import MAX_NAMES, StageRing

@@ -16,16 +16,15 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from verl_profiling import clock
-from verl_profiling.trajectories.spans import Span
-from verl_profiling.trajectory_log import NO_SPAN, Block, Lag, LoopRecord
+from verl_profiling.trajectory_log import NO_SPAN, Lag, LoopRecord
 
-__all__ = ["LoopLag", "LoopState"]
+__all__ = ["LoopLag", "LoopState", "SeenBlock"]
 
 LOOK_S = 0.02
 LATE_NS = 30_000_000
@@ -37,21 +36,23 @@ _NEVER: Final = 1 << 62
 _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 
 
-class _Seen(NamedTuple):
-    """What ran on a loop's thread when it was sampled; nothing if that is not known."""
+class _Sample(NamedTuple):
+    """What ran on a loop's thread; nothing if that is not known."""
 
     at_ns: int
     task: Any = None
-    span: Span | None = None
+    span: Any = None
     function: str = ""
     sure: bool = False
 
 
-class _BlockedBy(NamedTuple):
+class SeenBlock(NamedTuple):
+    """A while in which one task did not let its event loop go on; see :class:`trajectory_log.Block`."""
+
     loop: int
     begin_ns: int
     end_ns: int
-    span: Span | None
+    span: Any
     task: str
     function: str
 
@@ -61,31 +62,31 @@ class LoopLag:
 
     Attributes:
         lags: How late they were.
+        blocks: When they were blocked, and by whom.
 
     Args:
         span_of: Returns the innermost open span of a task.
     """
 
-    def __init__(self, span_of: Callable[[object], Span | None]) -> None:
+    def __init__(self, span_of: Callable[[object], object]) -> None:
         self.lags: list[Lag] = []
-        self._blocked: list[_BlockedBy] = []
+        self.blocks: list[SeenBlock] = []
         self._span_of = span_of
         self._states: dict[int, LoopState] = {}
         self._lock = threading.Lock()
-        self._sleep = threading.Lock()  # held while it measures
-        self._sleep.acquire()
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def measure(self, loop: asyncio.AbstractEventLoop) -> LoopState:
         """Return the state of the loop that runs on this thread, whose lag is measured from now on."""
+        state = self._states.get(id(loop))
+        if state is not None:
+            return state
         with self._lock:
-            state = self._states.get(id(loop))
-            if state is None:
-                state = self._states[id(loop)] = LoopState(loop, len(self._states), self)
+            state = self._states[id(loop)] = LoopState(loop, len(self._states), self)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._look, name="verl-profiling-loop-lag", daemon=True
-                )
+                name = "verl-profiling-loop-lag"
+                self._thread = threading.Thread(target=self._look, name=name, daemon=True)
                 self._thread.start()
         return state
 
@@ -96,7 +97,7 @@ class LoopLag:
 
     def end(self) -> None:
         """Measure no more; a block that lasts ends now."""
-        self._sleep.release()
+        self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5)
         for state in self._states.values():
@@ -106,56 +107,9 @@ class LoopLag:
         """Return the loops."""
         return [LoopRecord(state.number, state.native_id, state.name) for state in self._states.values()]
 
-    def blocks(self, number_of: Callable[[Span], int]) -> list[Block]:
-        """Return the blocks.
-
-        Args:
-            number_of: Returns the number of a span in the log.
-        """
-        return [
-            Block(
-                found.loop,
-                found.begin_ns,
-                found.end_ns,
-                NO_SPAN if found.span is None else number_of(found.span),
-                found.task,
-                found.function,
-            )
-            for found in self._blocked
-        ]
-
-    def was_late(self, loop: int, at_ns: int, late_ns: int) -> None:
-        """Keep how late a loop was."""
-        if len(self.lags) < MOST_RECORDS:
-            self.lags.append(Lag(loop, at_ns, late_ns))
-
-    def was_blocked(self, loop: int, due_ns: int, end_ns: int, seen: list[_Seen]) -> None:
-        """Keep a block, divided where what ran was seen to be another.
-
-        Args:
-            loop: Number of the loop.
-            due_ns: When it should have gone on.
-            end_ns: When it did.
-            seen: What ran meanwhile.
-        """
-        if end_ns - due_ns < BLOCKED_NS or len(self._blocked) >= MOST_RECORDS:
-            return
-        sure = [one[1:3] for one in seen if one.sure]
-        seen = [one if one[1:3] in sure else _Seen(one.at_ns) for one in seen] or [_Seen(due_ns)]
-        begin_ns, first = due_ns, 0
-        for place in range(1, len(seen) + 1):
-            if place < len(seen) and _same(seen[first], seen[place]):
-                continue
-            until_ns = end_ns if place == len(seen) else seen[place].at_ns
-            task = _task_name(seen[first].task)
-            self._blocked.append(
-                _BlockedBy(loop, begin_ns, until_ns, seen[first].span, task, seen[place - 1].function)
-            )
-            begin_ns, first = until_ns, place
-
     def _look(self) -> None:
         """Look at the loops, until measuring ends."""
-        while not self._sleep.acquire(timeout=LOOK_S):
+        while not self._ended.wait(LOOK_S):
             for state in list(self._states.values()):
                 with suppress(RuntimeError, OSError):  # it was closed, or its thread ended, meanwhile
                     state.look(self._span_of)
@@ -186,35 +140,31 @@ class LoopState:
         self._cpu = time.pthread_getcpuclockid(self._ident)
         self._looked_ns, self._cpu_ns = clock.now_ns(), time.thread_time_ns()
         self._due_ns = 0
-        self._seen: list[_Seen] = []
-        self._said = False
+        self._samples: list[_Sample] = []
+        self._was_late = False
 
     def ask(self, now_ns: int) -> None:
-        """Ask how late the loop is; called on its thread.
-
-        Args:
-            now_ns: Now.
-        """
+        """Ask how late the loop is; called on its thread."""
         self.next_ns = _NEVER
-        self._due_ns, self._seen = now_ns, []
+        self._due_ns, self._samples = now_ns, []
         self.loop.call_soon(self._answer)
 
-    def look(self, span_of: Callable[[object], Span | None]) -> None:
+    def look(self, span_of: Callable[[object], object]) -> None:
         """Sample what runs on the loop's thread while it is late; else ask how late it is if a task runs."""
         if not self.loop.is_running():
             return
         now_ns, cpu_ns = clock.now_ns(), time.clock_gettime_ns(self._cpu)
         since_ns, ran_ns = now_ns - self._looked_ns, cpu_ns - self._cpu_ns
         self._looked_ns, self._cpu_ns = now_ns, cpu_ns
-        task = _running_task(self.loop)
+        task = asyncio.current_task(self.loop)
         if self.next_ns == _NEVER:
             span = None if task is None else span_of(task)
             function = _function(sys._current_frames().get(self._ident))
             sure = since_ns < LATE_NS or ran_ns > LATE_NS
-            self._seen.append(_Seen(now_ns, task, span, function, sure))
+            self._samples.append(_Sample(now_ns, task, span, function, sure))
         elif task is not None:
             self.next_ns = _NEVER
-            self._due_ns, self._seen = now_ns, []
+            self._due_ns, self._samples = now_ns, []
             self.loop.call_soon_threadsafe(self._answer)
 
     def end(self) -> None:
@@ -231,32 +181,35 @@ class LoopState:
         self.next_ns = now_ns + PAUSE_NS
 
     def _keep(self, now_ns: int) -> None:
-        seen, self._seen = self._seen, []
-        late_ns = max(now_ns - self._due_ns, 0)
-        worth = late_ns >= WORTH_NS
-        if worth or self._said:
-            self._lag.was_late(self.number, now_ns, late_ns)
-        self._said = worth
-        if worth:
-            self._lag.was_blocked(self.number, self._due_ns, now_ns, seen)
+        """Keep how late the loop was, and by whom it was blocked; once more after that, that it is not."""
+        samples, self._samples = self._samples, []
+        lag, late_ns = self._lag, max(now_ns - self._due_ns, 0)
+        late = late_ns >= WORTH_NS
+        if (late or self._was_late) and len(lag.lags) < MOST_RECORDS:
+            lag.lags.append(Lag(self.number, now_ns, late_ns))
+        self._was_late = late
+        if late_ns >= BLOCKED_NS and len(lag.blocks) < MOST_RECORDS:
+            lag.blocks += _blocks(self.number, self._due_ns, now_ns, samples)
 
 
-def _running_task(loop: asyncio.AbstractEventLoop) -> Any:
-    """Return the task that a loop of another thread runs now."""
-    try:
-        return asyncio.current_task(loop)
-    except RuntimeError:
-        return None
+def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample]) -> Iterator[SeenBlock]:
+    """Yield the blocks of a while, divided where what ran was seen to be another."""
+    sure = {one[1:3] for one in samples if one.sure}
+    samples = [one if one[1:3] in sure else _Sample(one.at_ns) for one in samples] or [_Sample(due_ns)]
+    begin_ns, first = due_ns, 0
+    for place in range(1, len(samples) + 1):
+        if place < len(samples) and _same(samples[first], samples[place]):
+            continue
+        until_ns = end_ns if place == len(samples) else samples[place].at_ns
+        who = samples[first]
+        task = "" if who.task is None else str(who.task.get_name())[:200]
+        yield SeenBlock(loop, begin_ns, until_ns, who.span, task, samples[place - 1].function)
+        begin_ns, first = until_ns, place
 
 
-def _same(one: _Seen, other: _Seen) -> bool:
+def _same(one: _Sample, other: _Sample) -> bool:
     alike = one.task is other.task and one.span is other.span
     return alike and bool(one.function) == bool(other.function)
-
-
-def _task_name(task: Any) -> str:
-    get_name = getattr(task, "get_name", None)
-    return "" if get_name is None else str(get_name())[:200]
 
 
 def _function(frame: FrameType | None) -> str:

@@ -8,26 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import numbers
 import os
+import threading
 from asyncio import _get_running_loop, current_task
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.trajectory_log import Counted, FateChange
+from verl_profiling.trajectories.loop_lag import LoopLag, LoopState
+from verl_profiling.trajectory_log import (
+    NO_SPAN,
+    Block,
+    Counted,
+    Fact,
+    FateChange,
+    SpanRecord,
+    TrajectoryLog,
+    TrajectoryRecord,
+)
 
 __all__ = [
     "TRAJECTORY",
-    "Measured",
+    "OpenLog",
     "Span",
-    "SpanSink",
-    "SpanTotals",
     "Trajectory",
     "count",
     "current_trajectory",
@@ -42,53 +52,11 @@ __all__ = [
 ]
 
 
-class Measured(Protocol):
-    """An event loop whose lag is measured.
+_LONGEST_TEXT = 200
+_MOST_FACTS = 50
 
-    Attributes:
-        loop: The loop.
-        number: Its number in the log.
-        next_ns: From when on a span that begins or ends asks how late it is.
-        ended: It is measured no more.
-    """
-
-    loop: asyncio.AbstractEventLoop
-    number: int
-    next_ns: int
-    ended: bool
-
-    def ask(self, now_ns: int) -> None:
-        """Ask how late it is."""
-
-
-class SpanSink(Protocol):
-    """Receives trajectories and spans while something records."""
-
-    def add_trajectory(self, trajectory: Trajectory) -> None:
-        """Keep a trajectory that begins, or was open when recording began."""
-
-    def add_span(self, span: Span) -> None:
-        """Keep a span that begins."""
-
-    def add_fate(self, fate: FateChange) -> None:
-        """Keep what became of trajectories."""
-
-    def add_count(self, count: Counted) -> None:
-        """Keep how much of something there is."""
-
-    def measured(self, loop: asyncio.AbstractEventLoop) -> Measured:
-        """Return the loop that runs on this thread, measured from now on."""
-
-
-class SpanTotals(Protocol):
-    """Adds up spans and trajectories by name, whether something records or not."""
-
-    def add(self, name: str, begin_ns: int, end_ns: int, failed: bool) -> None:
-        """Count one that has ended."""
-
-
-_log: SpanSink | None = None
-_totals: SpanTotals | None = None
+_log: OpenLog | None = None
+_totals: Any = None
 _kept = False
 _unrecorded = 0
 _open: dict[int, Trajectory | Span] = {}
@@ -133,7 +101,7 @@ TRAJECTORY: Final = "trajectory"
 _FAILED: Final = "failed"
 
 
-class Trajectory(_Async):
+class Trajectory(_Async, msgspec.Struct, eq=False):
     """One rollout of one prompt, from its dispatch to its response; made by :func:`trajectory`.
 
     Attributes:
@@ -141,32 +109,17 @@ class Trajectory(_Async):
         facts: What is known about it; see :meth:`add`.
     """
 
-    __slots__ = (
-        "begin_ns",
-        "end_ns",
-        "error",
-        "facts",
-        "fate",
-        "group",
-        "loop",
-        "parent",
-        "running_loop",
-        "sample",
-        "thread",
-    )
-
-    def __init__(self, group: object, sample: int | str | None, facts: dict[str, Any]) -> None:
-        self.group = group
-        self.sample = sample
-        self.facts = facts
-        self.fate = ""
-        self.error = ""
-        self.begin_ns = 0
-        self.end_ns = 0
-        self.thread = 0
-        self.running_loop: asyncio.AbstractEventLoop | None = None
-        self.loop: Measured | None = None
-        self.parent: Node | None = None
+    group: object
+    sample: int | str | None
+    facts: dict[str, Any]
+    fate: str = ""
+    error: str = ""
+    begin_ns: int = 0
+    end_ns: int = 0
+    thread: int = 0
+    running_loop: Any = None
+    loop: LoopState | None = None
+    parent: Any = None
 
     @property
     def trajectory(self) -> Trajectory:
@@ -222,7 +175,7 @@ class Span(_Async, msgspec.Struct, eq=False, gc=False):
     begin_ns: int = 0
     end_ns: int = 0
     thread: int = 0
-    loop: Measured | None = None
+    loop: LoopState | None = None
     task: Any = None
     failed: bool = False
     entered_ns: int = 0
@@ -248,7 +201,7 @@ class Span(_Async, msgspec.Struct, eq=False, gc=False):
                 measured = parent.loop
         if log is not None and (measured is None or measured.ended):
             running = _get_running_loop()  # takes longer than all the rest, up to Python 3.11
-            measured = None if running is None else log.measured(running)
+            measured = None if running is None else log.lag.measure(running)
         _current.set(self)
         _open[id(self)] = self
         self.begin_ns = self.entered_ns = begin_ns = clock.now_ns()
@@ -359,8 +312,8 @@ def trajectory_fate(group: object, fate: str, sample: int | str | None = None) -
         fate: ``filtered``, ``aborted``, ``abandoned``, or your own word.
         sample: The sample; ``None`` for all of the group.
     """
-    if _log is not None:
-        _log.add_fate(FateChange(str(group), sample, fate, clock.now_ns()))
+    if _log is not None and len(_log.fates) < _log.max_spans:
+        _log.fates.append(FateChange(str(group), sample, fate, clock.now_ns()))
 
 
 def count(name: str, value: int | float) -> None:
@@ -370,8 +323,8 @@ def count(name: str, value: int | float) -> None:
         name: What is counted.
         value: How much.
     """
-    if _log is not None:
-        _log.add_count(Counted(str(name), clock.now_ns(), value))
+    if _log is not None and len(_log.counts) < _log.max_spans:
+        _log.counts.append(Counted(str(name), clock.now_ns(), value))
 
 
 def current_trajectory() -> Trajectory | None:
@@ -391,7 +344,7 @@ def keep_trajectories() -> None:
     _kept = True
 
 
-def start_log(log: SpanSink) -> None:
+def start_log(log: OpenLog) -> None:
     """Record from now on, what is open included: all trajectories, and the spans that were not idle."""
     global _log
     keep_trajectories()
@@ -405,7 +358,7 @@ def start_log(log: SpanSink) -> None:
     _choose_span()
 
 
-def stop_log(log: SpanSink) -> None:
+def stop_log(log: OpenLog) -> None:
     """Record no more."""
     global _log
     if _log is log:
@@ -413,8 +366,12 @@ def stop_log(log: SpanSink) -> None:
         _choose_span()
 
 
-def total_spans(totals: SpanTotals | None) -> None:
-    """Add up all spans and trajectories of this process from now on; ``None``: no more."""
+def total_spans(totals: Any) -> None:
+    """Add up all spans and trajectories of this process from now on; ``None``: no more.
+
+    Args:
+        totals: A :class:`~verl_profiling.watch.span_tally.SpanTally`.
+    """
     global _totals
     if totals is not None:
         keep_trajectories()
@@ -466,3 +423,160 @@ def _fate(kind: type[BaseException]) -> str:
     if issubclass(kind, asyncio.CancelledError | concurrent.futures.CancelledError):
         return "cancelled"
     return "abandoned" if issubclass(kind, GeneratorExit) else _FAILED
+
+
+class OpenLog:
+    """What a process has recorded so far: bounded, and without a lock per span.
+
+    Args:
+        max_spans: Spans that are kept at most; and as many trajectories, fates and counts.
+    """
+
+    def __init__(self, max_spans: int) -> None:
+        self.max_spans = max_spans
+        self.spans: list[Span] = []
+        self.trajectories: list[Trajectory] = []
+        self.fates: list[FateChange] = []
+        self.counts: list[Counted] = []
+        self.lag = LoopLag(self.span_of)
+        self._begin_ns = clock.now_ns()
+        self._end_ns = 0
+        self._threads: dict[int | None, int | None] = {}
+        self._spans_left_out = 0
+        self._trajectories_left_out = 0
+
+    def add_span(self, span: Span) -> None:
+        """Keep a span that begins."""
+        facts = span.facts
+        if facts:
+            _shorten(facts)
+        spans = self.spans
+        if len(spans) < self.max_spans:
+            spans.append(span)
+        else:
+            self._spans_left_out += 1
+
+    def add_trajectory(self, trajectory: Trajectory) -> None:
+        """Keep a trajectory that begins, or was open when recording began."""
+        _shorten(trajectory.facts)
+        if len(self.trajectories) < self.max_spans:
+            self.trajectories.append(trajectory)
+        else:
+            self._trajectories_left_out += 1
+        loop = trajectory.running_loop
+        if loop is not None and trajectory.thread == threading.get_ident() and loop.is_running():
+            trajectory.loop = self.lag.measure(loop)
+
+    def span_of(self, task: object) -> Span | None:
+        """Return the innermost open span of a task; another thread asks while the task blocks its loop."""
+        for span in reversed(self.spans[-20_000:]):
+            if span.task is task and not span.end_ns:
+                return span
+        return None
+
+    def end(self) -> None:
+        """Note the end of recording; what is still open has no end in the records."""
+        self._end_ns = clock.now_ns()
+        self.lag.end()
+        self._threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
+
+    def close(self, lane: str) -> TrajectoryLog:
+        """Return the records of a log that has ended, and let go of them; any thread may do so, once.
+
+        Args:
+            lane: Lane of the process.
+        """
+        spans, self.spans = self.spans, []
+        trajectories, self.trajectories = self.trajectories, []
+        numbers_of = {id(found): number for number, found in enumerate([*trajectories, *spans])}
+        first = len(trajectories)
+        return TrajectoryLog(
+            lane=lane,
+            begin_ns=self._begin_ns,
+            end_ns=self._end_ns,
+            loops=self.lag.loops(),
+            trajectories=[self._trajectory(number, found) for number, found in enumerate(trajectories)],
+            spans=[self._span(number, found, numbers_of, first) for number, found in enumerate(spans)],
+            lags=self.lag.lags,
+            blocks=[
+                Block(*seen[:3], numbers_of.get(id(seen.span), first + NO_SPAN) - first, *seen[4:])
+                for seen in self.lag.blocks
+            ],
+            fates=self.fates,
+            counts=self.counts,
+            spans_left_out=self._spans_left_out,
+            trajectories_left_out=self._trajectories_left_out,
+        )
+
+    def _trajectory(self, number: int, found: Trajectory) -> TrajectoryRecord:
+        ended = 0 < found.end_ns <= self._end_ns
+        return TrajectoryRecord(
+            number,
+            _text(found.group),
+            found.sample if isinstance(found.sample, int | None) else _text(found.sample),
+            found.begin_ns,
+            found.end_ns if ended else self._end_ns,
+            (_text(found.fate) or "done") if ended else "running",
+            self.lag.number(found.running_loop),
+            _text(found.error),
+            _facts(found.facts),
+        )
+
+    def _span(self, number: int, found: Span, numbers_of: Mapping[int, int], first: int) -> SpanRecord:
+        owner, around = found.trajectory, found.parent
+        limit_ns = self._end_ns
+        if owner is not None and owner.end_ns:
+            limit_ns = min(limit_ns, owner.end_ns)
+        ended = 0 < found.end_ns <= limit_ns
+        while around is not None and around is not owner and id(around) not in numbers_of:
+            around = around.parent
+        return SpanRecord(
+            number,
+            NO_SPAN if owner is None else numbers_of.get(id(owner), NO_SPAN),
+            NO_SPAN if around is None or around is owner else numbers_of[id(around)] - first,
+            _text(found.name),
+            found.begin_ns,
+            found.end_ns if ended else max(limit_ns, found.begin_ns),
+            self._threads.get(found.thread) or found.thread,
+            NO_SPAN if found.loop is None else found.loop.number,
+            found.failed and ended,
+            _text(found.request),
+            _facts(found.facts),
+            not ended,
+        )
+
+
+def _shorten(facts: dict[str, Any]) -> None:
+    """Keep no prompt in memory that somebody passes as a fact."""
+    for name, value in facts.items():
+        if type(value) is str and len(value) > _LONGEST_TEXT:
+            facts[name] = value[:_LONGEST_TEXT]
+
+
+def _facts(facts: Mapping[str, Any]) -> dict[str, Fact]:
+    return {_text(name): _fact(value) for name, value in list(facts.items())[:_MOST_FACTS]}
+
+
+def _fact(value: Any) -> Fact:
+    """Return a value that JSON has; of anything else, its text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _text(value)
+    try:
+        if isinstance(value, numbers.Integral):
+            return int(value) if abs(int(value)) < 1 << 63 else str(int(value))
+        if isinstance(value, numbers.Real):
+            return float(value)
+    except Exception:
+        return type(value).__name__
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    """Return a short text that can be written as UTF-8."""
+    try:
+        text = value if isinstance(value, str) else str(value)
+    except Exception:
+        text = type(value).__name__
+    return text[:_LONGEST_TEXT].encode("utf-8", "replace").decode()
