@@ -63,11 +63,6 @@ _MERGE = (
     "from verl_profiling.timeline.merge import merge",
     "(step,) = find_steps(Path(folder))\nmerge(step, Path(output), jobs=2)",
 )
-_ARCHIVE = (
-    "from pathlib import Path\nfrom verl_profiling.timeline.inputs import find_steps\n"
-    "from verl_profiling.timeline.archive import write_archive",
-    "(step,) = find_steps(Path(folder))\nwrite_archive(step, Path(output))",
-)
 MERGERS = {
     OURS: ("gz", *_MERGE),
     "SGLang": (
@@ -83,13 +78,6 @@ MERGERS = {
         "from viztracer.report_builder import ReportBuilder",
         "with open(output, 'w') as file:\n    ReportBuilder(files, verbose=0).save(file)",
     ),
-    "archive": ("raw", *_ARCHIVE),
-    "archive, unpacking": ("gz", *_ARCHIVE),
-    "copy": (
-        "raw",
-        "import shutil",
-        "for file in files:\n    shutil.copyfile(file, output + '.' + Path(file).name)",
-    ),
 }
 """The input that each merger takes, what it imports (not counted), what it does (counted)."""
 LABELS = {
@@ -97,9 +85,6 @@ LABELS = {
     "SGLang": "SGLang's merger, from `.json.gz`",
     OURS_RAW: "`merge`, from `.json`",
     "viztracer": "viztracer's merger, from `.json`",
-    "archive": "`merge --format archive`, from `.json`",
-    "archive, unpacking": "`merge --format archive`, from `.json.gz`",
-    "copy": "a copy of the files, `.json`",
 }
 TIMED = (OURS, "SGLang", OURS_RAW, "viztracer")
 """Those of which the time is told too."""
@@ -112,10 +97,8 @@ CODE = (
     "verl_profiling/timeline/merge.py",
     "verl_profiling/timeline/member.py",
     "verl_profiling/timeline/processes.py",
-    "verl_profiling/timeline/decompress.py",
-    "verl_profiling/timeline/event.py",
-    "verl_profiling/timeline/reader.py",
-    "verl_profiling/timeline/archive.py",
+    "verl_profiling/timeline/content.py",
+    "verl_profiling/timeline/trace.py",
 )
 
 
@@ -234,8 +217,8 @@ def compare(
         for name, results in found.items():
             if unit == "s" and name not in TIMED:
                 continue
-            ours = "copy" if name == "archive" else OURS if MERGERS[name][0] == "gz" else OURS_RAW
-            compared = ours != name and ours in found and name != "copy"
+            ours = OURS if MERGERS[name][0] == "gz" else OURS_RAW
+            compared = ours != name and ours in found
             peak = f" (peak {max(result[2] for result in results):,.0f} MB)" if unit == "CPU s" else ""
             rows.append(
                 row(

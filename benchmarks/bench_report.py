@@ -30,8 +30,7 @@ CODE = (
     "verl_profiling/report/build.py",
     "verl_profiling/report/numbers.py",
     "verl_profiling/report/activity.py",
-    "verl_profiling/timeline/event.py",
-    "verl_profiling/timeline/reader.py",
+    "verl_profiling/timeline/trace.py",
 )
 PEERS = {
     "HolisticTraceAnalysis 0.5.0": "`TraceAnalysis` of the files, `get_temporal_breakdown()` and "

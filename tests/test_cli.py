@@ -133,19 +133,17 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
 
 
 def test_merge_options_reach_the_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Slimming and the archive are one option away, and the summary says what was left out."""
+    """Slimming is an option away, and the summary says what was left out."""
     folder = build_step(tmp_path)
-    slim = ["--stages", "rollout", "--ranks", "0", "--min-us", "1", "--max-bytes", "1M"]
+    slim = ["--stage", "rollout", "--ranks", "0", "--min-us", "1", "--max-bytes", "1M"]
     assert main(["merge", str(folder), *slim]) == EXIT_OK
     assert "left out" in capsys.readouterr().out
-    assert main(["merge", str(folder), "--format", "archive"]) == EXIT_OK
-    assert (folder / "timeline.tar").stat().st_size
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--stages", "rolout"], "did you mean 'rollout'"),
+        (["--stage", "rolout"], "did you mean 'rollout'"),
         (["--ranks", "7"], "selects nothing"),
         (["--ranks", "one"], "is not a list of ranks"),
         (["--ranks", "0-3000000"], "'0-3000000' is not a range of ranks"),
@@ -167,8 +165,6 @@ def test_bad_merge_options_are_one_line_and_exit_2(
         ("--min-us", ("nan", "inf", "-3", "few")),
         ("--jobs", ("0", "-1", "two")),
         ("--max-bytes", ("0", "-1", "10X", "nan")),
-        ("--max-events", ("0", "-1", "1.5")),
-        ("--max-names", ("0",)),
         ("--max-content", ("0",)),
         ("--max-memory", ("0G",)),
     ],
@@ -224,15 +220,6 @@ def test_diff_fails_only_when_asked_to(tmp_path: Path, capsys: pytest.CaptureFix
     of_a_short_step = ["--fail-above", "5%", "--min-ms", "1"]
     assert main(["diff", str(faster), str(folder), *of_a_short_step]) == EXIT_FINDING
     assert "slower by more than 5% and 1.00 ms: step (+" in capsys.readouterr().out
-
-
-def test_split_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One file per worker and stage."""
-    folder = build_step(tmp_path)
-    assert main(["split", str(folder)]) == EXIT_OK
-    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(written) == 3
-    assert all(path.is_file() for path in written)
 
 
 @contextmanager
@@ -300,11 +287,9 @@ def test_every_command_prints_in_an_ascii_locale(tmp_path: Path) -> None:
         ["merge", str(run)],
         ["check", str(run)],
         ["diff", *folders],
-        ["split", folders[0]],
         ["top", str(run), "--once"],
         ["plan", str(tmp_path / "k\u00f6nfig.yaml")],
         ["trigger", str(run)],
-        ["upload", str(run), f"file://{tmp_path}/up", "--keep"],
         ["doctor"],
     ]
     program = (
@@ -346,7 +331,7 @@ def _led_out(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_cut, Path.unlink, _led_out], ids=["cut off", "deleted", "refused"])
-@pytest.mark.parametrize("command", [["merge"], ["merge", "--format", "archive"], ["report"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["merge"], ["report"]], ids=" ".join)
 def test_an_artifact_that_cannot_be_used_is_a_finding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], harm: Callable[[Path], None]
 ) -> None:

@@ -69,14 +69,14 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_the_other_steps_are_used(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By every command and in Python; the damaged step is named."""
-    for command in ("merge", "split", "report", "check"):
+    for command in ("merge", "report", "check"):
         assert main([command, str(damaged)]) == 1, command
         printed = capsys.readouterr()
         assert "step_000002" in printed.err + printed.out, command
         assert "Traceback" not in printed.err
     made = [sorted(path.name for path in step.iterdir()) for step in sorted(damaged.glob("step_*"))]
     for step in (made[0], made[2]):
-        assert {"timeline.json.gz", "split"} <= set(step)
+        assert "timeline.json.gz" in step
     assert "timeline.json.gz" not in made[1]
     with pytest.warns(UserWarning, match="step_000002"):
         assert [step.step for step in open_run(damaged).steps()] == [1, 3]
@@ -97,7 +97,7 @@ def test_the_damaged_step_alone_is_bad_input(damaged: Path, capsys: pytest.Captu
     if not (damaged / RUN_NAME).exists():
         (damaged / RUN_NAME).write_text("{}")  # without manifest, its place says that it is a step
     folder = damaged / "step_000002"
-    for command in ("merge", "split", "report", "view"):
+    for command in ("merge", "report", "view"):
         if "--help" not in command:
             assert main([command, str(folder)]) == 2, command
             printed = capsys.readouterr().err
@@ -121,18 +121,6 @@ def test_a_run_file_that_cannot_be_read_costs_no_step(
     assert "unreadable  run.json" in capsys.readouterr().out
     with pytest.raises(TraceFormatError, match=r"run\.json"):
         open_run(tmp_path).info()
-
-
-def test_a_step_that_cannot_be_cut_costs_that_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One that was recorded in discrete mode is already cut; if no step can be cut, that is bad input."""
-    build_step(tmp_path, step=1, mode="discrete")
-    assert main(["split", str(tmp_path)]) == 2
-    build_step(tmp_path, step=2)
-    assert main(["split", str(tmp_path)]) == 1
-    assert (tmp_path / "step_000002" / "split" / MANIFEST_NAME).exists()
-    assert "step_000001" in capsys.readouterr().err
 
 
 def test_collect_goes_on_behind_a_bad_manifest_and_a_torn_note(

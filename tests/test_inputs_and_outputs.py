@@ -51,7 +51,6 @@ def test_no_result_is_taken_for_input(traces: Path) -> None:
     assert main(["merge", str(traces)]) == EXIT_OK
     assert main(["merge", str(traces), "-o", str(traces / "all.json.gz")]) == EXIT_OK
     assert main(["merge", str(traces), "--ranks", "0", "-o", str(traces / "one.pt.trace.json.gz")]) == EXIT_OK
-    assert main(["merge", str(traces), "--format", "archive"]) == EXIT_OK
     faces = ["--save", "--html", str(traces / "page.html"), "--csv", str(traces / "csv")]
     assert main(["report", str(traces), *faces]) == EXIT_OK
     assert main(["report", str(traces / RANKS[0]), "--save"]) == EXIT_OK
@@ -74,8 +73,6 @@ SELECTIONS = (
     ["--min-us", "0.5"],
     ["--max-bytes", "20K"],
     ["--ranks", "1", "--min-us", "5"],
-    ["--format", "archive"],
-    ["--format", "archive", "--ranks", "0"],
 )
 
 
@@ -94,14 +91,13 @@ def test_no_selection_overwrites_another(traces: Path) -> None:
         "timeline.ranks_0.json.gz",
         "timeline.ranks_1.min_us_5.json.gz",
         "timeline.max_bytes_20000.json.gz",
-        "timeline.ranks_0.tar",
     } < before.keys()
 
 
 def test_stages_of_a_capture_have_timelines_of_their_own(tmp_path: Path) -> None:
     """What view serves, ``timeline.json.gz``, is the whole step."""
     folder = build_step(tmp_path)
-    assert main(["merge", str(folder), "--stages", "rollout"]) == EXIT_OK
+    assert main(["merge", str(folder), "--stage", "rollout"]) == EXIT_OK
     assert (folder / "timeline.stages_rollout.json.gz").is_file()
     assert not (folder / "timeline.json.gz").exists()
 
@@ -311,27 +307,7 @@ def test_the_folder_one_is_in_has_a_name(traces: Path, monkeypatch: pytest.Monke
     assert find_steps(Path())[0].title == "traces"
 
 
-def test_tables_of_several_recordings_can_be_told_apart(traces: Path, tmp_path: Path) -> None:
-    """A CSV row says which it is of; TensorBoard, which goes by steps, asks for one."""
-    shutil.copy(DATA / "nccl_data.json.gz", traces)
-    table = tmp_path / "csv" / "workers.csv"
-    assert main(["report", str(traces), "--csv", str(table.parent)]) == EXIT_OK
-    titles = [line.split(",")[0] for line in table.read_text().splitlines()[1:]]
-    assert len(set(titles)) == 2
-    assert all(title.startswith("recording of 202") for title in titles)
-    assert main(["report", str(traces), "--tensorboard", str(tmp_path / "tb")]) == EXIT_BAD_INPUT
-
-
-def test_tables_of_another_report_do_not_stay(traces: Path, tmp_path: Path) -> None:
-    """A table without rows is written, too."""
-    step = build_step(tmp_path)
-    assert main(["report", str(step), "--csv", str(tmp_path / "csv")]) == EXIT_OK
-    assert len((tmp_path / "csv" / "stages.csv").read_text().splitlines()) > 1
-    assert main(["report", str(traces), "--csv", str(tmp_path / "csv")]) == EXIT_OK
-    assert len((tmp_path / "csv" / "stages.csv").read_text().splitlines()) == 1
-
-
-WRITING = (["merge"], ["merge", "--format", "archive"], ["report", "--save"], ["split"])
+WRITING = (["merge"], ["report", "--save"])
 
 
 @pytest.mark.parametrize("command", WRITING, ids=" ".join)

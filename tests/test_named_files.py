@@ -50,7 +50,7 @@ SPECIAL: list[Callable[[Path], object]] = [link_out, link_to_a_device, link_in_a
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", SPECIAL)
-@pytest.mark.parametrize("command", ["check", "report", "merge", "split"])
+@pytest.mark.parametrize("command", ["check", "report", "merge"])
 def test_a_command_opens_no_special_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], object], command: str
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_command_opens_no_special_file(
         assert "localhost" not in printed.out
 
 
-@pytest.mark.parametrize("command", ["check", "report", "merge", "split"])
+@pytest.mark.parametrize("command", ["check", "report", "merge"])
 @pytest.mark.parametrize(
     "change",
     [{"path": "../../x.torch.json.gz"}, {"path": "/etc/hostname"}, {"lane": "../../x"}, {"lane": ""}],
@@ -88,12 +88,12 @@ def test_a_manifest_cannot_name_what_is_outside(
     write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
     before = {path for path in tmp_path.rglob("*") if folder not in path.parents}
     code = main([command, str(folder)])
-    assert code != 0 or command in ("report", "merge", "split")
+    assert code != 0 or command in ("report", "merge")
     assert {path for path in tmp_path.rglob("*") if folder not in path.parents} == before
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["check", "report", "merge", "split"])
+@pytest.mark.parametrize("command", ["check", "report", "merge"])
 @pytest.mark.parametrize(
     "change",
     [

@@ -45,7 +45,7 @@ def hostile(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["report", "check", "merge", "split"])
+@pytest.mark.parametrize("command", ["report", "check", "merge"])
 def test_no_command_sends_control_characters(
     hostile: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:

@@ -23,13 +23,11 @@ from verl_profiling.manifest import Manifest, RunInfo
 from verl_profiling.report.check import CheckResult, check
 from verl_profiling.report.communication_kernels import communicates
 from verl_profiling.run_files import never_came, read_run
-from verl_profiling.timeline.archive import ARCHIVE_NAME, write_archive
+from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import absent, steps_of, the_run
-from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.one_step import one_by_one
 from verl_profiling.timeline.slim import Keep, select_ranks, stage_windows
-from verl_profiling.timeline.split import split_step
 from verl_profiling.timeline.step_inputs import TIMELINE_NAME, StepInputs
 from verl_profiling.visible import visible
 
@@ -406,51 +404,6 @@ class CapturedStep:
             jobs=jobs,
             on_progress=on_progress,
         )
-
-    def archive(
-        self,
-        output: str | os.PathLike[str] | None = None,
-        *,
-        ranks: str | None = None,
-        on_progress: Progress | None = None,
-    ) -> tuple[Path, list[str]]:
-        """Write the step's timeline as an archive for Perfetto, which parses no trace and has no arrows.
-
-        Args:
-            output: File to write; by default ``timeline.tar`` in the step's folder.
-            ranks: Keep only these ranks of each role, e.g. ``0,8-15``.
-            on_progress: Called with each trace when it is done.
-
-        Returns:
-            The file, and what could not be put into it, as sentences.
-
-        Raises:
-            ConfigError: A rank is none of this step's, or ``output`` is one of its traces.
-            TraceFormatError: There is no trace in the step that can be read.
-            OSError: The archive cannot be written.
-        """
-        inputs = self.inputs if ranks is None else select_ranks(self.inputs, ranks)
-        path = self._output(output, ARCHIVE_NAME, _label({"ranks": ranks or ""}))
-        return write_archive(inputs, path, on_progress=on_progress)
-
-    def split(
-        self,
-        output: str | os.PathLike[str] | None = None,
-        on_progress: Progress | None = None,
-        on_problem: Callable[[str], None] = warnings.warn,
-    ) -> list[Path]:
-        """Cut the traces of an e2e capture at the stages of each worker; return the files.
-
-        Args:
-            output: Folder to write; by default ``split`` in the step's folder.
-            on_progress: Called with each trace when it is done.
-            on_problem: Called with what could not be read, as a sentence.
-
-        Raises:
-            TraceFormatError: There is no manifest, or it is not of an e2e capture.
-            OSError: The folder cannot be written.
-        """
-        return split_step(self.inputs, None if output is None else Path(output), on_progress, on_problem)
 
     def check(self) -> CheckResult:
         """Read every artifact to its last byte, and say what is missing, empty or damaged.

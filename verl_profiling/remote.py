@@ -45,7 +45,8 @@ def check_url(url: str) -> None:
 
 def put_again(folder: Path, url: str) -> str:
     """Return the command that uploads what waits in a folder."""
-    return f"verl-profiling upload {folder} {url}"
+    put = f"fs, path = fsspec.url_to_fs('{url}'); fs.put('{folder}/', path, recursive=True)"
+    return f'python -c "import fsspec; {put}"'
 
 
 _of_thread = threading.local()

@@ -44,7 +44,7 @@ LOG_VERSION = 2
 """Version 2 has counts."""
 NO_SPAN = -1
 MAX_LINE = 1 << 20
-MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 27
 """Bytes of a file, uncompressed, that are read at most."""
 
 Fact = str | int | float | bool | None

@@ -32,7 +32,7 @@ from verl_profiling.report.build import build_report
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.reader import Trace
+from verl_profiling.timeline.trace import Trace
 from verl_profiling.tools.npu import NpuOptions, NpuTool
 from verl_profiling.workers import RequestLog, SGLangCaptureMixin
 

@@ -96,7 +96,6 @@ def _run(command: str, path: Path, folder: Path) -> int:
     second = {"diff": [str(folder / "whole.json")]}.get(command, [])
     name, options = {
         "merge": ("merge", ["-j", "1"]),
-        "archive": ("merge", ["--format", "archive"]),
         "report": ("report", ["--save"]),
     }.get(command, (command, []))
     return main([name, str(path), *second, *options])

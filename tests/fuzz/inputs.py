@@ -135,8 +135,8 @@ def _dumped(database: sqlite3.Connection) -> bytes:
         return path.read_bytes()
 
 
-_STEP = ("check", "merge", "archive", "report", "split", "diff", "analysis")
-_FILE = ("check", "check", "merge", "archive", "report", "diff", "analysis")
+_STEP = ("check", "merge", "report", "diff", "analysis")
+_FILE = ("check", "check", "merge", "report", "diff", "analysis")
 _SOUND, _RUN = "sound/step_000012", "run"
 _EXPORT = "run/nsys/host.1.1.sqlite"
 INPUTS = {

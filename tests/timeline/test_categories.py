@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from verl_profiling.timeline.categories import CATEGORIES, is_host, is_on_device, meaning_of
-from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.trace import Event
 
 
 def test_each_category_has_one_meaning() -> None:

@@ -19,9 +19,9 @@ from step_folders import WORKERS, build_step, read_events, recordings, unix_ns
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, StageSpan, ToolSpan
 from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.lanes import Source
-from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.member import MemberJob, write_member
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.slim import Keep

@@ -253,7 +253,7 @@ def test_the_last_step_of_a_killed_run_ends_with_what_was_recorded(tmp_path: Pat
     assert [report.span_us for report in reports(folder)] == [5e6, 2e6]
 
 
-@pytest.mark.parametrize("command", ["report", "merge", "check", "view", "split"])
+@pytest.mark.parametrize("command", ["report", "merge", "check", "view"])
 def test_a_step_inside_of_another_folder_is_named_with_it(
     tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,8 +10,7 @@ import pytest
 from step_folders import read_events, recordings, unix_ns
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.event import Event
-from verl_profiling.timeline.reader import Trace
+from verl_profiling.timeline.trace import Event, Trace
 
 
 def read(path: Path) -> tuple[Trace, list[Event]]:
@@ -52,8 +51,8 @@ def test_block_boundaries_do_not_show(tmp_path: Path, monkeypatch: pytest.Monkey
     """However the file is cut into blocks, the same events come out in the same order."""
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(recordings()["actor_rank0"].trace.encode()))
-    monkeypatch.setattr("verl_profiling.timeline.decompress.BLOCK_BYTES", block)
-    monkeypatch.setattr("verl_profiling.timeline.decompress._FIRST_BYTES", 99)
+    monkeypatch.setattr("verl_profiling.timeline.content.BLOCK_BYTES", block)
+    monkeypatch.setattr("verl_profiling.timeline.content._READ_BYTES", 99)
     events = [event for events in Trace(path).chunks(block) for event in events]
     assert [event.name for event in events] == [event["name"] for event in read_events(path)]
 
@@ -87,10 +86,10 @@ def test_npu_times_are_strings_in_a_bare_list(tmp_path: Path) -> None:
 
 
 def test_a_base_behind_the_events_is_found(tmp_path: Path) -> None:
-    """A trace that went through ``json.dump`` may carry its base at the end."""
-    content = {"traceEvents": [span("a", 1.25)], "distributedInfo": {"rank": 3}, "baseTimeNanoseconds": 7_000}
+    """Torch 2.3 wrote it there."""
+    content = {"traceEvents": [span("a", 1.25)], "displayTimeUnit": "ms", "baseTimeNanoseconds": 7_000}
     trace, events = read(write(tmp_path / "t.json", content))
-    assert (trace.base_ns, trace.rank, events[0].ts) == (7_000, 3, 1.25)
+    assert (trace.base_ns, events[0].ts) == (7_000, 1.25)
 
 
 def test_what_follows_the_events_is_not_taken_for_events(tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_what_follows_the_events_is_not_taken_for_events(tmp_path: Path) -> None
 def test_objects_in_arguments_do_not_end_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut inside a list of arguments is noticed and undone."""
     events = [span(f"e{i}", i, args={"inputs": [{"a": 1}, {"b": 2}] * 30}) for i in range(20)]
-    monkeypatch.setattr("verl_profiling.timeline.decompress.BLOCK_BYTES", 300)
+    monkeypatch.setattr("verl_profiling.timeline.content.BLOCK_BYTES", 300)
     trace = Trace(write(tmp_path / "t.json", {"baseTimeNanoseconds": 1, "traceEvents": events}))
     found = [event for chunk in trace.chunks(300) for event in chunk]
     assert [event.name for event in found] == [f"e{i}" for i in range(20)]
@@ -136,14 +135,15 @@ def test_bytes_that_are_no_utf8_cost_one_character(tmp_path: Path) -> None:
     assert [event.name for event in events] == ["caf\ufffd", "b"]
 
 
-def test_an_unreadable_event_is_skipped_and_its_place_named(tmp_path: Path) -> None:
-    """The events around it are kept, and the warning gives the byte."""
+def test_reading_ends_at_damage_and_its_place_is_named(tmp_path: Path) -> None:
+    """The events before it are kept, and the warning gives the byte."""
     path = tmp_path / "t.json"
     events = '{"ph":"X","name":"a","ts":1},{"ph":"X","name":oops,"ts":2},{"ph":"X","name":"c","ts":3}'
     text = f'{{"baseTimeNanoseconds":1,"traceEvents":[{events}]}}'
     path.write_text(text)
     trace, events = read(path)
-    assert [event.name for event in events] == ["a", "c"]
+    assert [event.name for event in events] == ["a"]
+    assert trace.truncated
     (warning,) = trace.warnings
     assert warning.offset == text.index('{"ph":"X","name":oops')
 

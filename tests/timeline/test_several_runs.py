@@ -42,7 +42,7 @@ def outputs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-COMMANDS = (["merge"], ["report"], ["report", "--save"], ["view", "--no-browser"], ["split"], ["check"])
+COMMANDS = (["merge"], ["report"], ["report", "--save"], ["view", "--no-browser"], ["check"])
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

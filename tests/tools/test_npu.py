@@ -21,7 +21,7 @@ from verl_profiling import ConfigError, ProfilingConfig, ToolUnavailableError
 from verl_profiling.report.check import check
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.reader import Trace
+from verl_profiling.timeline.trace import Trace
 from verl_profiling.workers import CaptureMixin
 
 ROOT = Path(__file__).resolve().parents[2]

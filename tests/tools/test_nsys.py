@@ -19,7 +19,7 @@ from verl_profiling.nsys_ranges import read_ranges
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.nsys import convert_nsys
-from verl_profiling.timeline.reader import Trace
+from verl_profiling.timeline.trace import Trace
 from verl_profiling.tools.nsys import expected_ranges, nsys_runtime_env
 from verl_profiling.workers import CaptureMixin
 

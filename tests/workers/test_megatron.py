@@ -21,7 +21,7 @@ from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.reader import Trace
+from verl_profiling.timeline.trace import Trace
 from verl_profiling.workers import CaptureMixin, CaptureTimers, MegatronCaptureMixin
 
 ROOT = Path(__file__).resolve().parents[2]

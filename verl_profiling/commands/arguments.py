@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verl_profiling.remote import is_url
-from verl_profiling.timeline.limits import Limits
+from verl_profiling.timeline.content import Limits
 
 __all__ = [
     "add_communication",
@@ -57,23 +57,12 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "limits", "Reading a trace ends where it reaches one; what was read is kept, and the exit code is 1."
     )
-    usual = Limits()
-    group.add_argument(
-        "--max-events", type=count, default=usual.events, metavar="N", help="events (default: %(default)s)"
-    )
     group.add_argument(
         "--max-content",
         type=size,
-        default=usual.content_bytes,
+        default=Limits().content_bytes,
         metavar="SIZE",
-        help=f"bytes of its content, uncompressed (default: {usual.content_bytes >> 30} GiB)",
-    )
-    group.add_argument(
-        "--max-names",
-        type=count,
-        default=usual.names,
-        metavar="N",
-        help="different names of operators or threads; the others count as one (default: %(default)s)",
+        help=f"bytes of its content, uncompressed (default: {Limits().content_bytes >> 30} GiB)",
     )
     group.add_argument(
         "--max-memory",
@@ -96,12 +85,7 @@ def add_communication(parser: argparse.ArgumentParser) -> None:
 
 def limits_of(arguments: argparse.Namespace) -> Limits:
     """Return the limits that were asked for."""
-    return Limits(
-        events=arguments.max_events,
-        content_bytes=arguments.max_content,
-        names=arguments.max_names,
-        memory_bytes=arguments.max_memory,
-    )
+    return Limits(content_bytes=arguments.max_content, memory_bytes=arguments.max_memory)
 
 
 def size(text: str) -> int:

@@ -88,7 +88,7 @@ def _reports(path: Path, arguments: argparse.Namespace) -> _Side:
     for step in work.each:
         with work.surviving():
             reports.append(step.report())
-            if reports[-1].coverage.limited:
+            if reports[-1].coverage.missing:
                 work.exit_code = EXIT_FINDING
     return _Side(reports, work.exit_code)
 

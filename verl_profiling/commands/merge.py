@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from verl_profiling.analysis import CapturedStep, Progress
-from verl_profiling.commands import EXIT_FINDING
 from verl_profiling.commands.arguments import add_limits, add_paths, at_least_0, count, limits_of, size
 from verl_profiling.commands.common import StepByStep, progress, warn
 from verl_profiling.timeline.whole_files import clear_leftovers
@@ -20,22 +19,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Merges everything recorded for a step into STEP_DIR/timeline.json.gz: the controller's stages, the "
         "workers and the rollout engines, on one clock. For a run folder, one timeline per step. Takes plain "
-        "trace files and folders of them as well, sorted by step and by the time at which they were recorded."
+        "trace files and folders of them as well, sorted by step."
     )
-    parser.epilog = (
-        "example: verl-profiling merge outputs/run/step_000012 --stages rollout,update_actor --min-us 5"
-    )
+    parser.epilog = "example: verl-profiling merge outputs/run/step_000012 --stage rollout --min-us 5"
     add_paths(parser)
     add_limits(parser)
     parser.add_argument("-o", "--output", type=Path, help="file to write (only for a single step)")
     parser.add_argument(
-        "--format",
-        choices=("json", "archive"),
-        default="json",
-        help="json: one trace for any Perfetto (default). archive: a tar for Perfetto v58 and later, which "
-        "copies the traces without parsing them and has no arrows",
+        "--stage",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="keep only what happened during this stage of the loop; repeatable",
     )
-    parser.add_argument("--stages", metavar="A,B", help="keep only what happened during these stages")
     parser.add_argument("--ranks", metavar="0,8-15", help="keep only these ranks of each role, e.g. 0,8-15")
     parser.add_argument(
         "--min-us",
@@ -69,29 +65,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress, work: StepByStep) -> str:
     """Merge one step; return the line that says so."""
-    if arguments.format == "archive":
-        path, problems = step.archive(arguments.output, ranks=arguments.ranks, on_progress=advance)
-        summary = f"{path}  ({byte_size(path.stat().st_size)})"
-        damaged = len(problems) > len(step.inputs.logs)  # an archive holds no log, and says so of each
-    else:
-        result = step.merge(
-            arguments.output,
-            stages=arguments.stages.split(",") if arguments.stages else (),
-            ranks=arguments.ranks,
-            min_us=arguments.min_us,
-            max_bytes=arguments.max_bytes,
-            jobs=arguments.jobs,
-            on_progress=advance,
-        )
-        problems = result.problems
-        damaged = bool(problems)
-        if arguments.max_bytes is not None and result.bytes > arguments.max_bytes:
-            least = f"names and events of more than a second take {byte_size(result.bytes)}"
-            work.problem(f"{result.path}: --max-bytes {byte_size(arguments.max_bytes)} is not kept: {least}")
-        left_out = f", {result.left_out:,} left out" if result.left_out else ""
-        summary = f"{result.path}  ({byte_size(result.bytes)}, {result.events:,} events{left_out})"
-    if damaged:
-        work.exit_code = EXIT_FINDING
-    for problem in problems:
-        warn(problem)
-    return summary
+    result = step.merge(
+        arguments.output,
+        stages=arguments.stage,
+        ranks=arguments.ranks,
+        min_us=arguments.min_us,
+        max_bytes=arguments.max_bytes,
+        jobs=arguments.jobs,
+        on_progress=advance,
+    )
+    if arguments.max_bytes is not None and result.bytes > arguments.max_bytes:
+        least = f"names and events of more than a second take {byte_size(result.bytes)}"
+        work.problem(f"{result.path}: --max-bytes {byte_size(arguments.max_bytes)} is not kept: {least}")
+    for problem in result.problems:
+        work.problem(problem)
+    left_out = f", {result.left_out:,} left out" if result.left_out else ""
+    return f"{result.path}  ({byte_size(result.bytes)}, {result.events:,} events{left_out})"

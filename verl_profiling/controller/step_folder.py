@@ -152,7 +152,7 @@ def _located(folder: Path, manifest: Manifest) -> Manifest:
         msgspec.structs.replace(worker, artifacts=[placed(worker, one) for one in worker.artifacts])
         for worker in manifest.workers
     ]
-    said = f"files of {', '.join(hosts)} are not seen from here; `verl-profiling collect` fetches them"
+    said = f"files of {', '.join(hosts)} are not seen from here: copy them into this folder"
     return msgspec.structs.replace(
         manifest, workers=workers, notes=[*manifest.notes, said] if hosts else manifest.notes
     )

@@ -41,9 +41,8 @@ from verl_profiling.report.kinds import (
     npu_kind,
     parse_iteration,
 )
-from verl_profiling.timeline.event import NO_ARGS, Event
-from verl_profiling.timeline.limits import Limits
-from verl_profiling.timeline.reader import Trace
+from verl_profiling.timeline.content import Limits
+from verl_profiling.timeline.trace import NO_ARGS, Event, Trace
 from verl_profiling.units import duration
 
 Window = tuple[str, int, int]
@@ -121,7 +120,6 @@ class LaneRead(NamedTuple):
     Attributes:
         activities: What each of its devices did, or its host if it has none.
         traces: Number of traces that could be read.
-        limited: Number of these that were not read whole because of a limit.
         events: Number of events read.
         problems: What could not be read.
         notes: What to know of the figures.
@@ -129,7 +127,6 @@ class LaneRead(NamedTuple):
 
     activities: list[Activity]
     traces: int
-    limited: int
     events: int
     problems: list[str]
     notes: list[str]
@@ -175,7 +172,7 @@ def read_lane(
     if failure and not lane.paths:
         raise failure
     activities = lane.activities(windows, unrecorded)
-    return LaneRead(activities, len(lane.paths), lane.limited, lane.events, lane.problems, lane.notes)
+    return LaneRead(activities, len(lane.paths), lane.events, lane.problems, lane.notes)
 
 
 class _Key(NamedTuple):
@@ -204,7 +201,7 @@ class _Lane:
         self, marks: Collection[str], patterns: tuple[str, ...], between: tuple[int, int] | None
     ) -> None:
         self.paths: list[Path] = []
-        self.events = self.limited = 0
+        self.events = 0
         self.problems: list[str] = []
         self.notes: list[str] = []
         self._between = between
@@ -248,8 +245,7 @@ class _Lane:
         for pid, _ in self._threads:
             self._names.setdefault(pid, _device_name(pid, labels.get(pid, "")))
         self._says_device |= _says_device(trace) or any(map(_is_device, labels.values()))
-        self.limited += trace.limited
-        if trace.truncated or trace.limited:
+        if trace.truncated:
             self._cut_off.append(path.name)
 
     def _add_chunk(

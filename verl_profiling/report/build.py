@@ -63,7 +63,6 @@ class StepRead(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step: The step, with its lanes.
         traces: Number of traces that could be read.
-        limited: Number of these that were not read whole because of a limit.
         events: Number of events in them.
         missing: What is not there or not whole, as sentences.
         incomplete: The lanes of which something is not there or not whole.
@@ -73,7 +72,6 @@ class StepRead(msgspec.Struct, frozen=True, kw_only=True):
 
     step: Step
     traces: int
-    limited: int
     events: int
     missing: list[str]
     incomplete: list[str]
@@ -97,7 +95,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         [] if inputs.manifest is None else _without_trace(inputs.manifest, [*inputs.sources, *inputs.logs])
     )
     lost: list[str] = []
-    traces = limited = events = 0
+    traces = events = 0
     read: list[tuple[Source, Activity]] = []
     stages = Step(inputs.manifest, [])
     between = (
@@ -125,7 +123,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
                 incomplete.append(sources[0].lane)
             missing += found.problems
             notes += found.notes
-            traces, limited, events = traces + found.traces, limited + found.limited, events + found.events
+            traces, events = traces + found.traces, events + found.events
             read += [(sources[0], activity) for activity in found.activities]
         for source in sources:
             if on_progress:
@@ -135,7 +133,6 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
     return StepRead(
         step=Step(inputs.manifest, read, inputs.capture),
         traces=traces,
-        limited=limited,
         events=events,
         missing=missing,
         incomplete=incomplete,
@@ -213,7 +210,6 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         coverage=Coverage(
             expected=expected,
             read=found.traces + logs.readable,
-            limited=found.limited + logs.limited,
             events=found.events,
             missing=[*found.missing, *logs.problems],
             lanes=[*found.incomplete, *logs.incomplete],
@@ -246,7 +242,7 @@ class _Logs:
     def __init__(self, inputs: StepInputs, counters: Counters) -> None:
         self._inputs = inputs
         self.counters = counters
-        self.readable = self.limited = 0
+        self.readable = 0
         self.problems: list[str] = []
         self.incomplete: list[str] = []
 
@@ -254,7 +250,6 @@ class _Logs:
         for found in read_logs(self._inputs):
             self.problems += found.problems
             self.incomplete += [found.source.lane] if found.problems else []
-            self.limited += found.limited
             if found.log is not None:
                 self.readable += 1
                 self.counters.add(found.source, found.log)

@@ -11,7 +11,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact
 from verl_profiling.run_files import never_came, read_manifest, read_run
-from verl_profiling.timeline.decompress import Blocks
+from verl_profiling.timeline.content import Blocks, Limits
 from verl_profiling.timeline.inputs import (
     UNWRITTEN,
     absent,
@@ -21,18 +21,15 @@ from verl_profiling.timeline.inputs import (
     unfinished,
     why_absent,
 )
-from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.log_reader import LogReader
 from verl_profiling.timeline.plain import plain_steps
-from verl_profiling.timeline.reader import Trace
+from verl_profiling.timeline.trace import Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, LogFooter, LoopRecord
 from verl_profiling.visible import visible_text_of
 
 __all__ = ["CheckResult", "Checked", "check", "check_artifact"]
 
-Fate = Literal[
-    "ok", "begun", "cut", "missing", "empty", "truncated", "limited", "unreadable", "failed", "skipped"
-]
+Fate = Literal["ok", "begun", "cut", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,8 +185,8 @@ def _check_log(name: str, path: Path, limits: Limits) -> Checked:
         return Checked(path=name, fate="unreadable", reason=error.problem)
     reason = "; ".join(log.problems)
     fate: Fate = "ok" if records else "empty"
-    if log.limited or log.damaged or log.cut:
-        fate = "limited" if log.limited else "unreadable" if log.damaged else "truncated"
+    if log.damaged or log.cut:
+        fate = "unreadable" if log.damaged else "truncated"
     elif not records:
         reason = "holds no records"
     return Checked(path=name, fate=fate, reason=reason, events=records)
@@ -205,7 +202,7 @@ def _check_trace(name: str, path: Path, limits: Limits) -> Checked:
     except TraceFormatError as error:
         return Checked(path=name, fate="unreadable", reason=error.problem)
     if trace.warnings:
-        fate: Fate = "limited" if trace.limited else "truncated" if trace.truncated else "unreadable"
+        fate: Fate = "truncated" if trace.truncated else "unreadable"
         return Checked(path=name, fate=fate, reason=str(trace.warnings[-1]), events=trace.events)
     if timeless:
         reason = f"{timeless:,} events have no time"
@@ -217,15 +214,14 @@ def _check_trace(name: str, path: Path, limits: Limits) -> Checked:
 
 def _check_bytes(name: str, path: Path, limits: Limits) -> Checked:
     """Check a file that is not a trace: it has content, and its compression is whole."""
-    blocks = Blocks(path, limit=limits.content_bytes)
+    blocks = Blocks(path, limits)
     try:
         content = sum(len(block) for block in blocks)
     except TraceFormatError as error:
         return Checked(path=name, fate="unreadable", reason=error.problem)
     size = path.stat().st_size
     if blocks.damage:
-        fate: Fate = "limited" if blocks.limited else "truncated"
-        return Checked(path=name, fate=fate, reason=blocks.damage, bytes=size)
+        return Checked(path=name, fate="truncated", reason=blocks.damage, bytes=size)
     if not content:
         return Checked(path=name, fate="empty", reason="holds no bytes")
     return Checked(path=name, fate="ok", bytes=size)

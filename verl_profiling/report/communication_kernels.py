@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.timeline.salvage import UNDECODABLE
+from verl_profiling.timeline.trace import UNDECODABLE
 
 __all__ = [
     "HOST_COLLECTIVES",

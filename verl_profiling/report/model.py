@@ -187,7 +187,6 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
         read: Traces that could be read.
         events: Events in them.
         missing: What is missing or damaged, as sentences.
-        limited: Traces that were not read whole because of a limit; ``missing`` says which.
         lanes: Lanes of which something is missing or damaged.
         unrecorded: Lanes whose device was in use while no event of it was recorded.
     """
@@ -196,7 +195,6 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     read: int
     events: int
     missing: list[str]
-    limited: int = 0
     lanes: list[str] = []
     unrecorded: list[str] = []
 

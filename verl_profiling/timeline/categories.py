@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.trace import Event
 
 __all__ = ["CATEGORIES", "Category", "is_host", "is_on_device", "meaning_of"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from verl_profiling.manifest import Manifest, StageSpan
-from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.processes import STAGES_TID, TOOL_TID, name_thread
+from verl_profiling.timeline.trace import Event
 
 __all__ = ["CONTROLLER", "controller_events"]
 

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.lanes import Source
-from verl_profiling.timeline.limits import Limits, resident_bytes
 from verl_profiling.trajectory_log import FateChange, Line, LogFooter, TrajectoryRecord, open_log
 
 __all__ = ["LaterFates", "LogReader"]
 
-MOST_RECORDS = 1 << 20
-"""Records of one log that are read: all of them are in memory at once."""
-
-_MOST_BYTES = 1 << 30
 _LOOK_EVERY = 64  # records, each of which may unpack to megabytes
 
 
@@ -31,7 +25,6 @@ class LogReader:
         problems: What could not be read, or was not recorded, as sentences.
         damaged: Whether a line is none of a log's.
         cut: Whether the file ends before its footer.
-        limited: Whether a limit ended the reading.
     """
 
     def __init__(self, path: Path, limits: Limits) -> None:
@@ -45,9 +38,7 @@ class LogReader:
         self.problems: list[str] = []
         self.damaged = False
         self.cut = False
-        self.limited = False
-        allowed = limits.memory_bytes or resident_bytes() + _MOST_BYTES
-        self._limits = msgspec.structs.replace(limits, memory_bytes=allowed)
+        self._limits = limits
         try:
             self.header, self._rest = open_log(path)
         except OSError as error:
@@ -77,13 +68,10 @@ class LogReader:
                 self.problems.append(f"{what} that were not recorded, because the log was full: {count:,}")
 
     def _is_over(self) -> bool:
-        if self.lines % _LOOK_EVERY == 0 or self.lines >= self._limits.events:
-            reason = self._limits.reached(self.lines)
-            if not reason and self.lines >= MOST_RECORDS:
-                reason = f"stopped after {MOST_RECORDS:,} records, the limit of a log of trajectories"
-            self.limited = bool(reason)
-            self.problems += filter(None, [reason])
-        return self.limited
+        reason = "" if self.lines % _LOOK_EVERY else self._limits.reached(self.lines)
+        self.cut = bool(reason)
+        self.problems += filter(None, [reason])
+        return self.cut
 
 
 class LaterFates:

@@ -16,14 +16,13 @@ import msgspec
 from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.lanes import Source
-from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.log_reader import LaterFates
 from verl_profiling.timeline.processes import Processes
-from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.requests import Arrow, Window
 from verl_profiling.timeline.slim import Keep
+from verl_profiling.timeline.trace import Event, Trace
 
 __all__ = ["ID_STRIDE", "LogJob", "Member", "MemberFile", "MemberJob", "compressor", "write_member"]
 
@@ -83,7 +82,6 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         events: Number of events written, without metadata (``ph == "M"``).
         left_out: Events that :class:`Keep` left out.
         problems: What could not be read.
-        limited: Whether a limit is the reason.
         arrows: What leads from it to requests.
     """
 
@@ -91,7 +89,6 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     left_out: int
     problems: list[str]
-    limited: bool
     arrows: list[Arrow] = []
 
 
@@ -161,8 +158,7 @@ def write_member(job: MemberJob) -> Member:
     problems += [str(warning) for warning in trace.warnings]
     if processes.crowded:
         problems.append(f"has more processes than fit a lane: {processes.crowded:,} events share one")
-    limited = trace.limited or bool(processes.crowded)
-    return Member(path=job.source.path, events=written, left_out=left_out, problems=problems, limited=limited)
+    return Member(path=job.source.path, events=written, left_out=left_out, problems=problems)
 
 
 def _utf8(text: bytes) -> bytes:

@@ -19,15 +19,14 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import SCHEMA_VERSION
 from verl_profiling.timeline.controller import CONTROLLER, controller_events
-from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.lanes import Source, sorted_sources
 from verl_profiling.timeline.log_reader import LaterFates, LogReader
 from verl_profiling.timeline.member import LogJob, Member, MemberFile, MemberJob, compressor, write_member
 from verl_profiling.timeline.processes import LANE_PIDS, STAGES_TID, name_process
-from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.requests import RequestEvents, request_windows
 from verl_profiling.timeline.slim import Keep, min_us_for_share
 from verl_profiling.timeline.step_inputs import TIMELINE_MARK, TIMELINE_NAME, StepInputs
+from verl_profiling.timeline.trace import Event, Trace
 from verl_profiling.timeline.whole_files import scratch_folder
 from verl_profiling.trajectory_log import LOG_SUFFIX
 
@@ -50,7 +49,6 @@ class MergeResult(msgspec.Struct, frozen=True, kw_only=True):
         left_out: Number of events left out on request.
         members: What became of each trace.
         problems: What could not be merged or read, as sentences.
-        limited: Whether a limit is the reason for one of them.
     """
 
     path: Path
@@ -59,7 +57,6 @@ class MergeResult(msgspec.Struct, frozen=True, kw_only=True):
     left_out: int
     members: list[Member]
     problems: list[str]
-    limited: bool
 
 
 def merge(
@@ -149,7 +146,6 @@ def _join(
         left_out=left_out,
         members=members,
         problems=problems,
-        limited=any(member.limited for member in members),
     )
 
 

@@ -16,7 +16,7 @@ from isal import igzip
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MAX_NS
-from verl_profiling.timeline.limits import LONGEST_US, Limits
+from verl_profiling.timeline.trace import LONGEST_US
 from verl_profiling.timeline.whole_files import whole_file
 
 __all__ = ["Converted", "convert_nsys"]
@@ -39,16 +39,13 @@ class Converted(NamedTuple):
     problem: str
 
 
-def convert_nsys(
-    database: Path, output: Path, metadata: Mapping[str, Any], limits: Limits | None = None
-) -> Converted:
+def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> Converted:
     """Write a compressed Chrome trace of an exported report.
 
     Args:
         database: The SQLite file.
         output: The trace, ending in ``.json.gz``.
         metadata: Plain values kept under ``verl_profiling`` in the trace.
-        limits: How many events are written.
 
     Raises:
         TraceFormatError: The file is not an export of Nsight Systems.
@@ -60,7 +57,7 @@ def convert_nsys(
     connection.text_factory = lambda text: text.decode("utf-8", "replace")
     try:
         with whole_file(output) as file:
-            converted = _write(connection, file, metadata, (limits or Limits()).events)
+            converted = _write(connection, file, metadata)
     except (sqlite3.Error, OverflowError) as error:
         raise TraceFormatError(database, f"is not an export of Nsight Systems ({error})") from error
     finally:
@@ -68,9 +65,7 @@ def convert_nsys(
     return converted
 
 
-def _write(
-    connection: sqlite3.Connection, output: BinaryIO, metadata: Mapping[str, Any], most: int
-) -> Converted:
+def _write(connection: sqlite3.Connection, output: BinaryIO, metadata: Mapping[str, Any]) -> Converted:
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     head = {
         "verl_profiling": dict(metadata),
@@ -78,7 +73,6 @@ def _write(
         "traceEvents": [],
     }
     count = skipped = 0
-    problem = ""
     with igzip.open(output, "wb", compresslevel=1) as file:
         file.write(msgspec.json.encode(head)[:-2])
         batch: list[dict[str, Any]] = []
@@ -86,17 +80,13 @@ def _write(
             if event is None:
                 skipped += 1
                 continue
-            if count + len(batch) == most:
-                problem = f"stopped at the limit of {most:,} events"
-                break
             batch.append(event)
             if len(batch) == _BATCH:
                 file.write(_joined(batch, count))
                 count += len(batch)
                 batch = []
         file.write(_joined(batch, count) + b"]}")
-    if skipped and not problem:
-        problem = f"skipped {skipped:,} rows that are no events"
+    problem = f"skipped {skipped:,} rows that are no events" if skipped else ""
     return Converted(count + len(batch), problem)
 
 

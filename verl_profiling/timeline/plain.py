@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -21,18 +19,12 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import safe_name
 from verl_profiling.timeline.categories import is_on_device
-from verl_profiling.timeline.decompress import Blocks
-from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.content import Blocks, Limits
 from verl_profiling.timeline.lanes import Source, sorted_sources
-from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.log_reader import LogReader
-from verl_profiling.timeline.reader import Trace
-from verl_profiling.timeline.recordings import DURATIONS, PlainTrace, Process, Recording, recordings
-from verl_profiling.timeline.salvage import UNDECODABLE
 from verl_profiling.timeline.step_inputs import TIMELINE_MARK, TIMELINE_NAME, StepInputs, short_label
+from verl_profiling.timeline.trace import UNDECODABLE, Event, Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX
-
-__all__ = ["PlainSteps", "plain_steps"]
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
 _OTHER_BYTES = 1 << 20  # JSON of another kind is looked at so far
@@ -47,11 +39,22 @@ _TRACE_SUFFIX = re.compile(r"(\.pt)?(\.trace)?\.json(\.gz)?$|\.jsonl\.gz$")
 _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
 
 
+_Process = tuple[str, str, int | str | None]  # host, name and id of a process, as far as a trace tells
+
+
+class _PlainTrace(msgspec.Struct, frozen=True):
+    """A trace without a manifest: its lane, who recorded it, and its path below the folder that was named."""
+
+    source: Source
+    process: _Process
+    name: str
+
+
 class PlainSteps(msgspec.Struct, frozen=True):
     """What a set of plain traces holds.
 
     Attributes:
-        steps: The traces by step and recording.
+        steps: The traces by step.
         damaged: Files that look like traces and cannot be read.
     """
 
@@ -60,9 +63,9 @@ class PlainSteps(msgspec.Struct, frozen=True):
 
 
 def plain_steps(paths: Sequence[Path]) -> PlainSteps:
-    """Return the traces that some paths are or hold, grouped by the step in their names and by time.
+    """Return the traces that some paths are or hold, grouped by the step in their names.
 
-    Several files are one capture, whatever their names and times. JSON files of a folder that are not traces
+    Several files are one capture, whatever their names. JSON files of a folder that are not traces
     are ignored, as are timelines that ``merge`` wrote.
 
     Raises:
@@ -74,7 +77,7 @@ def plain_steps(paths: Sequence[Path]) -> PlainSteps:
     directory = paths[0] if paths[0].is_dir() else paths[0].parent
     if len(folders) > 1:
         directory = Path(os.path.commonpath([folder.resolve() for folder in folders]))
-    traces: dict[Path, PlainTrace] = {}
+    traces: dict[Path, _PlainTrace] = {}
     damaged: list[TraceFormatError] = []
     for path in paths:
         before = len(traces) + len(damaged)
@@ -114,12 +117,16 @@ def _is_other_json(path: Path) -> bool:
     """Return whether a file is whole JSON, though no trace, as far as its first megabyte tells."""
     if not path.is_file():
         return False
-    blocks = Blocks(path, limit=_OTHER_BYTES)
+    content = b""
     try:
-        msgspec.json.decode(b"".join(blocks), type=msgspec.Raw)
+        for block in Blocks(path, Limits()):
+            content += block
+            if len(content) > _OTHER_BYTES:
+                return True
+        msgspec.json.decode(content, type=msgspec.Raw)
     except (TraceFormatError, *UNDECODABLE):
-        return blocks.limited
-    return not blocks.damage
+        return False
+    return True
 
 
 def _label(paths: Sequence[Path], directory: Path) -> str:
@@ -130,33 +137,24 @@ def _label(paths: Sequence[Path], directory: Path) -> str:
     return "" if paths[0].is_dir() else short_label(_TRACE_SUFFIX.sub("", paths[0].name))
 
 
-def _steps(directory: Path, label: str, traces: list[PlainTrace], together: bool) -> Iterator[StepInputs]:
-    steps: dict[int | None, list[PlainTrace]] = {}
+def _steps(directory: Path, label: str, traces: list[_PlainTrace], together: bool) -> Iterator[StepInputs]:
+    steps: dict[int | None, list[_PlainTrace]] = {}
     for trace in traces:
-        steps.setdefault(_step(trace.name), []).append(trace)
-    if together and len(steps) > 1:
-        steps = {None: traces}
-    used: Counter[str] = Counter()
+        steps.setdefault(None if together else _step(trace.name), []).append(trace)
+    if together and len(numbers := {_step(trace.name) for trace in traces}) == 1:
+        steps = {numbers.pop(): traces}
     only = traces[0].name if label and len(traces) == 1 else ""
     for step, of_step in sorted(steps.items(), key=lambda item: -1 if item[0] is None else item[0]):
-        found = [Recording(traces, 0)] if together else recordings(of_step, of_a_step=step is not None)
-        for recording in found:
-            parts = [label]
-            if step is not None and len(traces) > 1:
-                parts.append(f"step_{step:06d}")
-            if len(found) > 1:
-                parts.append(recording.label)
-            whole = ".".join(filter(None, parts))
-            used[whole] += 1
-            logs = [trace for trace in recording.traces if _is_log(trace.source.path)]
-            yield StepInputs(
-                directory=directory,
-                step=step,
-                sources=_distinct([trace for trace in recording.traces if trace not in logs]),
-                logs=_distinct(logs),
-                name=recording.title if len(found) > 1 else only,
-                label=whole if used[whole] == 1 else f"{whole}.{used[whole]}",
-            )
+        numbered = f"step_{step:06d}" if step is not None and len(traces) > 1 else ""
+        logs = [trace for trace in of_step if _is_log(trace.source.path)]
+        yield StepInputs(
+            directory=directory,
+            step=step,
+            sources=_distinct([trace for trace in of_step if trace not in logs]),
+            logs=_distinct(logs),
+            name=only,
+            label=".".join(filter(None, (label, numbered))),
+        )
 
 
 def _step(name: str) -> int | None:
@@ -164,7 +162,7 @@ def _step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _described(path: Path, name: str) -> PlainTrace:
+def _described(path: Path, name: str) -> _PlainTrace:
     """Return a trace with its place in the capture.
 
     Raises:
@@ -175,8 +173,7 @@ def _described(path: Path, name: str) -> PlainTrace:
     trace = Trace(path)
     if TIMELINE_MARK in trace.metadata:
         raise TraceFormatError(path, "is a timeline that merge wrote; name the traces that it was made of")
-    chunks = trace.chunks(_HEAD_BYTES)
-    head = next(chunks, [])
+    head = next(trace.chunks(_HEAD_BYTES), [])
     if not head and not trace.metadata:
         raise TraceFormatError(path, "not a Chrome trace: holds no events")
     process = _process(trace, head)
@@ -189,14 +186,14 @@ def _described(path: Path, name: str) -> PlainTrace:
     worker = f"{role}{replica}" if replica is not None else f"{role}_rank{rank}"
     lane = f"{worker}_rank{rank}" if replica is not None else worker
     source = Source(path=path, lane=lane, worker=worker, role=role, rank=rank, replica=replica)
-    return PlainTrace(source, process, name, _begin_ns(trace, head, chunks))
+    return _PlainTrace(source, process, name)
 
 
 def _is_log(path: Path) -> bool:
     return path.name.endswith(LOG_SUFFIX)
 
 
-def _described_log(path: Path, name: str) -> PlainTrace:
+def _described_log(path: Path, name: str) -> _PlainTrace:
     header = LogReader(path, Limits()).header
     lane = safe_name(header.lane)
     role, _, rank = lane.rpartition("_rank")
@@ -204,16 +201,7 @@ def _described_log(path: Path, name: str) -> PlainTrace:
     source = Source(
         path=path, lane=lane, worker=lane, role=role if known else lane, rank=int(rank[:9]) if known else 0
     )
-    return PlainTrace(source, ("", name, None), name, header.begin_ns)
-
-
-def _begin_ns(trace: Trace, head: list[Event], chunks: Iterator[list[Event]]) -> int | None:
-    """Return the time of the first event that has one."""
-    for events in chain([head], chunks):
-        for event in events:
-            if event.ph in DURATIONS and event.ts is not None:
-                return trace.base_ns + round(event.ts * 1000)
-    return None
+    return _PlainTrace(source, ("", name, None), name)
 
 
 def _rank(trace: Trace, name: str) -> int:
@@ -226,7 +214,7 @@ def _rank(trace: Trace, name: str) -> int:
     return int(known[-1]) if known else 0
 
 
-def _process(trace: Trace, head: list[Event]) -> Process:
+def _process(trace: Trace, head: list[Event]) -> _Process:
     """Return host, name and id of a trace's process, as far as the trace tells; a device is none."""
     host = str(trace.metadata.get("host_name", ""))
     labels = {e.pid: e.said("labels") for e in head if e.ph == "M" and e.name == "process_labels"}
@@ -238,9 +226,9 @@ def _process(trace: Trace, head: list[Event]) -> Process:
     return host, "", next(pids, None)
 
 
-def _distinct(traces: list[PlainTrace]) -> list[Source]:
+def _distinct(traces: list[_PlainTrace]) -> list[Source]:
     """Give files that name the same lane but come from different processes separate lanes."""
-    owners: dict[str, list[Process]] = {}
+    owners: dict[str, list[_Process]] = {}
     result = []
     for trace in sorted(traces, key=lambda trace: trace.name):
         source = trace.source

@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 
 from verl_profiling.timeline.categories import is_host, is_on_device
-from verl_profiling.timeline.event import Event
+from verl_profiling.timeline.trace import Event
 
 __all__ = [
     "LANE_PIDS",

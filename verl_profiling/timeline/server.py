@@ -13,7 +13,6 @@ import importlib.util
 import shutil
 from collections.abc import Mapping
 from http import HTTPStatus
-from importlib import resources
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -23,9 +22,8 @@ PERFETTO_PORT = 9001
 """The only port that ``ui.perfetto.dev`` may fetch a local trace from."""
 
 _ONLINE_UI = "https://ui.perfetto.dev"
-_LANES = "lanes_in_perfetto.js"
 _OWN_NAMES = ("127.0.0.1", "localhost")
-_TYPES = {".gz": "application/gzip", ".tar": "application/x-tar", ".html": "text/html; charset=utf-8"}
+_TYPES = {".gz": "application/gzip", ".html": "text/html; charset=utf-8"}
 
 
 def bundled_ui() -> Path | None:
@@ -87,8 +85,6 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         if path is None:
             if self.server.ui is None:
                 self.send_error(HTTPStatus.NOT_FOUND)
-            elif asked in ("", "index.html"):
-                self._send_ui(self.server.ui)
             else:
                 super().do_GET()
             return
@@ -103,12 +99,6 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             self.send_header("Content-Length", str(path.stat().st_size))
             self.end_headers()
             shutil.copyfileobj(file, self.wfile)
-
-    def _send_ui(self, ui: Path) -> None:
-        """Send the UI's page, with a script that puts the lanes in the timeline's order."""
-        script = resources.files("verl_profiling.timeline").joinpath(_LANES).read_bytes()
-        page = (ui / "index.html").read_bytes()
-        self._send_page(page.replace(b"</head>", b"<script>" + script + b"</script></head>", 1))
 
     def _send_page(self, page: bytes) -> None:
         self.send_response(HTTPStatus.OK)

@@ -10,10 +10,9 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.ranks import parse_ranks
-from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.log_reader import LogReader
-from verl_profiling.timeline.reader import Trace
 from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.timeline.trace import Event, Trace
 from verl_profiling.trajectory_log import Block, SpanRecord, TrajectoryRecord
 
 __all__ = ["Keep", "min_us_for_share", "select_ranks", "stage_windows"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.manifest import Manifest
+from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.lanes import Source
-from verl_profiling.timeline.limits import Limits
 
 __all__ = ["TIMELINE_MARK", "TIMELINE_NAME", "StepInputs", "short_label"]
 

@@ -10,13 +10,13 @@ from itertools import chain, islice
 
 import numpy as np
 
-from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.log_layout import Numbers, lay_out
 from verl_profiling.timeline.log_reader import LogReader
 from verl_profiling.timeline.log_shape import Ints, Mask, shape_of
 from verl_profiling.timeline.member import ID_STRIDE, LogJob, Member, MemberFile
 from verl_profiling.timeline.processes import TRAJECTORIES_PID, name_process, name_row
 from verl_profiling.timeline.requests import Arrow, span_of_each
+from verl_profiling.timeline.trace import Event
 from verl_profiling.timeline.trajectory_events import RecordEvents
 from verl_profiling.trajectory_log import (
     Block,
@@ -50,7 +50,6 @@ def write_log_member(job: LogJob) -> Member:
         events=written,
         left_out=layout.left_out,
         problems=log.problems(),
-        limited=log.limited or bool(layout.crowded),
         arrows=[arrow for leaving in log.arrows.values() for arrow in leaving],
     )
 
@@ -61,7 +60,6 @@ class _Log:
     Attributes:
         layout: The row of each record.
         arrows: What leads from its spans to requests, by the place of the span.
-        limited: Whether a limit ended the reading.
     """
 
     def __init__(self, job: LogJob) -> None:
@@ -80,7 +78,6 @@ class _Log:
                 spans += 1
             elif isinstance(line, LoopRecord):
                 self._loops.setdefault(line.id, line.name)
-        self.limited = reader.limited
         self._problems = reader.problems
         self._lines = reader.lines
         self._shape = shape_of(self._numbers.trajectories, self._numbers.spans)

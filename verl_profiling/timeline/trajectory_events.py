@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from verl_profiling.timeline.event import Event
 from verl_profiling.timeline.processes import shortened
+from verl_profiling.timeline.trace import Event
 from verl_profiling.trajectory_log import Block, Counted, Fact, Lag, SpanRecord, TrajectoryRecord
 
 __all__ = ["RecordEvents", "trajectory_name"]

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.lanes import Source
-from verl_profiling.timeline.limits import Limits
 from verl_profiling.timeline.log_reader import LaterFates, LogReader
 from verl_profiling.timeline.log_shape import shape_of
 from verl_profiling.timeline.step_inputs import StepInputs
@@ -27,13 +27,11 @@ class ReadLog(msgspec.Struct, frozen=True, kw_only=True):
             number repeats, nothing ends before it begins, trajectories and parents are there, a parent is
             of the same trajectory, and fates are the last that any log of the step says.
         problems: What could not be read, or was not recorded, as sentences that name the file.
-        limited: Whether a limit is the reason.
     """
 
     source: Source
     log: TrajectoryLog | None
     problems: list[str] = []
-    limited: bool = False
 
 
 def read_logs(inputs: StepInputs) -> Iterator[ReadLog]:
@@ -51,7 +49,7 @@ def _read(source: Source, limits: Limits, fates: LaterFates) -> ReadLog:
     log = log_of(reader.header, reader)
     problems = [*reader.problems, *_mend(log, fates)]
     named = [f"{source.path.name}: {problem}" for problem in problems]
-    return ReadLog(source=source, log=log, problems=named, limited=reader.limited)
+    return ReadLog(source=source, log=log, problems=named)
 
 
 def _mend(log: TrajectoryLog, fates: LaterFates) -> list[str]:

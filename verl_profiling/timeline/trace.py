@@ -16,29 +16,84 @@ import re
 from collections.abc import Iterator
 from decimal import Context, Decimal, localcontext
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MAX_NS
-from verl_profiling.timeline.decompress import BLOCK_BYTES, Blocks
-from verl_profiling.timeline.event import AbsoluteEvent, Event
-from verl_profiling.timeline.limits import MAX_US, Limits
-from verl_profiling.timeline.salvage import UNDECODABLE, Salvage, load_json
-from verl_profiling.timeline.trailer import read_trailer
+from verl_profiling.timeline.content import BLOCK_BYTES, Blocks, Limits
 
-__all__ = ["Trace", "TraceWarning"]
+MAX_US = 4e15
+"""Largest time of an event, before and after its base: years from 1970 to 2096, should the base be 0."""
 
+LONGEST_US = 1e15
+"""Longest duration of an event."""
+
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Exceptions of the decoder for bytes of any kind."""
+
+NO_ARGS = msgspec.Raw(b"")
+
+_ARGUMENTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_TEXT = msgspec.json.Decoder(str | int)
+_BASE = "baseTimeNanoseconds"
+_BASE_BEHIND = re.compile(rb'"baseTimeNanoseconds"\s*:\s*([^,}]*)')
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
-_SEPARATOR = re.compile(rb"\s*,?\s*")
+_SEPARATOR = re.compile(rb"[\s,]*")
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
+_SCANNER = json.JSONDecoder()
+_TOLERANT = json.JSONDecoder(parse_constant=lambda name: None)
 _WARNINGS = 50
 _READ_ON = 1 << 16
+_TAIL_BYTES = 1 << 18
+_MOST_HEAD = 16 << 20
+_MOST_EVENT = 16 << 20
 _MAX_RANK = 1 << 30
 _MAX_DECIMAL = Decimal(MAX_US)
 _UNTRAPPED = Context(traps=[])  # a comparison with NaN is false
+
+
+class Event(msgspec.Struct, gc=False, omit_defaults=True):
+    """One event of the `Trace Event Format`_; a field that is absent is ``None``.
+
+    Attributes:
+        ts: Begin in microseconds since the trace's ``base_ns``.
+        dur: Duration in microseconds.
+        args: The arguments as JSON, not decoded.
+
+    .. _Trace Event Format:
+        https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+
+    ph: str
+    cat: str = ""
+    name: str = ""
+    pid: int | str | None = None
+    tid: int | str | None = None
+    ts: Annotated[float, msgspec.Meta(ge=-MAX_US, le=MAX_US)] | None = None
+    dur: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_US)] | None = None
+    id: int | str | None = None
+    bp: str | None = None
+    s: str | None = None
+    id2: dict[str, Any] | None = None
+    scope: str | None = None
+    cname: str | None = None
+    args: msgspec.Raw = NO_ARGS
+
+    def said(self, key: str) -> str:
+        """Return one of the arguments as text; ``""`` if there is none of this name, or it is no text."""
+        try:
+            return str(_TEXT.decode(_ARGUMENTS.decode(self.args)[key]))
+        except (*UNDECODABLE, KeyError):
+            return ""
+
+
+class AbsoluteEvent(Event):
+    """An event of a trace without a base; its time is exact until it becomes one with a base."""
+
+    ts: Decimal | None = None  # type: ignore[assignment]  # converted to a float before the event is handed out
 
 
 class TraceWarning(msgspec.Struct, frozen=True):
@@ -61,12 +116,11 @@ class Trace:
 
     Attributes:
         path: The file.
-        metadata: The top-level keys other than ``traceEvents``.
+        metadata: The top-level keys before ``traceEvents``, and the base of times wherever it is.
         base_ns: Unix nanoseconds of ``ts == 0``. For a file without a base it is 0 until the first
             event with a time has been read.
         warnings: What could not be read; complete when :meth:`chunks` is exhausted.
-        truncated: Whether the content ends early; the last warning then says where.
-        limited: Whether a limit ended the reading; the last warning then says which.
+        truncated: Whether reading ended before the last event; the last warning then says where and why.
         events: Number of events read so far.
         skipped: Number of things that could not be read; the first of them have a warning each.
     """
@@ -80,20 +134,19 @@ class Trace:
         self.path = path
         self.warnings: list[TraceWarning] = []
         self.truncated = False
-        self.limited = False
         self.events = 0
         self.skipped = 0
         self._limits = limits or Limits()
-        self._blocks = Blocks(path, limit=self._limits.content_bytes)
+        self._blocks = Blocks(path, self._limits)
         self._source = iter(self._blocks)
         self._buffer = b""
         self._consumed = 0
         self._ended = False
         self._is_object = True
         self.metadata = self._read_header()
-        if "baseTimeNanoseconds" not in self.metadata:
-            self.metadata.update(read_trailer(path, self._limits.content_bytes))
-        self._relative = "baseTimeNanoseconds" in self.metadata
+        if self._is_object and _BASE not in self.metadata:
+            self.metadata.update(self._read_end())
+        self._relative = _BASE in self.metadata
         self.base_ns = self._given_base_ns() if self._relative else 0
         kind = list[Event] if self._relative else list[AbsoluteEvent]
         self._decoder: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(kind, strict=False)
@@ -108,13 +161,13 @@ class Trace:
     def chunks(self, size: int = BLOCK_BYTES) -> Iterator[list[Event]]:
         """Yield the events in the order of the file, some thousands at a time.
 
-        For a damaged or truncated file, yields what can be read and adds a warning; likewise at a limit.
+        What is no event is skipped with a warning. Reading ends at damage, at a cut-off end, or at a limit.
 
         Args:
             size: Bytes of JSON to decode at a time.
 
         Raises:
-            TraceFormatError: The file can no longer be read, or one event is too long.
+            TraceFormatError: The file can no longer be read.
         """
         wanted = size
         while not self._ended:
@@ -123,22 +176,20 @@ class Trace:
             events, used = self._decode(cut, last) if cut or last else ([], 0)
             if not used and not last:
                 wanted *= 2
-                if wanted > self._limits.event_bytes:
-                    most = self._limits.event_bytes >> 20
-                    raise TraceFormatError(self.path, f"no end of an event within {most} MiB", self._consumed)
+                if wanted > _MOST_EVENT:
+                    most = f"no end of an event within {_MOST_EVENT >> 20} MiB"
+                    self._stop(self._consumed, f"damaged: {most}")
+                    return
                 continue
             wanted = size
-            self._drop(used + _separator(self._buffer, used))
+            self._drop(_past_separator(self._buffer, used))
             closed, self._ended = self._ended, self._ended or last
             events = self._on_base(events)
-            room = self._limits.events - self.events
-            more = len(events) > room or not self._ended
-            self.events += min(len(events), room)
+            self.events += len(events)
             if events:
-                yield events[:room] if len(events) > room else events
-            if more and (reached := self._limits.reached(self.events)):
-                self.limited = True
-                self.warnings.append(TraceWarning(self._consumed, reached))
+                yield events
+            if not self._ended and (reached := self._limits.reached(self.events)):
+                self._stop(self._consumed, reached)
                 return
         self._finish(closed)
 
@@ -146,16 +197,14 @@ class Trace:
         """Read what follows the events, which shows whether the file is whole."""
         behind = b""
         while self._fill(_READ_ON):
-            behind += self._buffer[: self._limits.head_bytes - len(behind)]
+            behind += self._buffer[: _MOST_HEAD - len(behind)]
             self._drop(len(self._buffer))
         behind += self._buffer
         if self.skipped > _WARNINGS:
             self.warnings.append(TraceWarning(self._consumed, f"skipped {self.skipped:,} things in all"))
         if self._blocks.damage:
-            self.truncated = not self._blocks.limited
-            self.limited = self._blocks.limited
-            self.warnings.append(TraceWarning(self._blocks.position, self._blocks.damage))
-        elif closed and len(behind) < self._limits.head_bytes:
+            self._stop(self._blocks.position, self._blocks.damage)
+        elif closed and len(behind) < _MOST_HEAD:
             self._check_behind(behind[1:].decode("utf-8", "replace").strip())
 
     def _check_behind(self, text: str) -> None:
@@ -184,25 +233,34 @@ class Trace:
                 head = self._buffer[: match.end()]
                 self._drop(match.end())
                 try:
-                    header: dict[str, Any] = load_json(head + b"]}")
+                    header: dict[str, Any] = _load_json(head + b"]}")
                 except (ValueError, RecursionError) as error:
                     raise TraceFormatError(self.path, f"bad JSON before traceEvents ({error})") from error
                 header.pop("traceEvents", None)
                 return header
-            if len(self._buffer) > self._limits.head_bytes:
+            if len(self._buffer) > _MOST_HEAD:
                 break
+        damage = f" ({self._blocks.damage})" if self._blocks.damage else ""
         if not self._buffer.strip():
-            raise TraceFormatError(self.path, f"is empty{self._damage_note()}", 0)
-        raise TraceFormatError(self.path, f"not a Chrome trace: found no traceEvents{self._damage_note()}", 0)
+            raise TraceFormatError(self.path, f"is empty{damage}", 0)
+        raise TraceFormatError(self.path, f"not a Chrome trace: found no traceEvents{damage}", 0)
+
+    def _read_end(self) -> dict[str, Any]:
+        """Return the base of times where it follows the events, as torch 2.3 wrote it."""
+        tail = b""
+        for block in Blocks(self.path, self._limits):
+            tail = (tail + block)[-_TAIL_BYTES:]
+        found = _BASE_BEHIND.findall(tail)
+        try:
+            return {_BASE: json.loads(found[-1])} if found else {}
+        except ValueError as error:
+            raise TraceFormatError(self.path, f"{_BASE} is no number ({error})") from error
 
     def _given_base_ns(self) -> int:
-        base = self.metadata["baseTimeNanoseconds"]
+        base = self.metadata[_BASE]
         if type(base) is int and 0 <= base <= MAX_NS:
             return base
-        raise TraceFormatError(self.path, "baseTimeNanoseconds is not a whole number of ns since 1970")
-
-    def _damage_note(self) -> str:
-        return f" ({self._blocks.damage})" if self._blocks.damage else ""
+        raise TraceFormatError(self.path, f"{_BASE} is not a whole number of ns since 1970")
 
     def _fill(self, wanted: int) -> bool:
         """Read until the buffer holds ``wanted`` bytes; return False at the end of the file."""
@@ -242,14 +300,43 @@ class Trace:
                 close = listed.rindex(b"]", 0, int(match[1]))
                 self._ended = True
                 return self._decoder.decode(listed[: close + 1]), close - 1
-        found = Salvage(bytes(text), self._decoder, last)
-        self._ended = found.ended
-        for offset, message in found.skipped:
-            self._skip(self._consumed + offset, message)
-        if found.cut:
-            self.truncated = True
-            self.warnings.append(TraceWarning(self._consumed + found.cut[0], found.cut[1]))
-        return found.events, found.used
+        return self._decode_each(bytes(text), last)
+
+    def _decode_each(self, text: bytes, last: bool) -> tuple[list[Event], int]:
+        """Decode events one by one until the list or what is whole of it ends; return them and its length.
+
+        Kineto writes ``NaN`` and names in any encoding, which the fast decoder refuses.
+        """
+        events: list[Event] = []
+        characters, position = text.decode("latin-1"), 0  # each byte is looked at as one character
+        while True:
+            position = _past_separator(text, position)
+            if text[position : position + 1] == b"]":
+                self._ended = True
+                return events, position
+            try:
+                end = _SCANNER.raw_decode(characters, position)[1]
+            except (ValueError, RecursionError):
+                if last:
+                    what = "not closed" if position == len(text) else "damaged or cut off here"
+                    self._stop(self._consumed + position, f"the list of events is {what}")
+                    position = len(text)
+                return events, position
+            if (piece := text[position:end]) != b"{}":  # JAX writes one behind its last event
+                try:
+                    events += self._decode_one(piece)
+                except (*UNDECODABLE, ValueError) as error:
+                    at = self._consumed + position
+                    self._skip(at, f"skipped something that is not an event ({error})")
+            position = end
+
+    def _decode_one(self, piece: bytes) -> list[Event]:
+        try:
+            return self._decoder.decode(b"[" + piece + b"]")
+        except msgspec.ValidationError:
+            raise
+        except UNDECODABLE:
+            return self._decoder.decode(msgspec.json.encode([_load_json(piece)]))
 
     def _on_base(self, events: list[Event]) -> list[Event]:
         if self._relative:
@@ -271,6 +358,10 @@ class Trace:
         if len(self.warnings) < _WARNINGS:
             self.warnings.append(TraceWarning(offset, message))
 
+    def _stop(self, offset: int, reason: str) -> None:
+        self.truncated = True
+        self.warnings.append(TraceWarning(offset, reason))
+
 
 def _last_boundary(buffer: bytes) -> int:
     """Return the end of the last event that is certainly whole, or 0."""
@@ -282,7 +373,21 @@ def _last_boundary(buffer: bytes) -> int:
     return 0
 
 
-def _separator(buffer: bytes, position: int) -> int:
-    """Return the length of the comma and white space between two events."""
+def _past_separator(buffer: bytes, position: int) -> int:
+    """Return the end of the comma and white space between two events."""
     match = _SEPARATOR.match(buffer, position)
-    return match.end() - position if match else 0
+    return match.end() if match else position
+
+
+def _load_json(text: bytes) -> Any:
+    """Decode JSON without what JSON does not know; numbers that are none become ``None``.
+
+    Raises:
+        ValueError: It is not JSON.
+        RecursionError: It is nested too deeply.
+    """
+    value = _TOLERANT.decode(text.decode("utf-8-sig", "replace"))
+    if b"\\u" not in text:
+        return value
+    # Half a surrogate pair can be escaped, but not be written.
+    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
