@@ -96,7 +96,7 @@ def is_in(module: str, rooms: tuple[str, ...]) -> bool:
 
 def test_there_are_modules_to_look_at() -> None:
     """The tests below would pass on nothing."""
-    assert {"capture.session", "controller.callback", "timeline.reader", "tools.base"} <= set(MODULES)
+    assert {"capture.session", "controller.callback", "timeline.trace", "tools.base"} <= set(MODULES)
     assert own_imports("capture.session") >= {"capture.capture", "capture.stage", "settings.config"}
 
 

@@ -199,9 +199,7 @@ def test_nothing_recognised_is_not_zero(
     events: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A trace without known work says what is in it, and exits with an error."""
-    with pytest.raises(
-        TraceFormatError, match="only odd, python_function" if events else "holds no events"
-    ):
+    with pytest.raises(TraceFormatError, match="only odd, python_function" if events else "holds no events"):
         report_of(tmp_path, events)
     assert main(["report", str(tmp_path)]) != 0
     assert "busy" not in capsys.readouterr().out
