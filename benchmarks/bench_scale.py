@@ -39,7 +39,6 @@ TIMEOUT_S = 2.0
 FAULTY = 4
 CODE = (
     "verl_profiling/controller/controller.py",
-    "verl_profiling/controller/local_calls.py",
     "verl_profiling/controller/answers.py",
     "verl_profiling/controller/targets.py",
 )

@@ -101,11 +101,11 @@ def test_coroutines_run_without_a_loop_or_on_the_given_one() -> None:
 
 
 async def test_coroutines_run_on_the_loop_that_calls() -> None:
-    """And ordinary methods beside it."""
+    """And ordinary methods at once."""
     [target] = make_targets("rollout", Local())
     for method in ("later", "start_capture"):
         [call] = target.call(method, 5)
-        await Round([call], 5).wait_async()
+        await asyncio.to_thread(Round([call], 5).wait)
         assert call.reply() == 5
 
 

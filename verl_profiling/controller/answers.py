@@ -80,11 +80,11 @@ class Answers:
         self._opening: dict[str, list[Handshake]] = {}
         self._closing: dict[str, list[Handshake]] = {}
 
-    def take_calls(self, round: Round) -> None:
-        """Note who was called to start: whatever happens now, they have to be stopped."""
-        for call in round.calls:
-            before = self._all.get(call.worker) or _Answer(call.target, self._identity(call.worker))
-            self._all[call.worker] = replace(before, started=None, is_open=True)
+    def called(self, targets: Iterable[Target]) -> None:
+        """Note who is called to start: whatever happens now, they have to be stopped."""
+        for worker in ((target, index) for target in targets for index in range(target.size)):
+            before = self._all.get(worker) or _Answer(worker[0], self._identity(worker))
+            self._all[worker] = replace(before, started=None, is_open=True)
 
     def take_starts(self, round: Round, request: CaptureRequest) -> None:
         """Take the answers to ``start_capture``."""

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from operator import index
 from pathlib import Path
-from threading import get_ident
 from types import TracebackType
 from typing import Any
 
 from verl_profiling.capture.stage import Stage, StageSink
-from verl_profiling.controller.calls import Round
+from verl_profiling.controller.calls import Waits
 from verl_profiling.controller.controller import Controller
-from verl_profiling.controller.order import LoopOrder
+from verl_profiling.controller.spmd import in_a_line
 from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ROLLOUT_ROLE
@@ -59,8 +57,6 @@ class _Callback:
         self._controller = Controller(self.config) if self.config.enable else None
         self._stages: dict[str, Stage] = {}
         self._entered = False
-        self._drivers: dict[str, int] = {}
-        self._refused: set[int] = set()
 
     def add_workers(self, role: str, workers: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Add the workers of a role, in the place of those that it has: an actor may have been made anew.
@@ -130,7 +126,7 @@ class _Callback:
     @property
     def capturing(self) -> bool:
         """Whether a step is being captured."""
-        return self._live() is not None
+        return self._controller is not None and self._controller.live is not None
 
     @property
     def last_folder(self) -> Path | None:
@@ -146,58 +142,21 @@ class _Callback:
         except TypeError:
             raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
         try:
-            if not controller.wants(number, policy_version):
-                return None
+            return controller if controller.step_begins(number, policy_version) else None
         except Exception as error:
             self._failed("on_step_begin", error)
             return None
-        return None if self._is_second_thread(number) else controller
 
-    def _live(
-        self,
-        event: Callable[[LoopOrder], None] | None = None,
-        watched: Callable[[Watch], None] | None = None,
-    ) -> Controller | None:
+    def _live(self, hook: Callable[[Controller], bool]) -> Controller | None:
+        """Return the controller, if a capture is open when it has noted that a hook is called."""
         controller = self._controller
         if controller is None:
             return None
-        if event is not None:
-            event(controller.order)
-            if watched is not None and controller.watch is not None:
-                self._follow(watched, controller.watch)
-        if controller.live is None or (self._refused and get_ident() in self._refused):
-            return None
-        return controller
-
-    def _is_second_thread(self, step: int) -> bool:
-        """Refuse a captured step that begins while another thread is in one; return whether it is refused.
-
-        Raises:
-            CaptureStateError: It is refused, and the settings are strict.
-        """
-        thread = get_ident()
-        driver = self._drivers.setdefault("step", thread)
-        if driver == thread or driver not in {other.ident for other in threading.enumerate()}:
-            self._drivers["step"] = thread
-            self._refused.discard(thread)
-            return False
-        error = CaptureStateError(
-            f"on_step_begin(step={step}): another thread is in a step of this callback; one thread drives a "
-            "callback, so give each loop its own"
-        )
-        self._failed("on_step_begin", error)
-        self._refused.add(thread)
-        return True
-
-    def _let_others_drive(self) -> None:
-        if self._controller is not None and self._controller.live is None:
-            self._drivers.clear()
-
-    def _follow(self, watched: Callable[[Watch], None], watch: Watch) -> None:
         try:
-            watched(watch)
+            return controller if hook(controller) else None
         except Exception as error:
-            self._failed(f"watch.{watched.__name__}", error)
+            self._failed(hook.__name__, error)
+            return None
 
     def _enter(self) -> None:
         if self._entered:
@@ -207,14 +166,14 @@ class _Callback:
             )
         self._entered = True
 
-    def _abandoned(self, hook: str, error: Exception) -> Iterator[Round]:
-        """Return what stops the workers after a hook failed while they record."""
-        controller = self._live()
-        return controller.abandon(f"{hook}: {_raised(error)}") if controller is not None else iter(())
+    def _abandoned(self, hook: str, error: Exception) -> Waits[None]:
+        """Stop the workers after a hook failed while they record."""
+        if self._controller is not None:
+            yield from self._controller.abandon(f"{hook}: {in_a_line(error)}")
 
     def _begin(self, controller: Controller) -> None:
         try:
-            controller.train_begin()
+            controller.begin_train()
         except Exception as error:
             self._failed("on_train_begin", error)
 
@@ -294,12 +253,12 @@ class ProfilingCallback(_Callback):
             TypeError: The step is not a whole number.
         """
         if (controller := self._wanting(step, policy_version)) is not None:
-            self._drive("on_step_begin", controller.step_begin(step, policy_version))
+            self._drive("on_step_begin", controller.begin_step(step, policy_version))
 
     def on_rollout_begin(self) -> None:
         """Begin generation: opens the stage ``rollout``, and in discrete mode the engines' window."""
-        if (controller := self._live(LoopOrder.rollout_begins, Watch.rollout_begins)) is not None:
-            self._drive("on_rollout_begin", controller.rollout_begin())
+        if (controller := self._live(Controller.rollout_begins)) is not None:
+            self._drive("on_rollout_begin", controller.begin_rollout())
 
     def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """End generation.
@@ -308,8 +267,8 @@ class ProfilingCallback(_Callback):
             metrics: Numbers to keep with the step. Other values are left out, and ones that are not
                 finite are named in the manifest's notes.
         """
-        if (controller := self._live(LoopOrder.rollout_ends, Watch.rollout_ends)) is not None:
-            self._drive("on_rollout_end", controller.rollout_end(metrics))
+        if (controller := self._live(Controller.rollout_ends)) is not None:
+            self._drive("on_rollout_end", controller.end_rollout(metrics))
 
     def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """End a step: stops all workers, collects their results, writes the step folder.
@@ -321,17 +280,17 @@ class ProfilingCallback(_Callback):
         Raises:
             ProfilingError: A capture failed, and the settings are strict.
         """
-        if (controller := self._live(LoopOrder.step_ends, Watch.step_ends)) is not None:
-            self._drive("on_step_end", controller.step_end(metrics))
+        if (controller := self._live(Controller.step_ends)) is not None:
+            self._drive("on_step_end", controller.end_step(metrics))
 
     def on_exception(self, error: BaseException) -> None:
         """Close an open capture after the step raised, and keep what was recorded.
 
         It never raises, not even with strict settings, because ``error`` is what the user has to see.
         """
-        if (controller := self._live(LoopOrder.is_left)) is not None:
+        if (controller := self._live(Controller.loop_raises)) is not None:
             logger.warning("closing the capture after %s: %s", type(error).__name__, error)
-            self._drive("on_exception", controller.close(False, _raised(error)), loop_raised=True)
+            self._drive("on_exception", controller.close(False, in_a_line(error)), loop_raised=True)
 
     def on_train_end(self) -> None:
         """Close an open capture, and wait for artifacts that are being compressed."""
@@ -339,19 +298,17 @@ class ProfilingCallback(_Callback):
 
     def _train_end(self, loop_raised: bool) -> None:
         if self._controller is not None:
-            self._drive("on_train_end", self._controller.train_end(), loop_raised)
+            self._drive("on_train_end", self._controller.end_train(), loop_raised)
 
-    def _drive(self, hook: str, rounds: Iterator[Round], loop_raised: bool = False) -> None:
+    def _drive(self, hook: str, waits: Waits[None], loop_raised: bool = False) -> None:
         try:
             self._refuse_event_loop()
-            for round_ in rounds:
-                round_.wait()
+            for wait in waits:
+                wait()
         except Exception as error:
-            for round_ in self._abandoned(hook, error):
-                round_.wait()
+            for wait in self._abandoned(hook, error):
+                wait()
             self._failed(hook, error, loop_raised)
-        finally:
-            self._let_others_drive()
 
     def _refuse_event_loop(self) -> None:
         if self._blocks_event_loop or asyncio._get_running_loop() is None:
@@ -394,7 +351,7 @@ class AsyncProfilingCallback(_Callback):
     async def on_step_begin(self, step: int, policy_version: int | None = None) -> None:
         """See :meth:`ProfilingCallback.on_step_begin`."""
         if (controller := self._wanting(step, policy_version)) is not None:
-            await self._drive("on_step_begin", controller.step_begin(step, policy_version))
+            await self._drive("on_step_begin", controller.begin_step(step, policy_version))
 
     async def on_rollout_begin(self, beside: bool = False) -> None:
         """See :meth:`ProfilingCallback.on_rollout_begin`.
@@ -403,14 +360,14 @@ class AsyncProfilingCallback(_Callback):
             beside: Generation runs beside the steps: this opens the engines' window alone, and
                 :meth:`on_generation` says when batches are generated.
         """
-        watched = None if beside else Watch.rollout_begins
-        if (controller := self._live(LoopOrder.rollout_begins, watched)) is not None:
-            await self._drive("on_rollout_begin", controller.rollout_begin(beside))
+        begins = Controller.generation_begins if beside else Controller.rollout_begins
+        if (controller := self._live(begins)) is not None:
+            await self._drive("on_rollout_begin", controller.begin_rollout(beside))
 
     async def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ProfilingCallback.on_rollout_end`."""
-        if (controller := self._live(LoopOrder.rollout_ends, Watch.rollout_ends)) is not None:
-            await self._drive("on_rollout_end", controller.rollout_end(metrics))
+        if (controller := self._live(Controller.rollout_ends)) is not None:
+            await self._drive("on_rollout_end", controller.end_rollout(metrics))
 
     def on_generation(self, runs: bool) -> None:
         """Begin or end the stage ``rollout`` of generation that runs beside the steps.
@@ -436,14 +393,14 @@ class AsyncProfilingCallback(_Callback):
 
     async def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ProfilingCallback.on_step_end`."""
-        if (controller := self._live(LoopOrder.step_ends, Watch.step_ends)) is not None:
-            await self._drive("on_step_end", controller.step_end(metrics))
+        if (controller := self._live(Controller.step_ends)) is not None:
+            await self._drive("on_step_end", controller.end_step(metrics))
 
     async def on_exception(self, error: BaseException) -> None:
         """See :meth:`ProfilingCallback.on_exception`."""
-        if (controller := self._live(LoopOrder.is_left)) is not None:
+        if (controller := self._live(Controller.loop_raises)) is not None:
             logger.warning("closing the capture after %s: %s", type(error).__name__, error)
-            await self._drive("on_exception", controller.close(False, _raised(error)), loop_raised=True)
+            await self._drive("on_exception", controller.close(False, in_a_line(error)), loop_raised=True)
 
     async def on_train_end(self) -> None:
         """See :meth:`ProfilingCallback.on_train_end`."""
@@ -451,20 +408,14 @@ class AsyncProfilingCallback(_Callback):
 
     async def _train_end(self, loop_raised: bool) -> None:
         if self._controller is not None:
-            await self._drive("on_train_end", self._controller.train_end(), loop_raised)
+            await self._drive("on_train_end", self._controller.end_train(), loop_raised)
 
-    async def _drive(self, hook: str, rounds: Iterator[Round], loop_raised: bool = False) -> None:
+    async def _drive(self, hook: str, waits: Waits[None], loop_raised: bool = False) -> None:
+        """Do what a hook does on the caller's task; only the waiting is done on a thread."""
         try:
-            for round_ in rounds:
-                await round_.wait_async()
+            for wait in waits:
+                await asyncio.to_thread(wait)
         except Exception as error:
-            for round_ in self._abandoned(hook, error):
-                await round_.wait_async()
+            for wait in self._abandoned(hook, error):
+                await asyncio.to_thread(wait)
             self._failed(hook, error, loop_raised)
-        finally:
-            self._let_others_drive()
-
-
-def _raised(error: BaseException) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"

@@ -10,15 +10,18 @@ import asyncio
 import concurrent.futures
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Hashable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_profiling import clock
-from verl_profiling.controller.local_calls import Postponed, run_side_by_side
 from verl_profiling.identity import ROLLOUT_ROLE
 
-__all__ = ["Call", "Round", "Target", "Waiting", "Worker", "failed"]
+__all__ = ["Call", "Postponed", "Round", "Target", "Waits", "Worker", "failed"]
+
+T = TypeVar("T")
+Waits = Generator[Callable[[], object], None, T]
+"""What a hook does: it yields functions that wait, which the asynchronous callback runs on a thread."""
 
 
 class Call:
@@ -53,16 +56,6 @@ class Call:
         return self.future.result() if self.future.done() and self._error() is None else None
 
     @property
-    def died(self) -> bool:
-        """Whether Ray says that the worker's process has died."""
-        return self._raised("ActorDiedError")
-
-    @property
-    def may_have_died(self) -> bool:
-        """Whether Ray says that, or "unavailable", as it first does of an actor that it restarts."""
-        return self.died or self._raised("ActorUnavailableError")
-
-    @property
     def raised(self) -> bool:
         """Whether it has returned without an answer."""
         return self.future.done() and self._error() is not None
@@ -70,16 +63,7 @@ class Call:
     @property
     def without_method(self) -> bool:
         """Whether the worker has no such method."""
-        return self._raised("AttributeError")
-
-    def _raised(self, kind: str) -> bool:
-        return self.future.done() and type(self._error()).__name__ == kind
-
-    def _error(self) -> BaseException | None:
-        try:
-            return self.future.exception()
-        except concurrent.futures.CancelledError as error:
-            return error
+        return self.raised and type(self._error()).__name__ == "AttributeError"
 
     def problem(self, waited_s: float) -> str:
         """Return the reason why there is no answer, in one line."""
@@ -98,6 +82,49 @@ class Call:
         lines = str(cause).strip().splitlines() or [""]
         return f"{self.method} raised {type(cause).__name__}: {lines[0]}"
 
+    def _error(self) -> BaseException | None:
+        try:
+            return self.future.exception()
+        except concurrent.futures.CancelledError as error:
+            return error
+
+
+class Postponed(Future[Any]):
+    """The outcome of a coroutine that runs while its round is waited for, on the thread that waits.
+
+    Args:
+        coroutine: The coroutine.
+        loop: The event loop that it needs; ``None`` for a new one.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop | None) -> None:
+        super().__init__()
+        self.loop = loop
+        self._coroutine = coroutine
+        self._task: asyncio.Task[Any] | None = None
+
+    def task(self) -> asyncio.Task[Any]:
+        """Return the task that runs the coroutine on this event loop, and sets the outcome."""
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._coroutine)
+            self._task.add_done_callback(self._take)
+        return self._task
+
+    def fail(self, error: BaseException) -> None:
+        """Set an error as the outcome, unless there is one."""
+        if self._task is None:
+            self._coroutine.close()
+        if not self.done():
+            self.set_exception(error)
+
+    def _take(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            self.fail(asyncio.CancelledError("it was cancelled"))
+        elif (error := task.exception()) is not None:
+            self.fail(error)
+        elif not self.done():
+            self.set_result(task.result())
+
 
 class Round:
     """The same call to several workers at once.
@@ -112,40 +139,36 @@ class Round:
         self.timeout_s = timeout_s
 
     def wait(self) -> None:
-        """Block until all calls have returned or the time is up."""
+        """Block until all calls have returned or the time is up. Coroutines run side by side meanwhile."""
         deadline = time.monotonic() + self.timeout_s
+        by_loop: dict[asyncio.AbstractEventLoop | None, list[Call]] = {}
+        for call in self.calls:
+            if isinstance(call.future, Postponed):
+                by_loop.setdefault(call.future.loop, []).append(call)
+        for loop, together in by_loop.items():
+            running = self._run(together, loop is None, deadline)
+            try:
+                if loop is None:
+                    asyncio.run(running)
+                else:
+                    loop.run_until_complete(running)
+            except Exception as error:
+                running.close()
+                for call in together:
+                    if isinstance(call.future, Postponed):
+                        call.future.fail(error)
         awaited = {call.future for call in self.calls if call.awaited}
-        postponed = [call.future for call in self.calls if isinstance(call.future, Postponed)]
-        run_side_by_side(postponed, awaited, self.timeout_s)
         concurrent.futures.wait(awaited, max(0.0, deadline - time.monotonic()))
 
-    async def wait_async(self) -> None:
-        """Like :meth:`wait`, leaving the event loop free."""
-        if not all(call.future.done() for call in self.calls if call.awaited):
-            await asyncio.to_thread(self.wait)
-
-
-class Waiting(Round):
-    """Waits in a function, which returns by itself.
-
-    Args:
-        wait: Called with the timeout.
-        timeout_s: How long to wait, in seconds; 0 for not at all.
-    """
-
-    def __init__(self, wait: Callable[[float], object], timeout_s: float) -> None:
-        super().__init__((), timeout_s)
-        self._wait = wait
-
-    def wait(self) -> None:
-        """See :class:`Round`."""
-        if self.timeout_s:
-            self._wait(self.timeout_s)
-
-    async def wait_async(self) -> None:
-        """See :class:`Round`."""
-        if self.timeout_s:
-            await asyncio.to_thread(self.wait)
+    async def _run(self, calls: Iterable[Call], on_new_loop: bool, deadline: float) -> None:
+        """Run coroutines; what is late on the caller's loop goes on when that runs again."""
+        begun = [(call, call.future) for call in calls if isinstance(call.future, Postponed)]
+        tasks = [(call, future.task()) for call, future in begun]
+        if awaited := [task for call, task in tasks if call.awaited]:
+            await asyncio.wait(awaited, timeout=max(0.0, deadline - time.monotonic()))
+        for _, future in begun if on_new_loop else ():
+            late = f"it did not return within {self.timeout_s:g} s, and was cancelled"
+            future.fail(TimeoutError(late))
 
 
 class Target(ABC):

@@ -1,26 +1,33 @@
-"""What the controller knows of the capture that is open."""
+"""The capture that is open: what the workers were asked and answered, and the loop's part of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.metrics import finite_numbers
 from verl_profiling.capture.stage import OpenSpan, SpanLog
 from verl_profiling.controller.answers import Answers
+from verl_profiling.controller.calls import Round, Target, Waits
+from verl_profiling.controller.decision import Decision
+from verl_profiling.controller.roster import Roster
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest, StepSpan
-from verl_profiling.settings.schedule import StepRange
-from verl_profiling.trigger import Trigger
+from verl_profiling.settings.timeouts import Timeouts
 
 __all__ = ["ROLLOUT", "OpenCapture", "OpenStep"]
 
 ROLLOUT = "rollout"
 """The stage that lies between ``on_rollout_begin`` and ``on_rollout_end``."""
+HANDSHAKES = 8
 
 
 @dataclass
@@ -39,13 +46,10 @@ class OpenCapture:
     """The capture that is open.
 
     Attributes:
-        step_range: The steps that it covers.
-        trigger: Who asked for it.
+        decision: The steps that it covers, and who asked for it.
         request: What the workers were asked for.
-        folder: Its step folder.
         answers: The workers' answers.
         steps: The steps that have begun.
-        rollout_requests: The requests of the rollout windows that are still to come.
         outside: The pauses in which the capture starts and stops, and the loop's stages after the step.
         spans: The controller's stages.
         metrics: Numbers of the loop.
@@ -54,24 +58,100 @@ class OpenCapture:
         rollout_span: The stage of the rollout that runs.
     """
 
-    step_range: StepRange
-    trigger: Trigger
+    decision: Decision
     request: CaptureRequest
-    folder: Path
     answers: Answers
     steps: list[OpenStep]
-    rollout_requests: Iterator[CaptureRequest]
     outside: SpanLog
+    notes: list[str]
+    roster: Roster
+    timeouts: Timeouts
     spans: SpanLog = field(default_factory=SpanLog)
     metrics: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
     rollout_request: CaptureRequest | None = None
     rollout_span: OpenSpan | None = None
+    _windows: int = 0
 
     @property
     def step(self) -> OpenStep:
         """The step that began last."""
         return self.steps[-1]
+
+    @property
+    def folder(self) -> Path:
+        """Its step folder."""
+        return Path(self.request.folder)
+
+    def goes_on(self, step: int) -> bool:
+        """Return whether the capture covers the step that begins, too."""
+        return self.step.step < step <= self.decision.step_range.last
+
+    def start(self, request: CaptureRequest) -> Waits[None]:
+        """Start what a request is for: the engines of a rollout window, or all others that are driven."""
+        targets = self._concerned(request, self.roster.driven(request.aim))
+        self.answers.called(targets)
+        round_ = yield from self.roster.ask(targets, "start_capture", request, self.timeouts.start_s)
+        self.answers.take_starts(round_, request)
+        yield from self._shake_hands(
+            "start_capture", request, self.answers.remote_clocks(targets, HANDSHAKES)
+        )
+
+    def stop(self) -> Waits[None]:
+        """Stop all that was started, at the same time."""
+        window, self.rollout_request = self.rollout_request, None
+        yield from self._stop(*([window] if window is not None else []), self.request)
+
+    def begin_rollout(self) -> Waits[None]:
+        """Open a window on the rollout engines that are captured by stage."""
+        yield from self.end_rollout()
+        if any(
+            self.roster.has_windows(target, self.request.aim)
+            for target in self.roster.driven(self.request.aim)
+        ):
+            self._windows += 1
+            self.rollout_request = msgspec.structs.replace(
+                self.request,
+                capture_id=f"{self.request.capture_id}/{self._windows}",
+                stage=ROLLOUT,
+                occurrence=self._windows,
+                step=self.step.step,
+            )
+            yield from self.start(self.rollout_request)
+
+    def end_rollout(self) -> Waits[None]:
+        """Close that window, and end the stage."""
+        self.end_rollout_stage()
+        request, self.rollout_request = self.rollout_request, None
+        if request is not None:
+            yield from self._stop(request)
+
+    def begin_rollout_stage(self, beside: bool = False) -> None:
+        """Begin the rollout's stage; one that runs beside this task's has none of its stages inside."""
+        begin = self.spans.begin
+        self.rollout_span = copy_context().run(begin, ROLLOUT) if beside else begin(ROLLOUT)
+
+    def end_rollout_stage(self) -> None:
+        """End the rollout's stage, which may have begun in another task or thread."""
+        span, self.rollout_span = self.rollout_span, None
+        if span is not None:
+            self.spans.end_span(span, failed=False)
+
+    def end_step(self) -> None:
+        """Note that the step ends now, unless it has ended."""
+        self.step.end_ns = self.step.end_ns or clock.now_ns()
+
+    def keep(self, metrics: Mapping[str, Any] | None, step: int | None = None) -> None:
+        """Keep the finite numbers among the loop's metrics, and name the others.
+
+        Args:
+            metrics: The metrics.
+            step: The step that they are of; ``None`` for the one that began last.
+        """
+        numbers, notes = finite_numbers(metrics)
+        owner = next((one for one in self.steps if one.step == step), self.step)
+        owner.metrics.update(numbers)
+        self.metrics.update(numbers)
+        self.notes += notes
 
     def manifest(self, controller: WorkerIdentity, end_ns: int, notes: list[str]) -> Manifest:
         """Return what is known but for the workers' results: the manifest of a step that has not ended.
@@ -105,30 +185,36 @@ class OpenCapture:
             rpcs=list(self.answers.rpcs),
             clocks=self.answers.clocks(),
             metrics=dict(self.metrics),
-            trigger=self.trigger,
+            trigger=self.decision.trigger,
             notes=[*notes, *self.notes, *self.answers.notes, *self.spans.notes()],
         )
 
-    def keep(self, metrics: Mapping[str, Any] | None, step: int | None = None) -> None:
-        """Keep the finite numbers among the loop's metrics, and name the others.
+    def _stop(self, *requests: CaptureRequest) -> Waits[None]:
+        stop_s = min(self.timeouts.stop_s, self.roster.most_s)
+        remote = self.answers.remote_clocks(self.answers.targets, HANDSHAKES)
+        rounds = []
+        for request in requests:
+            targets = self._concerned(request, self.answers.targets)
+            rounds.append(Round(self.roster.send(targets, "stop_capture", request.capture_id), stop_s))
+        yield Round([call for round_ in rounds for call in round_.calls], stop_s).wait
+        for round_, request in zip(rounds, requests, strict=True):
+            self.roster.remember_unanswered(round_)
+            self.answers.take_stops(round_, request)
+        yield from self._shake_hands("stop_capture", requests[-1].capture_id, remote)
+
+    def _concerned(self, request: CaptureRequest, targets: Iterable[Target]) -> list[Target]:
+        windowed = request.stage is not None
+        return [target for target in targets if self.roster.has_windows(target, request.aim) is windowed]
+
+    def _shake_hands(self, method: str, argument: object, times: Counter[Target]) -> Waits[None]:
+        """Repeat a call, which changes nothing, to measure clocks that are not the controller's.
 
         Args:
-            metrics: The metrics.
-            step: The step that they are of; ``None`` for the one that began last.
+            method: The method.
+            argument: Its argument.
+            times: How often each target is called; a group can only be called as a whole.
         """
-        numbers, notes = finite_numbers(metrics)
-        owner = next((one for one in self.steps if one.step == step), self.step)
-        owner.metrics.update(numbers)
-        self.metrics.update(numbers)
-        self.notes += notes
-
-    def begin_rollout(self, beside: bool = False) -> None:
-        """Begin the rollout's stage; one that runs beside this task's has none of its stages inside."""
-        begin = self.spans.begin
-        self.rollout_span = copy_context().run(begin, ROLLOUT) if beside else begin(ROLLOUT)
-
-    def end_rollout(self) -> None:
-        """End the rollout, which may have begun in another task or thread."""
-        span, self.rollout_span = self.rollout_span, None
-        if span is not None:
-            self.spans.end_span(span, failed=False)
+        while times:
+            targets, times = list(times), times - Counter(dict.fromkeys(times, 1))
+            round_ = yield from self.roster.ask(targets, method, argument, self.timeouts.start_s)
+            self.answers.take_handshakes(round_, closing=method == "stop_capture")

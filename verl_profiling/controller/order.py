@@ -13,20 +13,25 @@ logger = logging.getLogger(__name__)
 
 
 class LoopOrder:
-    """Follows the loop. Written for speed: the hooks of every step call it, captured or not."""
+    """Follows the loop.
+
+    Attributes:
+        in_step: A step has begun and not ended.
+        in_rollout: Generation has begun and not ended.
+    """
 
     def __init__(self) -> None:
         self._first: int | None = None
         self._last: int | None = None
         self._newest: int | None = None
         self._captured: set[int] = set()
-        self._in_step = False
-        self._in_rollout = False
+        self.in_step = False
+        self.in_rollout = False
         self._said: set[str] = set()
 
     def step_begins(self, step: int, captured: bool) -> None:
         """Follow the begin of a step."""
-        if self._in_step and "not ended" not in self._said:
+        if self.in_step and "not ended" not in self._said:
             self._say(
                 f"step {step} begins and step {self._last} has not ended: call on_step_end() last in every "
                 "step, or on_exception(error) where it raised",
@@ -38,35 +43,27 @@ class LoopOrder:
                 "over the whole training, not over an epoch; the schedule chooses steps by it",
                 "again",
             )
-        self._in_step = True
+        self.in_step = True
         self._last = self._newest = step
         if self._first is None:
             self._first = step
         if captured:
             self._captured.add(step)
 
-    def step_ends(self) -> None:
-        """Follow its end."""
-        if not self._in_step:
-            self._say("on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first")
-        self._in_step = False
+    def step_without_begin(self) -> None:
+        """Warn of a step that ends and has not begun."""
+        self._say("on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first")
+
+    def rollout_without_begin(self) -> None:
+        """Warn of a rollout that ends and has not begun."""
+        self._say(
+            "on_rollout_end without on_rollout_begin: the rollout has no begin and is in no timeline; "
+            "call on_rollout_begin() before generation"
+        )
 
     def is_left(self) -> None:
         """Follow a loop that raises or ends: it may begin with any step again."""
-        self._in_step, self._newest = False, None
-
-    def rollout_begins(self) -> None:
-        """Follow the begin of generation."""
-        self._in_rollout = True
-
-    def rollout_ends(self) -> None:
-        """Follow its end."""
-        if not self._in_rollout:
-            self._say(
-                "on_rollout_end without on_rollout_begin: the rollout has no begin and is in no timeline; "
-                "call on_rollout_begin() before generation"
-            )
-        self._in_rollout = False
+        self.in_step, self._newest = False, None
 
     @property
     def steps(self) -> tuple[int, int] | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from asyncio import AbstractEventLoop
 from collections.abc import Iterable
 from concurrent.futures import wait
+from math import inf
 from typing import Any
 
 import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.messages import Aim, CaptureRequest
-from verl_profiling.controller.calls import Call, Round, Target, Worker
-from verl_profiling.controller.local_calls import Postponed
+from verl_profiling.controller.calls import Call, Postponed, Round, Target, Waits, Worker
 from verl_profiling.controller.targets import make_targets
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ProcessId, WorkerIdentity, safe_name
@@ -36,11 +36,13 @@ class Roster:
     Attributes:
         targets: All that were added.
         known: Who a worker said that it is.
+        most_s: Seconds that anybody is waited for at most.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
         self.targets: list[Target] = []
         self.known: dict[Worker, WorkerIdentity] = {}
+        self.most_s = inf
         self._config = config
         self._unanswered: list[Call] = []
 
@@ -165,15 +167,17 @@ class Roster:
             call.awaited = call.worker not in busy
         return calls
 
-    def remember_unanswered(self, round_: Round) -> None:
-        """Keep in mind the calls of a round that nobody waits for any longer."""
-        self._unanswered += [call for call in round_.calls if not call.future.done()]
+    def ask(self, targets: Iterable[Target], method: str, argument: Any, timeout_s: float) -> Waits[Round]:
+        """Call all workers, and wait for their answers."""
+        round_ = Round(self.send(targets, method, argument), min(timeout_s, self.most_s))
+        yield round_.wait
+        self.remember_unanswered(round_)
+        return round_
 
-    def take_answered(self) -> list[Call]:
-        """Return those of them that have been answered meanwhile, each once."""
-        answered = [call for call in self._unanswered if call.future.done()]
-        self._unanswered = [call for call in self._unanswered if not call.future.done()]
-        return answered
+    def remember_unanswered(self, round_: Round) -> None:
+        """Keep in mind the calls that nobody waits for any longer."""
+        calls = [*self._unanswered, *round_.calls]
+        self._unanswered = [call for call in calls if not call.future.done()]
 
 
 def _count(targets: list[Target]) -> int:

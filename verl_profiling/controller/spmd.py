@@ -338,9 +338,9 @@ def find_ranks(config: ProfilingConfig, targets: list[Target], say: Callable[[st
     return Ranks(*place, distributed.distributed_c10d._get_default_store())
 
 
-def in_a_line(error: Exception) -> str:
+def in_a_line(error: BaseException) -> str:
     """Return an error without the frames that a store adds to it."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def nested(own: list[StageSpan], others: list[StageSpan]) -> list[StageSpan]:

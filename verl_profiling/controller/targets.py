@@ -9,8 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from verl_profiling.controller.calls import Target
-from verl_profiling.controller.local_calls import Postponed
+from verl_profiling.controller.calls import Postponed, Target
 from verl_profiling.errors import ConfigError
 from verl_profiling.ray_cluster import check_in_cluster
 
@@ -60,9 +59,9 @@ class _WorkerGroup(Target):
 
 
 class _Local(Target):
-    """An object of this process. Its coroutines run beside those of others.
+    """An object of this process. Its coroutines run side by side with those of others.
 
-    Its plain methods run on the calling thread, one object after another; under a loop, on other threads.
+    Its plain methods run on the calling thread, one object after another.
 
     Args:
         role: Its role.
@@ -71,7 +70,7 @@ class _Local(Target):
         loop: Event loop of its coroutines; by default the caller's, or a new one.
 
     Attributes:
-        on_threads: Its plain methods run on threads anyway: more than ``MANY_IN_TURN`` objects of a role
+        on_threads: Its plain methods run on threads: more than ``MANY_IN_TURN`` objects of a role
             stand for other processes, which answer side by side.
     """
 
@@ -93,13 +92,12 @@ class _Local(Target):
 
     def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
         function = getattr(self._worker, method)
-        running = _running_loop()
         if self.is_coroutine(method):
-            loop = self._loop or running
+            loop = self._loop or asyncio._get_running_loop()
             if loop is not None and loop.is_running():
                 return [asyncio.run_coroutine_threadsafe(function(*arguments), loop)]
             return [Postponed(function(*arguments), loop)]
-        if running is not None or self.on_threads:
+        if self.on_threads:
             return [_on_thread(lambda: function(*arguments))]
         return [_done(lambda: function(*arguments))]
 
@@ -153,13 +151,6 @@ def _identity_of(worker: Any) -> str | int:
 def _group_size(group: Any) -> int:
     size = getattr(group, "world_size", None)
     return size if isinstance(size, int) else len(getattr(group, "workers", ()) or (group,))
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _future_of(reference: Any) -> Future[Any]:

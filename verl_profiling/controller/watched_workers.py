@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from verl_profiling import clock
 from verl_profiling.capture.messages import StopReply
 from verl_profiling.clock import Handshake, best_handshake
-from verl_profiling.controller.calls import Call, Target, Worker
-from verl_profiling.controller.local_calls import Postponed
+from verl_profiling.controller.calls import Call, Postponed, Target, Worker
 from verl_profiling.controller.roster import Roster
 from verl_profiling.identity import ProcessId
 from verl_profiling.step_account import RankUse
