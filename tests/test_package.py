@@ -39,7 +39,6 @@ FLOORS = (
     ("tools interface",),
     ("settings",),
     ("tools",),
-    ("afterwards",),
     ("watch",),
     ("capture",),
     ("engines", "controller"),

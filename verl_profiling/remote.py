@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
+import shutil
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from verl_profiling.errors import ToolUnavailableError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["RemoteFolder", "check_url", "is_url", "put_again"]
+__all__ = ["RemoteFolder", "Upload", "check_url", "copy_line", "is_url"]
 
 
 def is_url(path: str) -> bool:
@@ -30,9 +31,10 @@ def check_url(url: str) -> None:
     """
     try:
         import fsspec
+        import tenacity  # noqa: F401
     except ImportError:
         raise ToolUnavailableError(
-            f"{url} is a URL, which needs fsspec: pip install 'verl-profiling[remote]'"
+            f"{url} is a URL, which needs fsspec and tenacity: pip install 'verl-profiling[remote]'"
         ) from None
     protocol = url.partition("://")[0]
     if "::" in protocol:
@@ -43,7 +45,7 @@ def check_url(url: str) -> None:
         raise ToolUnavailableError(f"{url}: {error}") from error
 
 
-def put_again(folder: Path, url: str) -> str:
+def copy_line(folder: Path, url: str) -> str:
     """Return the command that uploads what waits in a folder."""
     put = f"fs, path = fsspec.url_to_fs('{url}'); fs.put('{folder}/', path, recursive=True)"
     return f'python -c "import fsspec; {put}"'
@@ -128,82 +130,55 @@ class RemoteFolder:
         """Remove a file."""
         self._fs.rm_file(f"{self._path}/{name}")
 
-    def put(self, local: Path, name: str) -> None:
-        """Upload a file, or a folder with all in it, and verify it.
-
-        A file that is there already with the same checksum is left as it is.
+    def put(self, local: Path, name: str, retry_s: float) -> None:
+        """Upload a file, or a folder with all in it, and try again until the time is up.
 
         Raises:
-            OSError: What arrived is not what was sent.
+            OSError: Less arrived than was sent.
         """
-        if local.is_dir():
-            for file in sorted(local.rglob("*")):
-                if file.is_file():
-                    self._put_file(file, f"{name}/{file.relative_to(local).as_posix()}")
-        else:
-            self._put_file(local, name)
+        from tenacity import Retrying, stop_after_delay, wait_exponential
 
-    def _put_file(self, local: Path, name: str) -> None:
-        path, size, md5 = f"{self._path}/{name}", local.stat().st_size, _Md5(local)
-        if (there := self._info(path)) and there.get("size") == size and md5.is_of(there):
-            return
+        retrying = Retrying(stop=stop_after_delay(retry_s), wait=wait_exponential(0.5, max=30), reraise=True)
+        files = [file for file in sorted(local.rglob("*")) if file.is_file()] if local.is_dir() else [local]
+        for file in files:
+            inside = "" if file is local else f"/{file.relative_to(local).as_posix()}"
+            retrying(self._put_file, file, f"{self._path}/{name}{inside}")
+
+    def _put_file(self, local: Path, path: str) -> None:
+        size = local.stat().st_size
         try:
             self._fs.put_file(str(local), path)
         except FileNotFoundError:
             self._make_parents(path)
             self._fs.put_file(str(local), path)
-        arrived = self._info(path)
-        if arrived is None:
-            raise OSError(f"{self.url}/{name} is not there after the upload")
-        if arrived.get("size") not in (size, None):
-            raise OSError(f"{self.url}/{name} has {arrived['size']} bytes after the upload, not {size}")
-        if md5.differs_from(arrived):
-            raise OSError(f"{self.url}/{name} has another checksum after the upload")
-
-    def _info(self, path: str) -> dict[str, Any] | None:
         self._fs.invalidate_cache()
-        try:
-            info: dict[str, Any] = self._fs.info(path)
-        except FileNotFoundError:
-            return None
-        return info
+        arrived = self._fs.info(path).get("size")
+        if arrived is not None and arrived < size:  # a log may have grown meanwhile
+            raise OSError(f"{path} has {arrived} bytes after the upload, not {size}")
 
     def _make_parents(self, path: str) -> None:
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
-class _Md5:
-    """The checksum of a local file, computed when a store has one to compare with."""
+class Upload(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the files of a capture go.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._digest = b""
+    Attributes:
+        url: The step folder there.
+        retry_s: How long an upload is tried again.
+    """
 
-    def is_of(self, info: dict[str, Any]) -> bool:
-        """Return whether a store's checksum is this one."""
-        known = _stored_md5(info) or _etag(info)
-        return known is not None and known == self._value()
+    url: str
+    retry_s: float
 
-    def differs_from(self, info: dict[str, Any]) -> bool:
-        """Return whether a store has another checksum. An ETag may be something else than a checksum."""
-        known = _stored_md5(info)
-        return known is not None and known != self._value()
+    def move(self, path: Path, name: str) -> None:
+        """Upload a file or folder, and remove it here; its folder stays, because others may write there.
 
-    def _value(self) -> bytes:
-        if not self._digest:
-            with self._path.open("rb") as file:
-                md5 = hashlib.md5(usedforsecurity=False)
-                while block := file.read(1 << 20):
-                    md5.update(block)
-            self._digest = md5.digest()
-        return self._digest
-
-
-def _stored_md5(info: dict[str, Any]) -> bytes | None:
-    text = info.get("md5Hash")  # Google Cloud Storage
-    return base64.b64decode(text) if isinstance(text, str) else None
-
-
-def _etag(info: dict[str, Any]) -> bytes | None:
-    text = str(info.get("ETag", "")).strip('"')
-    return bytes.fromhex(text) if re.fullmatch("[0-9a-f]{32}", text) else None
+        Raises:
+            Exception: What the file system raised last.
+        """
+        RemoteFolder(self.url).put(path, name, self.retry_s)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -18,7 +18,6 @@ from verl_profiling import CaptureStateError, ProfilingConfig, stage
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.capture.stage import Stage
-from verl_profiling.capture.states import TRANSITIONS, Event, State
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.testing import record_step
@@ -148,26 +147,6 @@ def test_a_worker_that_is_not_selected_is_skipped(session: Session, tmp_path: Pa
     assert session.start(request(tmp_path / "step"), ACTOR).status == "skipped"
     assert session.sink is None
     assert not (tmp_path / "step").exists()
-
-
-@pytest.mark.parametrize("event", list(Event))
-@pytest.mark.parametrize("state", list(State))
-def test_the_transition_table_is_the_documented_one(state: State, event: Event) -> None:
-    """Every event in every state: only the listed transitions are possible."""
-    allowed = {
-        State.IDLE: {Event.START: State.RECORDING, Event.ARM: State.ARMED, Event.FAIL: State.IDLE},
-        State.ARMED: {
-            Event.STAGE_BEGIN: State.RECORDING,
-            Event.STOP: State.IDLE,
-            Event.FAIL: State.ARMED,
-        },
-        State.RECORDING: {
-            Event.STAGE_END: State.ARMED,
-            Event.STOP: State.IDLE,
-            Event.FAIL: State.IDLE,
-        },
-    }
-    assert TRANSITIONS.get((state, event)) == allowed.get(state, {}).get(event)
 
 
 Act = Callable[[Session, Path], str]

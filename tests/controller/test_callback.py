@@ -700,7 +700,7 @@ def test_artifacts_of_a_step_are_finished_by_the_next_captured_step(tmp_path: Pa
     for step in (1, 2):
         callback.on_step_begin(step)
         ray.get(pool.sync[0].work.remote())
-        ray.get(pool.sync[0].__ray_call__.remote(lambda _: process_session()._finisher.drain(20)))
+        ray.get(pool.sync[0].__ray_call__.remote(lambda _: process_session()._background.drain(20)))
         callback.on_step_end()
     [artifact] = manifest(config, 1).workers[0].artifacts
     assert artifact.status == "ok"

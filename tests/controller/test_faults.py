@@ -265,7 +265,7 @@ def test_what_became_of_an_artifact_is_heard_in_a_step_that_fails(
                 path.unlink()
                 path.mkdir()
             callback.on_step_end()
-            session._finisher.drain(10)
+            session._background.drain(10)
     [artifact] = manifest(config, 1).workers[0].artifacts
     assert (artifact.status, "finishing it raised" in artifact.reason) == ("failed", True)
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from fleet import TrainWorker
 from fsspec.implementations.memory import MemoryFileSystem
 
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
-from verl_profiling.afterwards.background import BackgroundWork
-from verl_profiling.afterwards.hooks import HookEvent
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.manifest import Manifest
@@ -112,15 +109,6 @@ def train(config: ProfilingConfig, workers: list[Any] | None = None) -> None:
             callback.add_metrics(step, {"later": 1.0})
 
 
-seen: list[bool] = []
-
-
-def look(event: HookEvent) -> None:
-    """A hook that looks whether the manifest is there."""
-    fs, path = fsspec.core.url_to_fs(f"{event.folder}/manifest.json")
-    seen.append(fs.exists(path))
-
-
 def copied(tmp_path: Path, url: str = "faulty://bucket/run") -> Path:
     """Return a local copy of the run."""
     fs, path = fsspec.core.url_to_fs(url)
@@ -184,7 +172,7 @@ def test_an_upload_is_tried_again_until_it_is_whole(tmp_path: Path, session: Ses
 def test_what_cannot_be_uploaded_stays_and_is_named(
     tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The loop ends; the log has the command that uploads the rest, and then the run is whole."""
+    """The loop ends; the log has the command that uploads the rest."""
     Store.faults["refuse"] = 1_000_000
     config = settings(tmp_path, remote={"staging": str(tmp_path / "staging"), "retry_s": 0.1})
     train(config)
@@ -215,7 +203,7 @@ def test_a_store_that_hangs_holds_nobody_up(tmp_path: Path, session: Session) ->
     assert artifact.status == "ok", "here it is"
     Store.gate.set()
     session.stop("no such capture", finish_s=20)
-    assert session._finisher.drain(20)
+    assert session._background.drain(20)
 
 
 def test_runs_with_one_url_do_not_mix(tmp_path: Path, session: Session) -> None:
@@ -270,12 +258,12 @@ def test_hooks_are_told_the_url_once_all_is_there(
 ) -> None:
     """And their output goes there, too; a manifest that is refused at first is waited for."""
     Store.faults["refuse the manifest"] = 2
-    seen.clear()
-    code = "import sys; print('shipped', *sys.argv[1:])"
-    hook = {"command": [sys.executable, "-c", code, "{folder}", "{run}"]}
-    look = {"callable": f"{__name__}:look"}
-    train(settings(tmp_path, after={"a": hook, "b": {**hook, "roles": ["actor"]}, "look": look}))
-    assert seen == [True, True]
+    code = """if True:
+        import os
+        print("shipped", os.environ["VERL_PROFILING_FOLDER"], os.environ["VERL_PROFILING_RUN"])
+    """
+    hook = {"command": [sys.executable, "-c", code]}
+    train(settings(tmp_path, after={"a": hook, "b": {**hook, "roles": ["actor"]}}))
     logs = copied(tmp_path) / "after"
     expected = "shipped faulty://bucket/run/step_000002 faulty://bucket/run\n"
     assert (logs / "step_000002.a.controller_rank0.log").read_text() == expected
@@ -328,16 +316,3 @@ def test_the_log_of_the_watch_arrives_and_goes_on(
     logged = {step.step: step.captured for step in WatchLogReader(run).read()}
     assert logged == {1: "", 2: "step_000002", 3: "", 4: "step_000004", 5: ""}
     assert waiting(tmp_path) == []
-
-
-def test_the_thread_that_uploads_ends_with_the_run(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It does not wait for more work."""
-    patient = partial(BackgroundWork, idle_s=600.0)
-    monkeypatch.setattr("verl_profiling.controller.remote_run.BackgroundWork", patient)
-    train(settings(tmp_path, tool="spans"))
-    uploading = [thread for thread in threading.enumerate() if thread.name == "verl-profiling-upload"]
-    for thread in uploading:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in uploading)

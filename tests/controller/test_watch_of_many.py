@@ -13,8 +13,7 @@ import pytest
 from test_callback import configured
 
 from verl_profiling import ProfilingCallback, clock
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.capture.replies import start_reply, stop_reply
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, start_reply, stop_reply
 from verl_profiling.controller import watch as watch_module
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import CaptureResult

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -231,10 +232,18 @@ def test_finish_commands_become_hooks() -> None:
     )
     assert set(settings.after) == {"finish_hook_actor", "finish_hook_critic"}
     hook, other = settings.after["finish_hook_actor"], settings.after["finish_hook_critic"]
-    assert hook.command is not None
-    assert [text.format(rank=1) for text in hook.command] == ["/bin/sh", "-c", command]
+    told = {"RUN": "/run", "RANK": "8", "PID": "7", "ROLE": "ref"}
+    shown = "echo " + " ".join(f"$VERL_PROFILE_{one}" for one in ("SAVE_PATH", "TOOL", "RANK", "PID", "ROLE"))
+    printed = subprocess.run(
+        [*hook.command[:2], hook.command[2].removesuffix(command) + shown],
+        env={f"VERL_PROFILING_{name}": value for name, value in told.items()},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert printed.stdout == "/run torch 8 7 ref\n"
+    assert hook.command[2].endswith(f"\n{command}")
     assert (hook.roles, hook.ranks, hook.when) == (("actor", "ref"), (0, 8), "last")
-    assert hook.environment["VERL_PROFILE_SAVE_PATH"] == "{run}"
     assert (other.roles, other.ranks) == (("critic",), "all")
 
 

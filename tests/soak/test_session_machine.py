@@ -27,7 +27,6 @@ from verl_profiling import CaptureStateError, ProfilingConfig
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.capture.stage import Stage
-from verl_profiling.capture.states import State
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.tools import Destination, Output, Recording, Tool
@@ -349,12 +348,12 @@ class SessionMachine(RuleBasedStateMachine):
         assert CountedTool.misused == []
         assert (self.session.sink is None) == (self.live is None)
         capture = self.session._capture
-        records = capture is not None and capture.state is State.RECORDING
+        records = capture is not None and capture.state == "recording"
         assert len(CountedTool.open) == (RECORDINGS[self.role] if records else 0)
         if self.live is not None:
             assert capture is not None
             whole = self.live.stage is not None or ROLES[self.role]["mode"] == "e2e"
-            assert capture.state in ((State.RECORDING,) if whole else (State.ARMED, State.RECORDING))
+            assert capture.state in (("recording",) if whole else ("armed", "recording"))
 
     def teardown(self) -> None:
         """Leaving ends whatever is open."""

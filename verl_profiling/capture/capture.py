@@ -9,18 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from verl_profiling import clock
-from verl_profiling.capture.background import Finisher
-from verl_profiling.capture.cost import CostMeter
-from verl_profiling.capture.ledger import ArtifactLedger
+from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.recording_thread import OwnerAbsentError, OwnerThread
-from verl_profiling.capture.running_tools import RunningTools
+from verl_profiling.capture.recordings import Recordings
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
-from verl_profiling.capture.states import TRANSITIONS, Event, State, StateMachine
 from verl_profiling.devices import given_devices, used_devices
-from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, worst_fate
 from verl_profiling.settings.config import RoleConfig
@@ -41,14 +37,19 @@ class Capture:
     In e2e mode the tools record from :meth:`open` to :meth:`close`. In discrete mode they
     record inside each outermost selected stage; a stage inside it is a span of that artifact.
 
+    Some tools must be stopped on the thread that started them, the owner. A stop that arrives elsewhere
+    waits until the owner passes a stage.
+
+    Attributes:
+        state: ``armed`` waits for a stage that is selected.
+
     Args:
         request: The callback's request.
         role: The worker's settings.
         identity: The worker.
-        finisher: Does the background work on artifacts.
-        done: Called with the final status of an artifact that was finished in the background.
-        handover_s: How long a stop on another thread waits for the thread that owns the recording, in
-            seconds.
+        background: Does the rest of the work on artifacts.
+        done: Called with the status of an artifact that was finished in the background, or left by a stage.
+        handover_s: How long a stop on another thread waits for the owner, in seconds.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Capture:
         request: CaptureRequest,
         role: RoleConfig,
         identity: WorkerIdentity,
-        finisher: Finisher,
+        background: BackgroundWork,
         done: Callable[[Artifact], object],
         handover_s: float = HANDOVER_S,
     ) -> None:
@@ -64,37 +65,23 @@ class Capture:
         self.identity = identity
         self.roles = [identity.role]
         self.notes: list[str] = []
-        self._machine = StateMachine(TRANSITIONS, f"step {request.step}, {identity}")
+        self.state: Literal["armed", "recording", "closed"] = "armed"
         self._role = role
         self._handover_s = handover_s
         self._whole = role.mode == "e2e" or request.stage is not None
         self._spans = SpanLog()
         self._spans.long_stage_ended = self._stage_ended
-        self._lock = threading.RLock()
         self._recorded: OpenSpan | None = None
-        self._owner = OwnerThread()
-        self._ledger = ArtifactLedger(request, finisher, done)
+        self._owner = 0
+        self._stop_asked = False
+        self._stopped = threading.Event()
         self._stages: list[StageSpan] = []
         self._occurrences: Counter[str] = Counter()
         self._skipped: set[str] = set()
         self._anchors = [clock.read_anchor()]
-        self._cost = CostMeter()
         self._unrecorded = unrecorded_trajectories()
         self._given = given_devices()
-        self._tools = RunningTools(
-            request,
-            role,
-            identity,
-            ledger=self._ledger,
-            cost=self._cost,
-            spans=self._spans,
-            lock=self._lock,
-        )
-
-    @property
-    def state(self) -> State:
-        """State of the capture."""
-        return self._machine.state
+        self._tools = Recordings(request, role, identity, self._spans, background, done)
 
     def open(self) -> list[Artifact]:
         """Start recording, or arm; return the expected artifacts, as far as they are known.
@@ -104,13 +91,11 @@ class Capture:
         """
         if self.request.keep:
             Path(self.request.folder).mkdir(parents=True, exist_ok=True)
-        if not self._whole:
-            self._machine.move(Event.ARM)
-            return []
-        self._owner.claim()
-        self._tools.start(self.request.stage, self.request.occurrence)
-        self._machine.move(Event.START)
-        return self._ledger.artifacts()
+        if self._whole:
+            self._owner = threading.get_native_id()
+            self._tools.start(self.request.stage, self.request.occurrence)
+            self.state = "recording"
+        return self._tools.artifacts()
 
     @property
     def sink(self) -> StageSink:
@@ -120,24 +105,25 @@ class Capture:
 
     def close(self) -> CaptureResult:
         """Stop recording and return the result, of which the tools' errors are a part."""
-        try:
-            self._on_owner_thread(self._stop_for_good)
-        except CaptureStateError as error:
-            self._give_up(str(error))
+        if problem := self._stop_on_owner_thread():
+            logger.error("%s: %s", self.identity, problem)
+            with self._tools.lock:
+                self._tools.give_up(problem)
+                self._stop_for_good()
         self._anchors.append(clock.read_anchor())
         return self._result()
 
     def step(self) -> None:
         """Note that a mini-batch is done."""
-        self._owner.serve()
+        self._serve()
         self._tools.step()
         self._end_what_is_too_large()
 
     def begin(self, name: str) -> None:
         """Begin a stage; in discrete mode, start the tools for it."""
-        if self._owner.waiting:
-            self._owner.serve()
-        records = self.state is State.ARMED and self._begin_recorded_stage(name)
+        if self._stop_asked:
+            self._serve()
+        records = self.state == "armed" and self._begin_recorded_stage(name)
         span = self._spans.begin(name)
         if records:
             self._recorded = span
@@ -147,14 +133,14 @@ class Capture:
     def end(self, name: str, failed: bool) -> None:
         """End a stage; in discrete mode, stop the tools that were started for it."""
         span = self._spans.end(name, failed)
-        if self._owner.waiting:
-            self._owner.serve()
+        if self._stop_asked:
+            self._serve()
         if span is not None and span is self._recorded and self._may_stop_here():
-            with self._lock:
+            with self._tools.lock:
                 self._stop_tools()
                 self._recorded = None
-                if self.state is State.RECORDING:
-                    self._machine.move(Event.STAGE_END)
+                if self.state == "recording":
+                    self.state = "armed"
 
     def _selects(self, name: str) -> bool:
         return self._role.stages is None or name in self._role.stages
@@ -176,7 +162,7 @@ class Capture:
 
     def _skip(self, name: str) -> None:
         """Say, once of each stage, that it was not recorded because another thread's or task's was."""
-        with self._lock:
+        with self._tools.lock:
             if name in self._skipped:
                 return
             self._skipped.add(name)
@@ -186,38 +172,32 @@ class Capture:
             reason = f"stage {other!r} of another thread or task was being recorded; a process records one"
             self._tools.skip(name, self._occurrences[name], reason)
 
-    def _may_stop_here(self) -> bool:
-        return self._owner.is_current() or self._tools.any_thread
-
     def _begin_recorded_stage(self, name: str) -> bool:
         """Start the tools if the stage is selected and no other thread did; return whether."""
         if not self._selects(name):
             return False
-        with self._lock:
-            if self.state is not State.ARMED:
+        with self._tools.lock:
+            if self.state != "armed":
                 return False
             self._occurrences[name] += 1
+            self._owner = threading.get_native_id()
             try:
-                self._owner.claim()
                 self._tools.start(name, self._occurrences[name])
             except Exception:
-                self._machine.move(Event.FAIL)
                 return False
-            self._machine.move(Event.STAGE_BEGIN)
+            self.state = "recording"
             return True
 
     def _stop_for_good(self) -> None:
-        with self._lock:
+        with self._tools.lock:
             self._stop_tools()
-            if self.state is not State.IDLE:
-                self._machine.move(Event.STOP)
+            self.state = "closed"
 
     def _stop_tools(self) -> None:
-        with self._lock:
-            self._spans.stop_marking()
-            if self._whole:
-                self._stages += self._spans.close()
-            self._tools.stop()
+        self._spans.stop_marking()
+        if self._whole:
+            self._stages += self._spans.close()
+        self._tools.stop()
 
     def _stage_ended(self, stage: str) -> None:
         if self._whole:  # else the recording ends now anyway
@@ -228,42 +208,42 @@ class Capture:
         if self._may_stop_here():
             self._tools.end_what_is_too_large()
 
-    def _give_up(self, reason: str) -> None:
-        """Discard recordings that cannot be stopped properly, so that the process can record again."""
-        logger.error("%s: %s", self.identity, reason)
-        with self._lock:
-            self._tools.give_up(reason)
+    def _may_stop_here(self) -> bool:
+        return self._owner == threading.get_native_id() or self._tools.any_thread
+
+    def _serve(self) -> None:
+        """Stop, if that was asked for on another thread, and this one may."""
+        if self._stop_asked and self._may_stop_here():
+            self._stop_asked = False
             self._stop_for_good()
+            self._stopped.set()
 
-    def _on_owner_thread(self, action: Callable[[], None]) -> None:
-        """Run ``action`` here, or on the thread that owns the recording if a tool requires that.
-
-        Raises:
-            CaptureStateError: That thread did not run it.
-        """
-        deadline = time.monotonic() + self._handover_s
+    def _stop_on_owner_thread(self) -> str:
+        """Stop here, or wait for the thread that owns the recording; return why neither was possible."""
+        deadline_s = time.monotonic() + self._handover_s
         while True:
-            with self._lock:  # a stage may be starting a recording on another thread
+            with self._tools.lock:  # a stage may be starting a recording on another thread
                 if self._may_stop_here():
-                    action()
-                    return
-            left_s = max(deadline - time.monotonic(), 0.0)
-            try:
-                self._owner.hand_over(action, min(left_s, LOOK_AGAIN_S))
-                return
-            except OwnerAbsentError as absence:
-                alive = self._owner.is_alive()
-                if alive and left_s:
-                    continue
-                why = f"which passed no stage for {self._handover_s:.1f} s" if alive else "which has ended"
-                raise CaptureStateError(
-                    f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
-                    f"started recording, {why} ({self.identity}); start and stop on one thread"
-                ) from absence
+                    self._stop_for_good()
+                    return ""
+                self._stop_asked = True
+            if self._stopped.wait(LOOK_AGAIN_S):
+                return ""
+            tasks = Path("/proc/self/task")  # by its native id, because Python's own are reused at once
+            ended = tasks.exists() and not (tasks / str(self._owner)).exists()
+            if not ended and time.monotonic() < deadline_s:
+                continue
+            with self._tools.lock:
+                self._stop_asked = False
+            why = "which has ended" if ended else f"which passed no stage for {self._handover_s:.1f} s"
+            return (
+                f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
+                f"started recording, {why} ({self.identity}); start and stop on one thread"
+            )
 
     def _result(self) -> CaptureResult:
         stages = self._stages if self._whole else self._spans.close()
-        artifacts = self._ledger.artifacts()
+        artifacts = self._tools.artifacts()
         status, reason = worst_fate(artifacts)
         if status == "ok" and self._tools.truncated:
             status, reason = "truncated", self._tools.truncated
@@ -291,8 +271,8 @@ class Capture:
             notes=[*self.notes, *self._spans.notes(), *self._trajectory_notes()],
             metrics=self._tools.metrics,
             anchors=self._anchors,
-            cost=self._cost.cost(),
-            tool_spans=self._cost.spans,
+            cost=self._tools.cost.cost(),
+            tool_spans=self._tools.cost.spans,
             cores=os.cpu_count() or 0,
             devices=used_devices() or self._given,
         )

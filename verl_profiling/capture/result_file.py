@@ -13,7 +13,6 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.metrics import finite_numbers
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, CaptureStatus, worst_fate
-from verl_profiling.remote import RemoteFolder
 from verl_profiling.run_files import RESULT_SUFFIX, write_json_atomically
 from verl_profiling.settings.config import RoleConfig
 
@@ -69,6 +68,10 @@ class ResultFile:
         """Return whether this is the result of a capture that was stopped; ``None`` for any."""
         own = self.request.capture_id
         return bool(own) and self._window.stopped and capture_id in (None, own)
+
+    def is_settled(self) -> bool:
+        """Return whether no artifact waits for this process; one with a reason is collected by a command."""
+        return not any(one.status == "pending" and not one.reason for one in self.result.artifacts)
 
     def close(self, result: CaptureResult) -> CaptureResult:
         """Write the result of the stopped capture; return it."""
@@ -128,8 +131,7 @@ class ResultFile:
             write_json_atomically(path, result, durable=result.stopped)
             pending = any(artifact.status == "pending" for artifact in result.artifacts)
             if upload and request.upload is not None and not pending:
-                RemoteFolder(request.upload.url).put(path, path.name)
-                path.unlink()
+                request.upload.move(path, path.name)
         except FileNotFoundError:
             logger.info("%s is gone, so the result of %s is not kept", path.parent, result.name)
         except Exception as error:  # each file system raises errors of its own

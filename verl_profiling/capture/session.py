@@ -12,17 +12,21 @@ import multiprocessing
 import multiprocessing.util
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from verl_profiling import clock, termination
-from verl_profiling.afterwards.hooks import FinishHooks
-from verl_profiling.capture.background import Finisher
+from verl_profiling.capture.after import AfterHooks
 from verl_profiling.capture.capture import HANDOVER_S, Capture
-from verl_profiling.capture.messages import Aim, CaptureRequest, StartReply, StartStatus, StopReply
-from verl_profiling.capture.replies import (
+from verl_profiling.capture.finishing import BackgroundWork
+from verl_profiling.capture.messages import (
+    Aim,
+    CaptureRequest,
+    StartReply,
+    StartStatus,
+    StopReply,
     cannot_be_had,
     not_set_up,
     nothing_to_stop,
@@ -32,10 +36,9 @@ from verl_profiling.capture.replies import (
 )
 from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile
 from verl_profiling.capture.stage import Both, Stage, StageSink
-from verl_profiling.capture.states import State
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureResult
+from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.role import TRAJECTORIES
 from verl_profiling.settings.watch import WatchOptions
@@ -75,8 +78,8 @@ class Session:
         self._configs: dict[str, ProfilingConfig] = {}
         self._prepared: set[Tool] = set()
         self._lock = threading.RLock()
-        self._finisher = Finisher()
-        self._hooks = FinishHooks({})
+        self._background = BackgroundWork("finisher")
+        self._hooks = AfterHooks({})
         self._finish_s = 0.0
         self._said_nothing_to_stop = False
         self._handover_s = HANDOVER_S
@@ -97,7 +100,7 @@ class Session:
                 atexit.register(self.leave)
                 if multiprocessing.parent_process() is not None:  # forked, it runs no others
                     multiprocessing.util.Finalize(None, self.leave, exitpriority=100)
-                self._hooks = FinishHooks(config.after)
+                self._hooks = AfterHooks(config.after)
             self._configs[identity.name] = config
             self.keep_every_step(config.watch)
             if self.ring is not None and TRAJECTORIES in config.tool_names(identity.role):
@@ -152,13 +155,13 @@ class Session:
             try:
                 role = self._role(identity, request.aim)
             except ConfigError as error:
-                return self._reply(identity, "refused", received_ns, reason=cannot_be_had(request, error))
+                return start_reply(identity, "refused", received_ns, reason=cannot_be_had(request, error))
             if not role.enable:
                 reason = switched_off(identity) if request.aim is None else "not asked for"
-                return self._reply(identity, "skipped", received_ns, reason=reason)
+                return start_reply(identity, "skipped", received_ns, reason=reason)
             if not role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
                 self._hooks.begun(request, identity, recorded=False)
-                return self._reply(identity, "skipped", received_ns, reason="not selected")
+                return start_reply(identity, "skipped", received_ns, reason="not selected")
             if self._capture is not None:
                 if self._capture.request.capture_id == request.capture_id:
                     return self._join(self._capture, request, identity, received_ns)
@@ -167,17 +170,17 @@ class Session:
                 try:
                     self._prepare(role)
                 except ToolUnavailableError as error:
-                    return self._reply(identity, "refused", received_ns, reason=cannot_be_had(request, error))
+                    return start_reply(identity, "refused", received_ns, reason=cannot_be_had(request, error))
             file = self._file.opened(request, role, identity)
-            capture = Capture(request, role, identity, self._finisher, file.finished, self._handover_s)
+            capture = Capture(request, role, identity, self._background, file.finished, self._handover_s)
             expected = capture.open()
             self._capture, self._file = capture, file
             termination.hold()
             clock.hold()
             self._pass_stages_to(capture)
             self._hooks.begun(request, identity)
-            status: StartStatus = "armed" if capture.state is State.ARMED else "recording"
-        return self._reply(identity, status, received_ns, expected=expected)
+            status: StartStatus = "armed" if capture.state == "armed" else "recording"
+        return start_reply(identity, status, received_ns, expected=expected)
 
     def stop(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         """Stop the open capture.
@@ -206,9 +209,9 @@ class Session:
                     self._said_nothing_to_stop = True
                     logger.warning("%s", result.reason)
         ended = result.capture_id if capture_id is None else capture_id
-        self._hooks.ended(ended, lambda: self._finisher.is_done(ended))
+        self._hooks.ended(ended, self._file.is_settled)
         if finish_s:
-            self._finisher.drain(finish_s)
+            self._background.drain(finish_s)
             if capture_id is None:
                 self._hooks.train_ends()
                 self._hooks.drain(self._hooks.longest_s)
@@ -249,7 +252,7 @@ class Session:
                     capture.request.step,
                 )
                 self._close(capture)
-        if not self._finisher.drain(self._finish_s):
+        if not self._background.drain(self._finish_s):
             logger.error(
                 "artifacts were still being compressed after %.0f s; they stay uncompressed", self._finish_s
             )
@@ -306,17 +309,7 @@ class Session:
                     f"role {identity.role} is recorded as {capture.identity.name}, whose process it shares, "
                     f"with the settings of role {capture.identity.role}: its own {unused} is not used"
                 )
-        return self._reply(capture.identity, "joined", received_ns)
-
-    def _reply(
-        self,
-        identity: WorkerIdentity,
-        status: StartStatus,
-        received_ns: int,
-        reason: str = "",
-        expected: Sequence[Artifact] = (),
-    ) -> StartReply:
-        return start_reply(identity, status, received_ns, reason=reason, expected=expected)
+        return start_reply(capture.identity, "joined", received_ns)
 
 
 def _differences(role: RoleConfig, other: RoleConfig) -> str:

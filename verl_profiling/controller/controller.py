@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock, termination
-from verl_profiling.afterwards.hooks import FinishHooks
 from verl_profiling.aim import Aim
+from verl_profiling.capture.after import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import process_session
 from verl_profiling.capture.stage import SpanLog, StageSink
@@ -75,7 +75,7 @@ class Controller:
         self._roster = Roster(config)
         self._folders = StepFolders(config)
         self._retention = Retention(config.limits.keep_last)
-        self._hooks = FinishHooks(config.after)
+        self._hooks = AfterHooks(config.after)
         self.decisions = Decisions(config.schedule)
         self._decision: Decision | None = None
         self._scheduled = config.schedule.action

@@ -6,21 +6,23 @@ The files of a step wait in a folder of this host. The manifest goes last; what 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from verl_profiling.afterwards.background import BackgroundWork
-from verl_profiling.afterwards.uploads import Retries, remove_empty
+from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import safe_name
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, RunInfo
-from verl_profiling.remote import RemoteFolder, put_again
+from verl_profiling.remote import RemoteFolder, copy_line
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
@@ -77,23 +79,16 @@ def in_time(function: Callable[[], T], timeout_s: float) -> T:
     Raises:
         TimeoutError: It takes longer.
     """
-    done: list[T] = []
-    failed: list[BaseException] = []
+    answer: Future[T] = Future()
 
     def call() -> None:
         try:
-            done.append(function())
+            answer.set_result(function())
         except BaseException as error:
-            failed.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=call, name="remote-run", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if failed:
-        raise failed[0]
-    if not done:
-        raise TimeoutError(f"no answer within {timeout_s:g} s")
-    return done[0]
+    threading.Thread(target=call, name="remote-run", daemon=True).start()
+    return answer.result(timeout_s)
 
 
 class RemoteRun:
@@ -116,51 +111,29 @@ class RemoteRun:
 
     def publish(self, folder: Path | None = None) -> None:
         """Upload, in the background, the run's files, and the manifest of a step as it is by then."""
-        manifest = folder / MANIFEST_NAME if folder is not None else self.folder
-        if manifest in self._queued:
-            return
-        self._queued.add(manifest)
-        retries = Retries(self._retry_s)
+        names = (RUN_NAME, OLDER_WATCH_LOG, WATCH_LOG)
+        wanted = [*(self.folder / name for name in names), *([folder / MANIFEST_NAME] if folder else ())]
+        for path in wanted:
+            if path.exists() and path not in self._queued:
+                self._queued.add(path)
+                self._background.submit(partial(self._put, path))
 
-        def work() -> float | None:
-            self._queued.discard(manifest)
-            try:
-                self._put_run_files()
-                if folder is not None:
-                    self._put(RemoteFolder(f"{self.url}/{folder.name}"), manifest)
-            except Exception as error:  # each file system raises errors of its own
-                wait_s = retries.next_s()
-                if wait_s is None:
-                    logger.error(
-                        "%s was not uploaded to %s: %s: %s; it stays in %s",
-                        *(manifest.name, self.url, type(error).__name__, error, manifest.parent),
-                    )
-                return wait_s
-            return None
-
-        self._background.submit(work)
-
-    def _put_run_files(self) -> None:
-        remote = RemoteFolder(self.url)
-        if (self.folder / RUN_NAME).exists():
-            self._put(remote, self.folder / RUN_NAME)
-        for name in (OLDER_WATCH_LOG, WATCH_LOG):
-            if (self.folder / name).exists():
-                self._put(remote, self.folder / name)
-
-    def _put(self, remote: RemoteFolder, path: Path) -> None:
-        """Upload a file as it is now; it may be written again meanwhile."""
-        copy = path.with_name(f".{path.name}.upload")
-        shutil.copyfile(path, copy)
+    def _put(self, path: Path) -> None:
+        self._queued.discard(path)
+        inside = path.parent.relative_to(self.folder).as_posix()
         try:
-            remote.put(copy, path.name)
-            self._sent[path] = copy.stat().st_size
-        finally:
-            copy.unlink()
+            size = path.stat().st_size
+            RemoteFolder(self.url).put(path, f"{inside}/{path.name}".removeprefix("./"), self._retry_s)
+            self._sent[path] = size
+        except Exception as error:  # each file system raises errors of its own
+            logger.error(
+                "%s was not uploaded to %s: %s: %s; it stays in %s",
+                *(path.name, self.url, type(error).__name__, error, path.parent),
+            )
 
     def drain(self, timeout_s: float) -> None:
-        """Wait for the uploads; their thread ends with them."""
-        if not self._background.close(timeout_s):
+        """Wait for the uploads."""
+        if not self._background.drain(timeout_s):
             logger.error("uploads to %s were not done after %g s", self.url, timeout_s)
 
     def leave(self) -> None:
@@ -168,8 +141,10 @@ class RemoteRun:
         for path, size in self._sent.items():
             if path.exists() and path.stat().st_size == size:
                 path.unlink()
-        if not remove_empty(self.folder):
+        if any(names for _, _, names in os.walk(self.folder)):  # whose folders others may remove meanwhile
             logger.error(
                 "files of run %s wait in %s. To upload them: %s",
-                *(self.url, self.folder, put_again(self.folder, self.url)),
+                *(self.url, self.folder, copy_line(self.folder, self.url)),
             )
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)

@@ -17,12 +17,11 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.afterwards.uploads import Upload
 from verl_profiling.controller.remote_run import RemotePlace, RemoteRun, in_time
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RUN_NAME, RunInfo
-from verl_profiling.remote import RemoteFolder
+from verl_profiling.remote import RemoteFolder, Upload
 from verl_profiling.run_files import read_run, write_json_atomically, write_json_exclusively
 from verl_profiling.settings.config import ProfilingConfig
 

@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.capture.replies import cannot_be_had, start_reply
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, cannot_be_had, start_reply
 from verl_profiling.capture.result_file import NOT_STOPPED
 from verl_profiling.capture.session import process_session
 from verl_profiling.engines.request_log import RequestLog

@@ -16,12 +16,18 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.afterwards.hooks import FinishHooks
-from verl_profiling.afterwards.uploads import uploaded
-from verl_profiling.capture.background import Finisher
-from verl_profiling.capture.cost import CostMeter
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.capture.replies import cannot_be_had, nothing_to_stop, start_reply, stop_reply
+from verl_profiling.capture.after import AfterHooks
+from verl_profiling.capture.finishing import BackgroundWork, finish
+from verl_profiling.capture.messages import (
+    CaptureRequest,
+    StartReply,
+    StopReply,
+    cannot_be_had,
+    nothing_to_stop,
+    start_reply,
+    stop_reply,
+)
+from verl_profiling.capture.recordings import CostMeter
 from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile
 from verl_profiling.devices import Device
 from verl_profiling.engines.adapter import EngineAdapter, EngineTool
@@ -74,8 +80,8 @@ class EngineRecorder:
         self._halting: asyncio.Task[None] | None = None
         self._file = ResultFile()
         self._starting = asyncio.Lock()
-        self._finisher = Finisher()
-        self._hooks = FinishHooks(config.after)
+        self._background = BackgroundWork("finisher")
+        self._hooks = AfterHooks(config.after)
 
     async def start(self, request: CaptureRequest) -> StartReply:
         """Start a capture, or join it if it runs already.
@@ -122,9 +128,9 @@ class EngineRecorder:
         else:
             result = nothing_to_stop(self._identity, capture_id, window.request if window else None)
         ended = result.capture_id if capture_id is None else capture_id
-        self._hooks.ended(ended, lambda: self._finisher.is_done(ended))
+        self._hooks.ended(ended, self._file.is_settled)
         if finish_s:
-            await asyncio.to_thread(self._finisher.drain, finish_s)
+            await asyncio.to_thread(self._background.drain, finish_s)
             if capture_id is None:
                 self._hooks.train_ends()
                 await asyncio.to_thread(self._hooks.drain, self._hooks.longest_s)
@@ -160,7 +166,7 @@ class EngineRecorder:
             recording = TraceRecording(self._engine, self._tool, self._identity, request, ranks)
         window = _Window(request, role, recording, file)
         try:
-            with window.meter.starting(request.stage):
+            with window.meter.measured("start", request.stage):
                 await while_alive(self._engine, self._engine.start(recording.label))
         except BaseException:
             recording.drop()
@@ -193,7 +199,7 @@ class EngineRecorder:
         return self._halting
 
     async def _stop_engine(self, window: _Window) -> None:
-        with window.meter.stopping(window.request.stage):
+        with window.meter.measured("stop", window.request.stage):
             await while_alive(self._engine, self._engine.stop())
 
     async def _closed(self, window: _Window, failed: str = "") -> CaptureResult:
@@ -242,19 +248,24 @@ class EngineRecorder:
 
     def _artifacts(self, window: _Window, problem: str) -> list[Artifact]:
         """Move what was recorded into the step folder; return all expected artifacts with their status."""
-        request, artifacts = window.request, []
+        request = window.request
         try:
             outputs = window.recording.gather(window.end_ns, problem)
         except OSError as error:
             logger.error("%s: step %d: %s", self._identity, request.step, error)
             window.recording.drop()
             return window.failed(f"{self._engine.name} recorded it, but it cannot be moved: {error}")
-        for output in outputs:
-            artifact, finish = uploaded(output, request.folder, request.upload)
-            artifacts.append(artifact)
-            if finish is not None:
-                self._finisher.submit(request.capture_id, artifact, finish, window.file.finished)
-        return artifacts
+        return [
+            finish(
+                output,
+                self._background,
+                folder=request.folder,
+                upload=request.upload,
+                complete=lambda artifact: artifact,
+                done=window.file.finished,
+            )
+            for output in outputs
+        ]
 
     def _result(self, window: _Window, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
         status, reason = worst_fate(artifacts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ _ROLES = {
 }
 _TOOLS = ("torch", "torch_memory", "npu", "nsys")
 _ALWAYS = "always so: every artifact is in the folder of its step"
+_FINISH_ENVIRONMENT = 'VERL_PROFILE_SAVE_PATH="$VERL_PROFILING_RUN" ' + " ".join(
+    f'VERL_PROFILE_{name}="$VERL_PROFILING_{name}"' for name in ("RANK", "PID", "ROLE")
+)
 _FINISH_HOOK = ("finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks")
 _HOOKED_ROLES = ("actor", "ref", "critic")
 
@@ -269,15 +273,9 @@ class _Bridge:
             block = self._roles.get(role, {})
             if not (block.get("enable") and (command := block.get("finish_hook_cmd"))):
                 continue
+            names = f"export VERL_PROFILE_TOOL={shlex.quote(str(block.get('tool')))} {_FINISH_ENVIRONMENT}"
             hook = {
-                "command": ["/bin/sh", "-c", _literally(command)],
-                "environment": {
-                    "VERL_PROFILE_SAVE_PATH": "{run}",
-                    "VERL_PROFILE_TOOL": _literally(str(block.get("tool"))),
-                    "VERL_PROFILE_RANK": "{rank}",
-                    "VERL_PROFILE_PID": "{pid}",
-                    "VERL_PROFILE_ROLE": "{role}",
-                },
+                "command": ["/bin/sh", "-c", f"{names}\n{command}"],
                 "when": "last",
                 "ranks": EVERY_RANK
                 if block.get("finish_hook_all_ranks")
@@ -298,8 +296,3 @@ def _plays(config: Any, role: str) -> bool:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
     return bool(need_critic(config) if role == "critic" else need_reference_policy(config))
-
-
-def _literally(text: str) -> str:
-    """Return a text in which braces are no placeholders."""
-    return text.replace("{", "{{").replace("}", "}}")

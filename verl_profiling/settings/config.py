@@ -60,7 +60,7 @@ class ProfilingConfig:
         timeouts: How long to wait for workers.
         limits: What captures may take of disk and memory.
         remote: How a run is written whose ``save_path`` is a URL.
-        after: Commands and functions that run once a capture is written, by names of your choice.
+        after: Commands that run once a capture is written, by names of your choice.
         watch: What is kept of every step, and whether captures may be asked for while the run goes on.
     """
 
@@ -113,8 +113,6 @@ class ProfilingConfig:
             self.for_role(role)
         if self.is_remote:
             self._check_remote()
-        for name, hook in self.after.items():
-            hook.check_callable(f"after.{name}.callable")
 
     @property
     def is_remote(self) -> bool:

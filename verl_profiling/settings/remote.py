@@ -36,6 +36,4 @@ class RemoteOptions:
     @property
     def staging_folder(self) -> Path:
         """The folder on this host."""
-        if self.staging is not None:
-            return Path(self.staging)
-        return Path(tempfile.gettempdir()).absolute() / f"verl-profiling-{os.getuid()}"
+        return Path(self.staging or f"{tempfile.gettempdir()}/verl-profiling-{os.getuid()}").absolute()

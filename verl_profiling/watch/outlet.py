@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from verl_profiling.afterwards.background import BackgroundWork
+from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.step_account import StepAccount
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch.log_writer import LogWriter
@@ -21,7 +21,6 @@ __all__ = ["Outlet"]
 logger = logging.getLogger(__name__)
 
 _MOST_PENDING = 1000
-_IDLE_S = 0.05
 
 
 class Outlet:
@@ -42,7 +41,7 @@ class Outlet:
         self._log = LogWriter(log) if log is not None else None
         self._sinks: dict[str, Sink] | None = None
         self._waiting: deque[StepAccount] = deque(maxlen=_MOST_PENDING)
-        self._work = BackgroundWork("watch", _IDLE_S)
+        self._work = BackgroundWork("watch")
         self._pending = 0
         self._lock = threading.Lock()
         self._complained = False

@@ -8,8 +8,14 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.capture.replies import not_set_up, start_reply, switched_off
+from verl_profiling.capture.messages import (
+    CaptureRequest,
+    StartReply,
+    StopReply,
+    not_set_up,
+    start_reply,
+    switched_off,
+)
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.ranks import process_rank

@@ -8,8 +8,16 @@ from typing import Any, ClassVar
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
-from verl_profiling.capture.replies import not_set_up, skipped, start_reply, stop_reply, switched_off
+from verl_profiling.capture.messages import (
+    CaptureRequest,
+    StartReply,
+    StopReply,
+    not_set_up,
+    skipped,
+    start_reply,
+    stop_reply,
+    switched_off,
+)
 from verl_profiling.capture.session import process_session
 from verl_profiling.engines.factory import ENGINES, make_recorder, node_rank_of
 from verl_profiling.engines.in_process import SessionRecorder
