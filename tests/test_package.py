@@ -27,7 +27,7 @@ HEAVY = (
 
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
-    ("errors", "clock", "devices", "termination", "aim", "trigger", "units"),
+    ("errors", "clock", "devices", "termination", "background", "aim", "trigger", "units"),
     ("named_files", "visible", "event_file"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
@@ -56,8 +56,14 @@ SHARED = (
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.
 DOCTOR = ("doctor", "plan", "commands.doctor", "commands.plan")
-# The loop knows the messages to workers; in its own process the stages, the session and the numbers.
-TOLD_THE_CONTROLLER = ("capture.messages", "capture.metrics", "capture.session", "capture.stage")
+# The loop knows the messages to workers; in its own process the stages, the session, the numbers, the hooks.
+TOLD_THE_CONTROLLER = (
+    "capture.after",
+    "capture.messages",
+    "capture.metrics",
+    "capture.session",
+    "capture.stage",
+)
 
 
 def module_of(path: Path) -> str:

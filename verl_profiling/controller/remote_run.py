@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from verl_profiling.capture.finishing import BackgroundWork
+from verl_profiling.background import BackgroundWork
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import safe_name
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, RunInfo

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from verl_profiling.capture.finishing import BackgroundWork
+from verl_profiling.background import BackgroundWork
 from verl_profiling.step_account import StepAccount
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch.log_writer import LogWriter
