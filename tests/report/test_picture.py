@@ -80,8 +80,8 @@ def test_workers_without_a_trace_have_a_lane(report: Report) -> None:
     ]
 
 
-def test_a_report_of_an_older_version_has_a_picture(report: Report) -> None:
-    """Without the curves that it does not hold."""
+def test_a_curve_without_anything_in_it_is_empty(report: Report) -> None:
+    """The page is smaller for it."""
     old = [msgspec.structs.replace(row, communication_load=[]) for row in report.workers]
     found = picture(msgspec.structs.replace(report, workers=old, running=[], timeline_begin_ns=None))
     assert found["running"] == {}

@@ -17,7 +17,7 @@ from verl_profiling.units import duration
 
 __all__ = ["page_title", "render_html", "summary"]
 
-_SCRIPTS = ("tip.js", "scale.js", "lanes.js", "pointer.js", "selection.js", "picture.js", "tail.js")
+_SCRIPTS = ("picture.js",)
 _WHERE = 3
 
 
@@ -96,7 +96,6 @@ def _picture(report: Report) -> str:
     return section(
         "Lanes over time",
         '<div id="tools" class="tools"></div><div id="picture" class="picture"></div>'
-        '<p id="selected" class="note" aria-live="polite"></p>'
         f'<p id="view" class="note" hidden>Every kernel on one timeline: run <code>{command}</code>; '
         "this page then links into it.</p>"
         "<noscript><p>A script draws the picture; the tables below need none.</p></noscript>",

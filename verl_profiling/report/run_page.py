@@ -35,7 +35,7 @@ from verl_profiling.watch_log import LoggedStep
 __all__ = ["RUN_PAGE", "render_run", "runs_of"]
 
 RUN_PAGE = "index.html"
-_SCRIPTS = ("tip.js", "trend.js")
+_SCRIPTS = ("trend.js",)
 
 
 class _Ran(NamedTuple):

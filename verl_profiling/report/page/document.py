@@ -15,7 +15,7 @@ from verl_profiling.report.sentences import Figure
 __all__ = ["document", "figures_section"]
 
 _LIBRARY = "d3.min.js"
-_SHARED = ("theme.js", "tables.js", "format.js", "width.js")
+_SHARED = ("common.js", "tables.js")
 
 
 def document(title: str, subtitle: str, sections: str, data: Any, scripts: Sequence[str]) -> str:

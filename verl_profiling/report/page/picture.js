@@ -1,220 +1,293 @@
-// The picture of the step: lanes below each other on one time axis.
-function makePicture(container) {
-  const rows = element("div", { className: "rows", tabIndex: -1 });
+// The picture of the step: lanes below each other on one time axis, stages above their load.
+const FOLDED_FROM = 9; // lanes of a role
+const SHOWN_OUTLIERS = 5;
+const [BAR, STRIP, LOAD, CURVE] = [20, 4, 18, 34]; // heights: a stage, a nested one, load, requests
+const TALL_LOAD = 40; // where there are few lanes
+const FEW_LANES = 6;
+const SHORTEST_US = 10; // what fills the picture at the closest zoom
+const spans = data.groups.flatMap((group) => group.lanes.flatMap((lane) => lane.spans));
+
+function rowsOf(group, unfolded) {
+  const large = group.lanes.length >= FOLDED_FROM;
+  const [standing, rest] = [true, false].map((wanted) => group.lanes.filter((lane) => Boolean(lane.stands_out) === wanted));
+  const lanes = !large ? group.lanes : unfolded ? [...standing, ...rest] : standing.slice(0, SHOWN_OUTLIERS);
+  const rows = lanes.map((lane) => ({ kind: "lane", group, lane, spans: lane.spans, ...curves(lane) }));
+  if (large) rows.unshift({ kind: "group", group, spans: group.envelope, ...curves(group) });
+  const running = requestsOf(group, data.running);
+  if (running.length) rows.push({ kind: "running", group, spans: [], load: [], running, queued: requestsOf(group, data.queued) });
+  const few = d3.sum(data.groups, (each) => each.lanes.length) <= FEW_LANES;
+  for (const row of rows) {
+    row.levels = 1 + Math.max(-1, ...row.spans.map((span) => span.row));
+    row.loadHeight = row.load.length ? (few ? TALL_LOAD : LOAD) : 0;
+    row.height = row.kind === "running" ? CURVE : row.levels * BAR + row.loadHeight + 4;
+  }
+  return rows;
+}
+
+// A curve without anything in it is empty in the data.
+function curves({ load, communication, waiting }) {
+  const whole = (curve) => load.map((_, part) => curve[part] ?? 0);
+  return { load, communication: whole(communication), waiting: whole(waiting) };
+}
+
+// The sum over the replicas of a group; empty if none of them tells.
+function requestsOf(group, all) {
+  const known = [...new Set(group.lanes.map((lane) => lane.worker))].map((name) => all[name]).filter((curve) => curve?.length);
+  return known.length ? known[0].map((_, part) => d3.sum(known, (curve) => curve[part])) : [];
+}
+
+function drawRow(row, svg, x, width) {
+  const drawing = d3.select(svg).attr("width", width).attr("height", row.height);
+  drawing.selectAll("g.stage").data(row.spans).join((enter) => enterBar(enter, row))
+    .each(function place(span) { placeBar(d3.select(this), row, span, x, width); });
+  if (row.load.length) {
+    const y = (share) => row.levels * BAR + 2 + row.loadHeight * (1 - share / 100);
+    const alone = row.load.map((share, part) => share - row.communication[part]);
+    const working = row.load.map((share, part) => share - row.waiting[part]);
+    drawArea(drawing, "compute", alone.map(() => 0), alone, x, y);
+    drawArea(drawing, "communication", alone, working, x, y);
+    drawArea(drawing, "waiting", working, row.load, x, y);
+  } else if (row.kind === "running") {
+    const most = Math.max(d3.max(row.running), 1);
+    const y = (count) => CURVE - 2 - (count / most) * (CURVE - 6);
+    for (const name of ["running", "queued"]) drawArea(drawing, name, row[name].map(() => 0), row[name], x, y);
+  }
+}
+
+function drawArea(drawing, name, low, high, x, y) {
+  if (!high.length) return;
+  const ends = [...high.keys(), high.length - 1];
+  const shape = d3.area().curve(d3.curveStepAfter).x((_, at) => x((at * data.span_us) / high.length)).y0((part) => y(low[part])).y1((part) => y(high[part]));
+  drawing.selectAll(`path.${name}`).data([ends]).join("path").attr("class", name).attr("d", shape);
+}
+
+function enterBar(enter, row) {
+  const bar = enter.append("g").attr("class", (span) => `stage ${data.stages[span.stage].colour}${span.nested ? " nested" : ""}`);
+  bar.append("rect").attr("class", "spread");
+  if (row.kind === "group") bar.append("rect").attr("class", "together");
+  bar.append("text").text((span) => (span.nested ? "" : data.stages[span.stage].name));
+  return bar;
+}
+
+function placeBar(bar, row, span, x, width) {
+  const inside = (us) => Math.min(Math.max(x(us), -2), width + 2);
+  const [begin, end] = [inside(span.begin), inside(span.end)];
+  const seen = x(span.end) >= -1 && x(span.begin) <= width + 1;
+  bar.attr("display", seen ? null : "none");
+  if (!seen) return;
+  const y = span.row * BAR + (span.nested ? BAR - STRIP - 1 : 0);
+  bar.selectAll("rect").attr("y", y).attr("height", span.nested ? STRIP : BAR - 2);
+  bar.select(".spread").attr("x", begin).attr("width", Math.max(end - begin, 0.8));
+  bar.select(".together").attr("x", inside(span.all_in)).attr("width", Math.max(inside(span.first_out) - inside(span.all_in), 0));
+  const room = end - Math.max(begin, 0) - 8;
+  bar.select("text").attr("x", Math.max(begin, 0) + 4).attr("y", y + 12)
+    .attr("display", room > 6.4 * data.stages[span.stage].name.length ? null : "none");
+}
+
+function spanAt(row, us, level) {
+  const hits = row.spans.filter((span) => span.begin <= us && us <= span.end);
+  return hits.find((span) => !span.nested && span.row === level) ?? hits.find((span) => !span.nested) ?? hits[0];
+}
+
+function linesAt(row, span, us) {
+  const at = (curve) => curve[Math.min(Math.floor((us / data.span_us) * curve.length), curve.length - 1)];
+  const percent = (share) => `${Math.round(100 * share)} %`;
+  const where = row.kind === "lane" ? row.lane.name : `${row.group.role}, ${row.group.lanes.length} lanes`;
+  const lines = [span ? data.stages[span.stage].name : row.kind === "running" ? "requests running" : "no stage", where];
+  if (span) {
+    const took = span.end - span.begin;
+    lines.push(`${duration(took / 1e6)}, from ${duration(span.begin / 1e6)} to ${duration(span.end / 1e6)}`);
+    if (span.lanes > 1) lines.push(`the first ends it at ${duration(span.first_out / 1e6)}`);
+    if (span.busy != null && took > 0) lines.push(`busy ${percent(span.busy / took)} of it, ${percent(span.communication / took)} communication alone`);
+  }
+  if (row.load.length) {
+    const [busy, alone, waiting] = [row.load, row.communication, row.waiting].map((curve) => at(curve) / 100);
+    const waits = waiting ? `, ${percent(waiting)} of it waiting for other ranks` : "";
+    lines.push(`at ${duration(us / 1e6)}: busy ${percent(busy)}, ${percent(alone)} communication alone${waits}`);
+  }
+  if (row.kind === "running") {
+    const [running, queued] = [row.running, row.queued].map((curve) => Math.round(10 * at(curve)) / 10);
+    lines.push(`at ${duration(us / 1e6)}: ${running} requests running${row.queued.length ? `, ${queued} of them queued` : ""}`);
+  }
+  return [...lines, ...[row.lane?.shares, row.lane?.stands_out].filter(Boolean)];
+}
+
+// Perfetto ignores a range that begins before the first event of a timeline, or ends after its last.
+function timelineAddress([begin, end]) {
+  const given = new URLSearchParams(location.hash.slice(1)).get("timeline");
+  const trusted = given && (given.startsWith(`${location.origin}/#!`) || given.startsWith("https://ui.perfetto.dev/#!"));
+  if (!trusted || data.timeline_begin_ns == null || !spans.length) return null;
+  const [first, last] = [d3.min(spans, (span) => span.begin), d3.max(spans, (span) => span.end)];
+  const at = (us) => Math.round(data.timeline_begin_ns + Math.min(Math.max(us, first), last) * 1000);
+  return `${given}&visStart=${at(begin)}&visEnd=${at(end)}`;
+}
+
+function labelOf(row, unfolded, build) {
+  const label = element("div", { className: "label" });
+  if (row.kind === "running") {
+    const [running, queued] = [row.running, row.queued].map((curve) => Math.round(10 * d3.max(curve)) / 10);
+    label.append(element("small", { textContent: `requests running, peak ${running}${queued ? `, queued ${queued}` : ""}` }));
+  } else if (row.kind === "lane") {
+    label.classList.toggle("standing", Boolean(row.lane.stands_out));
+    label.append(element("bdi", { textContent: row.lane.name, title: row.lane.name }));
+    for (const said of [row.lane.stands_out, row.lane.shares]) if (said) label.append(element("small", { textContent: said }));
+  } else {
+    const { role, lanes } = row.group;
+    const open = unfolded.has(role);
+    const button = element("button", { type: "button", textContent: open ? "fold" : `all ${lanes.length}` });
+    button.setAttribute("aria-expanded", String(open));
+    button.setAttribute("aria-label", `${button.textContent} lanes of ${role}`);
+    button.addEventListener("click", () => {
+      if (!unfolded.delete(role)) unfolded.add(role);
+      build();
+      document.querySelector(`[data-role="${CSS.escape(role)}"] button`).focus();
+    });
+    label.dataset.role = role;
+    label.append(element("bdi", { textContent: `${role} × ${lanes.length}` }), button);
+  }
+  return label;
+}
+
+function makePicture(container, tools) {
+  const rows = element("div", { className: "rows", tabIndex: 0 });
   rows.setAttribute("role", "group");
   rows.setAttribute("aria-label", "Stages of every lane over time");
   const ruler = d3.select(container).append("div").attr("class", "ruler");
   const ticks = ruler.append("svg").attr("aria-hidden", "true");
   const grid = d3.select(container).append("svg").attr("class", "grid").attr("aria-hidden", "true");
   const cursor = element("div", { className: "cursor", hidden: true });
+  const link = element("a", { textContent: "timeline", title: "this range in the timeline", target: "_blank", rel: "noopener", hidden: true });
   container.append(rows, cursor);
   const tip = makeTip(container);
+  const whole = d3.scaleLinear().domain([0, data.span_us]);
   const unfolded = new Set();
-  let shown = [];
-  let selected = null;
-  const axis = makeTimeAxis(rows, data.span_us, draw);
+  let [shown, x, left, width, asked, selected] = [[], whole, 0, 0, 0, null];
+
+  const zoom = d3.zoom().clickDistance(4).filter((event) => {
+    const outwards = event.deltaY > 0 && d3.zoomTransform(rows).k <= 1;
+    if (event.type === "wheel") return event.ctrlKey || event.metaKey || (rows.contains(document.activeElement) && !outwards);
+    return !event.button && !event.target.closest(".label");
+  }).on("zoom", ({ transform }) => {
+    x = transform.rescaleX(whole);
+    cancelAnimationFrame(asked);
+    asked = requestAnimationFrame(draw);
+  });
+  const zoomed = d3.select(rows).call(zoom);
 
   function draw() {
-    const [begin, end] = axis.visible();
-    const [unit, scale] = timeUnit((end - begin) / 1e6);
-    const x = axis.x.copy().range([0, axis.width]).domain([begin / 1e6 / scale, end / 1e6 / scale]);
-    const count = Math.max(2, Math.floor(axis.width / 110));
-    const height = rows.offsetHeight;
-    ticks.attr("width", axis.width).attr("height", 22).call(d3.axisBottom(x).ticks(count).tickSizeOuter(0).tickFormat((value) => `${+value.toPrecision(9)} ${unit}`));
-    grid.style("left", `${axis.left}px`).attr("width", axis.width).attr("height", height)
-      .selectAll("line").data(x.ticks(count)).join("line").attr("x1", x).attr("x2", x).attr("y2", height);
-    for (const { row, svg } of shown) drawRow(row, svg, axis);
-    for (const { svg } of shown) {
-      d3.select(svg).selectAll("g.stage").classed("dim", (span) => selected !== null && span.stage !== selected)
-        .attr("aria-pressed", (span) => String(span.stage === selected));
-    }
-    container.dispatchEvent(new CustomEvent("range", { detail: axis.visible() }));
-  }
-
-  function label(row) {
-    if (row.kind === "running") {
-      const [running, queued] = [row.running, row.queued].map((curve) => Math.round(10 * d3.max(curve)) / 10);
-      return element("div", { className: "label" }, element("small", { textContent: queued ? `requests, peak ${running}, queued ${queued}` : `requests running, peak ${running}` }));
-    }
-    if (row.kind === "lane") {
-      const made = element("div", { className: `label${row.lane.stands_out ? " standing" : ""}`, title: row.lane.name }, element("bdi", { textContent: row.lane.name }));
-      if (row.lane.stands_out) made.append(element("small", { textContent: row.lane.stands_out }));
-      if (row.lane.shares) made.append(element("small", { textContent: row.lane.shares }));
-      return made;
-    }
-    const open = unfolded.has(row.group.role);
-    const button = element("button", { type: "button", textContent: open ? "fold" : `all ${row.group.lanes.length}` });
-    button.setAttribute("aria-expanded", String(open));
-    button.setAttribute("aria-label", `${button.textContent} lanes of ${row.group.role}`);
-    button.addEventListener("click", () => {
-      if (!unfolded.delete(row.group.role)) unfolded.add(row.group.role);
-      build();
-      rows.querySelector(`[data-role="${CSS.escape(row.group.role)}"] button`).focus();
-    });
-    const made = element("div", { className: "label" }, element("bdi", { textContent: `${row.group.role} × ${row.group.lanes.length}` }), button);
-    made.dataset.role = row.group.role;
-    return made;
+    const visible = x.domain();
+    const [unit, scale] = timeUnit((visible[1] - visible[0]) / 1e6);
+    const axis = d3.scaleLinear(visible.map((us) => us / 1e6 / scale), [0, width]);
+    const count = Math.max(2, Math.floor(width / 110));
+    const labels = d3.axisBottom(axis).ticks(count).tickSizeOuter(0).tickFormat((value) => `${+value.toPrecision(9)} ${unit}`);
+    ticks.attr("width", width).attr("height", 22).call(labels);
+    grid.style("left", `${left}px`).attr("width", width).attr("height", rows.offsetHeight)
+      .selectAll("line").data(axis.ticks(count)).join("line").attr("x1", axis).attr("x2", axis).attr("y2", rows.offsetHeight);
+    for (const { row, svg } of shown) drawRow(row, svg, (us) => x(us) - left, width);
+    d3.select(rows).selectAll("g.stage").classed("dim", (span) => selected !== null && span.stage !== selected);
+    const address = timelineAddress(visible);
+    link.hidden = !address;
+    if (address) link.href = address;
+    document.getElementById("view").hidden = Boolean(address) || data.timeline_begin_ns == null;
   }
 
   function build() {
     shown = data.groups.flatMap((group) => rowsOf(group, unfolded.has(group.role))).map((row) => {
       const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+      svg.setAttribute("aria-hidden", "true");
       const plot = element("div", { className: "plot" }, svg);
-      const node = element("div", { className: `row ${row.kind}${row.lane?.shares ? " shared" : ""}` }, label(row), plot);
+      const node = element("div", { className: `row ${row.kind}${row.lane?.shares ? " shared" : ""}` }, labelOf(row, unfolded, build), plot);
       node.setAttribute("role", "group");
       node.setAttribute("aria-label", row.lane?.name ?? row.group.role);
       return { row, svg, node, plot };
     });
     rows.replaceChildren(...shown.map(({ node }) => node));
     layout();
-    const first = rows.querySelector("g.stage");
-    first?.setAttribute("tabindex", 0);
   }
 
   function layout() {
     if (!shown.length) return;
-    const { plot } = shown[0];
-    const left = plot.getBoundingClientRect().left - rows.getBoundingClientRect().left;
-    axis.resize(left, plot.clientWidth);
+    left = shown[0].plot.getBoundingClientRect().left - rows.getBoundingClientRect().left;
+    width = shown[0].plot.clientWidth;
+    whole.range([left, left + width]);
+    const extent = [[left, 0], [left + width, 1]];
+    zoom.extent(extent).translateExtent(extent).scaleExtent([1, Math.max(data.span_us / SHORTEST_US, 1)]);
+    x = d3.zoomTransform(rows).rescaleX(whole);
     ruler.style("padding-left", `${left}px`);
     draw();
   }
 
   function select(stage) {
     selected = selected === stage ? null : stage;
+    tools.querySelectorAll(".legend button").forEach((button, at) => button.setAttribute("aria-pressed", String(at === selected)));
     draw();
-    container.dispatchEvent(new CustomEvent("stage", { detail: selected }));
-  }
-
-  function focusOn(bar) {
-    if (!bar) return;
-    rows.querySelector('g.stage[tabindex="0"]')?.setAttribute("tabindex", -1);
-    bar.setAttribute("tabindex", 0);
-    const span = d3.select(bar).datum();
-    const [begin, end] = axis.visible();
-    if (span.end < begin || span.begin > end) axis.show(span.begin - (end - begin) / 2.4, span.begin + (end - begin) / 2.4);
-    bar.removeAttribute("display");
-    bar.focus();
-  }
-
-  function neighbour(bar, key) {
-    const at = shown.findIndex(({ svg }) => svg.contains(bar));
-    const span = d3.select(bar).datum();
-    const inOrder = (svg) => [...svg.querySelectorAll("g.stage")].sort((a, b) => d3.select(a).datum().begin - d3.select(b).datum().begin);
-    if (key === "ArrowLeft" || key === "ArrowRight") {
-      const bars = inOrder(shown[at].svg);
-      return bars[bars.indexOf(bar) + (key === "ArrowRight" ? 1 : -1)];
-    }
-    const step = key === "ArrowDown" ? 1 : -1;
-    let next = at + step;
-    while (shown[next] && !shown[next].row.spans.length) next += step;
-    if (!shown[next]) return null;
-    const bars = inOrder(shown[next].svg);
-    const nearest = (each) => Math.abs(d3.select(each).datum().begin - span.begin);
-    return bars.reduce((a, b) => (nearest(b) < nearest(a) ? b : a));
-  }
-
-  function onKey(event) {
-    const bar = event.target.closest("g.stage");
-    const { key, shiftKey } = event;
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("button")) return;
-    const arrow = key.startsWith("Arrow");
-    if (key === "+" || key === "=") axis.closer();
-    else if (key === "-") axis.farther();
-    else if (key === "0" || key === "Home") axis.reset();
-    else if (arrow && shiftKey && (key === "ArrowLeft" || key === "ArrowRight")) axis.pan(key === "ArrowRight" ? 0.25 : -0.25);
-    else if (arrow && bar) focusOn(neighbour(bar, key));
-    else if (bar && (key === "Enter" || key === " ")) select(d3.select(bar).datum().stage);
-    else if (bar && key === "z") axis.show(d3.select(bar).datum().begin, d3.select(bar).datum().end);
-    else if (key === "Escape") { tip.hide(); if (selected !== null) select(selected); }
-    else return;
-    event.preventDefault();
   }
 
   function onPointer(event) {
     const found = shown.find(({ node }) => node.contains(event.target));
-    const [x, y] = d3.pointer(event, container);
-    if (!found || x < axis.left || event.pointerType === "touch") { tip.hide(); cursor.hidden = true; return; }
-    const us = Math.min(Math.max(axis.x.invert(x), 0), data.span_us);
-    const [, inside] = d3.pointer(event, found.svg);
-    const under = event.target.closest("g.stage");
-    const span = under ? d3.select(under).datum() : spanAt(found.row, us, Math.floor(inside / BAR));
-    cursor.hidden = false;
-    cursor.style.left = `${x}px`;
-    tip.show(linesAt(found.row, span, us), x, y);
+    const [at, top] = d3.pointer(event, container);
+    const hidden = !found || at < left || event.pointerType === "touch";
+    cursor.hidden = hidden;
+    if (hidden) return tip.hide();
+    const us = Math.min(Math.max(x.invert(at), 0), data.span_us);
+    const bar = event.target.closest("g.stage");
+    const span = bar ? d3.select(bar).datum() : spanAt(found.row, us, Math.floor(d3.pointer(event, found.svg)[1] / BAR));
+    cursor.style.left = `${at}px`;
+    return tip.show(linesAt(found.row, span, us), at, top);
   }
 
   rows.addEventListener("pointermove", onPointer);
   rows.addEventListener("pointerleave", () => { tip.hide(); cursor.hidden = true; });
-  rows.addEventListener("keydown", onKey);
   rows.addEventListener("click", (event) => {
     const bar = event.target.closest("g.stage");
-    if (bar) { select(d3.select(bar).datum().stage); focusOn(bar); }
-    else if (!event.target.closest("button")) rows.focus({ preventScroll: true });
+    if (bar) select(d3.select(bar).datum().stage);
+    if (!event.target.closest("button")) rows.focus({ preventScroll: true });
   });
-  rows.addEventListener("focusin", (event) => {
-    const bar = event.target.closest("g.stage");
-    const found = bar && shown.find(({ svg }) => svg.contains(bar));
-    if (!found) return;
-    const span = d3.select(bar).datum();
-    const box = bar.getBoundingClientRect();
-    const frame = container.getBoundingClientRect();
-    tip.show(linesAt(found.row, span, Math.max(span.begin, axis.visible()[0])), box.left - frame.left, box.top - frame.top);
-  });
-  rows.addEventListener("focusout", tip.hide);
-  build();
-  onWidth(container, layout);
-  return { axis, select, selected: () => selected };
-}
 
-function makeTools(bar, container, picture) {
   const legend = element("ul", { className: "legend" });
   data.stages.forEach(({ name, colour }, stage) => {
     const button = element("button", { type: "button", title: "select in all lanes" }, element("i", { className: colour }), element("bdi", { textContent: name }));
     button.setAttribute("aria-pressed", "false");
-    button.addEventListener("click", () => picture.select(stage));
+    button.addEventListener("click", () => select(stage));
     legend.append(element("li", {}, button));
   });
-  const loads = [["compute", data.device ? "computing" : "operators"], ["communication", "communication alone"], ["waiting", "waiting for other ranks"]];
-  for (const [name, text] of loads) legend.append(element("li", {}, element("i", { className: name }), text));
+  const loads = { compute: data.device ? "computing" : "operators", communication: "communication alone", waiting: "waiting for other ranks" };
+  for (const [name, text] of Object.entries(loads)) legend.append(element("li", {}, element("i", { className: name }), text));
   legend.append(element("li", {}, "blank: idle"));
   const buttons = element("div", { className: "zoom" });
-  for (const [text, title, act] of [["+", "closer (+)", picture.axis.closer], ["−", "farther (-)", picture.axis.farther], ["whole step", "the whole step (0)", picture.axis.reset]]) {
+  for (const [text, title, act] of [["+", "closer", () => zoomed.call(zoom.scaleBy, 1.6)], ["−", "farther", () => zoomed.call(zoom.scaleBy, 1 / 1.6)], ["whole step", "the whole step", () => zoomed.call(zoom.transform, d3.zoomIdentity)]]) {
     const button = element("button", { type: "button", textContent: text, title });
     button.setAttribute("aria-label", title);
     button.addEventListener("click", act);
     buttons.append(button);
   }
-  const link = element("a", { textContent: "timeline", title: "this range in the timeline", target: "_blank", rel: "noopener" });
-  link.hidden = true;
   buttons.append(link);
-  bar.append(legend, buttons);
-  const hint = "Click into the picture, then: wheel zooms, drag pans; arrow keys move, + - 0 zoom, Enter selects a stage. Ctrl and wheel zoom at once.";
-  container.after(element("p", { className: "note hint", textContent: hint }));
-
-  const said = document.getElementById("selected");
-  container.addEventListener("range", ({ detail }) => {
-    const address = timelineAddress(detail);
-    link.hidden = !address;
-    document.getElementById("view").hidden = Boolean(address) || data.timeline_begin_ns == null;
-    if (address) link.href = address;
-  });
-  container.addEventListener("stage", ({ detail }) => {
-    legend.querySelectorAll("button").forEach((button, stage) => button.setAttribute("aria-pressed", String(stage === detail)));
-    said.replaceChildren();
-    if (detail === null) return;
-    const runs = runsOf(detail);
-    const near = element("button", { type: "button", textContent: "zoom to it" });
-    near.addEventListener("click", () => picture.axis.show(Math.min(...runs.map((run) => run.begin)), Math.max(...runs.map((run) => run.end))));
-    const clear = element("button", { type: "button", textContent: "clear" });
-    clear.addEventListener("click", () => picture.select(detail));
-    said.append(element("i", { className: data.stages[detail].colour }), element("bdi", { textContent: describeStage(detail) }), near, " ", clear);
-  });
+  tools.append(legend, buttons);
+  container.after(element("p", { className: "note hint", textContent: "Click into the picture, then the wheel zooms and dragging pans; Ctrl and wheel zoom at once." }));
+  build();
+  onWidth(container, layout);
 }
 
-const place = document.getElementById("picture");
-if (place) {
-  const picture = makePicture(place);
-  makeTools(document.getElementById("tools"), place, picture);
-  picture.axis.reset();
+// The share of requests (or replicas) that are done, over time.
+function drawTail(container) {
+  const [width, height] = [Math.min(container.clientWidth, 600), 200];
+  const margin = { left: 48, right: 16, top: 10, bottom: 24 };
+  const last = data.finishes_us.at(-1) / 1e6;
+  const [unit, scale] = timeUnit(last);
+  const x = d3.scaleLinear([0, last / scale], [margin.left, width - margin.right]);
+  const y = d3.scaleLinear([0, 1], [height - margin.bottom, margin.top]);
+  const points = [[0, 0], ...data.finishes_us.map((us, index) => [us / 1e6 / scale, (index + 1) / data.finishes_us.length])];
+  const drawing = d3.select(container).selectAll("svg").data([null]).join("svg").attr("width", width).attr("height", height)
+    .attr("role", "img").attr("aria-label", `Share of requests done over time: half after ${duration(data.half_us / 1e6)}, all after ${duration(last)}`);
+  drawing.selectAll("*").remove();
+  const axis = d3.axisBottom(x).ticks(Math.max(2, width / 110)).tickFormat((value) => `${value} ${unit}`);
+  drawing.append("g").attr("transform", `translate(0,${height - margin.bottom})`).call(axis);
+  drawing.append("g").attr("transform", `translate(${margin.left},0)`).call(d3.axisLeft(y).ticks(4, "%").tickSizeInner(-(width - margin.left - margin.right)));
+  const half = x(data.half_us / 1e6 / scale);
+  drawing.append("line").attr("class", "half").attr("x1", half).attr("x2", half).attr("y1", margin.top).attr("y2", height - margin.bottom);
+  drawing.append("path").attr("class", "done").attr("d", d3.line().curve(d3.curveStepAfter).x(([when]) => x(Math.max(when, 0))).y(([, share]) => y(share))(points));
 }
+
+const [place, tail] = ["picture", "tail"].map((id) => document.getElementById(id));
+if (place) makePicture(place, document.getElementById("tools"));
+if (tail && data.finishes_us.length) onWidth(tail, () => drawTail(tail));
