@@ -30,10 +30,10 @@ PLUGIN = "verl_profiling.integrations.verl"
 PROBE = "benchmarks.verl_probe"
 WARM_UP = 4  # the first steps are slower
 CODE = (
-    "verl_profiling/integrations/verl.py",
-    "verl_profiling/integrations/verl_trainer.py",
-    "verl_profiling/integrations/verl_training_workers.py",
-    "verl_profiling/integrations/verl_servers.py",
+    "verl_profiling/integrations/verl/__init__.py",
+    "verl_profiling/integrations/verl/trainer.py",
+    "verl_profiling/integrations/verl/workers.py",
+    "verl_profiling/integrations/verl/servers.py",
 )
 UNPROFILED, PROFILED = 24, 5
 MODES = ("e2e", "discrete")
@@ -47,7 +47,7 @@ CAPTURES = (
     "verl_profiling/tools/torch_profiler.py",
     "verl_profiling/engines/recorder.py",
     "verl_profiling/engines/vllm_start.py",
-    "verl_profiling/integrations/verl_engines.py",
+    "verl_profiling/integrations/verl/servers.py",
 )
 
 

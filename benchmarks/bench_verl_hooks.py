@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +23,8 @@ from results import record, row
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.vllm import watch_vllm
-from verl_profiling.integrations import (
-    verl_agent_loops,
-    verl_clients,
-    verl_rewards,
-    verl_trainer,
-    verl_training_workers,
-    verl_transfer_queue,
-)
+from verl_profiling.integrations.hooks import mark
+from verl_profiling.integrations.verl import trainer, trajectories, workers
 from verl_profiling.trajectories import trajectory
 from verl_profiling.trajectories.spans import keep_trajectories
 
@@ -54,13 +49,10 @@ CALLS = {
     "call of the trainer to TransferQueue": 10,
 }
 CODE = (
-    "verl_profiling/integrations/verl_trainer.py",
-    "verl_profiling/integrations/verl_training_workers.py",
-    "verl_profiling/integrations/verl_agent_loops.py",
-    "verl_profiling/integrations/verl_clients.py",
-    "verl_profiling/integrations/verl_rewards.py",
-    "verl_profiling/integrations/verl_transfer_queue.py",
-    "verl_profiling/integrations/wrapping.py",
+    "verl_profiling/integrations/verl/trainer.py",
+    "verl_profiling/integrations/verl/workers.py",
+    "verl_profiling/integrations/verl/trajectories.py",
+    "verl_profiling/integrations/hooks.py",
     "verl_profiling/engines/vllm.py",
     "verl_profiling/capture/stage.py",
     "verl_profiling/trajectories/spans.py",
@@ -81,6 +73,8 @@ class Plain:
     def method(self, data: int) -> int:
         """Do nothing."""
         return data
+
+    update_actor = infer_batch = train_mini_batch = train_batch = method
 
     def generate(self, prompt: int) -> int:
         """Do nothing."""
@@ -125,8 +119,8 @@ def make_module() -> SimpleNamespace:
         RewardLoopWorker=type("RewardLoopWorker", (), {"compute_score": nothing}),
         LLMServerClient=LLMServerClient,
         simple_timer=marked_timer,
-        **dict.fromkeys(verl_transfer_queue._TRAINER, queue_call),
-        **dict.fromkeys(verl_transfer_queue._AGENT_LOOPS, nothing),
+        **dict.fromkeys(trainer._TRANSFER_QUEUE, queue_call),
+        **dict.fromkeys(trainer._TRANSFER_QUEUE_OF_AGENT_LOOPS, nothing),
     )
 
 
@@ -168,29 +162,29 @@ def with_timer(timer: Callable[[str], Any], name: str) -> Callable[[], None]:
 def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
     """Yield what is hooked, plain and hooked, in the order of ``CALLS``."""
     timers = SimpleNamespace(marked_timer=marked_timer)
-    verl_trainer.hook_timers(timers)
+    trainer.hook_timers(timers)
     with tempfile.TemporaryDirectory() as folder:
         settings = {"enable": True, "save_path": folder, "schedule": {"steps": [10**9]}}
-        profiler = verl_trainer.TrainerProfiler.__new__(verl_trainer.TrainerProfiler)
+        profiler = trainer.TrainerProfiler.__new__(trainer.TrainerProfiler)
         profiler.__dict__.update(
-            _trainer=SimpleNamespace(global_steps=7),
+            trainer=SimpleNamespace(global_steps=7),
             _callback=ProfilingCallback(settings),
             _generating=False,
             _policy_version=0,
             _folders={},
         )
-        verl_trainer._active = profiler
+        profiler._activate()
         for name in ("step", "gen", "adv"):
             yield with_timer(marked_timer, name), with_timer(timers.marked_timer, name)
-    plain, hooked = Plain(), Plain()
-    method = Plain.method
-    for wrapped in (
-        stage("update_actor")(method),
-        verl_training_workers._critic_stage("values", method),
-        verl_training_workers._counted_mini_batch(method),
-    ):
-        yield lambda: method(plain, 1), lambda wrapped=wrapped: wrapped(plain, 1)
-    verl_training_workers.hook_fsdp_engine(hooked)
+        profiler._deactivate()
+    worker_class = type("Hooked", (Plain,), {})
+    mark(worker_class, "update_actor", partial(stage, "update_actor"))
+    workers.hook_critic_stages(SimpleNamespace(TrainingWorker=worker_class))
+    workers.hook_mini_batches(SimpleNamespace(TrainingWorker=worker_class))
+    plain, hooked = Plain(), worker_class()
+    for wrapped in (hooked.update_actor, hooked.infer_batch, hooked.train_batch):
+        yield lambda: plain.method(1), lambda wrapped=wrapped: wrapped(1)
+    workers.hook_fsdp_engine(hooked)
     yield lambda: plain.prepare_micro_batches(1), lambda: hooked.prepare_micro_batches(1)
     log = RequestLog()
     log.serve(0, enable=True)
@@ -203,14 +197,14 @@ def in_trajectories(module: SimpleNamespace) -> Iterator[Callable[[], Any]]:
     """Yield the same hooked, in a process that has been captured before."""
     keep_trajectories()
     for hook in (
-        verl_agent_loops.hook_agent_loops,
-        verl_agent_loops.hook_simple_timer,
-        verl_clients.hook_clients,
-        verl_rewards.hook_reward_loops,
-        verl_transfer_queue.hook_transfer_queue,
+        trajectories.hook_agent_loops,
+        trajectories.hook_simple_timer,
+        trajectories.hook_clients,
+        trajectories.hook_reward_loops,
+        trainer.hook_transfer_queue,
     ):
         hook(module)
-    verl_clients._prepare(module.LLMServerClient)
+    trajectories._prepare_client(module.LLMServerClient)
     first, *others = calls_of_a_trajectory(module)
     yield first
     with trajectory(group="group"):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from verl_profiling.integrations.post_import import when_imported
+from wrapt import register_post_import_hook
 
 PLUGIN = "verl_profiling.integrations.verl"
 WORKERS = "verl.workers.engine_workers"
@@ -163,7 +163,7 @@ def probe_methods(inner: bool) -> None:
             owner = getattr(module, class_name) if class_name else module
             setattr(owner, method, timed(method, getattr(owner, method), inner))
 
-        when_imported(module_name, hook)
+        register_post_import_hook(hook, module_name)
 
 
 def probe_requests() -> None:
@@ -199,7 +199,7 @@ def probe_pauses() -> None:
         paused(module.PPOTrainer, "_start_profiling", "start")
         paused(module.PPOTrainer, "_stop_profiling", "stop")
 
-    when_imported("verl.trainer.ppo.v1.trainer_base", hook)
+    register_post_import_hook(hook, "verl.trainer.ppo.v1.trainer_base")
     callback = import_module("verl_profiling.controller.callback").ProfilingCallback
     paused(callback, "on_step_begin", "start")
     paused(callback, "on_step_end", "stop")
@@ -254,9 +254,9 @@ def take_turns(steps: list[int]) -> None:
             config, worker_name="verl", local_rank=worker.local_rank, activities=["CPU"]
         )
 
-    when_imported("verl.trainer.ppo.v1.trainer_base", switch_on)
-    when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server", keep_configuration)
-    when_imported("vllm.v1.worker.cpu_worker", choose_profiler)
+    register_post_import_hook(switch_on, "verl.trainer.ppo.v1.trainer_base")
+    register_post_import_hook(keep_configuration, "verl.workers.rollout.vllm_rollout.vllm_async_server")
+    register_post_import_hook(choose_profiler, "vllm.v1.worker.cpu_worker")
 
 
 def count_calls() -> None:
@@ -275,7 +275,7 @@ def count_calls() -> None:
 
 measured = os.environ["VERL_PROBE_OF"]
 if measured == "hooks":
-    when_imported("verl.utils.profiler", probe_timers(inner=True))
+    register_post_import_hook(probe_timers(inner=True), "verl.utils.profiler")
     probe_methods(inner=True)
     import_module(PLUGIN)
     probe_methods(inner=False)
@@ -285,4 +285,4 @@ elif measured in ("pauses", "turns"):
     probe_pauses()
 if measured == "turns":
     take_turns([int(step) for step in os.environ["VERL_PROBE_STEPS"].split(",")])
-when_imported("verl.utils.profiler", probe_timers(inner=False))
+register_post_import_hook(probe_timers(inner=False), "verl.utils.profiler")

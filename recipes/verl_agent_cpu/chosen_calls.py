@@ -10,7 +10,7 @@ import json
 from types import ModuleType
 from typing import Any
 
-from verl_profiling.integrations.post_import import when_imported
+from wrapt import register_post_import_hook
 
 _STOP_EVERY = 8
 _CALLS: tuple[tuple[tuple[str, dict[str, str]], ...], ...] = (
@@ -48,4 +48,4 @@ def _register(module: ModuleType) -> None:
             ]
 
 
-when_imported("verl.experimental.agent_loop.tool_parser", _register)
+register_post_import_hook(_register, "verl.experimental.agent_loop.tool_parser")

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from verl.plugin.platform import PlatformBase, PlatformRegistry
+from wrapt import register_post_import_hook
 
 from recipes.verl_grpo_cpu import cpu_device
-from verl_profiling.integrations.post_import import when_imported
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -161,10 +161,10 @@ def _share_by_name(module: ModuleType) -> None:
     )
 
 
-when_imported("verl.utils.model", _plain_attention)
-when_imported("vllm.model_executor.layers.utils", _keep_weights)
-when_imported("sglang.srt.utils.patch_torch", _share_by_name)
-when_imported("verl.utils.fsdp_utils", _do_not_pin)
+register_post_import_hook(_plain_attention, "verl.utils.model")
+register_post_import_hook(_keep_weights, "vllm.model_executor.layers.utils")
+register_post_import_hook(_share_by_name, "sglang.srt.utils.patch_torch")
+register_post_import_hook(_do_not_pin, "verl.utils.fsdp_utils")
 
 # verl registers its FSDP engine for "cuda" and "npu" only; it runs on any torch device.
 os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")

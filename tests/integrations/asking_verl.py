@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-from verl_profiling.integrations.post_import import when_imported
+from wrapt import register_post_import_hook
 
 REQUESTS = "ASKING_VERL_REQUESTS"
 """JSON: arguments of `trigger` by ``validation`` or ``checkpoint`` and step, and ``folder``: where to ask."""
@@ -137,7 +136,7 @@ def stand_still(processes: set[psutil.Process], under_way: list[None]) -> None:
         time.sleep(0.05)
 
 
-when_imported("verl.trainer.ppo.v1.trainer_base", asking_in_validation)
-when_imported("verl.workers.engine_workers", asking_in_checkpoints)
-when_imported("verl.experimental.reward_loop.reward_manager.naive", slow_to_rate)
-when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server", slow_engines)
+register_post_import_hook(asking_in_validation, "verl.trainer.ppo.v1.trainer_base")
+register_post_import_hook(asking_in_checkpoints, "verl.workers.engine_workers")
+register_post_import_hook(slow_to_rate, "verl.experimental.reward_loop.reward_manager.naive")
+register_post_import_hook(slow_engines, "verl.workers.rollout.vllm_rollout.vllm_async_server")

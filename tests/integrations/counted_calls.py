@@ -8,8 +8,7 @@ from collections import Counter
 from typing import Any
 
 import ray.actor
-
-from verl_profiling.integrations.post_import import when_imported
+from wrapt import register_post_import_hook
 
 PREFIX = "COUNTED "
 calls: Counter[str] = Counter()
@@ -38,4 +37,4 @@ def hook(module: Any) -> None:
 
 
 ray.actor.ActorMethod._remote = counted_remote
-when_imported("verl.utils.tracking", hook)
+register_post_import_hook(hook, "verl.utils.tracking")

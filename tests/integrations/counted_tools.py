@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.integrations.post_import import when_imported
+from wrapt import register_post_import_hook
 
 FILE = "COUNTED_TOOLS_FILE"
 
@@ -35,5 +35,5 @@ def count_classes(module: Any) -> None:
     module.Sandbox.execute = counted(module.Sandbox.execute)
 
 
-when_imported("verl.tools.function_tool", count_functions)
-when_imported("recipes.verl_agent_cpu.sandbox", count_classes)
+register_post_import_hook(count_functions, "verl.tools.function_tool")
+register_post_import_hook(count_classes, "recipes.verl_agent_cpu.sandbox")

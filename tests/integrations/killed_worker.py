@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from verl_profiling.integrations.post_import import when_imported
+from wrapt import register_post_import_hook
 
 updates = 0
 
@@ -26,4 +26,4 @@ def hook(module: Any) -> None:
     module.ActorRolloutRefWorker.update_actor = fatal_update
 
 
-when_imported("verl.workers.engine_workers", hook)
+register_post_import_hook(hook, "verl.workers.engine_workers")

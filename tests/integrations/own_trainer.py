@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_profiling.integrations.post_import import when_imported
+from wrapt import register_post_import_hook
 
 
 def hook(module: Any) -> None:
@@ -25,7 +25,7 @@ def hook(module: Any) -> None:
 
 def wait(module: Any) -> None:
     """Register the hook behind this package's own, which is registered for the same module."""
-    when_imported("verl.trainer.ppo.v1.trainer_colocate_async", lambda _: hook(module))
+    register_post_import_hook(lambda _: hook(module), "verl.trainer.ppo.v1.trainer_colocate_async")
 
 
-when_imported("verl.trainer.ppo.v1.trainer_base", wait)
+register_post_import_hook(wait, "verl.trainer.ppo.v1.trainer_base")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from verl_profiling.integrations import hooks, verl_rewards
-from verl_profiling.integrations.hooks import Hook, misfits, usable
-from verl_profiling.integrations.wrapping import noting, wrap
+from verl_profiling.integrations import hooks
+from verl_profiling.integrations.hooks import Hook, misfits, noting, usable, wrap
+from verl_profiling.integrations.verl import trajectories
 
 AS_EXPECTED = """
 class RewardLoopWorker:
@@ -38,7 +39,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frame
         (tmp_path / "framework/__init__.py").touch()
         (tmp_path / "framework/rewards.py").write_text(source)
         hook = Hook(
-            module="framework.rewards", put_in="verl_rewards:hook_reward_loops", records="scoring", **fields
+            module="framework.rewards", put_in="trajectories:hook_reward_loops", records="scoring", **fields
         )
         hook.await_module()
         importlib.import_module("framework.rewards")
@@ -111,7 +112,7 @@ def test_a_hook_that_fails_does_not_reach_the_framework(
     def failing(module: ModuleType) -> None:
         raise ImportError("cannot import name 'Dispatch' from 'framework.decorator'")
 
-    monkeypatch.setattr(verl_rewards, "hook_reward_loops", failing)
+    monkeypatch.setattr(trajectories, "hook_reward_loops", failing)
     assert framework(AS_EXPECTED).missing == ["cannot import name 'Dispatch' from 'framework.decorator'"]
 
 
@@ -122,14 +123,17 @@ def test_more_arguments_than_the_hook_reads_fit() -> None:
         def method(self, first: int, second: int = 2, *, third: int = 3) -> int:
             return first + second + third
 
-    def wrapper(function: Callable[..., int]) -> Callable[..., int]:
-        def replacement(self: Owner, first: int, *args: Any, **kwargs: Any) -> int:
-            return function(self, first, *args, **kwargs)
-
-        return replacement
+    def wrapper(function: Callable[..., int], self: Owner, first: int, *args: Any, **kwargs: Any) -> int:
+        return function(self, first, *args, **kwargs)
 
     missing: list[str] = []
     with noting(missing):
         wrap(Owner, "method", wrapper)
     assert missing == []
     assert Owner().method(1, 1, third=1) == 3
+
+
+def test_the_plugin_imports_nothing_of_verl() -> None:
+    """The plugin is loaded while verl is being imported, so it must not import any of it."""
+    program = "import sys, verl_profiling.integrations.verl; sys.exit('verl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

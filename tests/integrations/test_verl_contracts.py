@@ -18,7 +18,7 @@ from integrations.wheels import ROOT, run_python, sources
 from verl_profiling import CaptureStateError
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import process_session
-from verl_profiling.integrations import verl_training_workers
+from verl_profiling.integrations.verl import workers as verl_workers
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 
@@ -143,7 +143,7 @@ def test_the_actor_without_its_adapter_is_the_reference(
 @pytest.mark.parametrize("data", [None, object(), {}])
 def test_a_batch_of_an_own_kind_is_the_actors(data: Any) -> None:
     """What a trainer of one's own hands over is looked at, and never in the way."""
-    assert not verl_training_workers._without_adapter(data)
+    assert not verl_workers._without_adapter(data)
 
 
 @pytest.mark.parametrize("model_type", ["value_model", "language_model"])
@@ -215,7 +215,7 @@ def test_the_megatron_worker_is_captured(pytestconfig: pytest.Config, tmp_path: 
 def evicting_buffer(monkeypatch: pytest.MonkeyPatch, said: list[Any]) -> Any:
     """Return verl's buffer of an asynchronous trainer with four groups of two, and no TransferQueue."""
     import verl_profiling.integrations.verl  # noqa: F401
-    from verl_profiling.integrations import verl_replay_buffer
+    from verl_profiling.integrations.verl import trainer
 
     module = pytest.importorskip("verl.trainer.ppo.v1.replay_buffer")
     groups = {
@@ -240,7 +240,7 @@ def evicting_buffer(monkeypatch: pytest.MonkeyPatch, said: list[Any]) -> Any:
         },
     )
     monkeypatch.setattr(module, "tq", queue)
-    monkeypatch.setattr(verl_replay_buffer, "say_fates", lambda fates: said.append(fates()))
+    monkeypatch.setattr(trainer, "say_fates", lambda fates: said.append(fates()))
     return module.ReplayBufferAsync(
         trainer_mode="colocate_async",
         trainer_config={},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from verl_profiling.engines.adapter import new_spool
-from verl_profiling.integrations.verl_engines import hook_vllm_profiler
+from verl_profiling.integrations.verl.servers import hook_vllm_profiler
 
 
 class Wrapper:

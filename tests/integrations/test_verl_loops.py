@@ -141,7 +141,7 @@ def test_an_exception_inside_the_coroutine_passes(error: BaseException, tmp_path
 
 async def test_a_cancelled_task_closes_its_capture(tmp_path: Path) -> None:
     """``task.cancel()``, which is how Ray cancels an actor's coroutine, ends the capture and the hooks."""
-    from verl_profiling.integrations.verl_profiler import active_profiler
+    from verl_profiling.integrations.verl.profiler import active_profiler
 
     async def fit(self: Any) -> None:
         for self.global_steps in (1, 2):
@@ -272,7 +272,7 @@ class Server(RolloutCaptureMixin):
 @pytest.fixture
 def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Artifact]:
     """What an engine records of step 2 of the same trainer in discrete mode."""
-    from verl_profiling.integrations.verl_targets import Targets
+    from verl_profiling.integrations.verl.processes import Processes
 
     roles = {"rollout": {"mode": "discrete"}}
     config = config_of(tmp_path, roles=roles, schedule={"steps": [2]})
@@ -282,7 +282,7 @@ def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Artifact]:
         servers.append(Server(trainer.config.profiling))
         self._callback.add_rollout(servers, loop=asyncio.get_running_loop())
 
-    monkeypatch.setattr(Targets, "add", add)
+    monkeypatch.setattr(Processes, "add", add)
     members = {"fit": one_step_off_fit, "fit_step": one_step_off_step, "_async_gen_next_batch": generate}
     asyncio.run(trainer_class(ONE_STEP_OFF, False, **members)(config).fit())
     (rollout,) = manifest(tmp_path, 2).workers
@@ -330,7 +330,7 @@ def test_the_wait_for_a_batch_that_does_not_come_is_no_step(tmp_path: Path) -> N
 
 def test_nothing_is_silent_where_profiling_is_strict(tmp_path: Path) -> None:
     """An exception out of ``fit_step`` reaches the caller, and the profiler is gone afterwards."""
-    from verl_profiling.integrations.verl_profiler import active_profiler
+    from verl_profiling.integrations.verl.profiler import active_profiler
 
     async def broken(self: Any, *_: Any) -> None:
         raise ValueError("broken")

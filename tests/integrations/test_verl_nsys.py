@@ -14,7 +14,7 @@ import pytest
 from tools.nsys_stand_in import stand_in_cluster
 
 from verl_profiling import ProfilingConfig
-from verl_profiling.integrations import verl_nsys
+from verl_profiling.integrations.verl import launch as launching
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 
@@ -33,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def settings(tmp_path: Path) -> Iterator[ProfilingConfig]:
     """Settings of a trainer that is profiled with nsys, until the test has ended."""
     yield ProfilingConfig.from_any({**SETTINGS, "save_path": str(tmp_path / "run")})
-    verl_nsys._environment = {}
+    launching._environment = {}
 
 
 def started(log: Path) -> list[dict[str, str]]:
@@ -63,7 +63,7 @@ def group_of(**options: Any) -> Any:
 def test_the_trainers_workers(cluster: Path, settings: ProfilingConfig, tmp_path: Path) -> None:
     """They start as for verl's own profiler, with our output, our number of ranges, and its variables."""
     before = len(started(cluster))
-    verl_nsys.start_workers_under_nsys(settings)
+    launching.start_workers_under_nsys(settings)
     told = group_of(device_name="cuda").variables()
     output = f"{tmp_path}/run/nsys/actor"
     assert [variables["VERL_PROFILING_NSYS_OUTPUT"] for variables in told] == [output] * 2
@@ -78,10 +78,10 @@ def test_the_trainers_workers(cluster: Path, settings: ProfilingConfig, tmp_path
 def test_other_groups(cluster: Path, settings: ProfilingConfig) -> None:
     """Groups of replicas, which verl names, and all groups of a trainer without nsys are started as ever."""
     before = len(started(cluster))
-    verl_nsys.start_workers_under_nsys(settings)
+    launching.start_workers_under_nsys(settings)
     [first, _] = group_of(device_name="cuda", name_prefix="rollout_standalone_0").variables()
     assert "VERL_PROFILING_NSYS_OUTPUT" not in first
-    verl_nsys.start_workers_under_nsys(ProfilingConfig.from_any({"enable": True, "tool": "spans"}))
+    launching.start_workers_under_nsys(ProfilingConfig.from_any({"enable": True, "tool": "spans"}))
     [first, _] = group_of(device_name="cuda").variables()
     assert "VERL_PROFILING_NSYS_OUTPUT" not in first
     assert len(started(cluster)) == before
@@ -101,7 +101,7 @@ def test_a_vllm_server(cluster: Path, settings: ProfilingConfig, monkeypatch: py
         self.started = self.server_class.options(runtime_env={"env_vars": {"OF_VERL": "1"}}).remote()
 
     monkeypatch.setattr(vllm_async_server.vLLMReplica, "launch_servers", launch_servers)
-    verl_nsys.hook_vllm_replica(vllm_async_server)
+    launching.hook_vllm_replica(vllm_async_server)
     launch = vllm_async_server.vLLMReplica.launch_servers
     for given, expected in (({"verl_profiling": settings.to_dict()}, "2"), ({}, None)):
         replica = SimpleNamespace(server_class=Server, config=SimpleNamespace(engine_kwargs=given))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -167,18 +168,21 @@ async def test_samples_and_the_queue_are_recorded() -> None:
 
 def test_an_actors_class_finds_the_profiler_of_its_own_process() -> None:
     """Ray pickles decorated classes by value; what is put around their methods refers to it by name."""
-    from verl_profiling.integrations import verl_async_trainer, verl_profiler
+    from verl_profiling.integrations.verl import async_trainer
+    from verl_profiling.integrations.verl import trainer as hooked
 
-    trainer = actor_class("fully_async_trainer", "FullyAsyncTrainer")
-    around, timers = [], []
-    function = trainer.fit_step
-    while function is not None:
-        around.append(function.__globals__.get("async_profiler"))
-        timers.append(function.__globals__.get("marked_timer"))
-        function = getattr(function, "__wrapped__", None)
-    assert verl_async_trainer.async_profiler in around
-    (timer,) = filter(None, timers)
-    assert timer.__globals__["active_profiler"] is verl_profiler.active_profiler
+    fit_step = actor_class("fully_async_trainer", "FullyAsyncTrainer").fit_step
+    assert async_trainer.COROUTINES["fit_step"] in around(fit_step)
+    assert hooked._timed in around(inspect.unwrap(fit_step).__globals__["marked_timer"])
+
+
+def around(function: Any) -> list[Any]:
+    """Return what the functions refer to that were put around another one."""
+    found = []
+    while hasattr(function, "__wrapped__"):
+        found += [cell.cell_contents for cell in function.__closure__ or ()]
+        function = function.__wrapped__
+    return found
 
 
 def test_rays_handles_have_the_capture_methods() -> None:

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from verl_profiling import ProfilingConfig, ToolUnavailableError
-from verl_profiling.integrations import hooks, verl_support
+from verl_profiling.integrations import hooks
 from verl_profiling.integrations.hooks import Hook
-from verl_profiling.integrations.verl_profiler import active_profiler
-from verl_profiling.integrations.verl_support import (
+from verl_profiling.integrations.verl import notices
+from verl_profiling.integrations.verl.notices import (
     can_be_profiled,
     check_request,
     notes_on,
     remember_request,
 )
-from verl_profiling.integrations.verl_trainer import TrainerProfiler
+from verl_profiling.integrations.verl.profiler import active_profiler
+from verl_profiling.integrations.verl.trainer import TrainerProfiler
 
 CONFIG: dict[str, Any] = {}
 LOST = "not recorded: requests, because verl.clients has no Client.generate"
@@ -37,8 +38,8 @@ def hook(missing: list[str], *, needed: bool) -> Hook:
 @pytest.fixture(autouse=True)
 def nothing_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin as a new process that runs an unknown verl."""
-    monkeypatch.setattr(verl_support, "_decided", False)
-    monkeypatch.setattr(verl_support, "untested", lambda: "verl 9.9 was not tested")
+    monkeypatch.setattr(notices, "_decided", False)
+    monkeypatch.setattr(notices, "untested", lambda: "verl 9.9 was not tested")
     monkeypatch.setattr(hooks, "_awaiting", [])
 
 
@@ -85,7 +86,7 @@ def test_a_tested_version_that_fits_is_silent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """There is nothing to say."""
-    monkeypatch.setattr(verl_support, "untested", lambda: None)
+    monkeypatch.setattr(notices, "untested", lambda: None)
     assert notes_on([], strict=True) == []
     assert caplog.records == []
 
@@ -93,7 +94,7 @@ def test_a_tested_version_that_fits_is_silent(
 def tracking(config: Any) -> SimpleNamespace:
     """Return verl's ``Tracking`` as a trainer makes it."""
     made = SimpleNamespace()
-    remember_request(lambda *args, **kwargs: None)(made, "project", "experiment", ["console"], config)
+    remember_request(lambda *args, **kwargs: None, made, "project", "experiment", ["console"], config)
     return made
 
 
@@ -133,7 +134,7 @@ def test_a_trainer_that_is_hooked_hears_nothing(caplog: pytest.LogCaptureFixture
 
 LOGGING = """
 import logging
-from verl_profiling.integrations.verl_support import let_lines_through
+from verl_profiling.integrations.verl.notices import let_lines_through
 
 for _ in range(2):
     let_lines_through()

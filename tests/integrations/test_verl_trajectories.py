@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from verl_profiling import ProfilingConfig, span
-from verl_profiling.integrations import verl_agent_loops, verl_clients, verl_rewards
-from verl_profiling.integrations.verl_actors import add_actors
-from verl_profiling.integrations.wrapping import noting
+from verl_profiling.integrations.hooks import noting
+from verl_profiling.integrations.verl import trajectories as hooked
+from verl_profiling.integrations.verl.processes import Processes
 from verl_profiling.trajectories.spans import OpenLog, start_log, stop_log
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
 
@@ -97,16 +97,16 @@ def make_verl() -> SimpleNamespace:
 @pytest.fixture
 def verl(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return such a module, hooked."""
-    monkeypatch.setattr(verl_clients, "_prepared", set())
+    monkeypatch.setattr(hooked, "_prepared", set())
     module = make_verl()
     missing: list[str] = []
     with noting(missing):
         for hook in (
-            verl_clients.hook_clients,
-            verl_agent_loops.hook_agent_loops,
-            verl_agent_loops.hook_tool_loop,
-            verl_agent_loops.hook_simple_timer,
-            verl_rewards.hook_reward_loops,
+            hooked.hook_clients,
+            hooked.hook_agent_loops,
+            hooked.hook_tool_loop,
+            hooked.hook_simple_timer,
+            hooked.hook_reward_loops,
         ):
             hook(module)
     assert missing == []
@@ -397,14 +397,14 @@ def test_fates_that_the_trainer_sends_are_recorded(verl: SimpleNamespace) -> Non
 
 def test_what_a_release_does_not_have_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is recorded, and the name of what is missing is kept to be said."""
-    monkeypatch.setattr(verl_clients, "_prepared", set())
+    monkeypatch.setattr(hooked, "_prepared", set())
     module = make_verl()
     del module.ToolAgentLoop._call_tool, module.LLMServerClient._vllm_request_id
     module.LLMServerClient.generate = _without_id
     missing: list[str] = []
     with noting(missing):
-        verl_agent_loops.hook_tool_loop(module)
-        verl_clients.hook_clients(module)
+        hooked.hook_tool_loop(module)
+        hooked.hook_clients(module)
     log = recorded(module.LLMServerClient().generate("r"))
     assert [found.request for found in named(log, "generate")] == [""]
     assert [name.rpartition(".")[2] for name in missing] == ["_call_tool", "_vllm_request_id"]
@@ -468,8 +468,9 @@ def add(
 ) -> bool:
     callback = SimpleNamespace(add_workers=lambda role, workers: added.append((role, workers)))
     config = ProfilingConfig.from_any({"enable": True, **settings})
-    kept = [] if misfits is None else misfits
-    return add_actors(callback, config, "agent_loop", handles, kept)  # type: ignore[arg-type]
+    processes = Processes(callback, config)  # type: ignore[arg-type]
+    processes.misfits = [] if misfits is None else misfits
+    return processes.add_actors("agent_loop", handles)
 
 
 def test_actors_are_told_their_rank_and_added(added: list[tuple[str, Any]]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from drawn_accounts import account
 
-from verl_profiling.integrations.verl_watch import WatchTracking
+from verl_profiling import ProfilingCallback
+from verl_profiling.integrations.verl.profiler import Profiler
 
 
 class Tracker:
@@ -23,16 +24,23 @@ class Tracker:
         self.logged.append((step, data["profiling/watch/step"]))
 
 
+def profiler() -> Profiler:
+    """Return the profiler of a trainer that has not begun to train."""
+    callback = ProfilingCallback({"enable": True})
+    return Profiler(None, callback.config, callback)
+
+
 def test_one_account_goes_with_each_step_of_verl_and_the_rest_at_the_end() -> None:
     """Each under its own step; where steps only go onward, with the last one. The console gets none."""
     trackers = {name: Tracker() for name in ("console", "tensorboard", "wandb")}
     tracking = SimpleNamespace(logger=trackers)
-    watched = WatchTracking()
-    watched.log(tracking, 9)
+    watched = profiler()
+    watched.logged(tracking, {}, 9)
     for number in (1, 2, 3):
         watched.completed(account(number))
-    watched.log(tracking, 10)
-    watched.log_rest(tracking, 11)
+    watched.logged(tracking, {}, 10)
+    watched.logged(tracking, {}, 11)
+    watched.log_rest()
     assert trackers["tensorboard"].logged == [(1, 1), (2, 2), (3, 3)]
     assert trackers["wandb"].logged == [(10, 1), (11, 2), (11, 3)]
     assert trackers["console"].logged == []
@@ -42,10 +50,10 @@ def test_a_tracker_that_raises_gets_no_more(caplog: pytest.LogCaptureFixture) ->
     """It is named once, and the others go on."""
     good = Tracker()
     tracking = SimpleNamespace(logger={"bad": SimpleNamespace(log=1 / 2), "good": good})
-    watched = WatchTracking()
+    watched = profiler()
     with caplog.at_level(logging.WARNING):
         for number in (1, 2):
             watched.completed(account(number))
-            watched.log(tracking, number)
+            watched.logged(tracking, {}, number)
     assert [record.getMessage()[:35] for record in caplog.records] == ["watch: bad gets nothing more: TypeE"]
     assert good.logged == [(1, 1), (2, 2)]

@@ -16,7 +16,7 @@ from rich.console import Console
 from verl_profiling.analysis import load_reports, open_run, open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
-from verl_profiling.integrations.verl_tracking import log_reports
+from verl_profiling.integrations.verl.profiler import log_reports
 from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, StepSpan
 from verl_profiling.report.build import build_report
 from verl_profiling.report.html import render_html

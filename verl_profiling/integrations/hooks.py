@@ -1,9 +1,12 @@
-"""A place where this package puts code into another one: what depends on it, and whether it fits."""
+"""Puts code of this package into another one, and says what a version of it does not have."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,25 +14,98 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl_profiling.integrations.post_import import when_imported
-from verl_profiling.integrations.wrapping import noting
-
-__all__ = ["Hook", "misfits", "usable"]
+__all__ = ["Hook", "mark", "misfits", "missing", "noting", "usable", "wrap"]
 
 logger = logging.getLogger(__name__)
 
+_notes: list[list[str]] = []
 
-def _always(config: Any) -> bool:
+
+@contextmanager
+def noting(notes: list[str]) -> Iterator[None]:
+    """Append to ``notes`` the name of everything that is missing meanwhile."""
+    _notes.append(notes)
+    try:
+        yield
+    finally:
+        _notes.pop()
+
+
+def missing(owner: Any, name: str) -> None:
+    """Note that a module or class has no such function."""
+    if _notes:
+        _notes[-1].append(f"{owner.__qualname__}.{name}" if isinstance(owner, type) else name)
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
+    """Have ``wrapper(function, *args, **kwargs)`` called in place of a function of a module or class.
+
+    A function that is not there, or does not begin with the arguments that its wrapper names, is noted and
+    left alone. Not for one that looks who calls it: verl's ``auto_await`` gives a coroutine to a coroutine
+    alone.
+
+    Args:
+        owner: The module, the class, or an object.
+        name: The function's name; an inherited method is replaced in ``owner`` alone.
+        wrapper: The function around it; a coroutine function around a coroutine function.
+
+    Returns:
+        Whether it was replaced.
+    """
+    function = getattr(owner, name, None)
+    if not callable(function):
+        missing(owner, name)
+        return False
+    wanted = _named_arguments(wrapper)[1:]
+    if _named_arguments(function)[: len(wanted)] != wanted:
+        missing(owner, f"{name}({', '.join(wanted)})")
+        return False
+    setattr(owner, name, _replacement(function, wrapper))
     return True
+
+
+def mark(owner: Any, name: str, opened: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Run each call of a function, or each of its coroutines, inside of what ``opened()`` returns."""
+
+    def inside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with opened():
+            return function(*args, **kwargs)
+
+    async def awaited_inside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with opened():
+            return await function(*args, **kwargs)
+
+    wrap(owner, name, awaited_inside if inspect.iscoroutinefunction(getattr(owner, name, None)) else inside)
+
+
+def _replacement(function: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    # Ray pickles an actor's class with its methods by value, and what these refer to by its name.
+    if inspect.iscoroutinefunction(function):
+
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            return await wrapper(function, *args, **kwargs)
+
+        return functools.wraps(function)(awaited)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(function, *args, **kwargs)
+
+    return functools.wraps(function)(called)
+
+
+def _named_arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the arguments that can be given by position and by name."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
 @dataclass(eq=False, kw_only=True)
 class Hook:
-    """What is put into one module of a framework, for one purpose.
+    """One change of a framework's module, for one purpose.
 
     Attributes:
         module: The framework's module.
-        put_in: Function of this package that is called with it, as ``module:function``.
+        put_in: Function that is called with it, as ``module:function`` of the package ``verl``.
         records: What is recorded by it, as a user knows it.
         needed: Whether without it nothing is recorded.
         used_by: Whether a run with this configuration comes here at all.
@@ -40,17 +116,19 @@ class Hook:
     put_in: str
     records: str
     needed: bool = False
-    used_by: Callable[[Any], bool] = _always
+    used_by: Callable[[Any], bool] = lambda config: True
     missing: list[str] | None = None
 
     def await_module(self) -> None:
         """Put it in as soon as the module is imported in this process."""
+        from wrapt import register_post_import_hook  # TRL's users need not have it
+
         _awaiting.append(self)
-        when_imported(self.module, self._apply)
+        register_post_import_hook(self._apply, self.module)
 
     @property
     def name(self) -> str:
-        """What it is called: its function's name without the verb."""
+        """Name of its function without the verb."""
         return self.put_in.partition(":")[2].partition("_")[2]
 
     @property
@@ -74,7 +152,7 @@ class Hook:
         missing: list[str] = []
         with noting(missing):
             try:
-                getattr(import_module(f"{__package__}.{place}"), function)(module)
+                getattr(import_module(f"{__package__}.verl.{place}"), function)(module)
             except AttributeError as error:
                 missing.append(error.name or str(error))
             except (ImportError, TypeError, ValueError) as error:
@@ -99,8 +177,7 @@ def misfits(config: Any = None) -> list[str]:
 
 def usable(config: Any) -> bool:
     """Return whether a run with this configuration is recorded at all, as far as this process knows."""
-    needed = [hook for hook in _awaiting if hook.needed and hook.used_by(config)]
-    return all(hook.problem is None for hook in needed)
+    return all(hook.problem is None for hook in _awaiting if hook.needed and hook.used_by(config))
 
 
 def _exists(module: str) -> bool:

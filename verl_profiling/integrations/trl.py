@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback
 from verl_profiling.capture.session import stage
 from verl_profiling.controller.callback import ProfilingCallback
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.integrations.wrapping import around, wrap
+from verl_profiling.integrations.hooks import mark, wrap
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import CaptureMixin
 
@@ -87,25 +87,27 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
     def _mark(self) -> None:
         """Put stages around the methods of this trainer, and of no other."""
         trainer = self._trainer
-        openers: dict[str, Callable[..., Any]] = {
-            name: around(partial(self._stage, of_stage)) for name, of_stage in _STAGES.items()
+        marked: dict[str, Callable[[], AbstractContextManager[None]]] = {
+            **{name: partial(self._stage, of_stage) for name, of_stage in _STAGES.items()},
+            "train": self._training,
+            "evaluate": self._validation,
+            "_generate_and_score_completions": self._scoring,
+            "_calculate_rewards": self._rewards,
         }
-        openers |= {
-            "train": around(self._training),
-            "evaluate": around(self._validation),
+        wrapped: dict[str, Callable[..., Any]] = {
             "_prepare_inputs": self._then_update,
-            "_generate_and_score_completions": around(self._scoring),
             "_get_per_token_logps_and_entropies": self._log_probs,
-            "_calculate_rewards": around(self._rewards),
         }
-        missing = [name for name in openers if not callable(getattr(trainer, name, None))]
+        missing = [name for name in (*marked, *wrapped) if not callable(getattr(trainer, name, None))]
         if missing:
             kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
             logger.warning("profiling: %s has no %s; what it does is not recorded", kind, ", ".join(missing))
-        for name in openers.keys() - missing:
-            wrap(trainer, name, openers[name])
+        for name, opened in marked.items():
+            mark(trainer, name, opened)
+        for name, wrapper in wrapped.items():
+            wrap(trainer, name, wrapper)
         if (engine := getattr(trainer, "vllm_generation", None)) is not None:
-            wrap(engine, "sync_weights", around(partial(self._stage, "update_weights")))
+            mark(engine, "sync_weights", partial(self._stage, "update_weights"))
         setattr(trainer, _MARKED, self)
 
     @contextmanager
@@ -153,27 +155,19 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
             yield
         self._turn_to(_ADVANTAGE)
 
-    def _then_update(self, prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
+    def _then_update(self, prepare_inputs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Begin the update when a batch is ready: it lasts until the next rollout, or the step's end."""
+        inputs = prepare_inputs(*args, **kwargs)
+        if self._current != _UPDATE and not self._validating:
+            self._turn_to(_UPDATE)
+        return inputs
 
-        def prepare(*args: Any, **kwargs: Any) -> Any:
-            inputs = prepare_inputs(*args, **kwargs)
-            if self._current != _UPDATE and not self._validating:
-                self._turn_to(_UPDATE)
-            return inputs
-
-        return prepare
-
-    def _log_probs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
+    def _log_probs(self, log_probs: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         """Tell the passes over what was generated from the one of the update, which is part of it."""
-
-        def compute(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._current == _UPDATE:
-                return log_probs(model, *args, **kwargs)
-            with self._stage("ref_log_prob" if self._is_reference(model) else "old_log_prob"):
-                return log_probs(model, *args, **kwargs)
-
-        return compute
+        if self._current == _UPDATE:
+            return log_probs(model, *args, **kwargs)
+        with self._stage("ref_log_prob" if self._is_reference(model) else "old_log_prob"):
+            return log_probs(model, *args, **kwargs)
 
     def _is_reference(self, model: Any) -> bool:
         """Return whether a model is the reference, or what PEFT makes of the policy in its stead."""

@@ -10,24 +10,30 @@ from __future__ import annotations
 
 import functools
 import shlex
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
 import hydra
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils.config import validate_config
 
-from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.integrations.hooks import Hook, misfits, usable
-from verl_profiling.integrations.verl_config import settings_of
-from verl_profiling.integrations.verl_forecast import forecast, without_effect
-from verl_profiling.integrations.verl_nsys import expected_ranges
-from verl_profiling.integrations.verl_nvtx import injection_notice
-from verl_profiling.integrations.verl_rollout import check_installed_engine
-from verl_profiling.integrations.verl_support import why_nothing
+from verl_profiling.integrations.verl import HOOKS, untested
+from verl_profiling.integrations.verl.launch import injection_notice
+from verl_profiling.integrations.verl.notices import captured_steps, why_nothing
+from verl_profiling.integrations.verl.profiler import TIMED_STAGES
+from verl_profiling.integrations.verl.workers import WORKER_STAGES
+from verl_profiling.integrations.verl_config import (
+    TRAINING_ROLES,
+    check_installed_engine,
+    expected_ranges,
+    settings_of,
+)
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.units import step_list
 
 _MAIN = "verl.trainer.main_ppo"
 _ONE_STEP_OFF = "verl.experimental.one_step_off_policy.main_ppo"
@@ -90,15 +96,24 @@ def check(module: str, config: Any) -> None:
         module: Its main module.
         config: Its configuration.
     """
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
     if "actor_rollout_ref" not in config:
         sys.exit(f"-m {module}: is no trainer of verl: its configuration has no actor_rollout_ref")
     if config.get("profiling") is not None:
         _check_hooks(config)
-    by_version = "async_training" in config
+    roles = {
+        "actor": True,
+        "ref": need_reference_policy(config),
+        "critic": need_critic(config),
+        "rollout": True,
+        "agent_loop": True,
+        "reward": True,
+        "rollouter": (by_version := "async_training" in config),
+    }
     if not by_version:  # verl does not check that one either
-        validate_config(
-            config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-        )
+        validate_config(config=config, use_reference_policy=roles["ref"], use_critic=roles["critic"])
     try:
         settings = settings_of(config)
         unchecked = "" if settings is None else check_installed_engine(config, settings)
@@ -111,41 +126,30 @@ def check(module: str, config: Any) -> None:
         return
     if unchecked:
         print(f"not checked: {unchecked}")
-    there = {
-        "actor": True,
-        "ref": need_reference_policy(config),
-        "critic": need_critic(config),
-        "rollout": True,
-        "agent_loop": True,
-        "reward": True,
-        "rollouter": by_version,
-    }
-    roles = [role for role, exists in there.items() if exists and settings.for_role(role).enable]
-    print(f"config ok; {settings.mode} profile of {', '.join(roles)} in {settings.save_path}")
+    enabled = [role for role, exists in roles.items() if exists and settings.for_role(role).enable]
+    print(f"config ok; {settings.mode} profile of {', '.join(enabled)} in {settings.save_path}")
     if notice := injection_notice(settings):
         print(notice)
     ranges = expected_ranges(config, settings)
-    if under_nsys := [f"{role} ({ranges[role]} ranges)" for role in roles if role in ranges]:
+    if under_nsys := [f"{role} ({ranges[role]} ranges)" for role in enabled if role in ranges]:
         print(f"started under Nsight Systems: {', '.join(under_nsys)}")
     # The asynchronous trainer's steps are versions of the parameters, which this number does not count.
     last_step = None if by_version else config.trainer.get("total_training_steps")
     for text in without_effect(settings, last_step):
         print(f"warning: {text}")
-    print(forecast(settings, roles, last_step))
+    print(forecast(settings, enabled, last_step))
 
 
 def _check_hooks(config: Any) -> None:
     """Print whether verl was tested, and what each hook finds; exit if nothing would be recorded."""
-    loaded = _PLUGIN in sys.modules
-    from verl_profiling.integrations.verl import HOOKS, untested
-
     print(f"warning: {text}" if (text := untested()) else "a tested version of verl")
     for hook in HOOKS:
         if hook.used_by(config):
             print(f"{_state(hook):16} {hook.module} ({hook.name}): {hook.records}")
     for text in misfits(config):
         print(f"warning: {text}")
-    if not loaded:
+    program = f"import sys, verl; sys.exit({_PLUGIN!r} not in sys.modules)"
+    if subprocess.run([sys.executable, "-c", program], check=False).returncode:
         sys.exit(
             "profiling: verl does not load verl_profiling, and would not profile; install the package into "
             f"verl's environment, or set VERL_USE_EXTERNAL_MODULES={_PLUGIN}"
@@ -164,6 +168,59 @@ def _state(hook: Hook) -> str:
     if hook.problem is None:
         return "ok"
     return "does not fit" if hook.missing else "not in this verl"
+
+
+def without_effect(settings: ProfilingConfig, last_step: int | None) -> Iterator[str]:
+    """Yield a sentence for each setting that selects what the run does not have, as far as is known.
+
+    Args:
+        settings: What to profile.
+        last_step: Number of the run's last step, if the configuration says it.
+    """
+    chosen = {"profiling.select.stages": settings.select.stages}
+    chosen |= {f"profiling.roles.{role}.stages": override.stages for role, override in settings.roles.items()}
+    for key, stages in chosen.items():
+        for stage in stages or ():
+            if stage in TIMED_STAGES - WORKER_STAGES:
+                yield f"{key}: {stage!r} is a stage of the trainer, in which workers record nothing"
+            elif stage not in WORKER_STAGES:
+                hint = choices_hint(stage, WORKER_STAGES)
+                yield f"{key}: verl's workers have no stage {stage!r} (your own may); {hint}"
+    if never := [step for step in settings.schedule.steps or () if last_step and step > last_step]:
+        come = "comes" if len(never) == 1 else "come"
+        yield f"profiling.schedule.steps: {step_list(never)} never {come}; {_end(last_step)}"
+
+
+def forecast(settings: ProfilingConfig, roles: Sequence[str], last_step: int | None) -> str:
+    """Return which steps of which roles will be captured, or that nothing will be, as a sentence.
+
+    Args:
+        settings: What to profile.
+        roles: The roles that the run has and that are profiled.
+        last_step: Number of the run's last step, if the configuration says it.
+    """
+    if not roles:
+        return "nothing will be captured: no role of this run is selected"
+    steps = captured_steps(settings.schedule, last_step)
+    if not steps:
+        return f"nothing will be captured: {settings.schedule.in_words()}; {_end(last_step)}"
+    doubtful = [role for role in roles if _without_known_stage(settings, role)]
+    sure = [role for role in roles if role not in doubtful]
+    named = f"of {', '.join(sure)}" if sure else "of the loop alone"
+    but = f"; nothing of {', '.join(doubtful)}, unless they have the stages that are selected"
+    return f"will be captured: {steps} {named}{but if doubtful else ''}"
+
+
+def _without_known_stage(settings: ProfilingConfig, role: str) -> bool:
+    """Return whether a training role records stages only of which verl's workers have none."""
+    chosen = settings.for_role(role)
+    if role not in TRAINING_ROLES or chosen.mode != "discrete" or chosen.stages is None:
+        return False
+    return WORKER_STAGES.isdisjoint(chosen.stages)
+
+
+def _end(last_step: int | None) -> str:
+    return "" if last_step is None else f"the last step is trainer.total_training_steps={last_step}"
 
 
 if __name__ == "__main__":

@@ -11,34 +11,76 @@ import dataclasses
 import logging
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from verl_profiling.engines.adapter import engine_tool
+from verl_profiling.engines.ascend import has_vllm_ascend
+from verl_profiling.engines.sglang import SGLangAdapter, check_sglang
+from verl_profiling.engines.vllm import VLLMAdapter
+from verl_profiling.engines.vllm_start import check_vllm, vllm_engine_args
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.integrations.verl_nsys import expected_ranges
-from verl_profiling.integrations.verl_rollout import check_rollout, device_of
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.after import EVERY_RANK
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.tools import nsys
+from verl_profiling.tools.npu import NpuTool
+from verl_profiling.tools.nsys import NsysTool
 
-__all__ = ["settings_from_verl", "settings_of", "settings_without_checks"]
+__all__ = [
+    "TRAINING_ROLES",
+    "check_installed_engine",
+    "expected_ranges",
+    "settings_from_verl",
+    "settings_of",
+    "settings_without_checks",
+]
 
 logger = logging.getLogger(__name__)
 
+TRAINING_ROLES = ("actor", "ref", "critic")
 _GROUPS = ("default", "discrete", "off", "verl")
-_ROLES = {
+_ENGINES = {"vllm": VLLMAdapter.name, "sglang": SGLangAdapter.name}
+_SWITCHED_OFF = "set profiling.roles.rollout.enable=false"
+_BLOCKS = {
     "actor": "actor_rollout_ref.actor.profiler",
     "ref": "actor_rollout_ref.ref.profiler",
     "rollout": "actor_rollout_ref.rollout.profiler",
     "critic": "critic.profiler",
 }
 _TOOLS = ("torch", "torch_memory", "npu", "nsys")
+_REPLICA_SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+
+_CONTENTS = {
+    "torch": {"stack": "stack", "shapes": "shapes", "memory": "memory"},
+    "npu": {"stack": "stack", "shapes": "shapes", "memory": "memory", "modules": "module"},
+}
+"""Options of a tool by what verl's ``contents`` calls them."""
+_DEVICES = {"torch": "cuda", "npu": "npu"}
+_VALUES = {
+    "torch_memory": {
+        "max_entries": ("trace_alloc_max_entries", 100_000),
+        "steps": ("memory_snapshot_num_steps", 1),
+    }
+}
+"""Options of a tool that are fields of verl's, with verl's default."""
+_EVERYWHERE = (*TRAINING_ROLES, ROLLOUT_ROLE)
+_OF_ENGINES = "a window of engine iterations is for the rollout only"
+_UNSUPPORTED = (
+    # roles; tool; field; values that ask for nothing; why the others are not supported
+    (TRAINING_ROLES, None, "profile_token_start", (None,), _OF_ENGINES),
+    (TRAINING_ROLES, None, "profile_token_end", (None,), _OF_ENGINES),
+    ((ROLLOUT_ROLE,), "torch", "schedule.active", (None, 0), "engines have no mini-batches"),
+    (TRAINING_ROLES, "torch", "schedule.repeat", (None, 0, 1), "one window of mini-batches is recorded"),
+    (_EVERYWHERE, "torch_memory", "stack_depth", (None, 32), "torch keeps whole stacks"),
+)
 _ALWAYS = "always so: every artifact is in the folder of its step"
 _FINISH_ENVIRONMENT = 'VERL_PROFILE_SAVE_PATH="$VERL_PROFILING_RUN" ' + " ".join(
     f'VERL_PROFILE_{name}="$VERL_PROFILING_{name}"' for name in ("RANK", "PID", "ROLE")
 )
 _FINISH_HOOK = ("finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks")
-_HOOKED_ROLES = ("actor", "ref", "critic")
 
 
 def settings_of(config: Any) -> ProfilingConfig | None:
@@ -74,20 +116,13 @@ def settings_of(config: Any) -> ProfilingConfig | None:
             )
     if not settings.enable:
         return None
-    check_rollout(config, settings)
+    _check_rollout(config, settings)
     expected_ranges(config, settings)
     return dataclasses.replace(
         settings,
         save_path=settings.save_path if settings.is_remote else str(settings.local_folder),
         run_id=settings.run_id or _run_id(config.get("trainer") or {}),
     )
-
-
-def _run_id(trainer: Mapping[str, Any]) -> str | None:
-    """Return the name under which verl finds the run's checkpoints again; ``None`` where it does not look."""
-    if trainer.get("resume_mode", "disable") == "disable":
-        return None
-    return f"{trainer['project_name']}/{trainer['experiment_name']}"
 
 
 def settings_without_checks(config: Any) -> ProfilingConfig | None:
@@ -99,7 +134,7 @@ def settings_without_checks(config: Any) -> ProfilingConfig | None:
     given = config.get("profiling")
     if given is None:
         return None
-    return ProfilingConfig.from_any(_Bridge(config).settings() if isinstance(given, str) else given)
+    return ProfilingConfig.from_any(_bridged(config, []) if isinstance(given, str) else given)
 
 
 def settings_from_verl(config: Any) -> ProfilingConfig:
@@ -113,180 +148,252 @@ def settings_from_verl(config: Any) -> ProfilingConfig:
     Raises:
         ConfigError: A value without a counterpart cannot be ignored, e.g. the tool.
     """
-    bridge = _Bridge(config)
-    settings = ProfilingConfig.from_any(bridge.settings())
-    for note in bridge.notes:
+    notes: list[str] = []
+    settings = ProfilingConfig.from_any(_bridged(config, notes))
+    for note in notes:
         logger.warning("%s", note)
     return settings
 
 
-class _Bridge:
-    """Reads the profiler blocks of a configuration once.
+def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
+    """Return, for each role that records with Nsight Systems, how many ranges a process opens.
 
-    Attributes:
-        notes: One sentence for each field that is set and has no counterpart.
+    Raises:
+        ConfigError: The number is not known, or verl cannot start that role under it.
     """
-
-    def __init__(self, config: Any) -> None:
-        from omegaconf import OmegaConf
-
-        self.notes: list[str] = []
-        rollout = config.actor_rollout_ref.rollout
-        self._engine = rollout.name
-        self._rollout_tool = "npu" if device_of(config) == "npu" else "torch"
-        sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-        self._replica_ranks = math.prod(rollout.get(size) or 1 for size in sizes)
-        self._global = OmegaConf.to_container(config.global_profiler, resolve=True)
-        self._roles = {}
-        for role, path in _ROLES.items():
-            block = OmegaConf.select(config, path)
-            if block is not None and _plays(config, role):
-                self._roles[role] = OmegaConf.to_container(block, resolve=True)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings as :meth:`ProfilingConfig.from_any` takes them."""
-        block = self._global
-        steps = block.get("steps") or []
-        self._note_relocation("global_profiler", block)
-        tool = self._tool("global_profiler.tool", block.get("tool")) if steps else None
-        return {
-            "enable": bool(steps) and any(role.get("enable") for role in self._roles.values()),
-            "tool": tool or "torch",
-            "save_path": block["save_path"],
-            "schedule": {"steps": list(steps), "continuous": bool(block["profile_continuous_steps"])}
-            if steps
-            else {},
-            "roles": {role: self._role(role, given) for role, given in self._roles.items()},
-            "rollout": self._window(self._roles.get("rollout", {})),
-            "after": self._hooks(),
-        }
-
-    def _role(self, role: str, block: Mapping[str, Any]) -> dict[str, Any]:
-        if not block.get("enable"):
-            return {"enable": False}
-        where = _ROLES[role]
-        self._note_relocation(where, block)
-        if (path := block.get("save_path")) not in (None, self._global["save_path"]):
-            self.notes.append(f"{where}.save_path={path}: all roles write to global_profiler.save_path")
-        tool = self._tool(f"{where}.tool", block.get("tool"))
-        if role == "rollout" and tool != self._rollout_tool:
-            self.notes.append(
-                f"{where}.tool={tool}: rollout engines record with {self._rollout_tool}; left out"
+    found = {}
+    for role in _EVERYWHERE:
+        chosen = settings.for_role(role)
+        if not chosen.enable or chosen.launched_tool is None:
+            continue
+        key, device = f"roles.{role}.tool", _device(config)
+        if device != "cuda":
+            raise ConfigError(key, f"nsys records CUDA devices, and trainer.device is {device!r}")
+        engine = config.actor_rollout_ref.rollout.name
+        if role == ROLLOUT_ROLE and engine != "vllm":
+            raise ConfigError(
+                key, f"nsys records vLLM engines, not {engine}; set profiling.roles.rollout.tool=torch"
             )
-            return {"enable": False}
-        options = (block.get("tool_config") or {}).get(tool) or {}
-        found: dict[str, Any] = {"tool": tool, "mode": "discrete" if options.get("discrete") else "e2e"}
-        if not block.get("all_ranks"):
-            first = range(self._replica_ranks) if role == "rollout" else (0,)
-            found["ranks"] = list(block.get("ranks") or first)
-        if own := dict(self._options(role, tool, options, f"{where}.tool_config.{tool}")):
-            found["tools"] = {tool: own}
-        return found
+        found[role] = nsys.expected_ranges(chosen, settings.schedule)
+    return found
 
-    def _options(
-        self, role: str, tool: str, options: Mapping[str, Any], where: str
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield the options of a tool."""
-        contents = set(options.get("contents") or ())
-        for name in ("profile_token_start", "profile_token_end"):
-            if role != "rollout" and options.get(name) is not None:
-                self.notes.append(f"{where}.{name}: a window of engine iterations is for the rollout only")
-        if tool == "torch":
-            everything = not contents
-            for name in ("stack", "shapes", "memory"):
-                if role == "rollout" and name == "memory" and self._engine == "sglang":
-                    yield name, False  # SGLang does not have it, under verl neither
-                else:
-                    yield name, everything or name in contents
-            if not everything and "cuda" not in contents:
-                if role == "rollout":
-                    self.notes.append(f"{where}.contents: engines record all activities that there are")
-                else:
-                    yield "activities", ["cpu"]
-            schedule = options.get("schedule") or {}
-            if schedule.get("active") and role == "rollout":
-                self.notes.append(f"{where}.schedule: engines have no mini-batches")
-            elif schedule.get("active"):
-                if schedule.get("repeat", 0) > 1:
-                    self.notes.append(f"{where}.schedule.repeat: one window of mini-batches is recorded")
-                yield (
-                    "mini_batches",
-                    {
-                        "wait": schedule.get("skip_first", 0) + schedule.get("wait", 0),
-                        "warmup": schedule.get("warmup", 0),
-                        "active": schedule["active"],
-                    },
-                )
-        elif tool == "npu" and role == "rollout":
-            # As verl passes them on to engines: these choose the rest, the level too.
-            stack, memory = bool(contents & {"stack", "module"}), "memory" in contents
-            if self._engine == "vllm":
-                yield from {"modules": stack, "memory": memory}.items()
-            else:
-                yield from {"stack": stack, "shapes": "shapes" in contents}.items()
-            yield "analysis", bool(options.get("analysis"))
-        elif tool == "npu":
-            for name, content in (
-                ("stack", "stack"),
-                ("shapes", "shapes"),
-                ("memory", "memory"),
-                ("modules", "module"),
-            ):
-                yield name, content in contents
-            if contents and "npu" not in contents:
-                yield "activities", ["cpu"]
-            yield "level", str(options.get("level", "level0")).replace("level_none", "none")
-            yield "analysis", bool(options.get("analysis"))
-        elif tool == "torch_memory":
-            yield "max_entries", options.get("trace_alloc_max_entries", 100_000)
-            yield "steps", options.get("memory_snapshot_num_steps", 1)
-            yield "oom_folder", str(Path(self._global["save_path"], "oom").absolute())
-            if options.get("stack_depth", 32) != 32:
-                self.notes.append(f"{where}.stack_depth: has no counterpart; torch keeps whole stacks")
 
-    def _window(self, block: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the window of engine iterations, which verl calls response tokens."""
-        options = (block.get("tool_config") or {}).get(block.get("tool")) or {}
-        start, end = options.get("profile_token_start") or 0, options.get("profile_token_end")
-        return {"start": start, "count": None if end is None else end - start, "max_window_s": None}
+def check_installed_engine(config: Any, settings: ProfilingConfig) -> str:
+    """Check also what depends on the version of the engine; return why that was not possible, if so.
 
-    def _tool(self, key: str, tool: str | None) -> str:
-        if tool not in _TOOLS:
-            raise ConfigError(key, f"{tool!r} is not supported; {choices_hint(tool, _TOOLS)}")
-        return str(tool)
+    Raises:
+        ConfigError: The installed vLLM cannot record what the settings say.
+        ToolUnavailableError: A package that it needs for that is not installed.
+    """
+    engine, chosen = config.actor_rollout_ref.rollout.name, settings.for_role(ROLLOUT_ROLE)
+    if not chosen.enable:
+        return ""
+    absent = engine if find_spec(engine) is None else ""
+    on_npu = engine == "vllm" and isinstance(
+        engine_tool(chosen, _ENGINES[engine], opens_ranges=True), NpuTool
+    )
+    if on_npu and not has_vllm_ascend():
+        absent = "vllm-ascend"
+    if absent:
+        return f"{absent} is not installed here, and was not asked what its version records"
+    if engine == "vllm":
+        vllm_engine_args(settings, ROLLOUT_ROLE)
+    return ""
 
-    def _note_relocation(self, where: str, block: Mapping[str, Any]) -> None:
-        if block.get("relocate_results"):
-            self.notes.append(f"{where}.relocate_results: {_ALWAYS}")
 
-    def _hooks(self) -> dict[str, Any]:
-        """Return verl's finish commands, which it runs in a shell, once, after the last step it profiles.
+def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
+    """Refuse engines, tools and windows with which the servers would refuse to start.
 
-        Workers that play several roles run a command that these share once.
-        """
-        found: dict[str, Any] = {}
-        rollout, actor = self._roles.get("rollout", {}), self._roles.get("actor", {})
-        for name in _FINISH_HOOK if rollout.get("enable") else ():
-            if rollout.get(name) and rollout[name] != actor.get(name):
-                self.notes.append(f"{_ROLES['rollout']}.{name}: servers run no command, under verl neither")
-        for role in _HOOKED_ROLES:
-            block = self._roles.get(role, {})
-            if not (block.get("enable") and (command := block.get("finish_hook_cmd"))):
-                continue
-            names = f"export VERL_PROFILE_TOOL={shlex.quote(str(block.get('tool')))} {_FINISH_ENVIRONMENT}"
-            hook = {
-                "command": ["/bin/sh", "-c", f"{names}\n{command}"],
-                "when": "last",
-                "ranks": EVERY_RANK
-                if block.get("finish_hook_all_ranks")
-                else list(block.get("finish_hook_ranks") or ()) or None,
-            }
-            equal = [other for other in found.values() if {**other, **hook} == other]
-            if equal:
-                equal[0]["roles"].append(role)
-            else:
-                found[f"finish_hook_{role}"] = {"roles": [role], **hook}
-        return found
+    Raises:
+        ConfigError: There is no adapter for the engine, or it cannot record what the settings say.
+    """
+    chosen = settings.for_role(ROLLOUT_ROLE)
+    if not chosen.enable:
+        return
+    rollout, device = config.actor_rollout_ref.rollout, _device(config)
+    if rollout.name not in _ENGINES:
+        why = f"{rollout.name} cannot be captured ({choices_hint(rollout.name, _ENGINES)})"
+        raise ConfigError("actor_rollout_ref.rollout", f"{why}; {_SWITCHED_OFF}")
+    if (rollout.get("disaggregation") or {}).get("enabled"):
+        why = "replicas that are split into prefill and decode servers cannot be captured"
+        raise ConfigError("actor_rollout_ref.rollout", f"{why}; {_SWITCHED_OFF}")
+    engine = _ENGINES[rollout.name]
+    tool = engine_tool(chosen, engine, opens_ranges=True)
+    if tool is None:
+        return
+    if (device == "npu") != (tool.name == "npu"):
+        right = "npu" if device == "npu" else "torch"
+        raise ConfigError(
+            f"roles.{ROLLOUT_ROLE}.tool",
+            f"{tool.name} records nothing of {engine} where trainer.device is {device!r}; set "
+            f"profiling.roles.rollout.tool={right}, or profiling.roles.rollout.enable=false",
+        )
+    if rollout.name == "vllm":
+        check_vllm(tool, settings.rollout)
+    elif not isinstance(tool, NsysTool):
+        own = (rollout.get("engine_kwargs") or {}).get("sglang") or {}
+        ranks = 1 if own.get("enable_dp_attention") else int(rollout.get("data_parallel_size") or 1)
+        device = str(own.get("device") or device)
+        check_sglang(tool, settings.rollout, ROLLOUT_ROLE, device=device, dp_ranks=ranks)
+
+
+def _device(config: Any) -> str:
+    """Return the kind of device that verl computes on."""
+    return str((config.get("trainer") or {}).get("device") or "cuda")
+
+
+def _run_id(trainer: Mapping[str, Any]) -> str | None:
+    """Return the name under which verl finds the run's checkpoints again; ``None`` where it does not look."""
+    if trainer.get("resume_mode", "disable") == "disable":
+        return None
+    return f"{trainer['project_name']}/{trainer['experiment_name']}"
+
+
+def _bridged(config: Any, notes: list[str]) -> dict[str, Any]:
+    """Return the settings of verl's own profiler as :meth:`ProfilingConfig.from_any` takes them.
+
+    Args:
+        config: A whole verl configuration.
+        notes: Gets appended a sentence for each field that is set and has no counterpart.
+    """
+    from omegaconf import OmegaConf
+
+    block = OmegaConf.to_container(config.global_profiler, resolve=True)
+    roles = {
+        role: OmegaConf.to_container(given, resolve=True)
+        for role, path in _BLOCKS.items()
+        if (given := OmegaConf.select(config, path)) is not None and _plays(config, role)
+    }
+    steps = block.get("steps") or []
+    if block.get("relocate_results"):
+        notes.append(f"global_profiler.relocate_results: {_ALWAYS}")
+    rollout = roles.get(ROLLOUT_ROLE, {})
+    window = (rollout.get("tool_config") or {}).get(rollout.get("tool")) or {}
+    start, end = window.get("profile_token_start") or 0, window.get("profile_token_end")
+    return {
+        "enable": bool(steps) and any(role.get("enable") for role in roles.values()),
+        "tool": _tool("global_profiler.tool", block.get("tool")) if steps else "torch",
+        "save_path": block["save_path"],
+        "schedule": {"steps": list(steps), "continuous": bool(block["profile_continuous_steps"])}
+        if steps
+        else {},
+        "roles": {role: _role(config, role, given, block, notes) for role, given in roles.items()},
+        # verl calls engine iterations response tokens.
+        "rollout": {"start": start, "count": None if end is None else end - start, "max_window_s": None},
+        "after": _finish_commands(roles, notes),
+    }
+
+
+def _role(
+    config: Any, role: str, block: Mapping[str, Any], whole: Mapping[str, Any], notes: list[str]
+) -> dict[str, Any]:
+    if not block.get("enable"):
+        return {"enable": False}
+    where, rollout = _BLOCKS[role], config.actor_rollout_ref.rollout
+    if block.get("relocate_results"):
+        notes.append(f"{where}.relocate_results: {_ALWAYS}")
+    if (path := block.get("save_path")) not in (None, whole["save_path"]):
+        notes.append(f"{where}.save_path={path}: all roles write to global_profiler.save_path")
+    tool = _tool(f"{where}.tool", block.get("tool"))
+    of_engines = "npu" if _device(config) == "npu" else "torch"
+    if role == ROLLOUT_ROLE and tool != of_engines:
+        notes.append(f"{where}.tool={tool}: rollout engines record with {of_engines}; left out")
+        return {"enable": False}
+    options = (block.get("tool_config") or {}).get(tool) or {}
+    found: dict[str, Any] = {"tool": tool, "mode": "discrete" if options.get("discrete") else "e2e"}
+    if not block.get("all_ranks"):
+        replica = math.prod(rollout.get(size) or 1 for size in _REPLICA_SIZES)
+        found["ranks"] = list(block.get("ranks") or range(replica if role == ROLLOUT_ROLE else 1))
+    for roles, of_tool, field, harmless, why in _UNSUPPORTED:
+        value: Any = options
+        for part in field.split("."):
+            value = (value or {}).get(part)
+        if role in roles and of_tool in (None, tool) and value not in harmless:
+            notes.append(f"{where}.tool_config.{tool}.{field.removesuffix('.active')}: {why}")
+    if own := _options(role, tool, options):
+        found["tools"] = {tool: own}
+    if role == ROLLOUT_ROLE:
+        _fit_engine(rollout.name, tool, options, found, notes)
+    elif tool == "torch_memory":
+        found["tools"][tool]["oom_folder"] = str(Path(whole["save_path"], "oom").absolute())
+    return found
+
+
+def _options(role: str, tool: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a tool, from their names in verl."""
+    contents = set(given.get("contents") or ())
+    everything = tool == "torch" and not contents
+    found: dict[str, Any] = {
+        option: everything or content in contents for option, content in _CONTENTS.get(tool, {}).items()
+    }
+    found |= {option: given.get(field, default) for option, (field, default) in _VALUES.get(tool, {}).items()}
+    if contents and _DEVICES.get(tool, "") not in ("", *contents):
+        found["activities"] = ["cpu"]
+    if tool == "npu":
+        found["level"] = str(given.get("level", "level0")).replace("level_none", "none")
+        found["analysis"] = bool(given.get("analysis"))
+    schedule = given.get("schedule") or {}
+    if tool == "torch" and schedule.get("active"):
+        wait = schedule.get("skip_first", 0) + schedule.get("wait", 0)
+        window = {"wait": wait, "warmup": schedule.get("warmup", 0), "active": schedule["active"]}
+        found["mini_batches"] = window
+    return found
+
+
+def _fit_engine(
+    engine: str, tool: str, given: Mapping[str, Any], found: dict[str, Any], notes: list[str]
+) -> None:
+    """Leave out the options that an engine does not have; under verl it has none of them either."""
+    options = found["tools"][tool]
+    contents = set(given.get("contents") or ())
+    options.pop("mini_batches", None)
+    if options.pop("activities", None) and tool == "torch":
+        where = f"{_BLOCKS[ROLLOUT_ROLE]}.tool_config.torch.contents"
+        notes.append(f"{where}: engines record all activities that there are")
+    if tool == "torch" and engine == "sglang":
+        options["memory"] = False
+    if tool == "npu":
+        # As verl passes them on to engines: these choose the rest, the level too.
+        stack = bool(contents & {"stack", "module"})
+        own = ("modules", "memory") if engine == "vllm" else ("stack", "shapes")
+        options |= {"stack": stack, "modules": stack}
+        found["tools"][tool] = {name: options[name] for name in (*own, "analysis")}
+
+
+def _tool(key: str, tool: str | None) -> str:
+    if tool not in _TOOLS:
+        raise ConfigError(key, f"{tool!r} is not supported; {choices_hint(tool, _TOOLS)}")
+    return str(tool)
+
+
+def _finish_commands(roles: Mapping[str, Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
+    """Return verl's finish commands, which it runs in a shell, once, after the last step it profiles.
+
+    Workers that play several roles run a command that these share once.
+    """
+    found: dict[str, Any] = {}
+    rollout, actor = roles.get(ROLLOUT_ROLE, {}), roles.get("actor", {})
+    for name in _FINISH_HOOK if rollout.get("enable") else ():
+        if rollout.get(name) and rollout[name] != actor.get(name):
+            notes.append(f"{_BLOCKS[ROLLOUT_ROLE]}.{name}: servers run no command, under verl neither")
+    for role in TRAINING_ROLES:
+        block = roles.get(role, {})
+        if not (block.get("enable") and (command := block.get("finish_hook_cmd"))):
+            continue
+        names = f"export VERL_PROFILE_TOOL={shlex.quote(str(block.get('tool')))} {_FINISH_ENVIRONMENT}"
+        hook = {
+            "command": ["/bin/sh", "-c", f"{names}\n{command}"],
+            "when": "last",
+            "ranks": EVERY_RANK
+            if block.get("finish_hook_all_ranks")
+            else list(block.get("finish_hook_ranks") or ()) or None,
+        }
+        equal = [other for other in found.values() if {**other, **hook} == other]
+        if equal:
+            equal[0]["roles"].append(role)
+        else:
+            found[f"finish_hook_{role}"] = {"roles": [role], **hook}
+    return found
 
 
 def _plays(config: Any, role: str) -> bool:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
-from verl_profiling.integrations.post_import import when_imported
+from wrapt import register_post_import_hook
 
 
 def stand_in(wrapper: ModuleType) -> None:
@@ -35,4 +35,4 @@ def note(call: str) -> Callable[[], None]:
     return called
 
 
-when_imported("vllm.profiler.wrapper", stand_in)
+register_post_import_hook(stand_in, "vllm.profiler.wrapper")

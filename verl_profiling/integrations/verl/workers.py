@@ -6,17 +6,15 @@ worker do not change. Stages are put around verl's methods, whose bodies do not 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.session import process_session, stage
-from verl_profiling.integrations.hooks import misfits
-from verl_profiling.integrations.wrapping import wrap
+from verl_profiling.integrations.hooks import mark, misfits, wrap
+from verl_profiling.integrations.verl.processes import add_capture_methods
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.watch.reading import WatchReading
-from verl_profiling.workers import CaptureMixin, CaptureTimers, FSDPCaptureMixin, MegatronCaptureMixin
+from verl_profiling.workers import CaptureTimers, FSDPCaptureMixin, MegatronCaptureMixin
 
 __all__ = [
     "WORKER_STAGES",
@@ -27,6 +25,7 @@ __all__ = [
     "hook_fsdp_offloading",
     "hook_megatron_offloading",
     "hook_mini_batches",
+    "hook_transfer_queue",
     "hook_workers",
 ]
 
@@ -48,6 +47,13 @@ _OFFLOADING = {
     "offload_{}_optimizer": "offload_optimizer",
 }
 
+_TRANSFER_QUEUE = {
+    "kv_batch_meta2batch_meta": "transfer_queue_get",
+    "_meta_to_realdata": "transfer_queue_get",
+    "_update_meta_with_output": "transfer_queue_put",
+    "batch_meta2kv_batch_meta": "transfer_queue_put",
+}
+
 WORKER_STAGES = frozenset(
     {_OLD, _REFERENCE, _MINI_BATCH, _MICRO_BATCH, *_CHECKPOINTS}
     | {*_ACTOR_STAGES.values(), *_CRITIC_STAGES.values(), *_OFFLOADING.values()}
@@ -56,29 +62,34 @@ WORKER_STAGES = frozenset(
 
 
 def hook_workers(module: Any) -> None:
-    """Give ``ActorRolloutRefWorker`` and ``TrainingWorker`` the capture methods."""
+    """Give ``ActorRolloutRefWorker`` and ``TrainingWorker`` capture methods; a group waits for the first."""
+    from verl.single_controller.base.decorator import Dispatch, register
+
     for worker_class in (module.ActorRolloutRefWorker, module.TrainingWorker):
-        _add_methods(worker_class)
+        worker_class.init_capture = register(dispatch_mode=Dispatch.ONE_TO_ALL)(_init_capture)
+        add_capture_methods(
+            worker_class, registered=register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+        )
 
 
 def hook_actor_stages(module: Any) -> None:
     """Mark the stages of the actor and the reference model."""
     for name, stage_name in _ACTOR_STAGES.items():
-        wrap(module.ActorRolloutRefWorker, name, stage(stage_name))
+        mark(module.ActorRolloutRefWorker, name, partial(stage, stage_name))
     wrap(module.ActorRolloutRefWorker, "compute_log_prob", _log_prob_stage)
 
 
 def hook_critic_stages(module: Any) -> None:
     """Mark the stages of ``TrainingWorker`` if it is a critic."""
     for name, stage_name in _CRITIC_STAGES.items():
-        wrap(module.TrainingWorker, name, functools.partial(_critic_stage, stage_name))
+        wrap(module.TrainingWorker, name, partial(_critic_stage, stage_name))
 
 
 def hook_checkpoints(module: Any) -> None:
     """Mark the saving and loading of checkpoints; an actor's are those of the worker around it."""
     for name in _CHECKPOINTS:
-        wrap(module.ActorRolloutRefWorker, name, stage(name))
-        wrap(module.TrainingWorker, name, functools.partial(_critic_stage, name))
+        mark(module.ActorRolloutRefWorker, name, partial(stage, name))
+        wrap(module.TrainingWorker, name, partial(_critic_stage, name))
 
 
 def hook_mini_batches(module: Any) -> None:
@@ -91,17 +102,6 @@ def hook_fsdp_engine(module: Any) -> None:
     wrap(module, "prepare_micro_batches", _marked_micro_batches)
 
 
-def _marked_micro_batches(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare_micro_batches(*args: Any, **kwargs: Any) -> Any:
-        prepared = prepare(*args, **kwargs)
-        if not process_session().recording:
-            return prepared
-        micro_batches, *rest = prepared
-        return _MarkedMicroBatches(micro_batches), *rest
-
-    return prepare_micro_batches
-
-
 def hook_fsdp_offloading(module: Any) -> None:
     """Mark what moves models and optimizers of FSDP engines to the device and away from it."""
     _mark_offloading(module, "fsdp")
@@ -112,9 +112,23 @@ def hook_megatron_offloading(module: Any) -> None:
     _mark_offloading(module, "megatron")
 
 
+def hook_transfer_queue(module: Any) -> None:
+    """Mark what training workers get and put around the methods that the trainer calls."""
+    for name, stage_name in _TRANSFER_QUEUE.items():
+        mark(module, name, partial(stage, stage_name))
+
+
 def _mark_offloading(module: Any, framework: str) -> None:
     for name, stage_name in _OFFLOADING.items():
-        wrap(module, name.format(framework), stage(stage_name))
+        mark(module, name.format(framework), partial(stage, stage_name))
+
+
+def _marked_micro_batches(prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    prepared = prepare(*args, **kwargs)
+    if not process_session().recording:
+        return prepared
+    micro_batches, *rest = prepared
+    return _MarkedMicroBatches(micro_batches), *rest
 
 
 class _MarkedMicroBatches(list[Any]):
@@ -127,14 +141,10 @@ class _MarkedMicroBatches(list[Any]):
                 yield item
 
 
-def _log_prob_stage(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark ``compute_log_prob`` by what it computes: without its LoRA adapter the actor is the reference."""
-    of_actor, of_reference = stage(_OLD)(method), stage(_REFERENCE)(method)
-
-    def compute_log_prob(self: Any, data: Any) -> Any:
-        return (of_reference if _without_adapter(data) else of_actor)(self, data)
-
-    return compute_log_prob
+def _log_prob_stage(compute_log_prob: Callable[..., Any], self: Any, data: Any) -> Any:
+    """Mark what is computed: without its LoRA adapter the actor is the reference."""
+    with stage(_REFERENCE if _without_adapter(data) else _OLD):
+        return compute_log_prob(self, data)
 
 
 def _without_adapter(data: Any) -> bool:
@@ -148,57 +158,38 @@ def _without_adapter(data: Any) -> bool:
     return bool(tensordict_utils.get(data, _WITHOUT_ADAPTER))
 
 
-def _critic_stage(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _critic_stage(name: str, method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Mark a method of ``TrainingWorker`` as a stage if the worker is a critic.
 
     In an actor the same class is a part of ``ActorRolloutRefWorker``, whose methods are marked already.
     """
-    marked = stage(name)(method)
-
-    def critic_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_critic = self.config.model_type == _CRITIC_MODEL
-        return (marked if is_critic else method)(self, *args, **kwargs)
-
-    return critic_method
+    if self.config.model_type != _CRITIC_MODEL:
+        return method(self, *args, **kwargs)
+    with stage(name):
+        return method(self, *args, **kwargs)
 
 
-def _counted_mini_batch(train_batch: Callable[..., Any]) -> Callable[..., Any]:
+def _counted_mini_batch(train_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Mark a mini-batch as a stage, and count it for the ``mini_batches`` window of the ``torch`` tool."""
-    mini_batch = stage(_MINI_BATCH)
-
-    def train_mini_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with mini_batch:
-            output = train_batch(self, *args, **kwargs)
-        process_session().step()
-        return output
-
-    return train_mini_batch
-
-
-def _add_methods(worker_class: type[Any]) -> None:
-    """Add the methods so that worker groups bind them; a group waits only for the set-up."""
-    from verl.single_controller.base.decorator import Dispatch, register
-
-    everywhere = functools.partial(register, dispatch_mode=Dispatch.ONE_TO_ALL)
-    worker_class.init_capture = everywhere()(_init_capture)
-    worker_class.start_capture = everywhere(blocking=False)(_start_capture)
-    worker_class.stop_capture = everywhere(blocking=False)(_stop_capture)
-    worker_class.read_watch = everywhere(blocking=False)(_read_watch)
+    with stage(_MINI_BATCH):
+        output = train_batch(*args, **kwargs)
+    process_session().step()
+    return output
 
 
 def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
     """Set this worker up under the first role of its process that is profiled; return what does not fit."""
     engine = self.engine if hasattr(self, "engine") else (self.actor or self.ref).engine
     if engine.engine_config.strategy == "megatron":
-        megatron = MegatronCaptureMixin()
-        megatron.init_capture(settings, role=role)
+        self._verl_profiling = MegatronCaptureMixin()
+        self._verl_profiling.init_capture(settings, role=role)
         _show_schedule(engine)
-        self._verl_profiling = megatron
-        return misfits()
-    capture = FSDPCaptureMixin()
-    mesh = getattr(engine, "device_mesh", None)
-    capture.init_capture(settings, role=role, rank=self.rank, world_size=self.world_size, mesh=mesh)
-    self._verl_profiling = capture
+    else:
+        self._verl_profiling = FSDPCaptureMixin()
+        mesh = getattr(engine, "device_mesh", None)
+        self._verl_profiling.init_capture(
+            settings, role=role, rank=self.rank, world_size=self.world_size, mesh=mesh
+        )
     return misfits()
 
 
@@ -210,21 +201,3 @@ def _show_schedule(engine: Any) -> None:
         config = get_model_config(chunk)
         if not isinstance(config.timers, CaptureTimers):
             config.timers = CaptureTimers(config.timers)
-
-
-def _start_capture(self: Any, request: CaptureRequest) -> StartReply:
-    """Start, arm or join a capture. The callback calls this."""
-    capture: CaptureMixin = self._verl_profiling
-    return capture.start_capture(request)
-
-
-def _stop_capture(self: Any, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-    """Stop a capture. The callback calls this."""
-    capture: CaptureMixin = self._verl_profiling
-    return capture.stop_capture(capture_id, finish_s)
-
-
-def _read_watch(self: Any, since_ns: int | None = None) -> WatchReading | None:
-    """Return what the watch keeps of this process. The callback calls this."""
-    capture: CaptureMixin = self._verl_profiling
-    return capture.read_watch(since_ns)

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from verl_profiling.controller.callback import AsyncProfilingCallback
-from verl_profiling.integrations.verl_profiler import Profiler, active_profiler
-from verl_profiling.integrations.wrapping import missing
+from verl_profiling.integrations.hooks import missing
+from verl_profiling.integrations.verl.profiler import Profiler, active_profiler
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = [
@@ -54,9 +54,10 @@ class AsyncTrainerProfiler(Profiler):
         "timing_s/param_sync": "update_weights",
     }
 
+    _callback: AsyncProfilingCallback
+
     def __init__(self, trainer: Any, settings: ProfilingConfig) -> None:
-        self._callback = AsyncProfilingCallback(settings)
-        super().__init__(trainer, settings, self._callback)
+        super().__init__(trainer, settings, AsyncProfilingCallback(settings))
         self._by_version = hasattr(trainer, "current_param_version")
         self._step: int | None = None
         self._is_over = False
@@ -73,7 +74,7 @@ class AsyncTrainerProfiler(Profiler):
         self._deactivate()
         await self._callback.__aexit__(kind, error, trace)
         if error is None:
-            await asyncio.to_thread(self._log_reports)
+            await asyncio.to_thread(self.log_rest)
 
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
@@ -105,7 +106,7 @@ class AsyncTrainerProfiler(Profiler):
 
     def no_step(self) -> None:
         """Account for no step that was begun, and had no batch."""
-        if (watch := self._told.watch) is not None:
+        if (watch := self._callback.watch) is not None:
             watch.no_step()
 
     async def step_ends(self) -> None:
@@ -156,49 +157,36 @@ def _check(trainer_class: Any, *names: str) -> None:
             missing(trainer_class, name)
 
 
-# What these return may be pickled by value, with a class that ``ray.remote`` has decorated. So they look up
-# the profiler by a function of this module, which is pickled by name.
+async def _around_step(fit_step: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    profiler = async_profiler(self)
+    if profiler is None:
+        return await fit_step(self, *args, **kwargs)
+    has_begun = await profiler.step_begins()
+    try:
+        result = await fit_step(self, *args, **kwargs)
+    except Exception as error:
+        if has_begun and type(error).__name__ == _NO_MORE_STEPS:
+            profiler.no_step()
+        raise
+    await profiler.step_ends()
+    return result
 
 
-def _around_step(fit_step: Callable[..., Any]) -> Callable[..., Any]:
-    async def profiled_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        profiler = async_profiler(self)
-        if profiler is None:
-            return await fit_step(self, *args, **kwargs)
-        has_begun = await profiler.step_begins()
-        try:
-            result = await fit_step(self, *args, **kwargs)
-        except Exception as error:
-            if has_begun and type(error).__name__ == _NO_MORE_STEPS:
-                profiler.no_step()
-            raise
+async def _around_generation(generate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    profiler = async_profiler(self)
+    if profiler is None:
+        return await generate(self, *args, **kwargs)
+    profiler.generation(True)
+    try:
+        return await generate(self, *args, **kwargs)
+    finally:
+        profiler.generation(False)
+
+
+async def _behind_step(validate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if (profiler := async_profiler(self)) is not None:
         await profiler.step_ends()
-        return result
-
-    return profiled_step
-
-
-def _around_generation(generate: Callable[..., Any]) -> Callable[..., Any]:
-    async def recorded_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        profiler = async_profiler(self)
-        if profiler is None:
-            return await generate(self, *args, **kwargs)
-        profiler.generation(True)
-        try:
-            return await generate(self, *args, **kwargs)
-        finally:
-            profiler.generation(False)
-
-    return recorded_generation
-
-
-def _behind_step(validate: Callable[..., Any]) -> Callable[..., Any]:
-    async def validated(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (profiler := async_profiler(self)) is not None:
-            await profiler.step_ends()
-        return await validate(self, *args, **kwargs)
-
-    return validated
+    return await validate(self, *args, **kwargs)
 
 
 COROUTINES = {

@@ -1,19 +1,23 @@
-"""Says what of a run of verl cannot be recorded, and whether that ends it."""
+"""Messages on a run of verl: what will be captured, what cannot be, and whether that ends it."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.integrations.hooks import misfits, usable
 from verl_profiling.integrations.verl import untested
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.schedule import Action, Schedule
+from verl_profiling.units import step_list
 
 __all__ = [
     "can_be_profiled",
+    "captured_steps",
     "check_request",
     "give_up",
     "let_lines_through",
@@ -29,6 +33,8 @@ _NO_HOOK = (
     "profiling: the configuration asks for it, and this trainer is not profiled: no method of it is hooked. "
     "A trainer class of your own inherits verl_profiling.integrations.verl_trainer.ProfilingTrainerMixin"
 )
+_MOST_NAMED = 10
+_FAR = 100_000
 
 _decided = False
 
@@ -93,14 +99,10 @@ def let_lines_through() -> None:
         package.addHandler(handler)
 
 
-def remember_request(tracking_init: Callable[..., Any]) -> Callable[..., Any]:
+def remember_request(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap the constructor of ``Tracking``, which every trainer gives its configuration."""
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        tracking_init(self, *args, **kwargs)
-        self._verl_profiling_asked = _asked(kwargs.get("config", args[3] if len(args) > 3 else None))
-
-    return init
+    init(self, *args, **kwargs)
+    self._verl_profiling_asked = _asked(kwargs.get("config", args[3] if len(args) > 3 else None))
 
 
 def check_request(tracking: Any) -> None:
@@ -145,6 +147,22 @@ def why_nothing(config: Any) -> str:
         why = "no role's profiler.enable is true" if named else "global_profiler.steps names no step"
         return f"profiling=verl takes the settings of verl's own profiler, and {why}"
     return ""
+
+
+def captured_steps(schedule: Schedule, last_step: int | None) -> str:
+    """Return which steps will be captured, e.g. ``steps 2, 3``; empty if none will be.
+
+    Args:
+        schedule: The schedule.
+        last_step: Number of the run's last step, if it is known.
+    """
+    last = schedule.last_step(last_step)
+    numbered = range(schedule.first_step, _FAR if last is None else last + 1)
+    steps = numbered if schedule.steps is None else sorted(schedule.steps)
+    recorded = (step for step in steps if step <= (last or _FAR) and schedule.action(step) is Action.RECORD)
+    found = list(islice(recorded, _MOST_NAMED + 1))
+    more = " and more" if len(found) > _MOST_NAMED else ""
+    return f"{step_list(found[:_MOST_NAMED])}{more}" if found else ""
 
 
 def _asked(config: Any) -> Mapping[str, Any] | None:

@@ -1,28 +1,35 @@
-"""What the profilers of verl's trainers have in common, whether their ``fit`` is a coroutine or not."""
+"""The profiler of a trainer: what trainers have in common whose steps are coroutines or not."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.integrations.hooks import misfits
-from verl_profiling.integrations.verl_support import give_up, notes_on
-from verl_profiling.integrations.verl_targets import Targets
-from verl_profiling.integrations.verl_watch import WatchTracking
+from verl_profiling.integrations.verl.notices import give_up, notes_on
+from verl_profiling.integrations.verl.processes import Processes
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.step_account import StepAccount
+from verl_profiling.watch.values import PREFIX, values_of
 
-__all__ = ["TIMED_STAGES", "Fates", "Profiler", "active_profiler", "say_fates", "trainer_stage"]
+__all__ = ["TIMED_STAGES", "Profiler", "active_profiler", "log_reports", "say_fates", "trainer_stage"]
 
 logger = logging.getLogger(__name__)
 
 _STAGES = {"adv": "advantage", "ref": "ref_log_prob", "testing": "validate"}
 _WEIGHT_UPDATE = "update_weights"
 _OWN_PROFILER = ("start_profile", "stop_profile")
+_ONWARD_ONLY = ("wandb", "vemlp_wandb")
+"""Trackers that accept no step before the last one that they saw."""
+_CONSOLE = "console"
+_MOST_WAITING = 1000
 
 TIMED_STAGES = frozenset((*_STAGES.values(), _WEIGHT_UPDATE, "rollout", "reward", "old_log_prob")) | {
     *("values", "update_critic", "update_actor", "save_checkpoint", "dump_rollout_generations"),
@@ -64,13 +71,14 @@ class Profiler:
     ) -> None:
         self.trainer = trainer
         self.settings = settings
-        self._told = callback
-        self._targets = Targets(callback, settings)
+        self._callback = callback
+        self._processes = Processes(callback, settings)
         self._policy_version = 0
         self._folders: dict[int, Path] = {}
         self._tracking: Any = None
         self._logged_step = 0
-        self._watched: WatchTracking | None = None
+        self._accounts: deque[StepAccount] = deque(maxlen=_MOST_WAITING)
+        self._failed_trackers: set[str] = set()
 
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
@@ -86,24 +94,17 @@ class Profiler:
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Return a stage of the controller."""
-        return self._told.stage(name)
+        return self._callback.stage(name)
 
     def say_fates(self, fates: Callable[[], Fates]) -> None:
         """Have what became of trajectories recorded beside them, if a step is captured."""
-        if not (self._targets.agent_loops and self._told.capturing):
+        if not (self._processes.agent_loops and self._callback.capturing):
             return
         try:
             if said := fates():
-                self._targets.agent_loops[0].trajectory_fates.remote(said)
+                self._processes.agent_loops[0].trajectory_fates.remote(said)
         except Exception as error:
             logger.warning("what became of trajectories is not recorded: %s: %s", type(error).__name__, error)
-
-    def logged(self, tracking: Any, data: Mapping[str, Any], step: int) -> None:
-        """Keep the metrics that verl logs after a step, and the tracker that they go to."""
-        self._tracking, self._logged_step = tracking, step
-        self._told.add_metrics(step, data)
-        if self._watched is not None:
-            self._watched.log(tracking, step)
 
     def begin(self, agent_loops: Any) -> None:
         """Add the workers, and say what is not recorded.
@@ -114,14 +115,37 @@ class Profiler:
         Raises:
             ToolUnavailableError: Something is not recorded, and the settings are strict.
         """
-        self._targets.add(self.trainer, agent_loops)
-        watch = self._told.watch
-        if watch is not None:
-            self._watched = WatchTracking()
-            watch.listeners.append(self._watched.completed)
-        found = [*misfits(self.trainer.config), *self._targets.misfits]
+        self._processes.add(self.trainer, agent_loops)
+        if (watch := self._callback.watch) is not None:
+            watch.listeners.append(self.completed)
+        found = [*misfits(self.trainer.config), *self._processes.misfits]
         for note in notes_on(found, strict=self.settings.strict):
-            self._told.add_note(note)
+            self._callback.add_note(note)
+
+    def logged(self, tracking: Any, data: Mapping[str, Any], step: int) -> None:
+        """Keep the metrics that verl logs after a step, and log one of the watch's accounts with them."""
+        self._tracking, self._logged_step = tracking, step
+        self._callback.add_metrics(step, data)
+        self._log_account(step)
+
+    def completed(self, account: StepAccount) -> None:
+        """Keep an account of the watch for the next step that verl logs."""
+        self._accounts.append(account)
+
+    def _log_account(self, step: int) -> None:
+        """Log an account to verl's trackers but the console, under its own step where a tracker takes it."""
+        if not self._accounts:
+            return
+        account = self._accounts.popleft()
+        values = {f"{PREFIX}step": account.step, **values_of(account)}
+        for name, tracker in self._tracking.logger.items():
+            if name == _CONSOLE or name in self._failed_trackers:
+                continue
+            try:
+                tracker.log(data=values, step=step if name in _ONWARD_ONLY else account.step)
+            except Exception as error:
+                self._failed_trackers.add(name)
+                logger.warning("watch: %s gets nothing more: %s: %s", name, type(error).__name__, error)
 
     def _activate(self) -> None:
         global _active
@@ -142,18 +166,47 @@ class Profiler:
 
     def _note_folder(self, step: int) -> None:
         """Keep the step folder that has been written, if one has."""
-        folder = self._told.last_folder
+        folder = self._callback.last_folder
         if folder is not None and folder not in self._folders.values():
             self._folders[step] = folder
 
-    def _log_reports(self) -> None:
-        """Log the numbers of the reports. Reading traces takes a while, and training must not wait for it."""
-        if self._tracking is not None and self._watched is not None:
-            self._watched.log_rest(self._tracking, self._logged_step)
+    def log_rest(self) -> None:
+        """Log what is left, when training has ended: accounts, and the numbers of the reports."""
+        while self._tracking is not None and self._accounts:
+            self._log_account(self._logged_step)
         if self._tracking is not None and self._folders:
-            from verl_profiling.integrations.verl_tracking import log_reports
-
             log_reports(self._tracking, self._folders, self._logged_step)
+
+
+def log_reports(tracking: Any, folders: Mapping[int, Path], last_step: int) -> None:
+    """Report on the profiled steps, and log the numbers as ``profiling/...`` under their own steps.
+
+    This reads traces, which takes a while, so it is called at the end of training. Trackers that do
+    not accept steps before the last one that they saw get the numbers of the last profiled step only.
+
+    Args:
+        tracking: The run's ``Tracking``.
+        folders: Step folders by step; one of a continuous capture has several.
+        last_step: Number of the last step that was logged.
+    """
+    from verl_profiling.report.build import build_report
+    from verl_profiling.report.scalars import scalars
+    from verl_profiling.timeline.inputs import find_steps
+    from verl_profiling.timeline.one_step import one_by_one
+
+    onward = [name for name in tracking.logger if name in _ONWARD_ONLY]
+    anywhere = [name for name in tracking.logger if name not in _ONWARD_ONLY]
+    data: dict[str, float] = {}
+    for last, folder in sorted(folders.items()):
+        try:
+            (capture,) = find_steps(folder)
+            for inputs in one_by_one(capture):
+                data = {f"profiling/{name}": value for name, value in scalars(build_report(inputs))}
+                tracking.log(data, inputs.step, backend=anywhere)
+        except (TraceFormatError, OSError) as error:
+            logger.warning("step %d cannot be reported on: %s", last, error)
+    if data and onward:
+        tracking.log(data, last_step, backend=onward)
 
 
 def trainer_stage(name: str) -> AbstractContextManager[None]:

@@ -1,0 +1,133 @@
+"""How verl's processes are started: under Nsight Systems, or with CUPTI kept for torch.
+
+verl starts the workers of a group under Nsight Systems if the group is given ``profile_steps`` and
+``worker_nsight_options``; its trainer does so for its own profiler. Here both are added to the groups that
+a profiled trainer makes. Servers are plain Ray actors, and get the same in their runtime environment.
+
+Where torch records kernels, the environment of the whole Ray job keeps NVTX out of CUPTI, as verl does for
+its own profiler (``global_profiler.tool=torch``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl_profiling.errors import ConfigError
+from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.integrations.hooks import wrap
+from verl_profiling.integrations.verl.servers import settings_of
+from verl_profiling.integrations.verl_config import TRAINING_ROLES, settings_without_checks
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.tools.nsys import nsys_runtime_env
+from verl_profiling.tools.nvtx_injection import NO_INJECTION, VARIABLE, injected_cupti
+
+__all__ = [
+    "hook_runtime_env",
+    "hook_vllm_replica",
+    "hook_worker_groups",
+    "injection_notice",
+    "start_workers_under_nsys",
+]
+
+_KEEP = "VERL_KEEP_NVTX_INJECTION"
+
+_environment: dict[str, Any] = {}
+
+
+def start_workers_under_nsys(settings: ProfilingConfig) -> None:
+    """Make this process start its worker groups under Nsight Systems from now on, if the settings say so.
+
+    Workers shared by several roles are started for the first of these roles that is profiled.
+
+    Raises:
+        ConfigError: The settings do not say how many ranges there will be.
+        ToolUnavailableError: There is no ``nsys`` on this machine.
+    """
+    global _environment
+    environments = (nsys_runtime_env(settings, role=role) for role in TRAINING_ROLES)
+    _environment = next(filter(None, environments), {})
+
+
+def hook_worker_groups(module: Any) -> None:
+    """Pass verl's own options for Nsight Systems to the groups of a trainer."""
+    wrap(module.RayWorkerGroup, "__init__", _made_under_nsys)
+
+
+def hook_vllm_replica(module: Any) -> None:
+    """Start the servers of a replica under Nsight Systems, if the settings in its configuration say so."""
+    wrap(module.vLLMReplica, "launch_servers", _launched_under_nsys)
+
+
+def hook_runtime_env(module: Any) -> None:
+    """Keep NVTX out of CUPTI in the environment with which verl starts Ray."""
+    wrap(module, "get_ppo_ray_runtime_env", _without_injection)
+
+
+def injection_notice(settings: ProfilingConfig) -> str:
+    """Return what is done about NVTX in a run with these settings, or what is wrong; empty for nothing."""
+    if not _records_kernels(settings):
+        return ""
+    if not _kept():
+        return f"workers are started with {VARIABLE}={NO_INJECTION}, so that torch can record kernels"
+    wrong = injected_cupti()
+    return f"warning: {_KEEP}=1: {wrong}" if wrong else ""
+
+
+def _made_under_nsys(init: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    # Groups of rollout and reward replicas have a name; groups that are looked up have no pool.
+    if _environment and kwargs.get("resource_pool") is not None and "name_prefix" not in kwargs:
+        kwargs["profile_steps"] = kwargs.get("profile_steps") or [0]
+        kwargs["worker_nsight_options"] = dict(_environment["nsight"])
+        kwargs["worker_env"] = {**(kwargs.get("worker_env") or {}), **_environment["env_vars"]}
+    init(*args, **kwargs)
+
+
+async def _launched_under_nsys(launch: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    settings = settings_of(self)
+    environment = nsys_runtime_env(settings, role=ROLLOUT_ROLE) if settings is not None else {}
+    if environment:
+        self.server_class = _StartedUnderNsys(self.server_class, environment)
+    await launch(self, *args, **kwargs)
+
+
+class _StartedUnderNsys:
+    """A Ray actor class whose actors are started under Nsight Systems, whatever their other options.
+
+    Args:
+        actor_class: The class as ``ray.remote`` returned it.
+        environment: The return value of :func:`~verl_profiling.tools.nsys.nsys_runtime_env`.
+    """
+
+    def __init__(self, actor_class: Any, environment: Mapping[str, Any]) -> None:
+        self._actor_class = actor_class
+        self._environment = environment
+
+    def options(self, *, runtime_env: Mapping[str, Any], **options: Any) -> Any:
+        """Return the class with options, as Ray does."""
+        env_vars = {**runtime_env.get("env_vars", {}), **self._environment["env_vars"]}
+        merged = {**runtime_env, **self._environment, "env_vars": env_vars}
+        return self._actor_class.options(runtime_env=merged, **options)
+
+
+def _without_injection(get_environment: Callable[..., Any], config: Any = None) -> Any:
+    environment = get_environment(config)
+    try:
+        settings = None if config is None or _kept() else settings_without_checks(config)
+    except ConfigError:  # which is raised where the run begins
+        settings = None
+    if settings is not None and _records_kernels(settings):
+        environment["env_vars"].setdefault(VARIABLE, NO_INJECTION)
+    return environment
+
+
+def _kept() -> bool:
+    return os.environ.get(_KEEP, "0") == "1"
+
+
+def _records_kernels(settings: ProfilingConfig) -> bool:
+    """Return whether torch records a role, and Nsight Systems none: that comes by the same variable."""
+    roles = [chosen for role in (*TRAINING_ROLES, ROLLOUT_ROLE) if (chosen := settings.for_role(role)).enable]
+    tools = {tool.name for chosen in roles for tool in chosen.tools}
+    return "torch" in tools and not any(chosen.launched_tool for chosen in roles)

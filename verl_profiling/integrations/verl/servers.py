@@ -1,0 +1,137 @@
+"""Capture methods for verl's rollout servers.
+
+A server gets its settings inside ``rollout.engine_kwargs``, which verl passes unchanged to every
+server of the policy, and to no server of a reward model or a teacher.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl_profiling.engines.adapter import is_spool
+from verl_profiling.integrations.hooks import misfits, wrap
+from verl_profiling.integrations.verl.processes import add_capture_methods
+from verl_profiling.workers import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
+
+__all__ = [
+    "SETTINGS_KEY",
+    "hook_sglang_server",
+    "hook_sglang_versions",
+    "hook_vllm_profiler",
+    "hook_vllm_server",
+    "hook_vllm_versions",
+    "settings_of",
+]
+
+SETTINGS_KEY = "verl_profiling"
+
+
+def hook_vllm_server(module: Any) -> None:
+    """Give ``vLLMHttpServer`` the capture methods, and its engine the arguments that it needs."""
+    server_class = module.vLLMHttpServer
+    wrap(server_class, "run_headless", _run_headless)
+    if wrap(server_class, "run_server", _run_server):
+        _add_methods(server_class)
+
+
+def hook_vllm_versions(module: Any) -> None:
+    """Note the policy version of each request of a ``vLLMHttpServer``."""
+    wrap(module.vLLMHttpServer, "set_global_steps", _noted_version)
+
+
+def hook_sglang_server(module: Any) -> None:
+    """Give ``SGLangHttpServer`` the capture methods."""
+    if wrap(module.SGLangHttpServer, "launch_server", _launch_sglang):
+        _add_methods(module.SGLangHttpServer)
+
+
+def hook_sglang_versions(module: Any) -> None:
+    """Note the policy version of each request of a ``SGLangHttpServer``."""
+    wrap(module.SGLangHttpServer, "set_global_steps", _noted_version)
+
+
+def hook_vllm_profiler(module: Any) -> None:
+    """Have vLLM's profiler print no table of operators when it stops, if it records for this package.
+
+    Where only the CPU is recorded, vLLM computes one, which takes ten times as long as writing the trace,
+    and has no setting against it.
+    """
+    if hasattr(module, "TorchProfilerWrapper"):
+        wrap(module.TorchProfilerWrapper, "__init__", _without_table)
+
+
+def _without_table(
+    init: Callable[..., Any], self: Any, profiler_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    init(self, profiler_config, *args, **kwargs)
+    if is_spool(profiler_config.torch_profiler_dir):
+        self.dump_cpu_time_total = False
+
+
+def settings_of(holder: Any) -> Mapping[str, Any] | None:
+    """Return the settings in the configuration of a server or a replica."""
+    settings: Mapping[str, Any] | None = (holder.config.engine_kwargs or {}).get(SETTINGS_KEY)
+    return settings
+
+
+async def _run_server(run: Callable[..., Any], self: Any, args: Any) -> None:
+    """Start an engine with the arguments that it needs to be captured."""
+    _add_engine_args(self, args)
+    await run(self, args)
+    _set_up(self, VLLMCaptureMixin(), self.engine)
+
+
+async def _run_headless(run: Callable[..., Any], self: Any, args: Any) -> None:
+    """Start its processes on another node than the first, whose server has the engine."""
+    _add_engine_args(self, args)
+    await run(self, args)
+    _set_up(self, VLLMCaptureMixin(), None)
+
+
+async def _launch_sglang(launch: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    await launch(self, *args, **kwargs)
+    _set_up(self, SGLangCaptureMixin(), self)
+
+
+async def _noted_version(set_global_steps: Callable[..., Any], self: Any, global_steps: int) -> None:
+    """Note the new weights that verl notifies a server of, by the step that made them."""
+    await set_global_steps(self, global_steps)
+    self._verl_profiling.set_policy_version(global_steps)
+
+
+def _add_engine_args(server: Any, args: Any) -> None:
+    for name, value in VLLMCaptureMixin.engine_args(settings_of(server)).items():
+        setattr(args, name, value)
+
+
+def _set_up(server: Any, capture: RolloutCaptureMixin, engine: Any) -> None:
+    if (settings := settings_of(server)) is not None:
+        capture.init_capture(
+            settings,
+            engine=engine,
+            replica=server.replica_rank,
+            node_rank=server.node_rank,
+            devices=_devices_of_server(),
+        )
+    server._verl_profiling = capture
+
+
+def _devices_of_server() -> list[str] | None:
+    """Return the devices that verl gave to this server's engine: those of its workers, on a CPU too."""
+    from verl.utils.device import get_visible_devices_keyword
+
+    given = os.environ.get(get_visible_devices_keyword(), "")
+    return [device.strip() for device in given.split(",")] if given else None
+
+
+async def _capture_misfits(self: Any) -> list[str]:
+    """Return what is not recorded in this process, each with the reason."""
+    return misfits()
+
+
+def _add_methods(server_class: type[Any]) -> None:
+    # The default answers where a subclass launches its engine in a way of its own.
+    add_capture_methods(server_class, RolloutCaptureMixin(), awaited=True)
+    server_class.capture_misfits = _capture_misfits

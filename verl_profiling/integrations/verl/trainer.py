@@ -1,0 +1,358 @@
+"""Connects the callback to verl's trainers.
+
+verl times every part of a step with ``marked_timer``, and from there the hooks of the callback are
+called. The timer ``step`` is the step, ``gen`` is the rollout, and all others are stages of the
+controller. A trainer whose ``fit`` and ``fit_step`` are coroutines has a profiler of its own
+(:mod:`~verl_profiling.integrations.verl.async_trainer`).
+
+In V1, agent loops put responses into TransferQueue, and the trainer looks there every two seconds. So a
+rollout ends some time after its last trajectory; the stages inside of it say what the trainer does meanwhile.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from verl_profiling.controller.callback import ProfilingCallback
+from verl_profiling.integrations.hooks import mark, missing, wrap
+from verl_profiling.integrations.verl.async_trainer import (
+    COROUTINES,
+    AsyncTrainerProfiler,
+    awaits_its_steps,
+)
+from verl_profiling.integrations.verl.launch import start_workers_under_nsys
+from verl_profiling.integrations.verl.notices import (
+    can_be_profiled,
+    captured_steps,
+    check_request,
+    remember_request,
+    say_nothing_is_profiled,
+)
+from verl_profiling.integrations.verl.profiler import Profiler, active_profiler, say_fates, trainer_stage
+from verl_profiling.integrations.verl.rollouter import hook_rollouter, is_rollouter
+from verl_profiling.integrations.verl.servers import SETTINGS_KEY
+from verl_profiling.integrations.verl_config import settings_of
+from verl_profiling.manifest import POLLING
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.trajectories import span
+
+__all__ = [
+    "hook_dispatch",
+    "hook_overrides",
+    "hook_replay_buffer",
+    "hook_timers",
+    "hook_tracking",
+    "hook_transfer_queue",
+    "hook_v0_trainer",
+    "hook_v1_rollout",
+    "hook_v1_trainer",
+]
+
+logger = logging.getLogger(__name__)
+
+_STEP, _ROLLOUT = "step", "gen"
+_ATTRIBUTE = "_verl_profiler"
+_LAST_STEP = "total_training_steps"
+_TRANSFER_QUEUE = {
+    "kv_batch_get": "transfer_queue_get",
+    "kv_batch_put": "transfer_queue_put",
+    "kv_clear": "transfer_queue_clear",
+    "kv_list": "transfer_queue_list",
+}
+_TRANSFER_QUEUE_OF_AGENT_LOOPS = {
+    "async_kv_batch_get": "wait:get_response",
+    "async_kv_batch_put": "wait:put_response",
+}
+
+
+class TrainerProfiler(Profiler):
+    """Profiles one trainer whose steps are no coroutines, while its ``fit`` runs.
+
+    Where ``fit`` itself is a coroutine, its event loop stands still while a step begins and ends, as it does
+    while verl's worker groups compute.
+
+    Args:
+        trainer: A V1 ``PPOTrainer`` or a ``RayPPOTrainer``.
+        settings: What to profile.
+    """
+
+    _callback: ProfilingCallback
+
+    def __init__(self, trainer: Any, settings: ProfilingConfig) -> None:
+        blocks = inspect.iscoroutinefunction(trainer.fit)
+        super().__init__(trainer, settings, ProfilingCallback(settings, blocks_event_loop=blocks))
+        if hasattr(trainer, "on_sample_end"):
+            # In every V1 trainer's own way engines free their memory here, or give up the rest.
+            mark(trainer, "on_sample_end", partial(trainer_stage, "on_sample_end"))
+        self._generating = False
+
+    def __enter__(self) -> None:
+        self._callback.__enter__()
+        self._activate()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._deactivate()
+        self._callback.__exit__(kind, error, trace)
+        if error is None:
+            self.log_rest()
+
+    async def __aenter__(self) -> None:
+        self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    @contextmanager
+    def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
+        """Run one of verl's timers, and call the callback's hooks around it."""
+        if name == _STEP and not hasattr(self.trainer, "global_steps"):
+            self._give_up(f"{type(self.trainer).__name__} has no global_steps, by which it numbers its steps")
+            with timer:
+                yield
+        elif name == _STEP:
+            self._step_begin()
+            with timer:
+                yield
+            self._callback.on_step_end({"policy_version/end": self._policy_version})
+            self._note_folder(self.trainer.global_steps)
+        elif name == _ROLLOUT:
+            self.rollout_begin()
+            with timer:
+                yield
+            self._generating = False
+            self._callback.on_rollout_end()
+        else:
+            with super().timed(name, timer):
+                yield
+
+    def rollout_begin(self) -> None:
+        """Begin generation, unless it has begun already."""
+        if not self._generating:
+            self._generating = True
+            self._callback.on_rollout_begin()
+
+    def _step_begin(self) -> None:
+        # Every trainer of verl 0.9 without coroutines sends a step's weights to the engines at its end.
+        step = self.trainer.global_steps
+        self._policy_version = step - 1
+        self._generating = False
+        self._callback.on_step_begin(step, self._policy_version)
+
+
+def hook_timers(module: Any) -> None:
+    """Make verl's timers call the trainer's profiler."""
+    wrap(module, "marked_timer", _timed)
+
+
+def _timed(
+    marked_timer: Callable[..., Any], name: str, *args: Any, **kwargs: Any
+) -> AbstractContextManager[None]:
+    timer: AbstractContextManager[None] = marked_timer(name, *args, **kwargs)
+    profiler = active_profiler()
+    return timer if profiler is None else profiler.timed(name, timer)
+
+
+def hook_tracking(module: Any) -> None:
+    """Store the metrics that verl logs for a profiled step with its capture."""
+    wrap(module.Tracking, "__init__", remember_request)
+    wrap(module.Tracking, "log", _stored)
+
+
+def _stored(
+    log: Callable[..., Any], self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any
+) -> None:
+    profiler = active_profiler()
+    if profiler is not None:
+        profiler.logged(self, data, step)
+    else:
+        check_request(self)
+    log(self, data, step, *args, **kwargs)
+
+
+def hook_v1_trainer(module: Any) -> None:
+    """Profile the trainers of ``trainer.use_v1=True``, in all of their modes."""
+    _hook_trainer(module.PPOTrainer)
+
+
+def hook_v1_rollout(module: Any) -> None:
+    """Begin the rollout when the prompts go to the engines: before the timer that waits for responses."""
+    wrap(module.PPOTrainer, "_add_batch_to_generate", _beginning_rollout)
+    mark(module.PPOTrainer, "_next_train_batch", partial(trainer_stage, "load_prompts"))
+
+
+def _beginning_rollout(add_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    profiler = active_profiler()
+    if isinstance(profiler, TrainerProfiler):
+        profiler.rollout_begin()
+    return add_batch(*args, **kwargs)
+
+
+def hook_dispatch(module: Any) -> None:
+    """Mark how long the prompts take to the agent loops."""
+    mark(module.AgentLoopManagerTQ, "generate_sequences", partial(trainer_stage, "dispatch_prompts"))
+
+
+def hook_transfer_queue(module: Any) -> None:
+    """Mark the waiting for TransferQueue, in the trainer and in agent loops."""
+    for name, marked in _TRANSFER_QUEUE.items():
+        mark(module, name, partial(trainer_stage, marked))
+    for name, waits in _TRANSFER_QUEUE_OF_AGENT_LOOPS.items():
+        mark(module, name, partial(span, waits))
+
+
+def hook_replay_buffer(module: Any) -> None:
+    """Mark the pause until the trainer looks for responses again, and say which ones it throws away."""
+    buffer = module.ReplayBuffer
+    mark(buffer, "_wait_for_next_poll", partial(trainer_stage, POLLING))
+    wrap(buffer, "_clear_groups", _abandoned)
+    wrap(buffer, "_evict_terminal_groups", _evicted)
+
+
+def _abandoned(
+    clear: Callable[..., Any], self: Any, partition_id: str, uids: Iterable[str], *args: Any, **kwargs: Any
+) -> Any:
+    """Say that trajectories are not trained on: left over, or of a group in which another one failed."""
+    say_fates(lambda: _responses(self.partitions[partition_id], set(uids)))
+    return clear(self, partition_id, uids, *args, **kwargs)
+
+
+def _responses(keys: Iterable[str], groups: set[str]) -> list[tuple[str, int | None, str]]:
+    """Return the trajectories of some groups that gave a response; a key is ``group_sample_output``."""
+    split = (key.split("_") for key in keys)
+    samples = dict.fromkeys((parts[0], int(parts[1])) for parts in split if parts[0] in groups)
+    return [(group, sample, "abandoned") for group, sample in samples]
+
+
+def _evicted(
+    evict: Callable[..., Any],
+    self: Any,
+    global_steps: int,
+    partition_id: str,
+    eviction_reasons: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Say why: a group took too many steps, or its rewards are all the same."""
+    evicted = evict(self, global_steps, partition_id, eviction_reasons, *args, **kwargs)
+    found = zip(("stale", "filtered"), eviction_reasons, strict=False)
+    say_fates(lambda: [(group, None, fate) for fate, groups in found for group in groups])
+    return evicted
+
+
+def hook_v0_trainer(module: Any) -> None:
+    """Profile ``RayPPOTrainer``, and what verl makes of it: one-step-off and fully asynchronous trainers."""
+    _hook_trainer(module.RayPPOTrainer)
+
+
+def _hook_trainer(trainer_class: type[Any]) -> None:
+    """Hook a trainer, and what any subclass of it overrides."""
+    for name in _CALLED.keys() - vars(trainer_class).keys():
+        missing(trainer_class, name)
+    hook_overrides(trainer_class)
+
+    def hook_subclass(cls: type[Any], /, **kwargs: Any) -> None:
+        super(trainer_class, cls).__init_subclass__(**kwargs)
+        hook_overrides(cls)
+
+    trainer_class.__init_subclass__ = classmethod(hook_subclass)  # type: ignore[assignment]
+
+
+def hook_overrides(cls: type[Any]) -> None:
+    """Hook the methods that a class defines itself, before ``ray.remote`` makes an actor of it."""
+    if cls.__module__.partition(".")[0] == "ray":
+        return  # what ``ray.remote`` derives from a class, whose methods are hooked already
+    for name, method in list(vars(cls).items()):
+        wrappers = _AWAITED if inspect.iscoroutinefunction(method) else _CALLED
+        if name in wrappers:
+            wrap(cls, name, wrappers[name])
+    if is_rollouter(cls):
+        hook_rollouter(cls)
+
+
+def _made(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **kwargs)
+    prepare(self)
+
+
+def prepare(trainer: Any) -> None:
+    """Give a trainer its profiler, and its servers the settings, if its configuration asks for it.
+
+    Raises:
+        ConfigError: The settings do not fit the trainer's configuration.
+        ToolUnavailableError: Not all can be recorded, and the settings are strict.
+    """
+    if hasattr(trainer, _ATTRIBUTE):
+        return
+    settings = settings_of(trainer.config)
+    if settings is None:
+        say_nothing_is_profiled(trainer.config)
+        return
+    if not can_be_profiled(trainer.config, settings):
+        return
+    if not is_rollouter(type(trainer)):
+        made = AsyncTrainerProfiler if awaits_its_steps(trainer) else TrainerProfiler
+        setattr(trainer, _ATTRIBUTE, made(trainer, settings))
+    _hand_to_servers(trainer.config, settings)
+    start_workers_under_nsys(settings)
+
+
+def _profiled(fit: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    profiler = begin_profiling(self, args, kwargs)
+    with profiler or nullcontext():
+        return fit(self, *args, **kwargs)
+
+
+async def _profiled_coroutine(fit: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    profiler = begin_profiling(self, args, kwargs)
+    async with profiler or nullcontext():
+        return await fit(self, *args, **kwargs)
+
+
+def begin_profiling(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the trainer's profiler, with all workers added, unless it has none or is at work already.
+
+    Args:
+        trainer: The trainer.
+        args: What ``fit`` was called with.
+        kwargs: Likewise.
+    """
+    profiler: Profiler | None = getattr(trainer, _ATTRIBUTE, None)
+    if profiler is None or profiler is active_profiler():
+        return None
+    # V1 trainers are handed what makes their trajectories; the V0 trainer has made it itself.
+    handed = kwargs.get("agent_loop_manager", args[0] if args else None)
+    profiler.begin(handed if handed is not None else getattr(trainer, "async_rollout_manager", None))
+    _say_on(trainer, profiler.settings)
+    return profiler
+
+
+def _say_on(trainer: Any, settings: ProfilingConfig) -> None:
+    """Say that profiling is on, which steps will be captured, and where."""
+    # Steps that are versions of the parameters are not counted by this number.
+    last_step = None if hasattr(trainer, "current_param_version") else getattr(trainer, _LAST_STEP, None)
+    steps = captured_steps(settings.schedule, last_step)
+    what = f"{settings.mode} captures of {steps}" if steps else f"no step: {settings.schedule.in_words()}"
+    logger.info("profiling is on in %s: %s", settings.save_path, what)
+
+
+def _hand_to_servers(config: Any, settings: ProfilingConfig) -> None:
+    """Put the settings into the configuration that every rollout server of the policy gets."""
+    from omegaconf import open_dict
+
+    rollout = config.actor_rollout_ref.rollout
+    with open_dict(rollout):
+        rollout.engine_kwargs = {**(rollout.engine_kwargs or {}), SETTINGS_KEY: settings.to_dict()}
+
+
+_CALLED = {"__init__": _made, "fit": _profiled}
+_AWAITED = {"fit": _profiled_coroutine, **COROUTINES}

@@ -1,0 +1,277 @@
+"""Trajectories of verl's agent loops, their requests and their rewards, by spans around what every loop uses.
+
+A custom agent loop needs no change: its worker, verl's client for the engines and verl's timers are hooked,
+and its own :func:`verl_profiling.span` is inside of the trajectory that the worker runs. Each turn is a
+request of its own; the client makes the request's id, which is noted on the span of the task that asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from numbers import Integral, Real
+from typing import Any
+
+from verl_profiling.capture.session import process_session
+from verl_profiling.integrations.hooks import mark, missing, wrap
+from verl_profiling.integrations.verl.processes import AGENT_LOOP, REWARD, add_actor_methods
+from verl_profiling.trajectories import Span, current_trajectory, span, trajectory, trajectory_fate
+
+__all__ = [
+    "hook_agent_loops",
+    "hook_clients",
+    "hook_reward_loops",
+    "hook_simple_timer",
+    "hook_teachers",
+    "hook_tool_loop",
+]
+
+_TOKENIZING = (
+    "ct_build_initial_tokens",
+    "ct_merge_context_msg",  # verl 0.9.1
+    "ct_merge_non_assistant_msg",  # verl 0.9.0
+    "ct_merge_assistant_token",
+    "apply_chat_template",  # verl 0.9.0
+)
+_TIMERS = {"compute_score": "reward"}
+_UNKNOWN_TOOL = "tool:(unknown)"
+_LONGEST_NAME = 120
+_STARTS_NOTHING = "verl.tools.base_tool"
+"""Module of the ``create`` that only makes an id."""
+_ABORTED = ("aborted", "abort")
+
+_request_name: ContextVar[str] = ContextVar("verl_profiling_request_name", default="generate")
+_open_request: ContextVar[Any] = ContextVar("verl_profiling_open_request", default=None)
+_pause: ContextVar[_Pause | None] = ContextVar("verl_profiling_pause", default=None)
+_prepared: set[type[Any]] = set()
+"""Classes of tools and clients, users' own included, that are hooked when they are first used."""
+
+
+def hook_agent_loops(module: Any) -> None:
+    """Record what ``AgentLoopWorker`` and its subclasses run; V1's is one."""
+    worker, loop = module.AgentLoopWorker, module.AgentLoopBase
+    add_actor_methods(worker, AGENT_LOOP)
+    worker.trajectory_fates = _trajectory_fates
+    wrap(worker, "_run_agent_loop", _as_trajectory)
+    wrap(worker, "_compute_score", _described)
+    mark(worker, "_postprocess", partial(span, "collate"))
+    for name in _TOKENIZING:
+        if hasattr(loop, name):
+            mark(loop, name, partial(span, "tokenize"))
+
+
+def hook_tool_loop(module: Any) -> None:
+    """Record each tool call of ``ToolAgentLoop`` by its name, and the start of what a stateful tool needs."""
+    wrap(module.ToolAgentLoop, "_call_tool", _as_tool)
+
+
+def hook_simple_timer(module: Any) -> None:
+    """Record verl's timers in a trajectory as spans of the same name."""
+    wrap(module, "simple_timer", _timed)
+
+
+def hook_clients(module: Any) -> None:
+    """Record the requests of ``LLMServerClient``, and of the clients that resume aborted ones."""
+    for name in ("_acquire_server", "_vllm_request_id"):
+        if not hasattr(module.LLMServerClient, name):
+            missing(module.LLMServerClient, name)
+    wrap(module.LLMServerClient, "generate", _as_request)
+    resuming = getattr(module, "FullyAsyncLLMServerClient", None)
+    if resuming is not None and "generate" in vars(resuming):
+        wrap(resuming, "generate", _with_pauses)
+
+
+def hook_teachers(module: Any) -> None:
+    """Name the requests to teachers ``teacher``: their engines are not captured."""
+    mark(module.AsyncTeacherLLMServerManager, "compute_teacher_logprobs_single", _teaching)
+
+
+def hook_reward_loops(module: Any) -> None:
+    """Record the scoring of ``RewardLoopWorker``."""
+    add_actor_methods(module.RewardLoopWorker, REWARD)
+    wrap(module.RewardLoopWorker, "compute_score", _scored)
+
+
+async def _as_trajectory(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    info = kwargs.get("trajectory", args[2] if len(args) > 2 else {})
+    with process_session().busy("trajectories") or nullcontext(), trajectory(**_identity(info, kwargs)):
+        return await run(*args, **kwargs)
+
+
+def _identity(info: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return group, sample and facts; V1 names the sample, and V0 counts it among its neighbours."""
+    return {
+        "group": str(prompt.get("uid", info.get("sample_index", ""))),
+        "sample": _integer(prompt.get("session_id", info.get("rollout_n"))),
+        "validate": bool(info.get("validate")),
+        "step": _integer(info.get("step")),
+    }
+
+
+async def _described(
+    score: Callable[..., Any], self: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Add what came out to the trajectory; every output passes here, whatever loop made it."""
+    if (running := current_trajectory()) is not None:
+        running.add(**_facts(outputs))
+    result = await score(self, outputs, *args, **kwargs)
+    reward = getattr(outputs[-1], "reward_score", None) if outputs and running is not None else None
+    if running is not None and (type(reward) is float or isinstance(reward, Real)):
+        running.add(reward=float(reward))
+    return result
+
+
+def _facts(outputs: Sequence[Any]) -> dict[str, Any]:
+    """Return facts of the outputs of one trajectory; most loops return one."""
+    facts = {
+        "turns": sum(_integer(getattr(output, "num_turns", 0)) or 0 for output in outputs),
+        "prompt_tokens": sum(len(getattr(output, "prompt_ids", ())) for output in outputs),
+        "response_tokens": sum(len(getattr(output, "response_ids", ())) for output in outputs),
+    }
+    extra = [getattr(output, "extra_fields", None) or {} for output in outputs]
+    first, last = (
+        [version for fields in extra if (version := _integer(fields.get(key))) is not None]
+        for key in ("min_global_steps", "max_global_steps")
+    )
+    if first and last:
+        facts.update(min_version=min(first), max_version=max(last))
+    return facts
+
+
+def _integer(value: Any) -> int | None:
+    if type(value) is int:  # nearly always; asking for the abstract class takes ten times as long
+        return value
+    return int(value) if isinstance(value, Integral) else None
+
+
+async def _as_tool(
+    call: Callable[..., Any],
+    self: Any,
+    tool_call: Any,
+    tools_kwargs: Any,
+    agent_data: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    asked = str(getattr(tool_call, "name", ""))[:_LONGEST_NAME]
+    if (running := current_trajectory()) is not None:
+        running.add(tool_calls=running.facts.get("tool_calls", 0) + 1)
+    # A model may ask for anything; only tools that there are have a name of their own.
+    tools = getattr(agent_data, "_active_tools", None) or getattr(self, "tools", {})
+    if asked in tools:
+        _prepare_tool(type(tools[asked]))
+    with span(f"tool:{asked}") if asked in tools else span(_UNKNOWN_TOOL, asked=asked):
+        return await call(self, tool_call, tools_kwargs, agent_data, *args, **kwargs)
+
+
+def _prepare_tool(tool_class: type[Any]) -> None:
+    """Hook the start of an environment or a sandbox, which a class of tools does in ``create``."""
+    create = getattr(tool_class, "create", None)
+    if tool_class not in _prepared and create is not None and create.__module__ != _STARTS_NOTHING:
+        mark(tool_class, "create", partial(span, "environment:start"))
+    _prepared.add(tool_class)
+
+
+@contextmanager
+def _timed(simple_timer: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+    opened = nullcontext() if current_trajectory() is None else span(_TIMERS.get(name, name))
+    with simple_timer(name, *args, **kwargs), opened:
+        yield
+
+
+def _trajectory_fates(self: Any, fates: Sequence[tuple[str, int | None, str]]) -> None:
+    """Record what the trainer did with trajectories that had ended: group, sample, fate."""
+    for group, sample, fate in fates:
+        trajectory_fate(group, fate, sample)
+
+
+async def _as_request(generate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    _prepare_client(type(self))
+    pause = _pause.get()
+    if pause is not None:
+        pause.end()
+    with span(_request_name.get()) as opened:
+        token = _open_request.set(opened)
+        try:
+            output = await generate(self, *args, **kwargs)
+        finally:
+            _open_request.reset(token)
+    aborted = getattr(output, "stop_reason", None) in _ABORTED
+    if aborted and pause is not None:
+        pause.begin()
+    running = current_trajectory()  # its fate is that of its last request
+    if running is not None and (aborted or running.fate == "aborted"):
+        running.fate = "aborted" if aborted else ""
+    return output
+
+
+class _Pause:
+    """The while between a request that a weight update aborted, and the one that goes on with it."""
+
+    def __init__(self) -> None:
+        self._span: Span | None = None
+
+    def begin(self) -> None:
+        self._span = span("wait:resume")
+        self._span.__enter__()
+
+    def end(self) -> None:
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+            self._span = None
+
+
+async def _with_pauses(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    pause = _Pause()
+    token = _pause.set(pause)
+    try:
+        return await generate(*args, **kwargs)
+    finally:
+        pause.end()
+        _pause.reset(token)
+
+
+def _prepare_client(client_class: type[Any]) -> None:
+    """Hook the parts of a request in a class of clients."""
+    if client_class in _prepared:
+        return
+    _prepared.add(client_class)
+    if hasattr(client_class, "_acquire_server"):
+        mark(client_class, "_acquire_server", partial(span, "wait:server"))
+    if hasattr(client_class, "_vllm_request_id"):
+        wrap(client_class, "_vllm_request_id", _noted_id)
+
+
+def _noted_id(make_id: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+    made = make_id(*args, **kwargs)
+    if (request := _open_request.get()) is not None:
+        request.request = str(made)
+    return made
+
+
+@contextmanager
+def _teaching() -> Iterator[None]:
+    token = _request_name.set("teacher")
+    try:
+        yield
+    finally:
+        _request_name.reset(token)
+
+
+async def _scored(compute_score: Callable[..., Any], self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    with process_session().busy("reward") or nullcontext(), span("reward", **_sample_of(data)):
+        return await compute_score(self, data, *args, **kwargs)
+
+
+def _sample_of(data: Any) -> dict[str, Any]:
+    """Return which trajectory is scored, where the batch says so."""
+    columns = getattr(data, "non_tensor_batch", None) or {}
+    found = {}
+    for fact, name in (("group", "uid"), ("sample", "session_id")):
+        column = columns.get(name)
+        if column is not None and len(column):
+            value = column[-1]
+            found[fact] = value.item() if hasattr(value, "item") else value
+    return found
