@@ -31,7 +31,7 @@ FLOORS = (
     ("named_files", "visible", "event_file"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
-    ("run_files", "remote", "trajectory_log", "step_account", "ray_cluster"),
+    ("run_files", "remote", "trajectory_log", "step_account"),
     ("watch_log", "demand"),
     ("trajectories",),
     ("timeline",),
@@ -51,7 +51,7 @@ TOOLS_INTERFACE = ("tools", "tools.base")
 SHARED = (
     *("errors", "clock", "devices", "units", "named_files", "visible", "identity", "ranks"),
     *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_account", "aim", "trigger"),
-    *("watch_log", "event_file", "demand", "ray_cluster"),
+    *("watch_log", "event_file", "demand"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.

@@ -6,7 +6,6 @@ Whoever may write the folder may ask, so a request is of bounded size and a fixe
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 import uuid
@@ -96,14 +95,30 @@ class LocalFolder:
             os.close(descriptor)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file, so that readers see all of it or none."""
-        part = self._own(f".{name}.{uuid.uuid4().hex[:8]}.part")
+        """Write a file unless it exists; return whether. One of several writers wins."""
+        path, part = self._own(name), self._own(f".{name}.{uuid.uuid4().hex[:8]}.part")
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True, exist_ok=True)
         try:
             part.write_bytes(data)
-            part.replace(part.with_name(name))
+            os.link(part, path)
+        except FileExistsError:
+            return False
+        except OSError:
+            if not part.exists():
+                raise
+            return self._create_without_links(path, data)
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                part.unlink()
+            part.unlink(missing_ok=True)
+        return True
+
+    @staticmethod
+    def _create_without_links(path: Path, data: bytes) -> bool:
+        try:
+            with path.open("xb") as file:
+                file.write(data)
+        except FileExistsError:
+            return False
         return True
 
     def remove(self, name: str) -> None:

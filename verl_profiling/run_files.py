@@ -33,7 +33,6 @@ __all__ = [
     "read_manifest",
     "read_run",
     "write_json_atomically",
-    "write_json_exclusively",
     "write_result",
 ]
 
@@ -74,33 +73,6 @@ def write_json_atomically(path: Path, value: msgspec.Struct, *, durable: bool = 
     Raises:
         OSError: The folder cannot be written.
     """
-    with _written_beside(path, value, durable) as part:
-        part.replace(path)
-
-
-def write_json_exclusively(path: Path, value: msgspec.Struct) -> bool:
-    """Write ``value`` unless ``path`` exists; return whether it was written. One of several writers wins.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
-    with _written_beside(path, value) as part:
-        try:
-            os.link(part, path)
-        except FileExistsError:
-            return False
-        except OSError:  # a file system without hard links
-            try:
-                with path.open("xb") as file:
-                    file.write(part.read_bytes())
-            except FileExistsError:
-                return False
-    return True
-
-
-@contextmanager
-def _written_beside(path: Path, value: msgspec.Struct, durable: bool = True) -> Iterator[Path]:
-    """Yield a finished temporary file beside ``path``; gone afterwards, unless it was renamed."""
     part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
     try:
         with naming(path), part.open("wb") as file:
@@ -108,7 +80,7 @@ def _written_beside(path: Path, value: msgspec.Struct, durable: bool = True) -> 
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        yield part
+        part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 

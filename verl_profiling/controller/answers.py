@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -26,7 +26,7 @@ NOT_WRITTEN = "the capture has begun, and nothing was written since"
 Reply = TypeVar("Reply", StartReply, StopReply)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Answer:
     """The answers of one worker.
 
@@ -83,24 +83,22 @@ class Answers:
     def called(self, targets: Iterable[Target]) -> None:
         """Note who is called to start: whatever happens now, they have to be stopped."""
         for worker in ((target, index) for target in targets for index in range(target.size)):
-            before = self._all.get(worker) or _Answer(worker[0], self._identity(worker))
-            self._all[worker] = replace(before, started=None, is_open=True)
+            answer = self._all.setdefault(worker, _Answer(worker[0], self._identity(worker)))
+            answer.started, answer.is_open = None, True
 
     def take_starts(self, round: Round, request: CaptureRequest) -> None:
         """Take the answers to ``start_capture``."""
         for call in round.calls:
-            reply = self._reply(call, StartReply)
-            if reply is not None:
-                self._known[call.worker] = reply.identity
-                self._shake(self._opening, call, reply.identity, reply)
-            answer = replace(self._all[call.worker], identity=self._identity(call.worker), started=reply)
+            answer = self._all[call.worker]
+            answer.started = reply = self._reply(call, StartReply, self._opening)
             if reply is None:
-                answer = self._failed(answer, request, call.problem(round.timeout_s), stopped=False)
-            elif reply.status == "refused":
+                self._fail(answer, request, call.problem(round.timeout_s), stopped=False)
+                continue
+            answer.identity = self._known[call.worker] = reply.identity
+            if reply.status == "refused":
                 logger.warning("step %d: %s is not captured: %s", request.step, answer.identity, reply.reason)
                 lost = self._lost(answer, request, reply.reason)
-                answer = replace(answer, failure=msgspec.structs.replace(lost, status="skipped"))
-            self._all[call.worker] = answer
+                answer.failure = msgspec.structs.replace(lost, status="skipped")
         self._note_twins()
         if not self._is_aimed_elsewhere:
             self._note_idle_roles(round)
@@ -111,38 +109,35 @@ class Answers:
             answer = self._all.get(call.worker)
             if answer is None or not answer.is_open:
                 continue
-            answer = replace(answer, is_open=False)
-            reply = self._reply(call, StopReply)
+            answer.is_open = False
+            reply, started = self._reply(call, StopReply, self._closing), answer.started
             if reply is None:
                 self.owing.add(call.worker)
-                answer = self._failed(answer, request, call.problem(round.timeout_s))
-            elif answer.started is not None and answer.started.status in ("skipped", "refused"):
+                self._fail(answer, request, call.problem(round.timeout_s))
+            elif started is not None and started.status in ("skipped", "refused"):
                 pass  # it recorded nothing, as it said
-            elif reply.result.status == "skipped" and answer.started is None:
+            elif reply.result.status == "skipped" and started is None:
                 pass  # its start failed
-            elif answer.started is not None and reply.process != answer.started.process:
+            elif started is not None and reply.process != started.process:
                 reason = (
-                    f"{answer.started.process} recorded, but {reply.process} answered the stop: the "
+                    f"{started.process} recorded, but {reply.process} answered the stop: the "
                     "worker was restarted, and what it had recorded is lost"
                 )
-                answer = self._failed(answer, request, reason)
+                self._fail(answer, request, reason)
             elif reply.result.status == "skipped" and not reply.result.revision:
-                answer = self._failed(answer, request, reply.result.reason)  # another capture closed it
+                self._fail(answer, request, reply.result.reason)  # another capture closed it
             else:
-                self._known[call.worker] = reply.result.identity
-                self._shake(self._closing, call, reply.result.identity, reply)
-                answer = replace(answer, identity=reply.result.identity, result=reply.result)
+                answer.identity = self._known[call.worker] = reply.result.identity
+                answer.result = reply.result
                 if any(artifact.status == "pending" for artifact in reply.result.artifacts):
                     self.owing.add(call.worker)
-            self._all[call.worker] = answer
 
     def take_handshakes(self, round: Round, closing: bool) -> None:
         """Take the answers to repeated calls, which only measure clocks."""
         for call in round.calls:
             reply = call.reply()
             if isinstance(reply, StartReply | StopReply):
-                side = self._closing if closing else self._opening
-                self._shake(side, call, self._identity(call.worker), reply)
+                self._shake(self._closing if closing else self._opening, call, reply)
 
     @property
     def targets(self) -> list[Target]:
@@ -204,13 +199,15 @@ class Answers:
             found.values(), key=lambda one: (one.identity.role, one.identity.replica or 0, one.identity.rank)
         )
 
-    def _reply(self, call: Call, kind: type[Reply]) -> Reply | None:
+    def _reply(self, call: Call, kind: type[Reply], handshakes: dict[str, list[Handshake]]) -> Reply | None:
         reply = call.reply()
-        usable = reply if isinstance(reply, kind) else None
         worker = self._known.get(call.worker) or self._identity(call.worker)
         end_ns = call.returned_ns or call.sent_ns
-        self.rpcs.append(Rpc(worker.name, call.method, call.sent_ns, end_ns, usable is not None))
-        return usable
+        self.rpcs.append(Rpc(worker.name, call.method, call.sent_ns, end_ns, isinstance(reply, kind)))
+        if not isinstance(reply, kind):
+            return None
+        self._shake(handshakes, call, reply)
+        return reply
 
     def _identity(self, worker: Worker) -> WorkerIdentity:
         """Return a worker's identity, derived from its target if it has never answered."""
@@ -222,8 +219,8 @@ class Answers:
         )
         return self._known.get(worker, guess)
 
-    def _failed(self, answer: _Answer, request: CaptureRequest, reason: str, stopped: bool = True) -> _Answer:
-        """Return the answer of a worker that failed; its first failure stays.
+    def _fail(self, answer: _Answer, request: CaptureRequest, reason: str, stopped: bool = True) -> None:
+        """Note that a worker failed; its first failure stays.
 
         Args:
             answer: Its answers so far.
@@ -233,7 +230,7 @@ class Answers:
         """
         logger.error("step %d: %s was not captured: %s", request.step, answer.identity, reason)
         lost = msgspec.structs.replace(self._lost(answer, request, reason), stopped=stopped)
-        return replace(answer, failure=answer.failure or lost)
+        answer.failure = answer.failure or lost
 
     def _lost(self, answer: _Answer, request: CaptureRequest, reason: str) -> CaptureResult:
         role = self._config.for_role(answer.target.roles[0], self._aim)
@@ -284,14 +281,11 @@ class Answers:
             self.notes.append(text)
 
     def _shake(
-        self,
-        side: dict[str, list[Handshake]],
-        call: Call,
-        identity: WorkerIdentity,
-        reply: StartReply | StopReply,
+        self, handshakes: dict[str, list[Handshake]], call: Call, reply: StartReply | StopReply
     ) -> None:
+        who = reply.identity if isinstance(reply, StartReply) else reply.result.identity
         handshake = Handshake(call.sent_ns, reply.received_ns, reply.replied_ns, call.returned_ns)
-        side.setdefault(identity.clock_domain, []).append(handshake)
+        handshakes.setdefault(who.clock_domain, []).append(handshake)
 
     def _clock(self, domain: str, host: str) -> HostClock:
         if domain == clock.domain():

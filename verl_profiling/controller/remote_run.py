@@ -16,61 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from verl_profiling.background import BackgroundWork
-from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import safe_name
-from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, RunInfo
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME
 from verl_profiling.remote import RemoteFolder, copy_line
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
-__all__ = ["RemotePlace", "RemoteRun", "in_time"]
+__all__ = ["RemoteRun", "in_time"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class RemotePlace:
-    """A folder behind a URL that a run may claim.
-
-    Args:
-        folder: The folder.
-    """
-
-    def __init__(self, folder: RemoteFolder) -> None:
-        self.folder = folder
-        self.label = folder.url
-        self._names = folder.names()
-
-    def inside(self, name: str) -> RemotePlace:
-        """Return a folder inside."""
-        return RemotePlace(self.folder.child(name))
-
-    def run(self) -> RunInfo | None:
-        """Read what a run left; ``None`` if there is none.
-
-        Raises:
-            TraceFormatError: It cannot be read.
-        """
-        if RUN_NAME not in self._names:
-            return None
-        try:
-            return msgspec.json.decode(self.folder.read(RUN_NAME), type=RunInfo)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise TraceFormatError(f"{self.label}/{RUN_NAME}", f"not the file of a run: {error}") from error
-
-    def steps(self) -> set[str]:
-        """Return the names of the step folders."""
-        return {name for name in self._names if name.startswith("step_")}
-
-    def create(self, info: RunInfo) -> bool:
-        """Write a run's file unless it exists; return whether."""
-        created = self.folder.create(RUN_NAME, msgspec.json.format(msgspec.json.encode(info), indent=2))
-        self._names = self.folder.names()
-        return created
 
 
 def in_time(function: Callable[[], T], timeout_s: float) -> T:

@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.controller.remote_run import RemotePlace, RemoteRun, in_time
-from verl_profiling.errors import TraceFormatError
+from verl_profiling.controller.remote_run import RemoteRun, in_time
+from verl_profiling.demand import LocalFolder
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.remote import RemoteFolder, Upload
-from verl_profiling.run_files import read_run, write_json_atomically, write_json_exclusively
+from verl_profiling.run_files import write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["Run", "claim_run"]
@@ -83,27 +83,6 @@ class Run:
             self.remote.publish()
 
 
-class _LocalPlace:
-    """A folder of a file system that a run may claim."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.label = str(path)
-        path.mkdir(parents=True, exist_ok=True)
-
-    def inside(self, name: str) -> _LocalPlace:
-        return _LocalPlace(self.path / name)
-
-    def run(self) -> RunInfo | None:
-        return read_run(self.path)
-
-    def steps(self) -> set[str]:
-        return {folder.name for folder in self.path.glob("step_*")}
-
-    def create(self, info: RunInfo) -> bool:
-        return write_json_exclusively(self.path / RUN_NAME, info)
-
-
 def claim_run(config: ProfilingConfig) -> Run:
     """Claim ``save_path``, or ``save_path/run_2`` and so on if it belongs to another run.
 
@@ -113,55 +92,52 @@ def claim_run(config: ProfilingConfig) -> Run:
     info = _describe(config)
     token = uuid.uuid4().hex[:12]
     if not config.is_remote:
-        place, resumes = _claim(_LocalPlace(config.local_folder), info)
-        assert isinstance(place, _LocalPlace)
-        return Run(place.path, info.run_id, token, resumes=resumes, info=info)
+        url, resumes = _claim(LocalFolder(config.local_folder), info)
+        return Run(Path(url), info.run_id, token, resumes=resumes, info=info)
     resumes = False
     try:
-        place, resumes = in_time(
-            lambda: _claim(RemotePlace(RemoteFolder(config.save_path)), info), config.timeouts.start_s
-        )
-        url = place.label
+        url, resumes = in_time(lambda: _claim(RemoteFolder(config.save_path), info), config.timeouts.start_s)
     except Exception as error:  # each file system raises errors of its own
         url = f"{config.save_path.rstrip('/')}/run_{uuid.uuid4().hex[:8]}"
         why = f"{type(error).__name__}: {error}"
         logger.warning("%s cannot be claimed now (%s); this run goes to %s", config.save_path, why, url)
     remote = RemoteRun(config, info.run_id, url)
-    write_json_exclusively(remote.folder / RUN_NAME, info)
+    write_json_atomically(remote.folder / RUN_NAME, info)
     return Run(remote.folder, info.run_id, token, url, config.remote.retry_s, resumes, remote, info)
 
 
-def _claim(root: _LocalPlace | RemotePlace, info: RunInfo) -> tuple[_LocalPlace | RemotePlace, bool]:
-    """Claim a place, or the first free one inside; return it, and whether an earlier run has this name."""
+def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
+    """Claim the first free folder; return where, and whether an earlier run has this name."""
     owner, resumes = "", False
+    data = msgspec.json.format(msgspec.json.encode(info), indent=2)
     for number in count(1):
-        place = root if number == 1 else root.inside(f"run_{number}")
-        whose, same = _owner(place, info.run_id)
+        folder = root if number == 1 else root.child(f"run_{number}")
+        whose, same = _owner(folder, info.run_id)
         resumes |= same
         # Another process may have come in between: then it is the owner.
-        if not whose and place.create(info):
+        if not whose and folder.create(RUN_NAME, data):
             if resumes:
-                logger.info("run %s goes on in %s", info.run_id, place.label)
+                logger.info("run %s goes on in %s", info.run_id, folder.url)
             elif owner:
-                logger.warning("%s; this run is recorded in %s", owner, place.label)
-            return place, resumes
+                logger.warning("%s; this run is recorded in %s", owner, folder.url)
+            return folder.url, resumes
         owner = owner or whose
     raise AssertionError("count() ends")
 
 
-def _owner(place: _LocalPlace | RemotePlace, run_id: str) -> tuple[str, bool]:
-    """Return a sentence on the run that a place belongs to, if any, and whether it has this name."""
-    folder = place.label
-    try:
-        info = place.run()
-    except TraceFormatError as error:
-        return f"save_path {folder} belongs to a run whose file cannot be read: {error}", False
-    if info is None:
-        if place.steps():
-            return f"save_path {folder} holds step folders of a run without run.json", False
+def _owner(folder: LocalFolder | RemoteFolder, run_id: str) -> tuple[str, bool]:
+    """Return a sentence on the run that a folder belongs to, if any, and whether it has this name."""
+    names = folder.names()
+    if RUN_NAME not in names:
+        if any(name.startswith("step_") for name in names):
+            return f"save_path {folder.url} holds step folders of a run without run.json", False
         return "", False
+    try:
+        info = msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return f"save_path {folder.url} belongs to a run whose file cannot be read: {error}", False
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.begin_ns / 1e9))
-    whose = f"save_path {folder} belongs to run {info.run_id}, started {when} by {info.process}"
+    whose = f"save_path {folder.url} belongs to run {info.run_id}, started {when} by {info.process}"
     return whose, info.run_id == run_id
 
 

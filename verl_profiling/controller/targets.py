@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
+import sys
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
 from verl_profiling.controller.calls import Postponed, Target
 from verl_profiling.errors import ConfigError
-from verl_profiling.ray_cluster import check_in_cluster
 
 __all__ = ["make_targets"]
 
@@ -28,7 +28,7 @@ class _RayActor(Target):
         return _identity_of(self._handle)
 
     def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
-        check_in_cluster()
+        _check_in_cluster()
         return [getattr(self._handle, method).remote(*arguments).future()]
 
 
@@ -49,7 +49,7 @@ class _WorkerGroup(Target):
 
     def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
         if _is_actor(next(iter(getattr(self._group, "workers", None) or ()), None)):
-            check_in_cluster()
+            _check_in_cluster()
         bound = getattr(self._group, method, None)
         if bound is not None:
             references = bound(*arguments)
@@ -138,6 +138,13 @@ def make_targets(
     for target in in_turn:
         target.on_threads = len(in_turn) > MANY_IN_TURN
     return targets
+
+
+def _check_in_cluster() -> None:
+    """Check that an actor may be called: without a cluster, Ray would start another one for the call."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        raise RuntimeError("this process has left its Ray cluster")
 
 
 def _is_actor(worker: object) -> bool:
