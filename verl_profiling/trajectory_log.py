@@ -9,41 +9,21 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Count, Ns
 
-__all__ = [
-    "LOG_SUFFIX",
-    "NO_SPAN",
-    "Block",
-    "Counted",
-    "Fact",
-    "FateChange",
-    "Lag",
-    "Line",
-    "LogFooter",
-    "LogHeader",
-    "LoopRecord",
-    "SpanRecord",
-    "TrajectoryLog",
-    "TrajectoryRecord",
-    "log_of",
-    "open_log",
-    "read_log",
-    "write_log",
-]
-
 LOG_SUFFIX = ".trajectories.jsonl.gz"
 LOG_VERSION = 2
-"""Version 2 has counts."""
 NO_SPAN = -1
 MAX_LINE = 1 << 20
+_LOOK_EVERY = 64  # lines, each of which may unpack to megabytes
 MAX_BYTES = 1 << 27
 """Bytes of a file, uncompressed, that are read at most."""
 
@@ -236,6 +216,8 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
         spans_left_out: Spans that were not kept.
         trajectories_left_out: Trajectories that were not kept.
         cut: The file has no end.
+        damaged: A line is none of a log's.
+        problems: What could not be read, or was not recorded, as sentences.
     """
 
     lane: str
@@ -251,6 +233,8 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
     spans_left_out: int = 0
     trajectories_left_out: int = 0
     cut: bool = False
+    damaged: bool = False
+    problems: list[str] = []
 
     def lines(self) -> Iterator[Line]:
         """Yield the lines of its file."""
@@ -287,23 +271,59 @@ def write_log(path: Path, log: TrajectoryLog) -> int:
     return path.stat().st_size
 
 
-def read_log(path: Path) -> TrajectoryLog:
-    """Read a log; of one that was cut, what is whole.
+def read_log(path: Path, limit_reached: Callable[[int], str] = lambda lines: "") -> TrajectoryLog:
+    """Read a log; of one that was cut or is damaged, the lines before that.
+
+    Args:
+        path: The file.
+        limit_reached: Returns why reading ends after so many lines, or ``""``.
 
     Raises:
-        TraceFormatError: It is not a log of trajectories, or is larger than any that is written.
-        OSError: It cannot be read.
+        TraceFormatError: It is not a log of trajectories, or cannot be read.
     """
-    return log_of(*open_log(path))
+    header, lines = open_log(path)
+    log = TrajectoryLog(lane=header.lane, begin_ns=header.begin_ns, cut=True)
+    parts: dict[type, list[Any]] = {
+        SpanRecord: log.spans,
+        TrajectoryRecord: log.trajectories,
+        Lag: log.lags,
+        Block: log.blocks,
+        LoopRecord: log.loops,
+        FateChange: log.fates,
+        Counted: log.counts,
+    }
+    number = 1
+    try:
+        for number, line in enumerate(lines, 2):
+            if isinstance(line, LogFooter):
+                log.cut, log.end_ns = False, line.end_ns
+                log.spans_left_out = line.spans_left_out
+                log.trajectories_left_out = line.trajectories_left_out
+            else:
+                parts.get(type(line), []).append(line)
+            if number % _LOOK_EVERY == 0 and (reached := limit_reached(number)):
+                log.problems.append(reached)
+                break
+    except TraceFormatError as error:
+        log.damaged = True
+        log.problems.append(f"line {number + 1}: {error.problem}")
+    if log.cut:
+        ends = (found.end_ns for part in (log.trajectories, log.spans) for found in part)
+        log.end_ns = max(ends, default=log.begin_ns)
+        if not log.problems:
+            log.problems.append(f"was cut behind line {number}")
+    for count, what in ((log.trajectories_left_out, "trajectories"), (log.spans_left_out, "spans")):
+        if count:
+            log.problems.append(f"{what} that were not recorded, because the log was full: {count:,}")
+    return log
 
 
 def open_log(path: Path) -> tuple[LogHeader, Iterator[Line]]:
     """Return the header of a log, and its other lines, which are read one by one.
 
     Raises:
-        TraceFormatError: It is not a log of trajectories, or is larger than any that is written; a line
-            that is none is found when it is read.
-        OSError: It cannot be read.
+        TraceFormatError: It is not a log of trajectories, or cannot be read; a line that is none is found
+            when it is read.
     """
     lines = _decoded(path)
     header = next(lines, None)
@@ -317,46 +337,26 @@ def open_log(path: Path) -> tuple[LogHeader, Iterator[Line]]:
     return header, lines
 
 
-def log_of(header: LogHeader, lines: Iterable[Line]) -> TrajectoryLog:
-    """Return the log that these lines are; without a footer it was cut."""
-    log = TrajectoryLog(lane=header.lane, begin_ns=header.begin_ns, cut=True)
-    for line in lines:
-        match line:
-            case SpanRecord():
-                log.spans.append(line)
-            case TrajectoryRecord():
-                log.trajectories.append(line)
-            case Lag():
-                log.lags.append(line)
-            case Block():
-                log.blocks.append(line)
-            case LoopRecord():
-                log.loops.append(line)
-            case FateChange():
-                log.fates.append(line)
-            case Counted():
-                log.counts.append(line)
-            case LogFooter():
-                log.cut, log.end_ns = False, line.end_ns
-                log.spans_left_out = line.spans_left_out
-                log.trajectories_left_out = line.trajectories_left_out
-    if log.cut:
-        log.end_ns = max(
-            (found.end_ns for part in (log.trajectories, log.spans) for found in part), default=log.begin_ns
-        )
-    return log
+def fate_changes(path: Path) -> list[FateChange]:
+    """Return the changes of fates in a log, as far as it can be read, without decoding its other lines."""
+    found: list[FateChange] = []
+    with suppress(TraceFormatError):
+        found += (line for line in _decoded(path, b'["fate"') if isinstance(line, FateChange))
+    return found
 
 
-def _decoded(path: Path) -> Iterator[Line]:
+def _decoded(path: Path, begin: bytes = b"") -> Iterator[Line]:
+    """Yield the lines of a file that begin so."""
     decoder = msgspec.json.Decoder(Line)
     try:
         for text in _whole_lines(path):
-            yield decoder.decode(text)
+            if text.startswith(begin):
+                yield decoder.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TraceFormatError(path, f"is not a log of trajectories: {error}") from error
 
 
-def _whole_lines(path: Path) -> Iterable[bytes]:
+def _whole_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file that end in a line break; a file that was cut has half a line at its end."""
     left = MAX_BYTES
     try:
@@ -372,3 +372,5 @@ def _whole_lines(path: Path) -> Iterable[bytes]:
         return
     except gzip.BadGzipFile as error:
         raise TraceFormatError(path, f"is not a gzip file: {error}") from error
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror or error}") from error

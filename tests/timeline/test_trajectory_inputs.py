@@ -16,10 +16,9 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.report.check import check
 from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.log_shape import shape_of
+from verl_profiling.timeline.logs import read_logs, shape_of
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.slim import select_ranks
-from verl_profiling.timeline.trajectory_inputs import read_logs
 from verl_profiling.trajectory_log import (
     LOG_SUFFIX,
     FateChange,

@@ -21,10 +21,9 @@ from verl_profiling.timeline.inputs import (
     unfinished,
     why_absent,
 )
-from verl_profiling.timeline.log_reader import LogReader
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.trace import Trace
-from verl_profiling.trajectory_log import LOG_SUFFIX, LogFooter, LoopRecord
+from verl_profiling.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.visible import visible_text_of
 
 __all__ = ["CheckResult", "Checked", "check", "check_artifact"]
@@ -179,16 +178,13 @@ def _check_file(name: str, path: Path, limits: Limits) -> Checked:
 
 def _check_log(name: str, path: Path, limits: Limits) -> Checked:
     try:
-        log = LogReader(path, limits)
-        records = sum(not isinstance(line, LogFooter | LoopRecord) for line in log)
+        log = read_log(path, limits.reached)
     except TraceFormatError as error:
         return Checked(path=name, fate="unreadable", reason=error.problem)
-    reason = "; ".join(log.problems)
-    fate: Fate = "ok" if records else "empty"
-    if log.damaged or log.cut:
-        fate = "unreadable" if log.damaged else "truncated"
-    elif not records:
-        reason = "holds no records"
+    records = len(log.trajectories) + len(log.spans) + len(log.lags)
+    records += len(log.blocks) + len(log.fates) + len(log.counts)
+    fate: Fate = "unreadable" if log.damaged else "truncated" if log.cut else "ok" if records else "empty"
+    reason = "holds no records" if fate == "empty" else "; ".join(log.problems)
     return Checked(path=name, fate=fate, reason=reason, events=records)
 
 

@@ -18,7 +18,7 @@ from isal import isal_zlib
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.lanes import Source
-from verl_profiling.timeline.log_reader import LaterFates
+from verl_profiling.timeline.logs import LaterFates
 from verl_profiling.timeline.processes import Processes
 from verl_profiling.timeline.requests import Arrow, Window
 from verl_profiling.timeline.slim import Keep

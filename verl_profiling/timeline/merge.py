@@ -20,7 +20,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import SCHEMA_VERSION
 from verl_profiling.timeline.controller import CONTROLLER, controller_events
 from verl_profiling.timeline.lanes import Source, sorted_sources
-from verl_profiling.timeline.log_reader import LaterFates, LogReader
+from verl_profiling.timeline.logs import LaterFates
 from verl_profiling.timeline.member import LogJob, Member, MemberFile, MemberJob, compressor, write_member
 from verl_profiling.timeline.processes import LANE_PIDS, STAGES_TID, name_process
 from verl_profiling.timeline.requests import RequestEvents, request_windows
@@ -28,7 +28,7 @@ from verl_profiling.timeline.slim import Keep, min_us_for_share
 from verl_profiling.timeline.step_inputs import TIMELINE_MARK, TIMELINE_NAME, StepInputs
 from verl_profiling.timeline.trace import Event, Trace
 from verl_profiling.timeline.whole_files import scratch_folder
-from verl_profiling.trajectory_log import LOG_SUFFIX
+from verl_profiling.trajectory_log import LOG_SUFFIX, open_log
 
 __all__ = ["MergeResult", "merge"]
 
@@ -165,7 +165,7 @@ def _readable(inputs: StepInputs) -> tuple[StepInputs, list[str], int]:
     logs = []
     for log in inputs.logs:
         try:
-            begins.append(LogReader(log.path, inputs.limits).header.begin_ns - log.offset_ns)
+            begins.append(open_log(log.path)[0].begin_ns - log.offset_ns)
         except TraceFormatError as error:
             problems.append(str(error))
             continue
@@ -197,7 +197,7 @@ def _plan(inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep) -> list[M
     for source in sources:
         lanes.setdefault(source.lane, (len(lanes) + 2) * LANE_PIDS)
     requests = request_windows(inputs.manifest) if inputs.manifest and inputs.logs else {}
-    fates = LaterFates.of(inputs.logs, inputs.limits)
+    fates = LaterFates.of(inputs.logs)
     uses: dict[str, int] = {}
     plan = []
     for index, source in enumerate(sources, 1):

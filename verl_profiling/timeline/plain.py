@@ -21,10 +21,9 @@ from verl_profiling.identity import safe_name
 from verl_profiling.timeline.categories import is_on_device
 from verl_profiling.timeline.content import Blocks, Limits
 from verl_profiling.timeline.lanes import Source, sorted_sources
-from verl_profiling.timeline.log_reader import LogReader
 from verl_profiling.timeline.step_inputs import TIMELINE_MARK, TIMELINE_NAME, StepInputs, short_label
 from verl_profiling.timeline.trace import UNDECODABLE, Event, Trace
-from verl_profiling.trajectory_log import LOG_SUFFIX
+from verl_profiling.trajectory_log import LOG_SUFFIX, open_log
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
 _OTHER_BYTES = 1 << 20  # JSON of another kind is looked at so far
@@ -194,7 +193,7 @@ def _is_log(path: Path) -> bool:
 
 
 def _described_log(path: Path, name: str) -> _PlainTrace:
-    header = LogReader(path, Limits()).header
+    header = open_log(path)[0]
     lane = safe_name(header.lane)
     role, _, rank = lane.rpartition("_rank")
     known = bool(role) and rank.isdecimal()

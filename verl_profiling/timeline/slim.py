@@ -10,10 +10,9 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.ranks import parse_ranks
-from verl_profiling.timeline.log_reader import LogReader
 from verl_profiling.timeline.step_inputs import StepInputs
 from verl_profiling.timeline.trace import Event, Trace
-from verl_profiling.trajectory_log import Block, SpanRecord, TrajectoryRecord
+from verl_profiling.trajectory_log import read_log
 
 __all__ = ["Keep", "min_us_for_share", "select_ranks", "stage_windows"]
 
@@ -93,8 +92,8 @@ def min_us_for_share(inputs: StepInputs, share: float) -> float:
         spans = [(request.begin_ns, request.end_ns), *(part[1:] for part in request.parts())]
         counts.update(math.frexp((end - begin) / 1000)[1] for begin, end in spans)
     for log in inputs.logs:
-        records = LogReader(log.path, inputs.limits)
-        lasting = (line for line in records if isinstance(line, SpanRecord | TrajectoryRecord | Block))
+        found = read_log(log.path, inputs.limits.reached)
+        lasting = (line for part in (found.spans, found.trajectories, found.blocks) for line in part)
         counts.update(math.frexp((line.end_ns - line.begin_ns) / 1000)[1] for line in lasting)
     budget = share * counts.total()
     for exponent in sorted(counts, reverse=True):
