@@ -63,7 +63,20 @@ class Call:
     @property
     def without_method(self) -> bool:
         """Whether the worker has no such method."""
-        return self.raised and type(self._error()).__name__ == "AttributeError"
+        return self._raised("AttributeError")
+
+    @property
+    def died(self) -> bool:
+        """Whether Ray says that the worker's process has died."""
+        return self._raised("ActorDiedError")
+
+    @property
+    def may_have_died(self) -> bool:
+        """Whether Ray says that, or "unavailable", as it first does of an actor that it restarts."""
+        return self._raised("ActorDiedError", "ActorUnavailableError")
+
+    def _raised(self, *kinds: str) -> bool:
+        return self.raised and type(self._error()).__name__ in kinds
 
     def problem(self, waited_s: float) -> str:
         """Return the reason why there is no answer, in one line."""
