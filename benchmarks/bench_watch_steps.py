@@ -42,8 +42,7 @@ CODE = (
     "verl_profiling/controller/watch.py",
     "verl_profiling/controller/watched_workers.py",
     "verl_profiling/watch/frontier.py",
-    "verl_profiling/watch/lane.py",
-    "verl_profiling/watch/ring.py",
+    "verl_profiling/watch/sums.py",
 )
 
 

@@ -61,7 +61,7 @@ class Fault:
     stage: str = ""
     lane: str = ""
     period: int = 0
-    every: int = 20
+    every: int = 5
     steps: int = STEPS
 
 

@@ -8,7 +8,20 @@ import msgspec
 
 from verl_profiling.manifest import Ns
 
-__all__ = ["MOST_SPANS", "OTHERS", "Doubt", "ExposedStage", "RankUse", "SpanTotal", "StageUse", "StepAccount"]
+__all__ = [
+    "MOST_SPANS",
+    "OTHERS",
+    "Doubt",
+    "ExposedStage",
+    "Period",
+    "RankUse",
+    "SpanTotal",
+    "StageUse",
+    "StepAccount",
+]
+
+Period = tuple[Ns, Ns]
+"""Begin and end."""
 
 OTHERS = "(others)"
 """What stands for the names of stages or spans beyond those that there is room for."""
@@ -27,7 +40,7 @@ ran beside it, or trajectories of which the stage is not known.
 """
 
 
-class StageUse(msgspec.Struct, frozen=True, gc=False):
+class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One outermost stage of one process in one step.
 
     Attributes:
@@ -43,10 +56,10 @@ class StageUse(msgspec.Struct, frozen=True, gc=False):
     duration_ns: int
     runs: int = 1
     begin_ns: Ns = 0
-    periods: tuple[tuple[Ns, Ns], ...] = ()
+    periods: tuple[Period, ...] = ()
 
 
-class SpanTotal(msgspec.Struct, frozen=True):
+class SpanTotal(msgspec.Struct, frozen=True, array_like=True):
     """All spans of one name that ended in one step.
 
     Attributes:
@@ -81,7 +94,7 @@ class SpanTotal(msgspec.Struct, frozen=True):
         )
 
 
-class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """What one process did in one step.
 
     Attributes:

@@ -36,14 +36,9 @@ class Loop:
     """A loop whose watch tells all in time; it notes what is asked of it."""
 
     def __init__(self, options: Anomaly | None = None, allowed: bool = True) -> None:
-        self.reads = 0
         self.allowed = allowed
         self.step = 0
-        self.anomalies = Anomalies(options or Anomaly(), self.read_soon, self.check)
-
-    def read_soon(self) -> None:
-        """Count."""
-        self.reads += 1
+        self.anomalies = Anomalies(options or Anomaly(), self.check)
 
     def check(self, aim: Aim) -> None:
         """Refuse it, if told to."""
@@ -160,22 +155,6 @@ def test_a_step_that_is_slow_is_captured_whole() -> None:
     assert (decision.trigger.sign, decision.aim) == ("slow_step", None)
 
 
-def test_workers_are_read_at_once_and_waited_for_one_step() -> None:
-    """The capture is of the step after their answer; without an answer it is made all the same, not aimed."""
-    for answered in (True, False):
-        loop = Loop()
-        for step in range(1, 31):
-            assert loop.goes(account(step, read=False)) is None
-        assert loop.reads == 0
-        assert loop.is_slow(31, slow=SLOW, read=False) is None
-        assert loop.reads == 1
-        late = [account(32, slow=SLOW)] if answered else []
-        decision = loop.goes(account(33, slow=SLOW, read=False), *late)
-        assert decision is not None
-        assert (decision.aim is not None) == answered
-        assert decision.trigger.noticed == 32
-
-
 def test_after_a_capture_the_watch_asks_for_none(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever asked for that one; the refusal is in the log, with the setting."""
     loop = Loop(Anomaly(cooldown=10))
@@ -245,7 +224,7 @@ def test_a_stage_that_becomes_slow_in_a_running_loop_is_captured(tmp_path: Path,
     trigger = manifest.trigger
     assert (trigger.kind, trigger.sign, trigger.stage) == ("anomaly", "slow_stage", "update")
     assert trigger.noticed == 12
-    assert manifest.step in (13, 14)
+    assert manifest.step in (13, 14, 15)
     assert trigger.suspects == ["actor_rank0"]
     assert [span.name for span in manifest.workers[0].stages] == ["update_actor"]
 

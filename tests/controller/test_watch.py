@@ -23,7 +23,7 @@ from verl_profiling.commands.asking import find_job
 from verl_profiling.controller.watch import Watch
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.step_account import RankUse, StepAccount
-from verl_profiling.watch.reading import WatchReading
+from verl_profiling.watch.reading import WatchQuestion, WatchReading
 
 Accounts = list[StepAccount]
 
@@ -33,19 +33,15 @@ def watched(tmp_path: Path, every: int = 2, **given: Any) -> ProfilingConfig:
     return configured(tmp_path, watch={"enable": True, "every": every}, **given)
 
 
-def followed(
-    config: ProfilingConfig, *roles: tuple[str, Any]
-) -> tuple[ProfilingCallback, Accounts, Accounts]:
-    """Return a callback with workers, and the accounts that its listeners get: early ones, and whole ones."""
+def followed(config: ProfilingConfig, *roles: tuple[str, Any]) -> tuple[ProfilingCallback, Accounts]:
+    """Return a callback with workers, and the accounts that its listeners get."""
     callback = ProfilingCallback(config)
     for role, workers in roles:
         callback.add_workers(role, workers)
-    early: Accounts = []
     whole: Accounts = []
     assert callback.watch is not None
-    callback.watch.early.append(early.append)
     callback.watch.listeners.append(whole.append)
-    return callback, early, whole
+    return callback, whole
 
 
 def names(uses: list[RankUse]) -> dict[str, list[str]]:
@@ -65,10 +61,10 @@ def test_every_step_of_a_local_worker_has_an_account(tmp_path: Path, session: Se
     """Captured or not: the stages of the loop and of the worker, and exposed times that add up to it."""
     config = watched(tmp_path)
     worker = local_worker(config)
-    callback, early, whole = followed(config, ("actor", worker))
+    callback, whole = followed(config, ("actor", worker))
     run(callback, lambda step: worker.work(["update_actor", "save"]), steps=5)
     assert callback.watch is not None
-    assert [account.step for account in early] == [account.step for account in whole] == [1, 2, 3, 4, 5]
+    assert [account.step for account in whole] == [1, 2, 3, 4, 5]
     assert list(callback.watch.accounts) == whole
     for account in whole:
         assert names(account.loop) == {"controller": ["rollout", "update_actor"]}
@@ -81,7 +77,6 @@ def test_every_step_of_a_local_worker_has_an_account(tmp_path: Path, session: Se
         assert account.begin_ns <= update.begin_ns <= inside[0].begin_ns <= account.end_ns
         assert account.loop[0].peak_bytes is None or account.loop[0].peak_bytes > 1_000_000
     assert [account.captured for account in whole] == ["", "step_000002", "", "", ""]
-    assert all(not account.workers for account in early)
     assert [span.name for span in manifest(config).stages] == ["rollout", "update_actor"]
 
 
@@ -118,7 +113,7 @@ def test_without_the_watch_nobody_is_called_and_nothing_is_kept(tmp_path: Path, 
     run(callback, lambda step: ray.get([worker.work.remote() for worker in pool.sync[:2]]), steps=5)
     assert group.calls == ["start_capture", "stop_capture"]
     assert callback.watch is None
-    assert ray.get([worker.read_watch.remote(0) for worker in pool.sync[:2]]) == [None, None]
+    assert ray.get([worker.read_watch.remote(WatchQuestion()) for worker in pool.sync[:2]]) == [None, None]
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -127,7 +122,7 @@ def test_the_rings_of_ray_actors_are_read_every_few_steps(tmp_path: Path, pool: 
     config = watched(tmp_path, every=3)
     set_up(config, pool.sync)
     group = WorkerGroup(pool.sync)
-    callback, _, whole = followed(config, ("actor", group if grouped else pool.sync))
+    callback, whole = followed(config, ("actor", group if grouped else pool.sync))
     run(callback, lambda step: ray.get([worker.work.remote() for worker in pool.sync]), steps=8)
     if grouped:
         assert group.calls.count("read_watch") == 3, "after steps 3 and 6, and at the end"
@@ -141,7 +136,7 @@ def test_a_capture_right_after_a_read_loses_nothing_of_it(tmp_path: Path, pool: 
     """The workers answer while the capture begins; what they told then comes before what its end tells."""
     config = watched(tmp_path, schedule={"steps": [3]})
     set_up(config, pool.sync)
-    callback, _, whole = followed(config, ("actor", pool.sync))
+    callback, whole = followed(config, ("actor", pool.sync))
     callback.on_train_begin()
     for step in range(1, 5):
         callback.on_step_begin(step)
@@ -167,7 +162,7 @@ def test_a_worker_that_never_answers_is_named_once_and_holds_up_nothing(
         tmp_path, schedule={"steps": [100]}, timeouts={"start_s": 0.2, "stop_s": 20, "finish_s": 20}
     )
     set_up(config, pool.sync, switches=switches)
-    callback, _, whole = followed(config, ("actor", pool.sync))
+    callback, whole = followed(config, ("actor", pool.sync))
     (switches / "work").touch()
     hanging = pool.sync[2].work.remote()
     begin_s = time.monotonic()
@@ -203,7 +198,7 @@ def test_a_worker_that_is_restarted_is_read_again_and_one_that_is_dead_is_named_
     ray.get(pool.sync[0].set_up.remote(config, "critic"))
     actor = ray.remote(num_cpus=0, max_restarts=1)(Reborn).remote(config)
     ray.get([actor.work.remote(["early"]) for _ in range(3)])
-    callback, _, whole = followed(config, ("actor", actor), ("critic", pool.sync[0]))
+    callback, whole = followed(config, ("actor", actor), ("critic", pool.sync[0]))
     for step in range(1, 9):
         callback.on_step_begin(step)
         if step == 3:
@@ -229,29 +224,13 @@ def test_a_worker_that_is_restarted_is_read_again_and_one_that_is_dead_is_named_
     assert "ActorDiedError" in said[0] or "ActorUnavailableError" in said[0]
 
 
-def test_a_loop_that_ends_before_all_were_asked_waits_for_all(
-    tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step had room for one call; those that are made at the end of training have time to be answered."""
-    monkeypatch.setattr("verl_profiling.controller.watch.ALLOWANCE_NS", 0)
-    monkeypatch.setattr("verl_profiling.controller.watch.SHARE", 0.0)
-    config = watched(tmp_path, every=2, schedule={"steps": [100]})
-    set_up(config, pool.sync)
-    callback, _, whole = followed(config, ("actor", pool.sync))
-    run(callback, lambda step: ray.get([worker.work.remote() for worker in pool.sync]), steps=2)
-    assert not [record.message for record in caplog.records if "has not answered" in record.message]
-    assert [set(names(account.workers)) for account in whole] == [
-        {"actor_rank0", "actor_rank1", "actor_rank2"}
-    ] * 2
-
-
 def test_a_loop_that_ends_within_a_step_asks_its_workers_once(
     tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As after SIGTERM: they are due when the step is cut short, and nobody is said not to have answered."""
     config = watched(tmp_path, every=1, schedule={"steps": [100]})
     set_up(config, pool.sync)
-    callback, _, whole = followed(config, ("actor", pool.sync))
+    callback, whole = followed(config, ("actor", pool.sync))
     callback.on_step_begin(1)
     ray.get([worker.work.remote() for worker in pool.sync])
     callback.on_train_end()
@@ -261,11 +240,9 @@ def test_a_loop_that_ends_within_a_step_asks_its_workers_once(
 
 def test_a_loop_without_workers_is_one_process(tmp_path: Path) -> None:
     """Nobody is missing in its accounts."""
-    callback, early, whole = followed(watched(tmp_path))
+    callback, whole = followed(watched(tmp_path))
     run(callback, lambda step: None, steps=2)
-    assert {row.doubt for account in (*early, *whole) for row in account.exposed if row.name} == {
-        "one process"
-    }
+    assert {row.doubt for account in whole for row in account.exposed if row.name} == {"one process"}
 
 
 def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(
@@ -277,7 +254,7 @@ def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(
     switches.mkdir()
     config = watched(tmp_path, schedule={"steps": [100]})
     set_up(config, pool.sync[:2], switches=switches)
-    callback, _, whole = followed(config, ("actor", pool.sync[:2]))
+    callback, whole = followed(config, ("actor", pool.sync[:2]))
     callback.on_step_begin(1)
     ray.get(pool.sync[0].work.remote())
     (switches / "work").touch()
@@ -304,7 +281,7 @@ def test_clocks_that_differ_are_corrected(tmp_path: Path, pool: Pool, hours: int
     config = watched(tmp_path, every=2, schedule={"steps": [100]})
     ray.get(pool.sync[0].set_up.remote(config, "actor", 0, clock_ns=hours * 3600 * 10**9))
     ray.get(pool.sync[1].set_up.remote(config, "actor", 1))
-    callback, _, whole = followed(config, ("actor", pool.sync[:2]))
+    callback, whole = followed(config, ("actor", pool.sync[:2]))
 
     def work(step: int) -> None:
         time.sleep(0.1)  # more than an answer's way, by which the difference is known
@@ -336,7 +313,7 @@ class Answers(Silent):
         self.answer = answer
         self.asked = 0
 
-    def read_watch(self, since_ns: int) -> Any:
+    def read_watch(self, question: WatchQuestion) -> Any:
         """Answer, or raise."""
         self.asked += 1
         if isinstance(self.answer, Exception):
@@ -347,17 +324,16 @@ class Answers(Silent):
 class Coroutine(Silent):
     """A local worker that only an event loop can ask."""
 
-    async def read_watch(self, since_ns: int) -> None:
+    async def read_watch(self, question: WatchQuestion) -> None:
         """Answer nothing."""
 
 
-def reading(stages: bytes, names: list[str]) -> WatchReading:
+def reading(steps: bytes) -> WatchReading:
     """Return a reading as a damaged worker may send it."""
     return WatchReading(
         identity=WorkerIdentity(role="actor"),
         process=ProcessId.current(),
-        names=names,
-        stages=stages,
+        steps=steps,
         received_ns=0,
         replied_ns=0,
     )
@@ -371,10 +347,9 @@ def reading(stages: bytes, names: list[str]) -> WatchReading:
         (Answers({"stages": []}), "returned dict"),
         (Answers(ValueError("broken")), "ValueError: broken"),
         (Answers(asyncio.CancelledError()), "CancelledError"),
-        (Answers(reading(b"no stages", [])), "cannot be read"),
-        (Answers(reading(b"\xff" * 44, [])), "cannot be read"),
-        (Answers(msgspec.structs.replace(reading(b"", []), spans=b"no spans")), "cannot be read"),
-        (Answers(msgspec.structs.replace(reading(b"", []), spans=b"\xff" * 44)), "cannot be read"),
+        (Answers(reading(b"no steps")), "cannot be read"),
+        (Answers(reading(b"")), "cannot be read"),
+        (Answers(reading(msgspec.msgpack.encode([None] * 1000))), "cannot be read"),
     ],
 )
 def test_what_cannot_be_read_is_named_once_and_the_account_is_complete_without_it(
@@ -382,7 +357,7 @@ def test_what_cannot_be_read_is_named_once_and_the_account_is_complete_without_i
 ) -> None:
     """A user's own class, a wrong answer, damaged bytes: the loop does not notice."""
     config = watched(tmp_path, every=1, schedule={"steps": [100]})
-    callback, _, whole = followed(config, ("actor", worker))
+    callback, whole = followed(config, ("actor", worker))
     run(callback, lambda step: None, steps=4)
     found = [record.message for record in caplog.records if record.message.startswith("watch:")]
     assert len(found) == 1, found
@@ -396,7 +371,7 @@ def test_a_worker_whose_settings_have_no_watch_is_not_complained_of(
 ) -> None:
     """It answers that it keeps nothing."""
     config = watched(tmp_path, every=1, schedule={"steps": [100]})
-    callback, _, whole = followed(config, ("actor", Answers(None)))
+    callback, whole = followed(config, ("actor", Answers(None)))
     run(callback, lambda step: None, steps=2)
     assert not [record for record in caplog.records if record.message.startswith("watch:")]
     assert len(whole) == 2
@@ -407,16 +382,15 @@ def test_a_listener_that_raises_is_said_once_and_the_others_hear(
 ) -> None:
     """What is done with an account is no matter of the training loop."""
     config = watched(tmp_path, every=1, schedule={"steps": [100]})
-    callback, early, whole = followed(config)
+    callback, whole = followed(config)
     assert callback.watch is not None
 
     def broken(account: StepAccount) -> None:
         raise OSError("no space left")
 
-    callback.watch.early.insert(0, broken)
     callback.watch.listeners.insert(0, broken)
     run(callback, lambda step: None, steps=3)
-    assert len(early) == len(whole) == 3
+    assert len(whole) == 3
     assert [record.message for record in caplog.records].count("watch: step 1: OSError: no space left") == 1
 
 
@@ -429,14 +403,14 @@ def test_an_account_that_cannot_be_added_up_is_said_once_and_the_loop_goes_on(
         raise ZeroDivisionError("no stage")
 
     monkeypatch.setattr("verl_profiling.controller.watch.exposed", broken)
-    callback, early, whole = followed(watched(tmp_path, every=1, schedule={"steps": [100]}))
+    callback, whole = followed(watched(tmp_path, every=1, schedule={"steps": [100]}))
     run(callback, lambda step: None, steps=3)
-    assert len(early) == len(whole) == 3
+    assert len(whole) == 3
     assert names(whole[0].loop) == {"controller": ["rollout", "update_actor"]}
     assert sum("ZeroDivisionError: no stage" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("method", ["step_is_over", "step_begins", "step_ends", "rollout_begins"])
+@pytest.mark.parametrize("method", ["step_begins", "step_ends", "rollout_begins"])
 def test_a_mistake_of_the_watch_is_no_matter_of_the_loop(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -464,7 +438,7 @@ def test_the_account_of_an_aimed_capture_has_the_others_too(tmp_path: Path, pool
     """They were not called at its end, and their stages are waited for until they are read."""
     config = watched(tmp_path, every=3, schedule={"steps": []}, tool="spans")
     set_up(config, pool.sync)
-    callback, _, whole = followed(config, ("actor", pool.sync[:2]), ("critic", pool.sync[2:]))
+    callback, whole = followed(config, ("actor", pool.sync[:2]), ("critic", pool.sync[2:]))
     callback.on_train_begin()
     find_job(Path(config.save_path)).ask(Aim(roles=("critic",)), 1, 2)
     for step in range(1, 5):
@@ -479,38 +453,12 @@ def test_the_account_of_an_aimed_capture_has_the_others_too(tmp_path: Path, pool
 
 
 def test_workers_that_are_never_due_are_read_with_captures_alone(tmp_path: Path, session: Session) -> None:
-    """With ``every: 0``; the account of another step is complete at its end."""
+    """With ``every: 0``; nobody is asked of another step."""
     config = watched(tmp_path, every=0)
     worker = local_worker(config)
-    callback, _, whole = followed(config, ("actor", worker))
-    ended = []
-    callback.on_train_begin()
-    for step in range(1, 4):
-        callback.on_step_begin(step)
-        worker.work()
-        callback.on_step_end()
-        ended.append(len(whole))
-    callback.on_train_end()
-    assert ended == [1, 2, 3]
+    callback, whole = followed(config, ("actor", worker))
+    run(callback, lambda step: worker.work(), steps=3)
     assert [names(account.workers) for account in whole] == [{}, {"actor_rank0": ["update_actor"]}, {}]
-
-
-def test_workers_are_read_at_once_when_that_is_asked_for(tmp_path: Path, session: Session) -> None:
-    """By a listener of early accounts, say, to which a step looks slow."""
-    config = watched(tmp_path, every=50, schedule={"steps": [100]})
-    worker = local_worker(config)
-    callback, early, whole = followed(config, ("actor", worker))
-    watch = callback.watch
-    assert watch is not None
-    watch.early.append(lambda account: watch.read_soon() if account.step == 2 else None)
-    callback.on_train_begin()
-    for step in range(1, 4):
-        callback.on_step_begin(step)
-        worker.work()
-        callback.on_step_end()
-        assert len(whole) == (0 if step == 1 else 2)
-    callback.on_train_end()
-    assert len(whole) == len(early) == 3
 
 
 @pytest.mark.parametrize("step", [6, 8])
@@ -520,7 +468,7 @@ def test_each_step_has_one_account_though_the_clock_is_set_back(
     """By an hour, in one of the steps whose workers are still to be read; none is lost, none comes twice."""
     config = watched(tmp_path, every=4, schedule={"steps": []})
     worker = local_worker(config)
-    callback, _, whole = followed(config, ("actor", worker))
+    callback, whole = followed(config, ("actor", worker))
     set_back_s = 0
 
     def now_ns() -> int:
@@ -538,10 +486,10 @@ def test_each_step_has_one_account_though_the_clock_is_set_back(
 
 
 def test_what_lies_between_steps_belongs_to_none(tmp_path: Path, session: Session) -> None:
-    """Validation after a step, for one; and a stage over a step's end is in the step where its middle is."""
+    """Validation after a step, for one; what begins in the last moment of a step is in the next."""
     config = watched(tmp_path, every=1, schedule={"steps": [100]})
     worker = local_worker(config)
-    callback, _, whole = followed(config, ("actor", worker))
+    callback, whole = followed(config, ("actor", worker))
     callback.on_train_begin()
     callback.on_step_begin(1)
     worker.work(["update"])
@@ -549,6 +497,7 @@ def test_what_lies_between_steps_belongs_to_none(tmp_path: Path, session: Sessio
     worker.work(["validate"])
     callback.on_step_begin(2)
     worker.work(["update"])
+    time.sleep(0.02)
     rollout = callback.stage("rollout")
     rollout.__enter__()
     callback.on_step_end()
@@ -576,7 +525,7 @@ def test_a_stage_that_runs_often_is_one_use_with_the_number_of_its_runs(
     """Its durations are added up, and it began when it first began."""
     config = watched(tmp_path, every=1, schedule={"steps": [100]})
     worker = local_worker(config)
-    callback, _, whole = followed(config, ("actor", worker))
+    callback, whole = followed(config, ("actor", worker))
     run(callback, lambda step: worker.work(["a", "b", "a", "a"]), steps=1)
     [use] = whole[0].workers
     assert [(stage.name, stage.runs) for stage in use.stages] == [("a", 3), ("b", 1)]
@@ -586,7 +535,7 @@ def test_a_stage_that_runs_often_is_one_use_with_the_number_of_its_runs(
 def test_a_loop_without_step_ends_has_accounts_from_begin_to_begin(tmp_path: Path) -> None:
     """A step that did not end, ends when the next one begins; the last one at the end of training."""
     config = watched(tmp_path, every=1, schedule={"steps": [100]})
-    callback, _, whole = followed(config)
+    callback, whole = followed(config)
     for step in range(1, 4):
         callback.on_step_begin(step)
         with callback.stage("update"):
@@ -598,7 +547,7 @@ def test_a_loop_without_step_ends_has_accounts_from_begin_to_begin(tmp_path: Pat
 
 def test_generation_of_which_no_end_is_told_ends_with_its_step(tmp_path: Path) -> None:
     """As in a manifest; else it would hide the next steps' stages, and be in one step of two."""
-    callback, _, whole = followed(watched(tmp_path, every=1, schedule={"steps": []}))
+    callback, whole = followed(watched(tmp_path, every=1, schedule={"steps": []}))
     for step in range(1, 5):
         callback.on_step_begin(step)
         callback.on_rollout_begin()
@@ -615,7 +564,7 @@ def test_only_as_many_steps_are_kept_as_the_settings_say(tmp_path: Path) -> None
     config = configured(
         tmp_path, schedule={"steps": [10**9]}, watch={"enable": True, "steps": 5, "every": 1000}
     )
-    callback, _, whole = followed(config)
+    callback, whole = followed(config)
     run(callback, lambda step: None, steps=100)
     assert callback.watch is not None
     assert [account.step for account in callback.watch.accounts] == [96, 97, 98, 99, 100]
@@ -660,7 +609,7 @@ def test_a_captured_step_begins_when_its_workers_record(tmp_path: Path, session:
     """What it takes to begin a capture is no part of the step, and so not of its account."""
     config = watched(tmp_path)
     worker = local_worker(config)
-    callback, _, whole = followed(config, ("actor", worker))
+    callback, whole = followed(config, ("actor", worker))
     run(callback, lambda step: worker.work(), steps=3)
     written = manifest(config)
     for begin_ns in (whole[1].begin_ns, written.begin_ns):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -72,21 +71,16 @@ class TestWriting:
         assert reader.skipped == 1
 
     def test_a_full_disk_is_said_once_and_survived(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Whether a line is cut off or not begun; the log goes on when there is room."""
-        log, write, left = WatchLog(tmp_path), os.write, [40, 0, 0]
-
-        def full(descriptor: int, data: bytes) -> int:
-            if not left:
-                return write(descriptor, data)
-            if room := left.pop(0):
-                return write(descriptor, data[:room])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(os, "write", full)
+        """The log goes on when there is room."""
+        (tmp_path / WATCH_LOG).symlink_to("/dev/full")
+        log = WatchLog(tmp_path)
         with caplog.at_level(logging.WARNING):
-            for number in range(5):
+            for number in range(3):
+                log(account(number))
+            (tmp_path / WATCH_LOG).unlink()
+            for number in range(3, 5):
                 log(account(number))
         assert len(caplog.records) == 1
         assert "No space left on device" in caplog.text

@@ -13,7 +13,6 @@ from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.remote import Upload
-from verl_profiling.watch.reading import WatchReading
 
 __all__ = [
     "Aim",
@@ -96,14 +95,12 @@ class StopReply(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         result: The worker's result, as in its file. Its status is ``skipped`` if nothing was recording.
         process: The process that answered; another one than at the start if a worker was restarted.
-        watch: What the watch kept since it was read last.
         received_ns: When the call arrived, on the worker's clock.
         replied_ns: When it returned, on the worker's clock.
     """
 
     result: CaptureResult
     process: ProcessId
-    watch: WatchReading | None = None
     received_ns: int
     replied_ns: int
 

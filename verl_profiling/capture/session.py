@@ -44,10 +44,9 @@ from verl_profiling.settings.role import TRAJECTORIES
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import Tool
 from verl_profiling.trajectories.spans import total_spans
-from verl_profiling.watch.busy import Busy
-from verl_profiling.watch.reading import WatchReading, read_ring
-from verl_profiling.watch.ring import STAGES_OF_A_STEP, StageRing, forget_process_ring, process_ring
-from verl_profiling.watch.span_tally import SpanTally
+from verl_profiling.watch.reading import WatchQuestion, WatchReading, read_sums
+from verl_profiling.watch.span_sums import SpanSums
+from verl_profiling.watch.sums import STAGES_OF_A_STEP, Busy, StageSums, forget_process_sums, process_sums
 
 __all__ = ["Session", "process_session", "stage"]
 
@@ -59,7 +58,7 @@ class Session:
 
     Attributes:
         sink: Receives stages; ``None`` whenever nothing records and the watch is off.
-        ring: What the watch keeps of every step; ``None`` if it is off.
+        sums: What the watch keeps of every step; ``None`` if it is off.
     """
 
     def __init__(self) -> None:
@@ -68,9 +67,8 @@ class Session:
     def reset(self) -> None:
         """Forget everything. A forked child calls this: it inherits the slot, but records nothing."""
         self.sink: StageSink | None = None
-        self.ring: StageRing | None = None
-        forget_process_ring()
-        self._tally: SpanTally | None = None
+        self.sums: StageSums | None = None
+        forget_process_sums()
         total_spans(None)
         self._busy: dict[str, Busy] = {}
         self._capture: Capture | None = None
@@ -103,8 +101,9 @@ class Session:
                 self._hooks = AfterHooks(config.after)
             self._configs[identity.name] = config
             self.keep_every_step(config.watch)
-            if self.ring is not None and TRAJECTORIES in config.tool_names(identity.role):
-                self._total_spans()
+            if self.sums is not None and TRAJECTORIES in config.tool_names(identity.role):
+                self.sums.spans = self.sums.spans or SpanSums()
+                total_spans(self.sums.spans)
             self._finish_s = max(self._finish_s, config.timeouts.finish_s)
             self._handover_s = min(self._handover_s, config.timeouts.stop_s / 2)
         if role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
@@ -113,28 +112,20 @@ class Session:
     def keep_every_step(self, options: WatchOptions) -> None:
         """Keep the stages of this process from now on, if the watch is switched on."""
         with self._lock:
-            if options.enable and self.ring is None:
-                self.ring = process_ring(options.steps * STAGES_OF_A_STEP)
+            if options.enable and self.sums is None:
+                self.sums = process_sums(options.steps * STAGES_OF_A_STEP)
                 self._pass_stages_to(self._capture)
 
-    def _total_spans(self) -> None:
-        """Add up the spans of this process from now on."""
-        if self._tally is None:
-            self._tally = SpanTally()
-            total_spans(self._tally)
-
-    def read_watch(self, identity: WorkerIdentity, since_ns: int | None) -> WatchReading | None:
-        """Return what the watch has kept since then, or ``None`` if it is off; see :func:`read_ring`."""
-        if since_ns is not None:  # it is asked for, and does not come along with the end of a capture
-            clock.follow()
-        return None if self.ring is None else read_ring(self.ring, identity, since_ns, self._tally)
+    def read_watch(self, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading | None:
+        """Return what this process did in some steps, or ``None`` if the watch is off."""
+        return None if self.sums is None else read_sums(self.sums, identity, question)
 
     def busy(self, name: str) -> Busy | None:
         """Return what keeps when anything of a kind is under way; ``None`` if the watch is off."""
-        if self.ring is None:
+        if self.sums is None:
             return None
         with self._lock:
-            return self._busy.setdefault(name, Busy(self.ring, name))
+            return self._busy.setdefault(name, Busy(self.sums, name))
 
     @property
     def recording(self) -> bool:
@@ -294,8 +285,8 @@ class Session:
 
     def _pass_stages_to(self, capture: Capture | None) -> None:
         """Set the receiver of stages."""
-        log, ring = capture.sink if capture is not None else None, self.ring
-        self.sink = Both(log, ring) if log is not None and ring is not None else log or ring
+        log, sums = capture.sink if capture is not None else None, self.sums
+        self.sink = Both(log, sums) if log is not None and sums is not None else log or sums
 
     def _join(
         self, capture: Capture, request: CaptureRequest, identity: WorkerIdentity, received_ns: int

@@ -42,25 +42,25 @@ class StageSink(Protocol):
 
 
 class Both:
-    """Passes stages on to the log of a capture and to the ring of the watch.
+    """Passes stages on to the log of a capture and to the watch.
 
-    What a tool takes to start or stop with a stage is not part of the stage in the ring.
+    What a tool takes to start or stop with a stage is not part of the stage that the watch has.
     """
 
-    __slots__ = ("_log", "_ring")
+    __slots__ = ("_log", "_sums")
 
-    def __init__(self, log: StageSink, ring: StageSink) -> None:
+    def __init__(self, log: StageSink, sums: StageSink) -> None:
         self._log = log
-        self._ring = ring
+        self._sums = sums
 
     def begin(self, name: str) -> None:
         """Begin a stage on this thread or task."""
         self._log.begin(name)
-        self._ring.begin(name)
+        self._sums.begin(name)
 
     def end(self, name: str, failed: bool) -> None:
         """End it."""
-        self._ring.end(name, failed)
+        self._sums.end(name, failed)
         self._log.end(name, failed)
 
 

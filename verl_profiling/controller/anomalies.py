@@ -16,15 +16,11 @@ from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_account import RankUse, StepAccount
 from verl_profiling.trigger import Trigger
 from verl_profiling.watch.anomaly import Detector
-from verl_profiling.watch.slowness import Slowness
 from verl_profiling.watch.suspicion import Suspicion
 
-__all__ = ["Anomalies", "SlowHere"]
+__all__ = ["Anomalies"]
 
 logger = logging.getLogger(__name__)
-
-PATIENCE = 1
-"""For so many steps a capture waits for the workers to say whom it should be aimed at."""
 
 _OF_A_STAGE = ("slow_stage", "leader")
 
@@ -34,17 +30,14 @@ class Anomalies:
 
     Args:
         options: The settings ``watch.trigger``.
-        read_soon: Has the workers read at the end of this step.
         check: Raises ``ConfigError`` for an aim that cannot be had in this job.
     """
 
-    def __init__(self, options: Anomaly, read_soon: Callable[[], None], check: Callable[[Aim], None]) -> None:
+    def __init__(self, options: Anomaly, check: Callable[[Aim], None]) -> None:
         self._options = options
-        self._read_soon = read_soon
         self._check = check
         self._detector = Detector(options)
         self._noticed: Suspicion | None = None
-        self._waited = 0
         self._made = 0
         self._captured: int | None = None
         self._coming: int | None = None
@@ -52,18 +45,13 @@ class Anomalies:
         self._uses: dict[str, RankUse] = {}
 
     def listen(self, account: StepAccount) -> None:
-        """Take the account of a step: when it ends, and when its workers are known."""
+        """Take the account of a step, on the watch's thread."""
         found = self._detector.observe(account)
         if found is None:
             return
-        logger.log(logging.WARNING if found.aimed else logging.INFO, "watch: %s", found.reason)
-        if not found.aimed:
-            self._read_soon()
-        before = self._noticed
-        if before is not None and before.aimed and before.step != found.step:
+        logger.warning("watch: %s", found.reason)
+        if self._noticed is not None:
             return  # accounts come many at once: what was noticed first is captured first
-        if before is None or before.step != found.step:
-            self._waited = 0
         self._noticed = found
         self._uses = {use.lane: use for use in (*account.loop, *account.workers)}
 
@@ -79,9 +67,6 @@ class Anomalies:
         """See :class:`~verl_profiling.controller.decision.Asker`."""
         noticed = self._noticed
         if noticed is None or self._coming is not None:
-            return None
-        if not noticed.aimed and self._waited < PATIENCE and not scheduled:
-            self._waited += 1
             return None
         self._noticed = None
         if not scheduled and (why := self._refusal(step)):
@@ -138,21 +123,3 @@ class Anomalies:
             logger.warning("watch: the capture is not aimed at %s: %s", ", ".join(noticed.suspects), error)
             return None
         return aim
-
-
-class SlowHere:
-    """Listens to the steps of one rank of several, and has them told at once when one is slow.
-
-    Args:
-        options: The settings ``watch.trigger``.
-        tell_soon: Has them told at the end of this step.
-    """
-
-    def __init__(self, options: Anomaly, tell_soon: Callable[[], None]) -> None:
-        self._slowness = Slowness(options)
-        self._tell_soon = tell_soon
-
-    def listen(self, account: StepAccount) -> None:
-        """Take the account of a step that ends."""
-        if not account.captured and self._slowness.observe(account) is not None:
-            self._tell_soon()

@@ -112,7 +112,7 @@ class Controller:
             self._end_after()
             clock.follow()
         if self.watch is not None:
-            self.watch.step_is_over()
+            self.watch.step_ends()
         action = self._scheduled(step)
         records = action is Action.RECORD
         if self._watching or action is not Action.OFF:
@@ -554,12 +554,8 @@ class Controller:
         """Complete the accounts of the last steps."""
         if self.watch is not None:
             wait_s = min(LAST_READ_S, self.config.timeouts.start_s)
-            yield Round(self.watch.open_calls(), wait_s).wait
-            yield Round(self.watch.last_calls(), wait_s).wait
-            if (ranks := self.watch.last_step_is_over()) is not None:
-                yield partial(ranks.wait, wait_s)
-            self.watch.train_ends()
-            yield partial(self._outlet.end, self._at_most(self.config.timeouts.finish_s))
+            yield partial(self.watch.train_ends, wait_s)
+            self._outlet.end()
 
     def _end_workers(self) -> Waits[None]:
         """Let processes finish what they are compressing: Ray ends them with the loop."""

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from functools import partial
 
 from verl_profiling.aim import Aim
-from verl_profiling.controller.anomalies import Anomalies, SlowHere
+from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.decision import Asker, Decisions
 from verl_profiling.controller.requests import CapturesOnDemand, Requests
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Ranks, place_of
 from verl_profiling.controller.step_folder import StepFolders
-from verl_profiling.controller.told_steps import Hearing, Telling
-from verl_profiling.controller.watch import Listener, Watch
+from verl_profiling.controller.watch import Watch
 from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 
@@ -51,7 +50,7 @@ class Listening:
         self._decisions = decisions
         self._watch = watch
         self._added: list[Asker] = []
-        self._listeners: list[tuple[list[Listener], Listener]] = []
+        self._anomalies: Anomalies | None = None
         self._requests: Requests | None = None
         self.complete = False
 
@@ -81,7 +80,7 @@ class Listening:
         self.complete = ranks is not None or not self._together
         self._decisions.ranks = ranks
         if ranks is not None and self._watch is not None:
-            self._watch_together(self._watch, ranks)
+            self._watch.begin_with(ranks, self._roster.identity_here())
 
     def end(self) -> None:
         """Listen no more; the next begin of training may."""
@@ -90,10 +89,9 @@ class Listening:
         for asker in self._added:
             self._decisions.askers.remove(asker)
         self._added = []
-        for listeners, listener in self._listeners:
-            listeners.remove(listener)
-        self._listeners = []
-        self._requests = self._decisions.ranks = None
+        if self._watch is not None and self._anomalies is not None:
+            self._watch.listeners.remove(self._anomalies.listen)
+        self._anomalies = self._requests = self._decisions.ranks = None
         self.complete = False
 
     @property
@@ -104,32 +102,14 @@ class Listening:
         self._added.append(asker)
         self._decisions.askers.append(asker)
 
-    def _watch_together(self, watch: Watch, peers: Ranks) -> None:
-        """Account for this process as a rank; what looks slow here is told at once, by every rank."""
-        options, patience_s = self._config.watch, self._config.timeouts.start_s
-        ranks: Hearing | Telling | None = None
-        if options.every and peers.leads:
-            ranks = Hearing(peers, options.steps, patience_s)
-        elif options.every:
-            ranks = Telling(peers, options.steps)
-        watch.begin_with(ranks, self._roster.identity_here())
-        if options.trigger is not None:
-            self._listen(watch.early, SlowHere(options.trigger, watch.read_soon).listen)
-
-    def _listen(self, listeners: list[Listener], listener: Listener) -> None:
-        listeners.append(listener)
-        self._listeners.append((listeners, listener))
-
     def _let_the_watch_ask(self, check: Callable[[Aim], None]) -> None:
         """Let it say what it notices, and ask for captures when people do not."""
         options = self._config.watch.trigger
         if self._watch is None or options is None:
             return
-        anomalies = Anomalies(options, self._watch.read_soon, check)
-        if not self._together:
-            self._listen(self._watch.early, anomalies.listen)
-        self._listen(self._watch.listeners, anomalies.listen)
-        self._add(anomalies)
+        self._anomalies = Anomalies(options, check)
+        self._watch.listeners.append(self._anomalies.listen)
+        self._add(self._anomalies)
 
 
 def _refer_to_rank_0() -> None:

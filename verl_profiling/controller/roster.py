@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling import clock
 from verl_profiling.capture.messages import Aim, CaptureRequest
 from verl_profiling.controller.calls import Call, Postponed, Round, Target, Waits, Worker
 from verl_profiling.controller.targets import make_targets
@@ -19,7 +18,7 @@ from verl_profiling.identity import ProcessId, WorkerIdentity, safe_name
 from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import TOOLS
-from verl_profiling.watch.reading import WatchReading
+from verl_profiling.watch.reading import WatchQuestion, WatchReading
 
 __all__ = ["Roster"]
 
@@ -84,7 +83,7 @@ class Roster:
             (target for target in self.driven(None) if target.is_local), key=lambda one: one.is_rollout
         )
         for target in here:
-            for call in target.call("read_watch", clock.now_ns()):
+            for call in target.call("read_watch", WatchQuestion()):
                 if isinstance(call.future, Postponed):
                     call.future.fail(RuntimeError("it is a coroutine, and nobody waits for it"))
                 wait([call.future], _ANSWER_S)

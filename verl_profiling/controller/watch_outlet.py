@@ -1,4 +1,4 @@
-"""From the begin of training to its end: what the watch finds goes to the run's folder and to the sinks."""
+"""From the begin of training to its end: what the watch finds goes to the run's folder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import leads
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.controller.watch import Watch
+from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.event_file import EventFile
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.step_account import StepAccount
 from verl_profiling.watch.log import WatchLog
-from verl_profiling.watch.outlet import Outlet
+from verl_profiling.watch.values import values_of
 
 __all__ = ["WatchOutlet"]
 
@@ -18,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class WatchOutlet:
-    """Has what the watch finds written.
+    """Logs every step, on the watch's thread, and has TensorBoard draw it.
 
     Args:
         config: The settings.
@@ -34,12 +37,13 @@ class WatchOutlet:
         self._roster = roster
         self._folders = folders
         self._watch = watch
-        self._outlet: Outlet | None = None
+        self._log: WatchLog | None = None
+        self._curves: EventFile | None = None
         self._complained = False
 
     def begin(self) -> None:
         """Begin, unless this process follows another rank."""
-        if self._watch is None or self._outlet is not None or not leads(self._config, self._roster.targets):
+        if self._watch is None or self._log is not None or not leads(self._config, self._roster.targets):
             return
         try:
             run = self._folders.run
@@ -48,14 +52,24 @@ class WatchOutlet:
                 logger.warning("watch: its steps are not logged: %s", error)
             self._complained = True
             return
-        self._outlet = Outlet(run.path, self._config.watch.sinks or (), WatchLog(run.path))
-        self._watch.early.append(self._outlet.step_ended)
-        self._watch.listeners.append(self._outlet.completed)
+        self._log = WatchLog(run.path)
+        if "tensorboard" in (self._config.watch.sinks or ()):
+            try:
+                self._curves = EventFile(run.path / "tensorboard", "watch.sinks: tensorboard")
+            except (ToolUnavailableError, OSError) as error:
+                logger.warning("watch.sinks: tensorboard gets nothing: %s", error)
+        self._watch.listeners.append(self._listen)
 
-    def end(self, timeout_s: float) -> None:
-        """Write what is left; the next begin of training begins anew."""
-        outlet, self._outlet = self._outlet, None
-        if outlet is not None and self._watch is not None:
-            self._watch.early.remove(outlet.step_ended)
-            self._watch.listeners.remove(outlet.completed)
-            outlet.close(timeout_s)
+    def end(self) -> None:
+        """Log no more; the next begin of training begins anew."""
+        if self._watch is not None and self._log is not None:
+            self._watch.listeners.remove(self._listen)
+        if self._curves is not None:
+            self._curves.close()
+        self._log = self._curves = None
+
+    def _listen(self, account: StepAccount) -> None:
+        if self._log is not None:
+            self._log(account)
+        if self._curves is not None:
+            self._curves.add(account.step, values_of(account))

@@ -13,7 +13,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.manifest import CaptureResult, Request
-from verl_profiling.watch.busy import Busy
+from verl_profiling.watch.sums import Busy
 
 __all__ = ["OpenRequest", "RequestLog"]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
+import sys
+from contextlib import suppress
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import msgspec
@@ -21,11 +24,11 @@ MAX_PART_BYTES = 8 << 20
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
 
 
-class WatchLog:
+class WatchLog(RotatingFileHandler):
     """The log of a run; call it with the accounts of steps.
 
-    Their lines are appended with one write, and the file is closed after it, so that readers on other hosts
-    see them. What goes wrong is said once and does not reach the loop; the log goes on as soon as it can.
+    The file is closed after each, so that readers on other hosts see it. What goes wrong is said once and
+    does not reach the loop; the log goes on as soon as it can.
 
     Args:
         folder: The run's folder.
@@ -33,39 +36,29 @@ class WatchLog:
     """
 
     def __init__(self, folder: Path, max_part_bytes: int = MAX_PART_BYTES) -> None:
-        self._path = folder / WATCH_LOG
-        self._older = folder / OLDER_WATCH_LOG
-        self._max_part_bytes = max_part_bytes
-        self._is_torn = True  # what was written before may have ended within a line
-        self._encoder = msgspec.json.Encoder()
-        self._complained = False
+        super().__init__(folder / WATCH_LOG, maxBytes=max_part_bytes, backupCount=1, delay=True)
+        self.namer = lambda name: str(folder / OLDER_WATCH_LOG)
+        self._torn, self._complained = True, False
 
-    def __call__(self, *accounts: StepAccount) -> None:
-        """Log steps."""
-        try:
-            self._append(b"".join(self._encoder.encode(logged(account)) + b"\n" for account in accounts))
-        except OSError as error:
-            if not self._complained:
-                logger.warning("the log of the watch cannot be written: %s: %s", self._path, error)
-            self._complained = True
+    def __call__(self, account: StepAccount) -> None:
+        """Log a step."""
+        line = msgspec.json.encode(logged(account)).decode()
+        with suppress(FileNotFoundError):
+            if self._torn and Path(self.baseFilename).stat().st_size:
+                line = f"\n{line}"  # what was written before may have ended within a line
+        self._torn = False
+        self.handle(logging.makeLogRecord({"msg": line}))
+        with suppress(OSError):
+            self.close()
 
-    def _append(self, lines: bytes) -> None:
-        size = self._size()
-        if size and size + len(lines) > self._max_part_bytes:
-            self._path.replace(self._older)
-            size = 0
-        if self._is_torn and size:
-            lines = b"\n" + lines
-        descriptor = os.open(self._path, _FLAGS, 0o644)
-        try:
-            self._is_torn = os.write(descriptor, lines) < len(lines)
-        finally:
-            os.close(descriptor)
-        if self._is_torn:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say once what goes wrong."""
+        self._torn = True
+        if not self._complained:
+            error = sys.exc_info()[1]
+            logger.warning("the log of the watch cannot be written: %s: %s", self.baseFilename, error)
+        self._complained = True
 
-    def _size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except FileNotFoundError:
-            return 0
+    def _open(self) -> TextIOWrapper:
+        """Open it; a pipe in its place does not block."""
+        return TextIOWrapper(os.fdopen(os.open(self.baseFilename, _FLAGS, 0o644), "ab"), encoding="utf-8")

@@ -148,7 +148,6 @@ def _of_stage(step: int, slow: _Slow) -> Suspicion:
         history=[*slow.history, slow.value],
         reason=f"step {step}: {where} took {duration(slow.value)} of the step, {_times(slow.value, usual)} "
         f"in the {len(slow.history)} times before",
-        aimed=not slow.stage,
     )
 
 
@@ -167,7 +166,6 @@ def _of_step(step: int, value: float, history: Sequence[float], longer: _Slow | 
         history=[*history, value],
         reason=f"step {step} took {duration(value)}{where}: {_times(value, usual)} of the "
         f"{len(history)} steps before",
-        aimed=not stage,
     )
 
 

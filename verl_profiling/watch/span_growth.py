@@ -54,7 +54,7 @@ class SpanGrowth:
             account: The step, with its workers; not observed yet.
             before: That of the step before.
         """
-        if found.sign not in ("slow_stage", "slow_step") or not found.aimed:
+        if found.sign not in ("slow_stage", "slow_step"):
             return found
         working = {
             lane

@@ -29,7 +29,6 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
         value: What the step had: seconds, a share of the step, or bytes.
         median: What the steps before it had.
         history: Their values and that of the step, in order.
-        aimed: Whether the workers were known when the suspects were looked for.
     """
 
     step: int
@@ -42,7 +41,6 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
     value: float = 0.0
     median: float = 0.0
     history: list[float] = []
-    aimed: bool = True
 
     def trigger(self) -> Trigger:
         """Return what the manifest of a capture says that is made because of it."""
@@ -73,9 +71,7 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
         who = f"longest there: {', '.join(suspects)}" if suspects else "no process stands out there"
         says_who = self.sign == "leader" and len(suspects) <= 1
         reason = f"{self.reason}; {who}" if self.stage and not says_who else self.reason
-        return msgspec.structs.replace(
-            self, suspects=suspects, peers=peers, ran=list(ran), reason=reason, aimed=True
-        )
+        return msgspec.structs.replace(self, suspects=suspects, peers=peers, ran=list(ran), reason=reason)
 
 
 def stand_out(standing: Standing) -> list[str]:

@@ -20,7 +20,7 @@ from verl_profiling.capture.session import Session, process_session
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.watch.reading import WatchReading
+from verl_profiling.watch.reading import WatchQuestion, WatchReading
 
 __all__ = ["CaptureMixin"]
 
@@ -113,16 +113,13 @@ class CaptureMixin:
             capture_id: The capture to stop; ``None`` for any that is open.
             finish_s: Seconds to wait for background work on artifacts.
         """
-        reply = process_session().stop(capture_id, finish_s)
-        reading = self.read_watch()
-        return reply if reading is None else msgspec.structs.replace(reply, watch=reading)
+        return process_session().stop(capture_id, finish_s)
 
-    def read_watch(self, since_ns: int | None = None) -> WatchReading | None:
-        """Return what the watch keeps of this process, or ``None`` if it is off. The callback calls this.
+    def read_watch(self, question: WatchQuestion) -> WatchReading | None:
+        """Return what this process did in some steps; ``None`` if the watch is off. The callback calls this.
 
         Args:
-            since_ns: Stages that have ended since then, on this process's clock; ``None``: since they were
-                told last.
+            question: The steps.
         """
         identity = next((identity for identity, enabled in self._capture_roles.values() if enabled), None)
-        return None if identity is None else process_session().read_watch(identity, since_ns)
+        return None if identity is None else process_session().read_watch(identity, question)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import msgspec
-
 from verl_profiling import clock
 from verl_profiling.capture.messages import (
     CaptureRequest,
@@ -26,7 +24,7 @@ from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.watch.reading import WatchReading
+from verl_profiling.watch.reading import WatchQuestion, WatchReading
 
 __all__ = ["RolloutCaptureMixin", "SGLangCaptureMixin", "VLLMCaptureMixin"]
 
@@ -158,18 +156,16 @@ class RolloutCaptureMixin:
             finish_s: Seconds to wait for background work on artifacts.
         """
         if self._capture_recorder is not None:
-            reply = await self._capture_recorder.stop(capture_id, finish_s)
-            reading = self.read_watch()
-            return reply if reading is None else msgspec.structs.replace(reply, watch=reading)
+            return await self._capture_recorder.stop(capture_id, finish_s)
         identity = self._capture_identity or WorkerIdentity(role="unknown")
         reason = self._capture_idle_reason or "stop_capture: not set up; call init_capture(...) first"
         return stop_reply(skipped(identity, reason, capture_id), clock.now_ns())
 
-    def read_watch(self, since_ns: int | None = None) -> WatchReading | None:
-        """Return what the watch keeps of the server's process; see :meth:`CaptureMixin.read_watch`."""
+    def read_watch(self, question: WatchQuestion) -> WatchReading | None:
+        """Return what the server's process did in some steps; see :meth:`CaptureMixin.read_watch`."""
         if self._capture_identity is None or self._capture_recorder is None:
             return None
-        return process_session().read_watch(self._capture_identity, since_ns)
+        return process_session().read_watch(self._capture_identity, question)
 
     def set_policy_version(self, version: int) -> None:
         """Record that the engine has new weights from now on, if the server is notified of that.

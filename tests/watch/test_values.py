@@ -1,0 +1,107 @@
+"""The numbers of a step, and TensorBoard, which draws them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from drawn_accounts import MS, account
+
+from verl_profiling import ProfilingCallback, ProfilingConfig
+from verl_profiling.errors import ConfigError
+from verl_profiling.step_account import ExposedStage, SpanTotal
+from verl_profiling.watch.values import values_of
+from verl_profiling.watch_log import WATCH_LOG, WatchLogReader
+
+
+class TestValues:
+    """What a step is called in numbers."""
+
+    def test_a_stage_has_exposed_time_leader_and_imbalance(self) -> None:
+        """Beside the step's duration, and the memory of each role."""
+        values = values_of(account(7))
+        assert values["profiling/watch/step_s"] == 9.5
+        assert values["profiling/watch/rollout/exposed_s"] == 5.0
+        assert values["profiling/watch/rollout/leader_rank"] == 2.0
+        assert values["profiling/watch/rollout/imbalance"] == 1.25
+        assert values["profiling/watch/in_no_stage/exposed_s"] == 0.5
+        assert "profiling/watch/in_no_stage/imbalance" not in values
+        assert values["profiling/watch/memory/actor/peak_bytes"] == 9e9
+        assert values["profiling/watch/memory/actor/held_bytes"] == 3e9
+
+    def test_the_spans_of_trajectories_have_their_sum_and_number(self) -> None:
+        """Of all processes together, by name."""
+        spans = [SpanTotal("tool:search", 240, 12_300 * MS, 3)]
+        one, *others = account(7).workers
+        workers = [msgspec.structs.replace(one, spans=spans), msgspec.structs.replace(others[0], spans=spans)]
+        values = values_of(msgspec.structs.replace(account(7), workers=workers))
+        found = {name: value for name, value in values.items() if "/spans/" in name}
+        assert found == {
+            "profiling/watch/spans/tool:search/total_s": 24.6,
+            "profiling/watch/spans/tool:search/count": 480.0,
+            "profiling/watch/spans/tool:search/failed": 6.0,
+        }
+
+    def test_exposed_times_add_up_to_the_step(self) -> None:
+        """Also where a stage has several rows."""
+        rows = [ExposedStage(name="a", exposed_ns=3), ExposedStage(name="a", exposed_ns=4)]
+        step = msgspec.structs.replace(account(1), begin_ns=0, end_ns=7, exposed=rows)
+        values = values_of(step)
+        assert values["profiling/watch/a/exposed_s"] == pytest.approx(values["profiling/watch/step_s"])
+
+    def test_a_step_in_which_the_clock_was_set_back_took_no_time(self) -> None:
+        """It is no step of minus an hour, which would be all that is seen of the curve."""
+        made = account(7)
+        back = msgspec.structs.replace(made, end_ns=made.begin_ns - 3600 * 10**9)
+        assert values_of(back)["profiling/watch/step_s"] == 0
+
+    def test_a_leader_in_doubt_has_no_rank(self) -> None:
+        """Nor has one that is unknown."""
+        for step in (account(1, doubt="tied"), account(1, leader="somebody")):
+            assert "profiling/watch/rollout/leader_rank" not in values_of(step)
+
+
+def test_what_is_no_sink_is_refused_before_training() -> None:
+    """With what there is, and how others get the numbers."""
+    with pytest.raises(ConfigError, match=r"watch\.sinks.*tensorboard.*watch\.listeners"):
+        ProfilingConfig.from_any({"watch": {"sinks": ["wandb"]}})
+
+
+def test_a_run_has_its_log_and_its_curves(tmp_path: Path) -> None:
+    """With one line of settings, from a loop that captures nothing; a listener has the numbers, too."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    watch = {"enable": True, "sinks": ["tensorboard"]}
+    callback = ProfilingCallback(
+        {"enable": True, "save_path": str(tmp_path), "schedule": {"steps": []}, "watch": watch}
+    )
+    assert callback.watch is not None
+    heard = []
+    callback.watch.listeners.append(
+        lambda account: heard.append(values_of(account)["profiling/watch/step_s"])
+    )
+    with callback:
+        for step in range(4):
+            callback.on_step_begin(step)
+            with callback.stage("update_actor"):
+                time.sleep(0.002)
+            callback.on_step_end()
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = read.Scalars("profiling/watch/update_actor/exposed_s")
+    assert [point.step for point in points] == [0, 1, 2, 3]
+    assert all(point.value >= 0.002 for point in points)
+    assert {step.step for step in WatchLogReader(tmp_path).read()} == {0, 1, 2, 3}
+    assert len(heard) == 4
+
+
+def test_off_writes_nothing(tmp_path: Path) -> None:
+    """Without the watch there is no log."""
+    callback = ProfilingCallback({"enable": True, "save_path": str(tmp_path), "schedule": {"steps": [9]}})
+    callback.on_train_begin()
+    callback.on_step_begin(1)
+    callback.on_step_end()
+    callback.on_train_end()
+    assert not list(tmp_path.rglob(WATCH_LOG))

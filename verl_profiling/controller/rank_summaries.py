@@ -1,0 +1,148 @@
+"""What the ranks of a loop send rank 0 of their steps, through the store, so that its accounts have all.
+
+Each rank numbers its steps, and measures them by its own clock: times are sent as times since the step's
+begin. The watch's thread of each rank writes and reads; no loop waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from verl_profiling.controller.spmd import PROBLEMS, Ranks, in_a_line
+from verl_profiling.step_account import RankUse, StepAccount
+
+__all__ = ["RankSummaries"]
+
+logger = logging.getLogger(__name__)
+
+
+class RankSummaries:
+    """The other ranks of a loop, from one of them.
+
+    Args:
+        ranks: The ranks.
+        most: So many steps of a rank are kept at most.
+    """
+
+    def __init__(self, ranks: Ranks, most: int) -> None:
+        self._ranks = ranks
+        self._most = most
+        self._unsent: deque[StepAccount] = deque(maxlen=most)
+        self._steps: dict[int, dict[int, StepAccount]] = {rank: {} for rank in ranks.others}
+        self._until: dict[int, int] = {}
+        self._late: set[int] = set()
+        self._ended: set[int] = set()
+        self._failed = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, whose accounts have all ranks."""
+        return self._ranks.leads
+
+    def send(self, accounts: Iterable[StepAccount], last: bool = False) -> None:
+        """Send rank 0 the accounts of this rank's next steps, if it has taken those before."""
+        self._unsent += (_later(account, -account.begin_ns) for account in accounts)
+        try:
+            if (self._unsent or last) and self._ranks.tell(msgspec.msgpack.encode(list(self._unsent)), last):
+                self._unsent.clear()
+        except PROBLEMS as error:
+            if not self._failed and not last:
+                logger.warning("watch: rank 0 is not sent the steps here: %s", in_a_line(error))
+            self._failed = True
+
+    def look(self, steps: Iterable[int], last: bool = False) -> None:
+        """Take what the ranks have sent that these steps lack."""
+        newest = max(steps, default=0)
+        for rank in self._ranks.others:
+            if not self._has_sent(rank, newest) or rank in self._late:
+                if last:
+                    self._take(rank, last)
+                self._take(rank)
+
+    def lacking(self, step: int) -> list[int]:
+        """Return the ranks that have still to send a step."""
+        return [
+            rank
+            for rank in self._ranks.others
+            if rank not in self._late | self._ended and not self._has_sent(rank, step)
+        ]
+
+    def give_up(self, step: int, waited_s: float) -> None:
+        """Wait for no rank that has still to send a step; each is named once until it sends."""
+        for rank in self.lacking(step):
+            self._late.add(rank)
+            logger.warning(
+                "watch: rank %d has sent nothing of its steps for %.1f s; until it does, the accounts are "
+                "without it. Are the settings of watch the same there?",
+                *(rank, waited_s),
+            )
+
+    def joined(self, account: StepAccount) -> StepAccount:
+        """Return an account of rank 0 with what the others did in that step."""
+        sent = [steps.pop(account.step) for steps in self._steps.values() if account.step in steps]
+        later = [_later(one, account.begin_ns) for one in sent]
+        return msgspec.structs.replace(
+            account,
+            loop=[*account.loop, *(use for one in later for use in one.loop)],
+            workers=[*account.workers, *(use for one in later for use in one.workers)],
+        )
+
+    def counts_anew(self) -> None:
+        """Note that the loop begins with an earlier step again."""
+        self._until.clear()
+
+    def _has_sent(self, rank: int, step: int) -> bool:
+        return step in self._steps[rank] or self._until.get(rank, step - 1) >= step
+
+    def _take(self, rank: int, last: bool = False) -> None:
+        try:
+            data = self._ranks.told(rank, last)
+            sent = [] if data is None else msgspec.msgpack.decode(data, type=list[StepAccount])
+        except PROBLEMS as error:
+            if rank not in self._late:
+                logger.warning("watch: what rank %d sends cannot be read: %s", rank, in_a_line(error))
+            self._late.add(rank)
+            return
+        if data is not None:
+            self._late.discard(rank)
+        steps = self._steps[rank]
+        for account in sent[-self._most :]:
+            steps[account.step] = account
+            self._until[rank] = account.step
+        while len(steps) > self._most:  # of a rank that counts otherwise, none are ever taken
+            del steps[next(iter(steps))]
+        process = self._ranks.processes.get(rank)
+        if last and (data is not None or (process is not None and process.alive() is False)):
+            self._ended.add(rank)
+
+
+def _later(account: StepAccount, by_ns: int) -> StepAccount:
+    """Return it with stages that are so much later."""
+    return msgspec.structs.replace(
+        account,
+        loop=_uses_later(account.loop, by_ns),
+        workers=_uses_later(account.workers, by_ns),
+        exposed=[],
+    )
+
+
+def _uses_later(uses: list[RankUse], by_ns: int) -> list[RankUse]:
+    replace = msgspec.structs.replace
+    return [
+        replace(
+            use,
+            stages=[
+                replace(
+                    stage,
+                    begin_ns=stage.begin_ns + by_ns,
+                    periods=tuple((begin + by_ns, end + by_ns) for begin, end in stage.periods),
+                )
+                for stage in use.stages
+            ],
+        )
+        for use in uses
+    ]

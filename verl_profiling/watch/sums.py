@@ -1,0 +1,283 @@
+"""What a process keeps for the watch: its last outermost stages, those that are open, and its memory.
+
+Written for speed: every stage passes here.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from operator import attrgetter
+from types import TracebackType
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.step_account import OTHERS, Period, RankUse, StageUse
+from verl_profiling.watch.memory import process_memory
+from verl_profiling.watch.span_sums import SpanSums
+
+__all__ = ["STAGES_OF_A_STEP", "Busy", "OpenStage", "StageSums", "forget_process_sums", "process_sums"]
+
+STAGES_OF_A_STEP = 16
+"""Room for so many outermost stages is kept for each step."""
+
+MOST_PERIODS = 16
+"""So many runs of a stage in a step are told apart."""
+
+MOST_NAMES = 256
+"""Stages of a step after so many names are one, ``OTHERS``."""
+
+LONG_NS = 20_000_000
+"""Memory is read at the end of a stage of this length."""
+
+PAUSE_NS = 50_000_000
+"""Memory is read once in this time where all stages are short, after the same one if that ends soon."""
+
+_LONGEST_NAME = 200
+_TOUCHING_NS = 1_000_000
+_SLACK_NS = 1_000_000_000
+_SMALL_PART = 100
+"""A stage reaches into a step with at least the 100th part of itself, or is not of the step; an open one with
+the 100th part of the step."""
+
+
+class OpenStage(msgspec.Struct, eq=False, gc=False):
+    """A stage that has begun. The garbage collector does not track it, and so does not run for it."""
+
+    sums: StageSums
+    parent: OpenStage | None
+    name: str
+    begin_ns: int
+    ended: bool = False
+
+
+_innermost: ContextVar[OpenStage | None] = ContextVar("verl_profiling_innermost_watched", default=None)
+"""The stage that began last in this thread or task; if it has ended, the innermost one is around it."""
+
+
+class StageSums:
+    """Keeps the outermost stages of this process; a stage inside of another is not kept.
+
+    Any thread and task may use it.
+
+    Args:
+        most: Number of ended stages that are kept.
+        memory: Returns the peak and the size of the process's memory.
+
+    Attributes:
+        spans: Sums of the process's trajectories and spans; ``None`` where it has none.
+    """
+
+    def __init__(self, most: int, memory: Callable[[], tuple[int, int]] = process_memory) -> None:
+        self.spans: SpanSums | None = None
+        self._ended: deque[tuple[str, int, int, int, int]] = deque(maxlen=most)
+        self._open: dict[int, OpenStage] = {}
+        self._memory = memory
+        self._measured_ns, self._measured_after = 0, ""
+        self._since_ns = clock.now_ns()
+        self._count = self._reported = 0
+
+    def begin(self, name: str) -> OpenStage:
+        """Begin a stage on this thread or task."""
+        parent = _innermost.get()
+        while parent is not None and parent.ended:
+            parent = parent.parent
+        stage = OpenStage(self, parent, name, clock.now_ns())
+        _innermost.set(stage)
+        while parent is not None and (parent.sums is not self or parent.ended):
+            parent = parent.parent
+        if parent is None:
+            self._open[id(stage)] = stage
+        return stage
+
+    def end(self, name: str, failed: bool) -> None:
+        """End the innermost open stage of that name; one that began before the watch did has none."""
+        stage = _innermost.get()
+        while stage is not None and (stage.ended or stage.name != name or stage.sums is not self):
+            stage = stage.parent
+        if stage is not None:
+            _innermost.set(stage.parent)
+            self._end(stage)
+
+    def end_stage(self, stage: OpenStage) -> None:
+        """End a stage that may have begun in another thread or task."""
+        inner = _innermost.get()
+        while inner is not None and inner is not stage:
+            inner = inner.parent
+        if inner is not None:
+            _innermost.set(stage.parent)
+        if not stage.ended:
+            self._end(stage)
+
+    def open(self, name: str) -> OpenStage:
+        """Begin a stage that lies in no other, and in which none lies; :meth:`end_stage` ends it."""
+        stage = OpenStage(self, None, name, clock.now_ns())
+        self._open[id(stage)] = stage
+        return stage
+
+    def add(self, name: str, begin_ns: int, end_ns: int) -> None:
+        """Keep a stage that has ended and lies in no other."""
+        peak = held = 0
+        waited_ns = abs(end_ns - self._measured_ns)  # the clock may be set back
+        pause_ns = PAUSE_NS if name == self._measured_after else 10 * PAUSE_NS
+        if end_ns - begin_ns >= LONG_NS or waited_ns >= pause_ns:
+            peak, held = self._memory()
+            self._measured_ns, self._measured_after = end_ns, name
+        self._count += 1
+        self._ended.append((name, begin_ns, max(begin_ns, end_ns), peak, held))
+
+    def of_steps(self, who: RankUse, steps: Sequence[Period], ahead_ns: int = 0) -> list[RankUse | None]:
+        """Return what the process did in each step; ``None`` for steps before it began.
+
+        A stage that reaches over the end of a step is in both, with its part; an open one ends now.
+
+        Args:
+            who: The process.
+            steps: Begin and end of steps, in order, on the asker's clock.
+            ahead_ns: How far the clock of this process is ahead of that; the answer is on the asker's.
+        """
+        begins, now_ns = [begin_ns for begin_ns, _ in steps], clock.now_ns() - ahead_ns
+        self._since_ns = min(self._since_ns, now_ns + ahead_ns)  # the clock may be set back
+        runs: list[dict[str, list[Period]]] = [{} for _ in steps]
+        memory: list[tuple[int, int]] = [(0, 0)] * len(steps)
+        for name, begin_ns, end_ns, peak, held in reversed(list(self._ended)):
+            begin_ns, end_ns = begin_ns - ahead_ns, end_ns - ahead_ns
+            if steps and end_ns < begins[0] - _SLACK_NS:
+                break
+            at = _divide(runs, name, begin_ns, end_ns, steps, begins)
+            if peak and at is not None:
+                memory[at] = max(peak, memory[at][0]), memory[at][1] or held
+        for stage in list(self._open.values()):
+            _divide(runs, stage.name, stage.begin_ns - ahead_ns, now_ns, steps, begins, is_open=True)
+        totals = self.spans.of_steps(steps, ahead_ns) if self.spans is not None else [[] for _ in steps]
+        return [
+            RankUse(
+                lane=who.lane,
+                role=who.role,
+                rank=who.rank,
+                replica=who.replica,
+                stages=sorted((_use(*of_stage) for of_stage in of_step.items()), key=_begin_ns),
+                peak_bytes=memory[at][0] or None,
+                held_bytes=memory[at][1] or None,
+                spans=totals[at],
+            )
+            if steps[at][1] >= self._since_ns - ahead_ns
+            else None
+            for at, of_step in enumerate(runs)
+        ]
+
+    def take_dropped(self) -> int:
+        """Return how many stages ended since the last call and are not kept."""
+        new, self._reported = self._count - self._reported, self._count
+        return max(0, new - (self._ended.maxlen or 0))
+
+    def _end(self, stage: OpenStage) -> None:
+        stage.ended = True
+        if self._open.pop(id(stage), None) is not None:
+            self.add(stage.name, stage.begin_ns, clock.now_ns())
+
+
+def _divide(
+    runs: list[dict[str, list[Period]]],
+    name: str,
+    begin_ns: int,
+    end_ns: int,
+    steps: Sequence[Period],
+    begins: Sequence[int],
+    is_open: bool = False,
+) -> int | None:
+    """Add a stage to the steps that it reaches into; return the last of them."""
+    at = max(bisect_right(begins, begin_ns) - 1, 0)
+    last = None
+    while at < len(steps) and begins[at] <= end_ns:
+        first_ns, last_ns = max(begins[at], begin_ns), min(steps[at][1], end_ns)
+        step_ns = steps[at][1] - begins[at]
+        least_ns = step_ns if is_open else min(end_ns - begin_ns, _SMALL_PART * step_ns)
+        if first_ns <= last_ns and _SMALL_PART * (last_ns - first_ns) >= least_ns:
+            of_step = runs[at]
+            shown = name[:_LONGEST_NAME] if name in of_step or len(of_step) < MOST_NAMES else OTHERS
+            of_step.setdefault(shown, []).append((first_ns, last_ns))
+            last = at
+        at += 1
+    return last
+
+
+def _use(name: str, runs: list[Period]) -> StageUse:
+    """Return the runs of one stage as one."""
+    if len(runs) == 1:
+        begin_ns, end_ns = runs[0]
+        return StageUse(name, end_ns - begin_ns, 1, begin_ns)
+    periods: list[Period] = []
+    for begin_ns, end_ns in sorted(runs):
+        if periods and (begin_ns - periods[-1][1] <= _TOUCHING_NS or len(periods) == MOST_PERIODS):
+            periods[-1] = (periods[-1][0], max(periods[-1][1], end_ns))
+        else:
+            periods.append((begin_ns, end_ns))
+    duration_ns = sum(end_ns - begin_ns for begin_ns, end_ns in runs)
+    return StageUse(name, duration_ns, len(runs), periods[0][0], tuple(periods))
+
+
+class Busy:
+    """A stage that lasts while anything of a kind is under way: requests, trajectories.
+
+    ``with busy:`` around each of them, in any thread or task.
+
+    Args:
+        sums: Where the stage is kept.
+        name: Its name.
+    """
+
+    def __init__(self, sums: StageSums, name: str) -> None:
+        self._sums = sums
+        self._name = name
+        self._under_way = 0
+        self._stage: OpenStage | None = None
+        self._lock = threading.RLock()  # what has ended may be noticed inside of it, by the garbage collector
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._under_way += 1
+            if self._stage is None:
+                self._stage = self._sums.open(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def while_alive(self, stream: object) -> None:
+        """Count an object as under way until nobody has it any longer: a response that is streamed."""
+        self.__enter__()
+        weakref.finalize(stream, self._end).atexit = False
+
+    def _end(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if not self._under_way and self._stage is not None:
+                self._sums.end_stage(self._stage)
+                self._stage = None
+
+
+_begin_ns = attrgetter("begin_ns")
+_of_process: list[StageSums] = []
+
+
+def process_sums(most: int) -> StageSums:
+    """Return the sums that the workers of this process share, and its loop where every rank runs the loop.
+
+    Args:
+        most: Number of stages that are kept, if there are no sums yet.
+    """
+    if not _of_process:
+        _of_process.append(StageSums(most))
+    return _of_process[0]
+
+
+def forget_process_sums() -> None:
+    """Let the process begin with others, as a forked child does."""
+    _of_process.clear()
