@@ -205,6 +205,7 @@ def test_a_worker_that_is_restarted_is_read_again_and_one_that_is_dead_is_named_
             actor.die.remote()
             assert after_a_while(lambda: _answers(actor))
         if step == 5:
+            assert after_a_while(lambda: len(whole) == 4)
             ray.kill(actor)
         workers = [pool.sync[0], actor] if step < 5 else [pool.sync[0]]
         ray.get([worker.work.remote([f"stage{step}"]) for worker in workers])
