@@ -126,7 +126,7 @@ class WatchedWorkers:
     def _take(self, call: Call, asked: Sequence[PendingStep]) -> bool:
         """Take an answer; return whether it needs no other question."""
         reading = call.reply()
-        if call.may_have_died and not call.died:  # Ray restarts it
+        if call.raised and "ActorUnavailableError" in call.problem(0.0):  # Ray restarts it
             return False
         if call.without_method:
             self._without.add(call.target)
