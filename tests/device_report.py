@@ -17,7 +17,7 @@ import msgspec
 
 import verl_profiling
 from verl_profiling import stage
-from verl_profiling.doctor import Diagnosis, examine_machine
+from verl_profiling.commands.doctor import Diagnosis, examine_machine
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.testing import record_step
 from verl_profiling.tools.npu import import_torch_npu

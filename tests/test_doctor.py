@@ -10,7 +10,7 @@ import torch
 from example_loops import settings
 
 from verl_profiling.cli import main
-from verl_profiling.doctor import examine_config, examine_machine, load_config
+from verl_profiling.commands.doctor import examine_config, examine_machine, load_config
 from verl_profiling.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parent.parent

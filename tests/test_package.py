@@ -55,7 +55,7 @@ SHARED = (
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.
-DOCTOR = ("doctor", "plan", "commands.doctor", "commands.plan")
+DOCTOR = ("commands.doctor", "commands.plan")
 # The loop knows the messages to workers; in its own process the stages, the session, the numbers, the hooks.
 TOLD_THE_CONTROLLER = (
     "capture.after",

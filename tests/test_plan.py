@@ -12,7 +12,7 @@ from example_loops import settings
 
 from verl_profiling import ProfilingConfig
 from verl_profiling.cli import main
-from verl_profiling.plan import plan_of
+from verl_profiling.commands.plan import plan_of
 from verl_profiling.settings.schedule import Action
 
 

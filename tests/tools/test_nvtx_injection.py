@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from verl_profiling.cli import main
+from verl_profiling.commands.doctor import examine_config, examine_machine
 from verl_profiling.devices import Device
-from verl_profiling.doctor import examine_config, examine_machine
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import torch_profiler
 from verl_profiling.tools.base import Destination

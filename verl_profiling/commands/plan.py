@@ -1,18 +1,23 @@
-"""``verl-profiling plan``."""
+"""``verl-profiling plan``: what a configuration would capture: steps, workers, stages, number of files."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.doctor import load_config
-from verl_profiling.plan import Plan, plan_of
+from verl_profiling.commands.doctor import load_config
+from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
+from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOverride
+from verl_profiling.settings.schedule import Action, Schedule
+from verl_profiling.tools import Tool
 
-__all__ = ["configure", "run"]
+__all__ = ["Plan", "PlannedCapture", "PlannedRole", "configure", "plan_of", "run"]
 
 _MOST_LISTED = 10
 
@@ -91,3 +96,197 @@ def _lines(plan: Plan, steps: int | None) -> Iterator[str]:
 def _few(steps: list[int]) -> str:
     more = f" and {len(steps) - _MOST_LISTED} more" if len(steps) > _MOST_LISTED else ""
     return ", ".join(map(str, steps[:_MOST_LISTED])) + more
+
+
+_MOST_CAPTURES = 10
+_FAR = 100_000
+
+
+class PlannedCapture(msgspec.Struct, frozen=True, kw_only=True):
+    """One capture: its steps, both ends included, and its folder."""
+
+    first: int
+    last: int
+    folder: str
+
+
+class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
+    """What would be recorded of one role.
+
+    Attributes:
+        role: The role; empty for all roles that the settings do not name.
+        captured: Whether it is captured at all.
+        mode: ``e2e`` or ``discrete``.
+        workers: Workers that are captured, in words.
+        stages: Stages that are recorded in discrete mode, in words.
+        files: Files that each tool writes, in words.
+        most_files: Largest number of files per capture, if the settings name ranks and stages.
+    """
+
+    role: str
+    captured: bool
+    mode: str
+    workers: str
+    stages: str
+    files: list[str]
+    most_files: int | None = None
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a configuration would capture.
+
+    Attributes:
+        captures_something: Whether a step and a role would be captured, as far as is known.
+        settings: All settings, as they were understood.
+        changed: Dotted keys of the settings that differ from the defaults, with their values.
+        schedule: The chosen steps, in words.
+        captures: The captures: all, or the first ones if the length of the run is not known.
+        more_captures: Whether further captures follow.
+        warm_ups: Steps up to there that run the tools and discard the recording.
+        never: Listed steps that are outside of the run.
+        kept: Captures that stay, in words; empty if all do.
+        cautions: What is allowed, and likely to hurt the run.
+        roles: One entry for each role that the settings name, and one for all others.
+    """
+
+    captures_something: bool
+    settings: dict[str, Any]
+    changed: dict[str, Any]
+    schedule: str
+    captures: list[PlannedCapture]
+    more_captures: bool
+    warm_ups: list[int]
+    never: list[int]
+    kept: str
+    cautions: list[str]
+    roles: list[PlannedRole]
+
+
+def plan_of(config: ProfilingConfig, steps: int | None = None) -> Plan:
+    """Return what a configuration would capture.
+
+    Args:
+        config: The settings.
+        steps: Number of the loop's last step, if it is known.
+    """
+    schedule = config.schedule
+    captures, warm_ups, more = _captures(schedule, schedule.last_step(steps))
+    roles = [_role(config, role) for role in _roles(config)]
+    settings = config.to_dict()
+    return Plan(
+        captures_something=(bool(captures) or schedule.steps == ()) and any(role.captured for role in roles),
+        settings=settings,
+        changed=dict(_changed(settings, ProfilingConfig().to_dict())),
+        schedule=schedule.in_words(),
+        captures=captures,
+        more_captures=more,
+        warm_ups=warm_ups,
+        never=[step for step in schedule.steps or () if steps is not None and step > steps],
+        kept="" if (last := config.limits.keep_last) is None else f"the last {last}",
+        cautions=config.cautions(),
+        roles=roles,
+    )
+
+
+def _captures(schedule: Schedule, last: int | None) -> tuple[list[PlannedCapture], list[int], bool]:
+    """Return the captures, the warm-up steps among them, and whether there are more captures."""
+    captures: list[PlannedCapture] = []
+    warm_ups: list[int] = []
+    most = _MOST_CAPTURES if last is None else _FAR
+    for step in islice(_candidates(schedule), _FAR):
+        if last is not None and step > last:
+            return captures, warm_ups, False
+        found = schedule.step_range(step)
+        if found is None or (captures and step <= captures[-1].last):
+            continue
+        if found.action is Action.WARMUP:
+            warm_ups.append(step)
+            continue
+        if len(captures) == most:
+            return captures, warm_ups, True
+        end = found.last if last is None else min(found.last, last)
+        captures.append(PlannedCapture(first=step, last=end, folder=step_folder_name(step)))
+    return captures, warm_ups, schedule.steps is None
+
+
+def _candidates(schedule: Schedule) -> Iterator[int]:
+    """Yield the steps that may be captured, in order."""
+    if schedule.steps is not None:
+        return iter(sorted(set(schedule.steps)))
+    if schedule.every is not None:
+        return count(-(-schedule.first_step // schedule.every) * schedule.every, schedule.every)
+    return count(schedule.first_step + schedule.skip_first)
+
+
+def _roles(config: ProfilingConfig) -> list[str]:
+    named = list(dict.fromkeys([*(config.select.roles or ()), *config.roles]))
+    return named if config.select.roles is not None else [*named, ""]
+
+
+def _role(config: ProfilingConfig, role: str) -> PlannedRole:
+    settings = config.for_role(role)
+    discrete = settings.mode == "discrete"
+    if role == ROLLOUT_ROLE:
+        stages = "from on_rollout_begin to on_rollout_end" if discrete else ""
+        each = 1
+    else:
+        stages = (
+            ("all" if settings.stages is None else ", ".join(sorted(settings.stages))) if discrete else ""
+        )
+        each = len(settings.stages) if discrete and settings.stages is not None else (0 if discrete else 1)
+    ranks = len(settings.chosen.ranks) if settings.chosen.ranks is not None else 0
+    writing = sum(bool(tool.suffix) for tool in settings.tools)
+    return PlannedRole(
+        role=role,
+        captured=settings.enable,
+        mode=settings.mode,
+        workers=_workers(settings),
+        stages=stages,
+        files=[_files(tool, settings) for tool in settings.tools],
+        most_files=(ranks * each * writing or None) if writing else 0,
+    )
+
+
+def _workers(settings: RoleConfig) -> str:
+    chosen = {
+        "ranks": settings.chosen.ranks,
+        **settings.chosen.coordinates,
+        "replicas": settings.chosen.replicas,
+    }
+    given = [f"{name} {_numbers(numbers)}" for name, numbers in chosen.items() if numbers is not None]
+    return "; ".join(given) or "all"
+
+
+def _files(tool: Tool, settings: RoleConfig) -> str:
+    if not tool.suffix:
+        return f"{tool.name}: none; its spans are in manifest.json"
+    worker = "rank of each replica" if settings.role == ROLLOUT_ROLE else "worker"
+    if settings.role == ROLLOUT_ROLE and tool.starts_process:
+        worker = "replica"
+    per = f"{worker} and stage, each time that it runs" if settings.mode == "discrete" else worker
+    later = "; collected after the run" if tool.starts_process else ""
+    return f"{tool.name}: one *{tool.suffix} per {per}{later}"
+
+
+def _numbers(numbers: frozenset[int]) -> str:
+    """Return numbers as ``0, 8-15``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1 and number > 0:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _changed(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        default = defaults.get(key)
+        if prefix == "roles.":
+            default = msgspec.to_builtins(RoleOverride())
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            yield from _changed(value, default, f"{prefix}{key}.")
+        elif value != default:
+            yield f"{prefix}{key}", value
