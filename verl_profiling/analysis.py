@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -49,33 +49,8 @@ __all__ = [
     "saved_report",
 ]
 
-FrameName = Literal[
-    "suspects",
-    "stages",
-    "outside",
-    "workers",
-    "devices",
-    "engines",
-    "replicas",
-    "lost",
-    "stragglers",
-    "collectives",
-    "kernels",
-    "requests",
-    "measures",
-    "counters",
-    "costs",
-    "anchors",
-    "trajectory_causes",
-    "trajectory_calls",
-    "trajectory_fates",
-    "trajectory_failures",
-    "trajectory_groups",
-    "trajectory_versions",
-    "loop_blocks",
-    "rollout_time",
-]
-"""The tables that :meth:`CapturedStep.to_frame` makes."""
+FrameName: TypeAlias = str
+"""A table of :meth:`CapturedStep.to_frame`: one of :mod:`verl_profiling.report.tables`, or ``requests``."""
 
 Progress = Callable[[object], None]
 """Called with each trace when the work on it is done."""
@@ -349,7 +324,7 @@ class CapturedStep:
         from verl_profiling.report.rows import RequestRow
         from verl_profiling.report.tables import TABLES
 
-        choices = get_args(FrameName)
+        choices = (*TABLES, "requests")
         if name not in choices:
             raise ConfigError("to_frame", f"unknown table {name!r}; {choices_hint(str(name), choices)}")
         steps = self.by_step()

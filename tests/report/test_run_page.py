@@ -16,9 +16,8 @@ from html_elements import Elements
 from step_folders import build_step
 
 from verl_profiling.cli import main
-from verl_profiling.report.asked import Asked
 from verl_profiling.report.html import render_html
-from verl_profiling.report.model import Report
+from verl_profiling.report.model import Asked, Report
 from verl_profiling.report.run_page import render_run, runs_of
 from verl_profiling.report.watch_picture import watch_picture
 from verl_profiling.run_files import read_manifest, write_json_atomically

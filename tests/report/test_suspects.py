@@ -18,12 +18,12 @@ from drawn_steps import Drawn, Worker, drawn_inputs
 from rich.console import Console
 
 from verl_profiling.cli import main
-from verl_profiling.report.asked import Asked, asked_sentence
 from verl_profiling.report.build import build_report
 from verl_profiling.report.captures_so_far import CaptureSoFar
 from verl_profiling.report.files import write_csv
 from verl_profiling.report.html import render_html
-from verl_profiling.report.model import Report
+from verl_profiling.report.model import Asked, Report
+from verl_profiling.report.sentences import asked_sentences
 from verl_profiling.report.sparkline import sparkline
 from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import write_json_atomically
@@ -271,7 +271,10 @@ def test_who_asked_is_the_first_line(tmp_path: Path) -> None:
     shown = printed(two_ranks(tmp_path, SLOW_STAGE)).splitlines()
     assert shown[1].startswith("asked for by the watch, which noticed slow_stage in step 41: update_actor")
     named = msgspec.structs.replace(asked(two_ranks(tmp_path, SLOW_STAGE)), reason="step 41: it was slow")
-    assert asked_sentence(named) == "asked for by the watch, which noticed slow_stage: step 41: it was slow"
+    assert (
+        next(asked_sentences(named))
+        == "asked for by the watch, which noticed slow_stage: step 41: it was slow"
+    )
     assert "▅▅▄▅█ 6.00 s, median before 3.00 s" in shown
 
 

@@ -15,7 +15,6 @@ from verl_profiling.report.activity import Activity, NoOperatorsError, read_lane
 from verl_profiling.report.anatomy import anatomy, capture_time
 from verl_profiling.report.capture_rows import anchors, clock_notes, core_notes, costs, measures, requests
 from verl_profiling.report.collectives import collective_rows, last_to, matched_calls, waiting_by_lane
-from verl_profiling.report.compared_process import Activities
 from verl_profiling.report.counters import Counters
 from verl_profiling.report.device_rows import device_row, lost_of_device, shared_devices, unknown_devices
 from verl_profiling.report.findings import find
@@ -43,7 +42,7 @@ from verl_profiling.report.replicas import replica_rows
 from verl_profiling.report.rollout.explain import few_causes
 from verl_profiling.report.rollout.section import rollout_of
 from verl_profiling.report.stragglers import stragglers
-from verl_profiling.report.suspects import asked_of
+from verl_profiling.report.suspects import Activities, asked_of
 from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.logs import read_logs
 from verl_profiling.timeline.merge import zero_ns

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from verl_profiling.report.asked import asked_sentence, shown_history
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.page.colours import cause_key
 from verl_profiling.report.page.document import document, figures_section
 from verl_profiling.report.page.picture import picture
 from verl_profiling.report.page.tables import section, stacked, table
-from verl_profiling.report.sentences import figures, rollout_sentences, sentences
+from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences
 from verl_profiling.report.tables import TABLES, Cell
 from verl_profiling.units import duration
 
@@ -59,8 +58,7 @@ def _sentence(finding: Finding, lanes: int) -> str:
 
 
 def _sections(report: Report) -> Iterator[str]:
-    if asked := report.asked:
-        said = _listed(filter(None, (asked_sentence(asked), shown_history(asked))), "p")
+    if said := _listed(asked_sentences(report.asked), "p"):
         yield f'<section id="asked" aria-label="Who asked for the capture">{said}</section>'
     yield summary(report)
     before = {"stages": _picture(report), "rollout_time": _rollout(report), "stragglers": _tail(report)}

@@ -13,7 +13,6 @@ from typing import Literal
 
 import msgspec
 
-from verl_profiling.report.asked import Asked, SuspectRow
 from verl_profiling.report.rollout.rows import Rollout
 from verl_profiling.report.rows import (
     AnchorRow,
@@ -30,13 +29,16 @@ from verl_profiling.report.rows import (
     RunningRow,
     StageRow,
     StragglerRow,
+    SuspectRow,
     WorkerRow,
 )
+from verl_profiling.trigger import Trigger
 from verl_profiling.units import duration, lane_seconds, step_list
 
 __all__ = [
     "OTHER_RANKS",
     "REPORT_SCHEMA_VERSION",
+    "Asked",
     "Clock",
     "Coverage",
     "Finding",
@@ -51,6 +53,20 @@ OTHER_RANKS = "waiting_for_other_ranks"
 """Cause of lost time in which the device is busy: it waits in a collective."""
 
 REPORT_SCHEMA_VERSION = 1
+
+
+class Asked(Trigger, frozen=True, kw_only=True):
+    """Who asked for the capture, and why; peers are those that the suspects are compared with.
+
+    Attributes:
+        when: When the capture began, on the clock of the loop's host, as a date and time.
+        last: Captured rank that the others waited for in the collectives of that stage, if it was mostly one.
+        waited_s: For how long they did, added up.
+    """
+
+    when: str = ""
+    last: str = ""
+    waited_s: float = 0.0
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,8 @@ All times are microseconds (``_us``) unless a name says otherwise; shares are fr
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP
@@ -25,6 +27,7 @@ __all__ = [
     "RunningRow",
     "StageRow",
     "StragglerRow",
+    "SuspectRow",
     "WorkerRow",
 ]
 
@@ -494,3 +497,31 @@ class AnchorRow(msgspec.Struct, frozen=True, kw_only=True):
     def watched_us(self) -> float:
         """Time from the first reading to the last."""
         return self.end_us - self.begin_us
+
+
+class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One quantity of a suspect, against its peers'.
+
+    Attributes:
+        suspect: Lane or worker that may be the cause.
+        peers: What it is compared with; of several, the median.
+        kind: ``stage``: time in it without waiting for other ranks. ``time``: what the lane did in the stage
+            that was slow, or else in the step; these add up to it. ``kernel``: self time. ``memory``: a peak.
+        name: Name of the stage, the part of the time, the kernel or the measure.
+        unit: Unit of the numbers.
+        value: The suspect's.
+        peer_value: The peers'; ``None`` where they have none.
+    """
+
+    suspect: str
+    peers: str
+    kind: Literal["stage", "time", "kernel", "memory"]
+    name: str
+    unit: Literal["s", "bytes"] = "s"
+    value: float
+    peer_value: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """By how much the suspect has more."""
+        return None if self.peer_value is None else self.value - self.peer_value

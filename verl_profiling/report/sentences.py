@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from verl_profiling.report.model import OTHER_RANKS, Report
+from verl_profiling.report.model import OTHER_RANKS, Asked, Report
 from verl_profiling.report.rollout.rows import Rollout
-from verl_profiling.units import duration
+from verl_profiling.report.sparkline import sparkline
+from verl_profiling.units import byte_size, duration
 
-__all__ = ["Figure", "counted", "figures", "rollout_sentences", "sentences"]
+__all__ = ["Figure", "asked_sentences", "counted", "figures", "rollout_sentences", "sentences"]
+
+
+_MOST_BARS = 60
 
 
 class Figure(NamedTuple):
@@ -56,6 +60,28 @@ def figures(report: Report) -> Iterator[Figure]:
         part = f"{causes[cause] / lost:.0%} of it {cause.replace('_', ' ')}"
         line = f"{lost / observed_s:.0%} of {report.whose} time; {part}"
         yield Figure("Lost", report.lane_seconds(lost), line, f"k-{cause}")
+
+
+def asked_sentences(asked: Asked | None) -> Iterator[str]:
+    """Yield who asked for a capture and why, and a bar for each value before and at what was noticed."""
+    if asked is None:
+        return
+    why = f": {asked.reason}" if asked.reason else ""
+    if asked.kind == "demand":
+        by = f" by {asked.by}" if asked.by else ""
+        why = why.replace(f": asked for{by}", "", 1)
+        named = f" (request {asked.request})" if asked.request else ""
+        yield f"asked for on demand{by}{named}, captured {asked.when}{why}"
+    elif asked.kind == "schedule":
+        yield f"captured by the schedule{why}"
+    else:
+        step = f"step {asked.noticed}"
+        noticed = "" if asked.noticed is None or asked.reason.startswith(f"{step}:") else f" in {step}"
+        yield f"asked for by the watch, which noticed {asked.sign or 'something'}{noticed}{why}"
+    if asked.history:
+        shown = {"memory": byte_size, "leader": "{:.1%}".format}.get(asked.sign, duration)
+        last, before = shown(asked.history[-1]), shown(asked.median)
+        yield f"{sparkline(asked.history, _MOST_BARS)} {last}, median before {before}"
 
 
 def sentences(report: Report) -> Iterator[str]:

@@ -9,24 +9,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
+from typing import NamedTuple
 
 import msgspec
 
-from verl_profiling.report.asked import Asked, SuspectRow, Unit
-from verl_profiling.report.compared_process import Activities, ComparedProcess
-from verl_profiling.report.lanes import Step
-from verl_profiling.report.rows import MeasureRow
-from verl_profiling.trigger import Sign, Trigger
+from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, spans_of, subtract, union
+from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.report.model import Asked
+from verl_profiling.report.rows import MeasureRow, SuspectRow
+from verl_profiling.trigger import Trigger
 
-__all__ = ["asked_of"]
+__all__ = ["Activities", "asked_of"]
 
 _SMALL = 0.01
 """Share of the step under which a time is left out."""
 _KERNELS = 5
 _MOST_SUSPECTS = 4
-_UNITS: Mapping[Sign, Unit] = {"leader": "share", "memory": "bytes"}
-_STEP = "the step"
+
+
+class Activities(NamedTuple):
+    """What lanes did beyond their own events.
+
+    Attributes:
+        idle: Idle spans of each lane by cause.
+        waiting: When each lane waited for other ranks.
+    """
+
+    idle: Mapping[str, Mapping[str, Spans]]
+    waiting: Mapping[str, Spans]
 
 
 def asked_of(
@@ -43,108 +54,155 @@ def asked_of(
     trigger = manifest.trigger if manifest is not None else Trigger()
     if manifest is None or (trigger.kind == "schedule" and not (trigger.sign or trigger.request)):
         return None
-    found = _Comparison(step, trigger, measures, activities)
-    began = time.localtime(manifest.begin_ns / 1e9)
-    asked = Asked(
-        kind=trigger.kind,
-        reason=trigger.reason,
-        by=trigger.by,
-        request=trigger.request,
-        when=time.strftime("%Y-%m-%d %H:%M:%S", began),
-        sign=trigger.sign,
-        noticed=trigger.noticed,
-        stage=trigger.stage,
-        suspects=trigger.suspects,
-        peers=[peer.name for peer in found.peers],
-        unit=_UNITS.get(trigger.sign, "s"),
-        value=trigger.value,
-        median=trigger.median,
-        history=trigger.history,
-    )
-    return asked, found.rows()
+    suspects = list(_named(trigger.suspects[:_MOST_SUSPECTS], step, activities))
+    roles, suspected = {one.role for one in suspects}, {one.worker for one in suspects}
+    others = [
+        worker.name
+        for worker in step.workers
+        if worker.identity.role in roles and worker.name not in suspected
+    ]
+    found = [[p for p in _named(names, step, activities) if p.recorded] for names in (trigger.peers, others)]
+    peers = found[0] or found[1]
+    rows: list[SuspectRow] = []
+    for suspect in suspects:
+        if beside := [p for p in peers if p.role == suspect.role and p.worker != suspect.worker]:
+            rows += _rows(suspect, beside, trigger.stage, measures)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.begin_ns / 1e9))
+    fields = {**msgspec.structs.asdict(trigger), "peers": [peer.name for peer in peers]}
+    return Asked(**fields, when=when), rows
 
 
-class _Comparison:
-    """The suspects of a trigger beside their peers."""
+def _named(names: Sequence[str], step: Step, activities: Activities) -> Iterator[_Process]:
+    """Yield the processes that a trigger names by their lanes or as workers, if the capture has them."""
+    workers = {worker.name: worker.name for worker in step.workers}
+    workers |= {"controller": "controller"} if step.stages else {}
+    lanes = {worker.identity.lane(): worker.name for worker in step.workers}
+    lanes |= {a.lane: worker.name for worker in step.workers for a in worker.artifacts}
+    for name in dict.fromkeys(names):
+        if worker := workers.get(name) or lanes.get(name):
+            yield _Process(name, worker, step, activities)
 
-    def __init__(
-        self, step: Step, trigger: Trigger, measures: Sequence[MeasureRow], activities: Activities
-    ) -> None:
-        self._step, self._trigger, self._measures = step, trigger, measures
-        self._activities = activities
-        self.suspects = [self._process(name) for name in trigger.suspects[:_MOST_SUSPECTS]]
-        named = [peer for name in trigger.peers if (peer := self._process(name)) and peer.recorded]
-        self.peers = named or self._others()
 
-    def _process(self, name: str) -> ComparedProcess | None:
-        """Return the process that a trigger names by its lane or as a worker, if the capture has it."""
-        workers = {worker.name for worker in self._step.workers}
-        if name in workers or (name == "controller" and self._step.stages):
-            return ComparedProcess(name, name, self._step, self._activities)
-        of_lane = {worker.identity.lane(): worker.name for worker in self._step.workers}
-        of_lane |= {a.lane: worker.name for worker in self._step.workers for a in worker.artifacts}
-        return ComparedProcess(name, of_lane[name], self._step, self._activities) if name in of_lane else None
+class _Process:
+    """A process of a capture: its stages, its lanes, and what these did.
 
-    def _others(self) -> list[ComparedProcess]:
-        """Return the other processes of the suspects' roles that recorded."""
-        known = [one for one in self.suspects if one is not None]
-        roles, suspected = {one.role for one in known}, {one.worker for one in known}
-        others = dict.fromkeys(
-            worker.name
-            for worker in self._step.workers
-            if worker.identity.role in roles and worker.name not in suspected
+    Attributes:
+        name: What it is called: a worker, or one of its lanes, which then stands for it.
+        worker: The worker, or ``controller``.
+        lanes: Its lanes of which something is known.
+        role: Its role.
+        recorded: Whether there is anything to compare: of a process without stages and operators, its memory.
+    """
+
+    def __init__(self, name: str, worker: str, step: Step, activities: Activities) -> None:
+        self.name, self.worker = name, worker
+        self.step, self._activities = step, activities
+        of_worker = [lane for lane in step.lanes if lane.source.worker == worker]
+        named = [lane for lane in of_worker if name in (lane.name, lane.source.lane)]
+        self.lanes: list[Lane] = [lane for lane in named or of_worker if not lane.activity.is_unknown]
+        results = [result for result in step.workers if result.name == worker]
+        self.role = results[0].identity.role if results else worker
+        spans = [span for result in results for span in step.stages_of(result)] if results else step.stages
+        self.outermost = dict.fromkeys(span.name for span in spans if span.depth == 0)
+        self._ended = [span for span in spans if not step.cut_off(span)]
+        tools = [span for result in results for span in step.tool_spans_of(result)]
+        self._tools = spans_of((span.begin_ns, span.end_ns) for span in tools)
+        self.recorded = bool(spans or self.lanes) or any(
+            artifact.status == "ok" for result in results for artifact in result.artifacts
         )
-        return [
-            peer
-            for name in others
-            if (peer := ComparedProcess(name, name, self._step, self._activities)).recorded
-        ]
 
-    def rows(self) -> list[SuspectRow]:
-        """Return the suspects' numbers beside their peers'."""
-        found: list[SuspectRow] = []
-        for suspect in filter(None, self.suspects):
-            if peers := [p for p in self.peers if p.role == suspect.role and p.worker != suspect.worker]:
-                found += self._rows(suspect, peers)
-        return found
+    def ran(self, stage: str) -> bool:
+        """Return whether it ran a stage of its own of that name to its end."""
+        return any(span.name == stage for span in self._ended)
 
-    def _rows(self, suspect: ComparedProcess, peers: Sequence[ComparedProcess]) -> Iterator[SuspectRow]:
-        """Yield each quantity of a suspect, with the median of its peers'; small times are left out."""
-        whose = peers[0].name if len(peers) == 1 else f"median of {len(peers)}"
-        blank = SuspectRow(
-            suspect=suspect.name, peers=whose, kind="stage", name="", value=0.0, peer_value=None
-        )
-        stage = self._trigger.stage
-        names = dict.fromkeys([*([stage] if stage else []), *suspect.outermost()]) or [""]
-        worked = {name: seconds for name in names if (seconds := suspect.worked_s(name)) is not None}
-        of_peers = [
-            {name: peer.worked_s(name) for name in names if peer.ran(name) == suspect.ran(name)}
-            for peer in peers
-        ]
-        rows = _beside(blank, worked, of_peers)
-        alike = [peer for peer in peers if peer.lanes and peer.ran(stage) == suspect.ran(stage)]
-        parts = msgspec.structs.replace(blank, kind="time")
-        rows += _beside(parts, suspect.parts_s(stage), [peer.parts_s(stage) for peer in alike])
-        if suspect.lanes and alike:
-            where = stage if any(one.kernels_s(stage) for one in (suspect, *alike)) else ""
-            every = dict.fromkeys((name for one in (suspect, *alike) for name in one.kernels_s(where)), 0.0)
-            own, *theirs = ({**every, **one.kernels_s(where)} for one in (suspect, *alike))
-            kernels = _beside(msgspec.structs.replace(blank, kind="kernel"), own, theirs)
-            kernels.sort(key=lambda row: -abs(row.difference or 0.0))
-            rows += [row for row in kernels[:_KERNELS] if row.difference]
-        least_s = _SMALL * self._step.span_ns / 1e9
-        yield from (row for row in rows if max(row.value, row.peer_value or 0.0) >= least_s)
-        peaks = msgspec.structs.replace(blank, kind="memory", unit="bytes")
-        yield from _beside(peaks, self._memory(suspect), [self._memory(peer) for peer in peers])
+    def worked_s(self, stage: str) -> float | None:
+        """Return its time in a stage without waiting; of what has no such stage, the time it was busy."""
+        window = self._window(stage)
+        if self.ran(stage):
+            waits = [self._activities.waiting.get(lane.name, EMPTY) for lane in self.lanes]
+            waited = [length(intersection(window, waiting)) for waiting in waits]
+            return (length(window) - (fmean(waited) if waited else 0)) / 1e9
+        busy = [length(intersection(lane.activity.busy, window)) for lane in self.lanes]
+        return fmean(busy) / 1e9 if busy else None
 
-    def _memory(self, process: ComparedProcess) -> dict[str, float]:
-        """Return a process's peaks: in the stage that was slow where they are known, else in any."""
-        own = [m for m in self._measures if m.worker == process.worker and m.name.endswith("_bytes")]
-        chosen = [m for m in own if m.stage == self._trigger.stage] or own
+    def parts_s(self, stage: str) -> dict[str, float]:
+        """Return what its lanes did in a stage, on average; the parts add up to what was observed of it."""
+        totals: dict[str, float] = {}
+        for lane in self.lanes:
+            window = intersection(self._window(stage), lane.observed)
+            activity = lane.activity
+            work = union(activity.compute, activity.memory, activity.unrecognised)
+            exposed = subtract(activity.communication, work)
+            waiting = intersection(self._activities.waiting.get(lane.name, EMPTY), exposed)
+            idle = self._activities.idle.get(lane.name, {})
+            parts = {
+                "computing and copying": work,
+                "communicating": subtract(exposed, waiting),
+                "waiting for other ranks": waiting,
+                **{f"idle: {cause.replace('_', ' ')}": spans for cause, spans in idle.items()},
+            }
+            for name, spans in parts.items():
+                took_s = length(intersection(spans, window)) / 1e9
+                totals[name] = totals.get(name, 0.0) + took_s / len(self.lanes)
+        return totals
+
+    def kernels_s(self, stage: str = "") -> dict[str, float]:
+        """Return the self time of its kernels that began in a stage, or in the whole step, by name."""
+        totals: dict[str, float] = {}
+        for lane in self.lanes:
+            for (place, name), (_, self_ns) in lane.activity.ops.items():
+                if stage in ("", place):
+                    totals[name] = totals.get(name, 0.0) + self_ns / len(self.lanes) / 1e9
+        return totals
+
+    def peaks(self, stage: str, measures: Sequence[MeasureRow]) -> dict[str, float]:
+        """Return its peaks of memory: in the stage that was slow where they are known, else in any."""
+        own = [m for m in measures if m.worker == self.worker and m.unit == "bytes"]
         peaks: dict[str, float] = {}
-        for measure in chosen:
+        for measure in [m for m in own if m.stage == stage] or own:
             peaks[measure.name] = max(measure.value, peaks.get(measure.name, measure.value))
         return peaks
+
+    def _window(self, stage: str) -> Spans:
+        """Return when it was in a stage, its own or else the loop's, or in the step where none is named.
+
+        The starts and stops of its tools are no part of it.
+        """
+        own = spans_of((span.begin_ns, span.end_ns) for span in self._ended if span.name == stage)
+        if not len(own):
+            whole = spans_of([(self.step.begin_ns, self.step.end_ns)])
+            own = self.step.during(stage) if stage else whole
+        return subtract(own, self._tools)
+
+
+def _rows(
+    suspect: _Process, peers: Sequence[_Process], stage: str, measures: Sequence[MeasureRow]
+) -> Iterator[SuspectRow]:
+    """Yield each quantity of a suspect, with the median of its peers'; small times are left out."""
+    whose = peers[0].name if len(peers) == 1 else f"median of {len(peers)}"
+    blank = SuspectRow(suspect=suspect.name, peers=whose, kind="stage", name="", value=0.0, peer_value=None)
+    names = dict.fromkeys([*([stage] if stage else []), *suspect.outermost]) or [""]
+    worked = {name: seconds for name in names if (seconds := suspect.worked_s(name)) is not None}
+    of_peers = [
+        {name: peer.worked_s(name) for name in names if peer.ran(name) == suspect.ran(name)} for peer in peers
+    ]
+    rows = _beside(blank, worked, of_peers)
+    alike = [peer for peer in peers if peer.lanes and peer.ran(stage) == suspect.ran(stage)]
+    parts = [peer.parts_s(stage) for peer in alike]
+    rows += _beside(msgspec.structs.replace(blank, kind="time"), suspect.parts_s(stage), parts)
+    if suspect.lanes and alike:
+        where = stage if any(one.kernels_s(stage) for one in (suspect, *alike)) else ""
+        found = [one.kernels_s(where) for one in (suspect, *alike)]
+        every = {name: 0.0 for of in found for name in of}
+        own, *theirs = ({**every, **of} for of in found)
+        kernels = _beside(msgspec.structs.replace(blank, kind="kernel"), own, theirs)
+        kernels.sort(key=lambda row: -abs(row.difference or 0.0))
+        rows += [row for row in kernels[:_KERNELS] if row.difference]
+    least_s = _SMALL * suspect.step.span_ns / 1e9
+    yield from (row for row in rows if max(row.value, row.peer_value or 0.0) >= least_s)
+    peaks = [peer.peaks(stage, measures) for peer in peers]
+    memory = msgspec.structs.replace(blank, kind="memory", unit="bytes")
+    yield from _beside(memory, suspect.peaks(stage, measures), peaks)
 
 
 def _beside(
@@ -154,8 +212,6 @@ def _beside(
     rows = []
     for name, value in own.items():
         known = [number for of in peers if (number := of.get(name)) is not None]
-        row = msgspec.structs.replace(
-            blank, name=name or _STEP, value=value, peer_value=median(known) if known else None
-        )
-        rows.append(row)
+        beside = median(known) if known else None
+        rows.append(msgspec.structs.replace(blank, name=name or "the step", value=value, peer_value=beside))
     return rows

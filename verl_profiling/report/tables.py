@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 
 from verl_profiling.report import rows
-from verl_profiling.report.asked import SuspectRow
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import OTHER_RANKS, Report
 from verl_profiling.report.page.colours import cause_key, stage_class
@@ -229,7 +228,7 @@ TABLES: Mapping[str, Table] = {
     for table in (
         Table(
             "suspects",
-            SuspectRow,
+            rows.SuspectRow,
             "suspect=suspect, what=kind, name=name, suspect's=value, peers=peers, peers'=peer_value, "
             "difference=difference",
             "Time in a stage is without waiting for other ranks; the rest of the time is in its parts.",

@@ -8,11 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Drawn
 
-from verl_profiling.report.asked import asked_sentence, shown_history
 from verl_profiling.report.columns import Sentence, fitting_console, shortened, table_of
 from verl_profiling.report.model import Report
 from verl_profiling.report.outside import outside_sentences
-from verl_profiling.report.sentences import figures, rollout_sentences, sentences
+from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences
 from verl_profiling.report.tables import TABLES, Cell
 
 __all__ = ["print_report", "print_table"]
@@ -35,9 +34,8 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
     console = fitting_console(console)
     policy = f", policy version {report.policy_version}" if report.policy_version is not None else ""
     console.print(f"[bold]{escape(report.title)}[/bold]{policy}")
-    if asked := report.asked:
-        for line in filter(None, (asked_sentence(asked), shown_history(asked))):
-            console.print(Sentence.of(f"[dim]{escape(line)}[/dim]"))
+    for line in asked_sentences(report.asked):
+        console.print(Sentence.of(f"[dim]{escape(line)}[/dim]"))
     if not report.complete:
         console.print("[yellow]The step ended early; this is what was recorded until then.[/yellow]")
     for figure in figures(report):
