@@ -14,7 +14,7 @@ from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, Host
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import MergeResult, merge
-from verl_profiling.timeline.slim import Keep
+from verl_profiling.timeline.step import Keep
 from verl_profiling.trajectory_log import (
     LOG_SUFFIX,
     Fact,

@@ -27,7 +27,7 @@ from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.timeline.step import StepInputs
 
 Drawn = tuple[str, float, float]
 Kernel = tuple[str, float, float] | tuple[str, float, float, dict[str, Any]]

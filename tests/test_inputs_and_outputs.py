@@ -18,7 +18,7 @@ from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.step_inputs import short_label
+from verl_profiling.timeline.step import short_label
 
 DATA = Path(__file__).parent / "data"
 RANKS = ("megatron_tp2_rank0.json.gz", "megatron_tp2_rank1.json.gz")

@@ -15,9 +15,8 @@ from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import MANIFEST_NAME
-from verl_profiling.named_files import named_file
 from verl_profiling.nsys_ranges import NsysRange, read_ranges
-from verl_profiling.run_files import read_manifest, write_json_atomically, write_result
+from verl_profiling.run_files import named_file, read_manifest, write_json_atomically, write_result
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../x", "/etc/passwd", "a\0b"])

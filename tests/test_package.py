@@ -28,7 +28,7 @@ HEAVY = (
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
     ("errors", "clock", "devices", "termination", "background", "aim", "trigger", "units"),
-    ("named_files", "visible", "event_file"),
+    ("visible", "event_file"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
     ("run_files", "remote", "trajectory_log", "step_account"),
@@ -49,7 +49,7 @@ FLOORS = (
 TOOLS_INTERFACE = ("tools", "tools.base")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
-    *("errors", "clock", "devices", "units", "named_files", "visible", "identity", "ranks"),
+    *("errors", "clock", "devices", "units", "visible", "identity", "ranks"),
     *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_account", "aim", "trigger"),
     *("watch_log", "event_file", "demand"),
 )

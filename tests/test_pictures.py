@@ -32,7 +32,7 @@ from verl_profiling.report.run_page import RUN_PAGE, render_run
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.server import TimelineServer, bundled_ui
-from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.timeline.step import StepInputs
 from verl_profiling.watch.log import WatchLog
 
 RUN = os.environ.get("VERL_PROFILING_PICTURES_OF")

@@ -25,10 +25,8 @@ from verl_profiling.report.communication_kernels import communicates
 from verl_profiling.run_files import never_came, read_run
 from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import absent, steps_of, the_run
-from verl_profiling.timeline.merge import MergeResult, merge
-from verl_profiling.timeline.one_step import one_by_one
-from verl_profiling.timeline.slim import Keep, select_ranks, stage_windows
-from verl_profiling.timeline.step_inputs import TIMELINE_NAME, StepInputs
+from verl_profiling.timeline.merge import MergeResult, merge, select_ranks, stage_windows
+from verl_profiling.timeline.step import TIMELINE_NAME, Keep, StepInputs, one_by_one
 from verl_profiling.visible import visible
 
 if TYPE_CHECKING:

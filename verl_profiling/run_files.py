@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -23,18 +26,121 @@ from verl_profiling.manifest import (
     RunInfo,
     worst_fate,
 )
-from verl_profiling.named_files import check_lane, named_file
 from verl_profiling.units import step_list
 
-__all__ = [
-    "RESULT_SUFFIX",
-    "naming",
-    "never_came",
-    "read_manifest",
-    "read_run",
-    "write_json_atomically",
-    "write_result",
-]
+
+def named_file(folder: Path, name: str) -> Path:
+    """Return the path of a file, or of a folder, that may not exist.
+
+    Args:
+        folder: The folder that has to contain it, with links resolved.
+        name: Its path, relative to ``folder``.
+
+    Raises:
+        TraceFormatError: It leads out of the folder, or is neither a regular file nor a folder.
+    """
+    relative = PurePosixPath(name)
+    if not name or "\0" in name or relative.is_absolute() or ".." in relative.parts:
+        raise TraceFormatError(folder, f"names {name!r}, which is not a path inside of it")
+    path = folder / relative
+    try:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise TraceFormatError(path, f"is a link that leads out of {folder}")
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return path
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+        raise TraceFormatError(path, f"cannot be looked at: {error}") from error
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise TraceFormatError(path, "is neither a regular file nor a folder")
+    return path
+
+
+def check_lane(manifest: Path, lane: str) -> None:
+    """Check that a lane can be part of a file name.
+
+    Raises:
+        TraceFormatError: It cannot be.
+    """
+    if not lane or "/" in lane or "\0" in lane or lane.startswith("."):
+        raise TraceFormatError(manifest, f"names a lane {lane!r}, which is not a name")
+
+
+_PART = ".part"
+_OLD_S = 24 * 3600
+
+
+def part_of(path: Path) -> Path:
+    """Return the temporary name of a file that this process writes."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{_PART}")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that takes its name once everything is written, and is gone if that fails.
+
+    Raises:
+        OSError: It cannot be written; the error names ``path``.
+    """
+    part = part_of(path)
+    try:
+        with naming(path, part):
+            with part.open("wb") as file:
+                yield file
+            part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder for the making of a file, which is gone afterwards.
+
+    Raises:
+        OSError: It cannot be written; the error names ``path``.
+    """
+    folder = part_of(path)
+    with naming(path, folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path) -> list[str]:
+    """Remove what killed processes have left in a folder; return sentences on what had to stay."""
+    stayed = []
+    for path in sorted(folder.glob(f".*{_PART}")):
+        if not _is_left(path):
+            stayed.append(f"{path} is a temporary file of another process; remove it if none writes it")
+            continue
+        try:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        except OSError as error:
+            stayed.append(f"{path} is a temporary file of a process that was killed ({error.strerror})")
+    return stayed
+
+
+def _is_left(path: Path) -> bool:
+    """Return whether nobody writes a temporary file any more: its process is dead.
+
+    That of a process on another host is taken for dead after a day.
+    """
+    rest, _, number = path.name.removesuffix(_PART).rpartition(".")
+    if not number.isdecimal():
+        return False
+    try:
+        if not rest.endswith(f".{socket.gethostname()}"):
+            return time.time() - path.lstat().st_mtime > _OLD_S
+        os.kill(int(number), 0)
+    except (ProcessLookupError, FileNotFoundError, OverflowError):
+        return True
+    except OSError:  # the process is another user's
+        pass
+    return False
+
 
 RESULT_SUFFIX = ".result.json"
 """Suffix of a process's own part of the step folder."""

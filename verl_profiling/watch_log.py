@@ -17,7 +17,7 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MAX_NS, Count, Ns
-from verl_profiling.named_files import named_file
+from verl_profiling.run_files import named_file
 from verl_profiling.step_account import Doubt, StepAccount
 
 __all__ = [

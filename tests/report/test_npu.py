@@ -22,7 +22,7 @@ from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.timeline.step import StepInputs
 
 HOST = Path(__file__).parents[1] / "data" / "npu_trace_view.json"
 PROCESSES = {

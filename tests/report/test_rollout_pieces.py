@@ -17,7 +17,7 @@ from verl_profiling.report.rollout.axes import Sharing
 from verl_profiling.report.rollout.pieces import LOOP_LAG, OWN_CODE, UNEXPLAINED, trajectory_pieces
 from verl_profiling.report.rollout.records import Records, read_records
 from verl_profiling.report.rollout.requests import joined
-from verl_profiling.timeline.lanes import Source
+from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import Block, LoopRecord, SpanRecord, TrajectoryLog, TrajectoryRecord
 
 MS = 1_000_000  # the logs are drawn in milliseconds, so that 50 ms of a loop's drain are 50 of them

@@ -28,7 +28,7 @@ from verl_profiling.report.sparkline import sparkline
 from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.timeline.step import StepInputs
 from verl_profiling.trigger import Trigger
 
 SLOW_STAGE = Trigger(

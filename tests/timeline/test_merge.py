@@ -21,10 +21,9 @@ from verl_profiling.manifest import MANIFEST_NAME, StageSpan, ToolSpan
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.member import MemberJob, write_member
 from verl_profiling.timeline.merge import MergeResult, merge
-from verl_profiling.timeline.slim import Keep
+from verl_profiling.timeline.step import Keep, Source
 
 CLOCK_NS = 1_234_567_891
 

@@ -23,7 +23,7 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.timeline.one_step import one_by_one
+from verl_profiling.timeline.step import one_by_one
 
 DECODE = "execute_context_0(0)_generation_4(4)"
 STEPS = [

@@ -12,7 +12,7 @@ from step_folders import read_events
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.timeline.step import StepInputs
 from verl_profiling.timeline.trace import Trace
 
 DATA = Path(__file__).parents[1] / "data"

@@ -9,9 +9,8 @@ from step_folders import build_step, read_events
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.slim import Keep, min_us_for_share, select_ranks, stage_windows
-from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.timeline.merge import merge, min_us_for_share, select_ranks, stage_windows
+from verl_profiling.timeline.step import Keep, StepInputs
 
 
 @pytest.fixture

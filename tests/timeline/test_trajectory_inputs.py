@@ -17,8 +17,7 @@ from verl_profiling.report.check import check
 from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.logs import read_logs, shape_of
-from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.slim import select_ranks
+from verl_profiling.timeline.merge import merge, select_ranks
 from verl_profiling.trajectory_log import (
     LOG_SUFFIX,
     FateChange,

@@ -15,7 +15,7 @@ import pytest
 from step_folders import build_step, recordings
 
 from verl_profiling.cli import main
-from verl_profiling.timeline.whole_files import clear_leftovers, part_of, whole_file
+from verl_profiling.run_files import clear_leftovers, part_of, whole_file
 
 KILLED = """
 import os, signal, sys

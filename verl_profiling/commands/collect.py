@@ -8,7 +8,7 @@ from pathlib import Path
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.arguments import local_path
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.collect import collect
+from verl_profiling.timeline.nsys import collect
 from verl_profiling.visible import visible
 
 __all__ = ["configure", "run"]

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from verl_profiling.analysis import CapturedStep, open_steps
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.errors import ConfigError, TraceFormatError
+from verl_profiling.run_files import clear_leftovers
 from verl_profiling.timeline.content import Limits
-from verl_profiling.timeline.whole_files import clear_leftovers
 from verl_profiling.visible import visible
 
 __all__ = ["StepByStep", "progress", "warn"]

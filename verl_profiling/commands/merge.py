@@ -8,7 +8,7 @@ from pathlib import Path
 from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands.arguments import add_limits, add_paths, at_least_0, count, limits_of, size
 from verl_profiling.commands.common import StepByStep, progress, warn
-from verl_profiling.timeline.whole_files import clear_leftovers
+from verl_profiling.run_files import clear_leftovers
 from verl_profiling.units import byte_size
 
 __all__ = ["configure", "run"]

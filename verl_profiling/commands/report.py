@@ -25,9 +25,8 @@ from verl_profiling.report.terminal import print_report
 from verl_profiling.report.uncaptured import UncapturedRun, how_to_capture, is_uncaptured
 from verl_profiling.report.watch_frame import Pulse, WatchFrame
 from verl_profiling.report.watch_history import WatchHistory, watch_sentence
-from verl_profiling.run_files import naming
+from verl_profiling.run_files import naming, whole_file
 from verl_profiling.timeline.inputs import the_run
-from verl_profiling.timeline.whole_files import whole_file
 from verl_profiling.visible import visible
 from verl_profiling.watch_log import LoggedStep, WatchLogReader
 

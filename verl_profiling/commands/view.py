@@ -12,7 +12,7 @@ from verl_profiling.commands.common import StepByStep
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.html import render_html
 from verl_profiling.timeline.server import PERFETTO_PORT, TimelineServer, bundled_ui
-from verl_profiling.timeline.step_inputs import TIMELINE_NAME
+from verl_profiling.timeline.step import TIMELINE_NAME
 
 __all__ = ["configure", "run"]
 

@@ -43,10 +43,9 @@ from verl_profiling.report.rollout.explain import few_causes
 from verl_profiling.report.rollout.section import rollout_of
 from verl_profiling.report.stragglers import stragglers
 from verl_profiling.report.suspects import Activities, asked_of
-from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.logs import read_logs
 from verl_profiling.timeline.merge import zero_ns
-from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.timeline.step import Source, StepInputs
 from verl_profiling.trajectory_log import TrajectoryLog
 from verl_profiling.units import step_list
 from verl_profiling.visible import visible_text_of

@@ -8,7 +8,7 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState
-from verl_profiling.named_files import named_file
+from verl_profiling.run_files import named_file
 from verl_profiling.timeline.inputs import step_folders, step_number
 from verl_profiling.trigger import Trigger
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from verl_profiling.report.rows import CounterRow
-from verl_profiling.timeline.lanes import Source
+from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import TrajectoryLog
 
 __all__ = ["Counters"]

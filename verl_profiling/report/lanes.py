@@ -10,7 +10,7 @@ from verl_profiling.devices import Device
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, Manifest, StageSpan, ToolSpan
 from verl_profiling.report.activity import Activity, Window
 from verl_profiling.report.intervals import EMPTY, Spans, holding, intersection, length, spans_of, union
-from verl_profiling.timeline.lanes import Source
+from verl_profiling.timeline.step import Source
 from verl_profiling.units import duration
 
 __all__ = ["VALIDATE", "Lane", "Step"]

@@ -11,8 +11,6 @@ from typing import Literal, NamedTuple
 
 from verl_profiling.timeline.trace import Event
 
-__all__ = ["CATEGORIES", "Category", "is_host", "is_on_device", "meaning_of"]
-
 Meaning = Literal["kernel", "copy", "on device, no work", "host", "collective on the host", "no work"]
 
 _KINETO = "https://github.com/pytorch/kineto/blob/main/libkineto/include/ActivityType.h"

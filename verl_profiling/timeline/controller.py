@@ -10,8 +10,6 @@ from verl_profiling.manifest import Manifest, StageSpan
 from verl_profiling.timeline.processes import STAGES_TID, TOOL_TID, name_thread
 from verl_profiling.timeline.trace import Event
 
-__all__ = ["CONTROLLER", "controller_events"]
-
 CONTROLLER = "controller"
 _ARROW = "causes"
 _FIRST_RPC_TID = 1000

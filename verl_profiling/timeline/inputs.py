@@ -19,30 +19,11 @@ from verl_profiling.manifest import (
     CaptureResult,
     Manifest,
 )
-from verl_profiling.named_files import named_file
-from verl_profiling.run_files import read_manifest, read_run
-from verl_profiling.timeline.lanes import Source, sorted_sources
+from verl_profiling.run_files import named_file, read_manifest, read_run
 from verl_profiling.timeline.plain import plain_steps
-from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.timeline.step import Source, StepInputs, sorted_sources
 from verl_profiling.trajectory_log import LOG_SUFFIX
 from verl_profiling.units import step_list
-
-__all__ = [
-    "UNWRITTEN",
-    "FoundSteps",
-    "absent",
-    "described",
-    "find_steps",
-    "is_step",
-    "resolve_artifact",
-    "runs_at",
-    "step_folders",
-    "step_number",
-    "steps_of",
-    "the_run",
-    "unfinished",
-    "why_absent",
-]
 
 UNWRITTEN = f"holds no {MANIFEST_NAME}: its loop ended before the capture had begun"
 _STEP_FOLDER = re.compile(r"step_(\d+)(?:\.(\d+))?")

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.content import Limits
-from verl_profiling.timeline.lanes import Source
-from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.timeline.step import Source, StepInputs
 from verl_profiling.trajectory_log import (
     NO_SPAN,
     FateChange,

@@ -17,14 +17,11 @@ from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.content import Limits
-from verl_profiling.timeline.lanes import Source
 from verl_profiling.timeline.logs import LaterFates
 from verl_profiling.timeline.processes import Processes
 from verl_profiling.timeline.requests import Arrow, Window
-from verl_profiling.timeline.slim import Keep
+from verl_profiling.timeline.step import Keep, Source
 from verl_profiling.timeline.trace import Event, Trace
-
-__all__ = ["ID_STRIDE", "LogJob", "Member", "MemberFile", "MemberJob", "compressor", "write_member"]
 
 ID_STRIDE = 1 << 32
 """Ids of flows that each member has for itself."""

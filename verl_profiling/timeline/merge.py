@@ -6,9 +6,11 @@ workers' and the engines', each named and sorted. Every trace becomes one gzip m
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,21 +18,25 @@ from typing import Literal
 
 import msgspec
 
-from verl_profiling.errors import TraceFormatError
+from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import SCHEMA_VERSION
+from verl_profiling.ranks import parse_ranks
+from verl_profiling.run_files import scratch_folder
 from verl_profiling.timeline.controller import CONTROLLER, controller_events
-from verl_profiling.timeline.lanes import Source, sorted_sources
 from verl_profiling.timeline.logs import LaterFates
 from verl_profiling.timeline.member import LogJob, Member, MemberFile, MemberJob, compressor, write_member
 from verl_profiling.timeline.processes import LANE_PIDS, STAGES_TID, name_process
 from verl_profiling.timeline.requests import RequestEvents, request_windows
-from verl_profiling.timeline.slim import Keep, min_us_for_share
-from verl_profiling.timeline.step_inputs import TIMELINE_MARK, TIMELINE_NAME, StepInputs
+from verl_profiling.timeline.step import (
+    TIMELINE_MARK,
+    TIMELINE_NAME,
+    Keep,
+    Source,
+    StepInputs,
+    sorted_sources,
+)
 from verl_profiling.timeline.trace import Event, Trace
-from verl_profiling.timeline.whole_files import scratch_folder
-from verl_profiling.trajectory_log import LOG_SUFFIX, open_log
-
-__all__ = ["MergeResult", "merge"]
+from verl_profiling.trajectory_log import LOG_SUFFIX, open_log, read_log
 
 _SLACK_NS = 3_600_000_000_000  # the clock starts an hour before the step, so that no ts is negative
 _LONGEST_US = 1e6  # longer events are never dropped to reduce the size
@@ -305,3 +311,58 @@ def _footer(inputs: StepInputs, plan: list[MemberJob], members: list[Member], pr
 def _gzip(data: bytes) -> bytes:
     gzip = compressor()
     return bytes(gzip.compress(data) + gzip.flush())
+
+
+def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, int], ...]:
+    """Return the spans in which the controller was in one of these stages, in unix nanoseconds.
+
+    Raises:
+        ConfigError: The step has no such stage.
+    """
+    stages = inputs.manifest.stages if inputs.manifest else []
+    for name in names:
+        if name not in {stage.name for stage in stages}:
+            known = choices_hint(name, {stage.name for stage in stages}) if stages else "it has no manifest"
+            raise ConfigError("--stages", f"{inputs.title} has no stage {name!r}; {known}")
+    wanted = set(names)
+    return tuple((stage.begin_ns, stage.end_ns) for stage in stages if stage.name in wanted)
+
+
+def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
+    """Return the step with only the lanes of these ranks, e.g. ``0,8-15``.
+
+    A rank counts inside its role, and for a rollout engine inside its replica.
+
+    Raises:
+        ConfigError: It is not a list of ranks, or selects nothing.
+    """
+    wanted = parse_ranks(ranks, "--ranks") or frozenset()
+    sources = [source for source in inputs.sources if source.rank in wanted]
+    logs = [log for log in inputs.logs if log.rank in wanted]
+    if not sources and not logs:
+        known = sorted({source.rank for source in (*inputs.sources, *inputs.logs)})
+        raise ConfigError("--ranks", f"{ranks!r} selects nothing; there are ranks {known}")
+    return msgspec.structs.replace(inputs, sources=sources, logs=logs)
+
+
+def min_us_for_share(inputs: StepInputs, share: float) -> float:
+    """Return the power of two that, as ``min_us``, keeps at most this share of a step's events."""
+    counts: Counter[int] = Counter()
+    for source in inputs.sources:
+        for events in Trace(source.path, inputs.limits).chunks():
+            counts.update(math.frexp(event.dur or 0.0)[1] for event in events if event.ph == "X")
+    for request in (
+        r for worker in (inputs.manifest.workers if inputs.manifest else ()) for r in worker.requests
+    ):
+        spans = [(request.begin_ns, request.end_ns), *(part[1:] for part in request.parts())]
+        counts.update(math.frexp((end - begin) / 1000)[1] for begin, end in spans)
+    for log in inputs.logs:
+        found = read_log(log.path, inputs.limits.reached)
+        lasting = (line for part in (found.spans, found.trajectories, found.blocks) for line in part)
+        counts.update(math.frexp((line.end_ns - line.begin_ns) / 1000)[1] for line in lasting)
+    budget = share * counts.total()
+    for exponent in sorted(counts, reverse=True):
+        budget -= counts[exponent]
+        if budget < 0:
+            return 2.0**exponent
+    return 0.0

@@ -20,8 +20,14 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import safe_name
 from verl_profiling.timeline.categories import is_on_device
 from verl_profiling.timeline.content import Blocks, Limits
-from verl_profiling.timeline.lanes import Source, sorted_sources
-from verl_profiling.timeline.step_inputs import TIMELINE_MARK, TIMELINE_NAME, StepInputs, short_label
+from verl_profiling.timeline.step import (
+    TIMELINE_MARK,
+    TIMELINE_NAME,
+    Source,
+    StepInputs,
+    short_label,
+    sorted_sources,
+)
 from verl_profiling.timeline.trace import UNDECODABLE, Event, Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, open_log
 

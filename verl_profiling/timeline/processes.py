@@ -9,19 +9,6 @@ import msgspec
 from verl_profiling.timeline.categories import is_host, is_on_device
 from verl_profiling.timeline.trace import Event
 
-__all__ = [
-    "LANE_PIDS",
-    "REQUESTS_PID",
-    "STAGES_TID",
-    "TOOL_TID",
-    "TRAJECTORIES_PID",
-    "Processes",
-    "name_process",
-    "name_row",
-    "name_thread",
-    "shortened",
-]
-
 LANE_PIDS = 10_000
 """Number of process ids reserved for a lane."""
 

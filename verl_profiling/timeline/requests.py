@@ -14,10 +14,8 @@ import msgspec
 from verl_profiling.manifest import Manifest, Request
 from verl_profiling.timeline.processes import REQUESTS_PID, name_process, name_row
 from verl_profiling.timeline.rows import packed_rows
-from verl_profiling.timeline.slim import Keep
+from verl_profiling.timeline.step import Keep
 from verl_profiling.timeline.trace import Event
-
-__all__ = ["Arrow", "RequestEvents", "Window", "request_windows", "span_of_each"]
 
 _ARROW = "generate"
 _APART_NS = 1_000  # Perfetto may cut off a nanosecond of a time

@@ -16,8 +16,6 @@ from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-__all__ = ["PERFETTO_PORT", "TimelineServer", "bundled_ui"]
-
 PERFETTO_PORT = 9001
 """The only port that ``ui.perfetto.dev`` may fetch a local trace from."""
 

@@ -192,7 +192,7 @@ def log_reports(tracking: Any, folders: Mapping[int, Path], last_step: int) -> N
     from verl_profiling.report.build import build_report
     from verl_profiling.report.scalars import scalars
     from verl_profiling.timeline.inputs import find_steps
-    from verl_profiling.timeline.one_step import one_by_one
+    from verl_profiling.timeline.step import one_by_one
 
     onward = [name for name in tracking.logger if name in _ONWARD_ONLY]
     anywhere = [name for name in tracking.logger if name not in _ONWARD_ONLY]

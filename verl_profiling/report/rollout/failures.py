@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from verl_profiling.report.rollout.calls import OTHERS
 from verl_profiling.report.rollout.records import short_name
 from verl_profiling.report.rollout.rows import FailureRow
-from verl_profiling.timeline.lanes import Source
+from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog
 
 __all__ = ["Failures"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from verl_profiling.report.rollout.axes import Ints
-from verl_profiling.timeline.lanes import Source
+from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import NO_SPAN, Fact, TrajectoryLog
 
 __all__ = ["UNKNOWN", "Blocks", "Records", "SpanTable", "Trajectory", "read_records", "short_name"]

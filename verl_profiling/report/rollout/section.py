@@ -31,7 +31,7 @@ from verl_profiling.report.rollout.records import Records, read_records
 from verl_profiling.report.rollout.requests import Served, joined, requests_by_id
 from verl_profiling.report.rollout.rows import CauseRow, FailureRow, PartRow, Rollout
 from verl_profiling.report.rollout.tail import last_trajectories
-from verl_profiling.timeline.lanes import Source
+from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import TrajectoryLog
 
 __all__ = ["rollout_of"]

@@ -1,8 +1,10 @@
-"""The steps of a continuous capture, each as if it had been captured alone."""
+"""The input of the analysis: the traces of one step, and where its results go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,10 +21,149 @@ from verl_profiling.manifest import (
     StepSpan,
     ToolSpan,
 )
-from verl_profiling.timeline.lanes import Source
-from verl_profiling.timeline.step_inputs import StepInputs
+from verl_profiling.timeline.content import Limits
+from verl_profiling.timeline.trace import Event
 
-__all__ = ["one_by_one"]
+_ROLE_ORDER = ("controller", "actor", "critic", "ref", "reward", "rollouter", "agent_loop", "rollout")
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of one lane: a trace, or a log of trajectories.
+
+    Attributes:
+        path: The file.
+        lane: Lane it fills, e.g. ``actor_rank0``.
+        worker: Name of the worker it belongs to (``rollout0`` for each lane of a replica).
+        role: Role of the worker.
+        rank: Rank inside the role, or inside the replica.
+        replica: Index of the rollout replica.
+        topology: Coordinates in named parallel dimensions.
+        offset_ns: Subtracted from its times, gives the controller's.
+        error_ns: Bound of that offset's error.
+        stage: Stage it holds, in discrete mode.
+    """
+
+    path: Path
+    lane: str
+    worker: str
+    role: str
+    rank: int = 0
+    replica: int | None = None
+    topology: dict[str, int] = {}
+    offset_ns: int = 0
+    error_ns: int = 0
+    stage: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Name of the lane in the timeline: ``actor_rank1 [tp1 pp0]``."""
+        where = " ".join(f"{dimension}{index}" for dimension, index in self.topology.items())
+        return f"{self.lane} [{where}]" if where else self.lane
+
+
+def sorted_sources(sources: Iterable[Source]) -> list[Source]:
+    """Return sources in the order of their lanes: by role, replica, rank, then file name."""
+
+    def key(source: Source) -> tuple[int, str, int, int, str]:
+        order = _ROLE_ORDER.index(source.role) if source.role in _ROLE_ORDER else len(_ROLE_ORDER)
+        return order, source.role, source.replica or 0, source.rank, source.path.name
+
+    return sorted(sources, key=key)
+
+
+TIMELINE_NAME = "timeline.json.gz"
+TIMELINE_MARK = "verlProfilingTimeline"
+"""Key at the head of a timeline, by which it is not taken for a trace."""
+
+_LABEL = 80
+
+
+class StepInputs(msgspec.Struct, kw_only=True):
+    """Everything found of one step.
+
+    Attributes:
+        directory: Folder that results are written to.
+        step: Number of the step, if known.
+        manifest: The manifest, where the folder has one.
+        capture: The manifest of the whole capture, of which ``manifest`` is one step.
+        sources: Trace files, sorted by lane.
+        logs: Logs of trajectories, likewise; :func:`~verl_profiling.timeline.logs.read_logs`
+            reads them.
+        absent: What is missing or cannot be put on a timeline, as sentences.
+        limits: How much of each trace is read.
+        communication: Regular expressions of kernels that communicate, besides those that are known.
+        unfinished: Why the step is not whole, where its capture has begun and was never written.
+        name: What plain traces are called beside their step's number.
+        label: Part of the names of the results, where others go to the same folder.
+    """
+
+    directory: Path
+    step: int | None = None
+    manifest: Manifest | None = None
+    capture: Manifest | None = None
+    sources: list[Source] = []
+    logs: list[Source] = []
+    absent: list[str] = []
+    unfinished: str = ""
+    limits: Limits = Limits()
+    communication: tuple[str, ...] = ()
+    name: str = ""
+    label: str = ""
+
+    @property
+    def title(self) -> str:
+        """``step 12``, or the name of the file, the recording or the folder."""
+        step = f"step {self.step}" if self.step is not None else ""
+        return ", ".join(filter(None, (step, self.name))) or self.directory.resolve().name
+
+    def output(self, name: str, selection: str = "") -> Path:
+        """Return where a result of this step goes.
+
+        Args:
+            name: Its usual name, e.g. ``timeline.json.gz``.
+            selection: What of the step it holds, if that is not all.
+        """
+        stem, _, suffix = name.partition(".")
+        return self.directory / ".".join(filter(None, (stem, self.label, short_label(selection), suffix)))
+
+
+def short_label(text: str) -> str:
+    """Return a text as a part of a file's name, of at most 80 characters; different texts stay different."""
+    label = re.sub(r"[^\w.,+-]", "_", text)
+    if label == text and len(label) <= _LABEL:
+        return label
+    return f"{label[: _LABEL - 9]}_{sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
+
+
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
+    """Selects events; by default it keeps all. The names of threads are always kept.
+
+    Attributes:
+        min_us: Drops complete events (``ph == "X"``) shorter than this.
+        windows_ns: Drops events outside all of these spans (unix nanoseconds on the controller's
+            clock); empty for no such limit.
+    """
+
+    min_us: float = 0.0
+    windows_ns: tuple[tuple[int, int], ...] = ()
+
+    def select(self, events: list[Event], base_ns: int) -> list[Event]:
+        """Return the events that are kept.
+
+        Args:
+            events: Events of one trace.
+            base_ns: Unix nanoseconds, on the controller's clock, of their ``ts == 0``.
+        """
+        if self.min_us:
+            events = [e for e in events if e.ph != "X" or (e.dur or 0.0) >= self.min_us]
+        if self.windows_ns:
+            windows = [((begin - base_ns) / 1000, (end - base_ns) / 1000) for begin, end in self.windows_ns]
+            events = [e for e in events if e.ph == "M" or _overlaps(e.ts or 0.0, e.dur or 0.0, windows)]
+        return events
+
+
+def _overlaps(ts: float, dur: float, windows: list[tuple[float, float]]) -> bool:
+    return any(ts < end and ts + dur >= begin for begin, end in windows)
 
 
 def one_by_one(inputs: StepInputs) -> list[StepInputs]:
