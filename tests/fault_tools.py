@@ -80,7 +80,7 @@ class _FaultyRecording(Recording):
             part.write_text(text[: len(text) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         part.write_text(text)
-        output = output_of_raw_trace(part, final, self._destination.artifact(FaultyTool), 1)
+        output = output_of_raw_trace(part, final, self._destination.artifact(FaultyTool))
         return [Output(output.artifact, _raise)] if fault == "export raises" else [output]
 
     def discard(self) -> None:

@@ -25,7 +25,7 @@ import verl_profiling
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.session import Session
 from verl_profiling.run_files import read_manifest
-from verl_profiling.settings.tool_names import load_tool
+from verl_profiling.settings.config import load_tool
 from verl_profiling.tools import TOOLS
 from verl_profiling.workers import CaptureMixin
 

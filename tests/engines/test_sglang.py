@@ -141,17 +141,6 @@ class TestOnlySGLang:
         assert not list(server.save_path.rglob("*.gz"))
         assert await TestEngine().capture(server, request(tmp_path, 2))
 
-    async def test_merge_adds_sglangs_own_file(self, server: Server, tmp_path: Path) -> None:
-        """The merged file lies beside the ranks' traces, and the result says so."""
-        server.reconfigure(rollout={"sglang": {"merge": True}})
-        order = request(tmp_path)
-        await server.start_capture(order)
-        await server.generate(1, 3)
-        result = await stop(server, order.capture_id)
-        assert "rollout0.sglang-merged.json.gz" in result.notes[0]
-        assert spans(Path(order.folder) / "rollout0.sglang-merged.json.gz")
-        assert [artifact.status for artifact in await finished(server, result)] == ["ok"]
-
     async def test_idling_with_stacks_is_cheap(self, server: Server, tmp_path: Path) -> None:
         """With stacks recording begins with the first iteration and ends after a few, not while idle."""
         server.reconfigure(tools={"torch": {"stack": True, "shapes": True}})

@@ -41,7 +41,7 @@ def finished(folder: Path, content: bytes, device: str) -> Artifact:
     expected = Artifact(path="actor_rank0.torch.json.gz", lane="actor_rank0", tool="torch", status="missing")
     part = folder / ".part"
     part.write_bytes(content)
-    output = output_of_raw_trace(part, folder / expected.path, expected, 1, device=device)
+    output = output_of_raw_trace(part, folder / expected.path, expected, device=device)
     assert output.finish is not None
     return output.finish()
 

@@ -13,7 +13,7 @@ from example_loops import settings
 
 from verl_profiling import ConfigError, ToolUnavailableError, stage
 from verl_profiling.manifest import Artifact
-from verl_profiling.settings.tool_names import load_tool
+from verl_profiling.settings.config import load_tool
 from verl_profiling.testing import record_step
 from verl_profiling.tools import TOOLS, Destination, Output, Recording, Tool
 from verl_profiling.tools.base import Marks

@@ -16,8 +16,7 @@ import msgspec
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.errors import ConfigError, ToolUnavailableError
-from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.tool_names import load_tool
+from verl_profiling.settings.config import ProfilingConfig, load_tool
 from verl_profiling.tools import TOOLS
 from verl_profiling.tools.nvtx_injection import injected_cupti
 

@@ -21,7 +21,7 @@ from verl_profiling.controller.decision import Decision
 from verl_profiling.controller.roster import Roster
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest, StepSpan
-from verl_profiling.settings.timeouts import Timeouts
+from verl_profiling.settings.limits import Timeouts
 
 __all__ = ["ROLLOUT", "OpenCapture", "OpenStep"]
 

@@ -94,10 +94,6 @@ class EngineAdapter(ABC):
         """Return how the engine's processes ended, as far as this process can see; empty while they live."""
         return ""
 
-    def extra_suffix(self, path: Path) -> str:
-        """Return the suffix for a requested file that is not a rank's trace; empty for other files."""
-        return ""
-
 
 def new_spool(folder: Path) -> Path:
     """Return a folder name for one engine's raw traces, on the file system of the step folders."""

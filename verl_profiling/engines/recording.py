@@ -89,8 +89,6 @@ class TraceRecording:
                 outputs.append(output_of(raws[trace], folder, artifact, self._tool, self._engine.device))
             else:
                 outputs.append(Output(self._without_file(artifact, problem)))
-        if self._request.keep:
-            self._keep_extras(folder)
         self.drop()
         return outputs
 
@@ -111,14 +109,6 @@ class TraceRecording:
             if (trace := self._engine.identify(path, self.label)) is not None:
                 found[trace] = path
         return found
-
-    def _keep_extras(self, folder: Path) -> None:
-        """Move requested files other than ranks' traces to the step folder."""
-        for path in _content_of(self._engine.spool):
-            if suffix := self._engine.extra_suffix(path):
-                kept = folder / f"{self._name}{suffix}"
-                shutil.move(path, kept)
-                self.notes.append(f"{self._name}: {kept.name} was written by {self._engine.name} on request")
 
     def _without_file(self, artifact: Artifact, problem: str) -> Artifact:
         if self._engine.window.bounded and not problem:
@@ -206,7 +196,7 @@ def output_of(
         return Output(pending, lambda: _verify(final, pending, device))
     part = final.with_name(f".{final.stem}.part")
     shutil.move(raw, part)
-    return output_of_raw_trace(part, final, expected, tool.options.compression_level, device=device)
+    return output_of_raw_trace(part, final, expected, device=device)
 
 
 def _verify(path: Path, pending: Artifact, device: str) -> Artifact:

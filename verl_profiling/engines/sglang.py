@@ -122,16 +122,9 @@ class SGLangAdapter(EngineAdapter):
         rank = ((dp if self._dp > 1 else 0) * self._pp + pp) * self._tp + tp
         return EngineTrace(rank, self._stage(path, found["stage"]))
 
-    def extra_suffix(self, path: Path) -> str:
-        merged = self.window.sglang.merge and path.name.startswith("merged-")
-        return ".sglang-merged.json.gz" if merged else ""
-
     @property
     def _takes_label(self) -> bool:
-        # With a prefix, SGLang's merge finds none of the files to merge.
-        # On an NPU it names nothing by it.
-        offered = "profile_prefix" in self._calls.offers
-        return offered and not self.window.sglang.merge and not self._on_npu
+        return "profile_prefix" in self._calls.offers and not self._on_npu  # which names nothing by it
 
     async def _disarm(self) -> None:
         """Cancel a window that was not reached; it would open later, in another capture or outside any.
@@ -177,8 +170,6 @@ class SGLangAdapter(EngineAdapter):
             arguments["start_step"] = rollout.sglang.start_step or 1
             if rollout.count is not None:
                 arguments["num_steps"] = rollout.count
-        if rollout.sglang.merge:
-            arguments["merge_profiles"] = True
         for name, key in _KEYS.items():
             if name in arguments and name not in self._calls.offers:
                 raise ConfigError(key, f"this SGLang has no {name}; install a newer one, or leave it out")
@@ -188,7 +179,6 @@ class SGLangAdapter(EngineAdapter):
 _KEYS = {
     "profile_by_stage": "rollout.by_stage",
     "start_step": "rollout.count",
-    "merge_profiles": "rollout.sglang.merge",
 }
 
 
@@ -240,8 +230,6 @@ def _check_npu_window(window: RolloutOptions, role: str, dp_ranks: int) -> None:
     why = "the recordings of torch_npu do not say which is which"
     if window.by_stage:
         raise ConfigError("rollout.by_stage", f"{why}; set it to false on an NPU")
-    if window.sglang.merge:
-        raise ConfigError("rollout.sglang.merge", "SGLang merges no recordings of torch_npu; set it to false")
     if dp_ranks > 1:
         raise ConfigError(
             f"roles.{role}.tool",

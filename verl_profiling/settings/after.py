@@ -7,7 +7,7 @@ from typing import Literal
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.ranks import Ranks, parse_ranks
-from verl_profiling.settings.typed_values import check_seconds
+from verl_profiling.settings.typed_values import Seconds
 
 __all__ = ["EVERY_RANK", "AfterHook"]
 
@@ -34,7 +34,7 @@ class AfterHook:
     when: Literal["capture", "last"] = "capture"
     roles: tuple[str, ...] = ("controller",)
     ranks: Ranks = None
-    timeout_s: float = 600.0
+    timeout_s: Seconds = 600.0
 
     def __post_init__(self) -> None:
         if not self.command or "\0" in "".join(self.command):
@@ -43,7 +43,6 @@ class AfterHook:
             raise ConfigError("roles", "is empty; leave it out for the controller")
         if self.ranks != EVERY_RANK:
             parse_ranks(self.ranks, "ranks")
-        check_seconds("timeout_s", self.timeout_s)
 
     def runs_on(self, role: str, rank: int, records: bool) -> bool:
         """Return whether a process runs it that has this role and rank, and records or does not."""

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,16 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hin
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.remote import check_url, is_url
 from verl_profiling.settings.after import AfterHook
-from verl_profiling.settings.limits import Limits
-from verl_profiling.settings.remote import RemoteOptions
+from verl_profiling.settings.limits import Limits, RemoteOptions, Timeouts
 from verl_profiling.settings.role import TRAJECTORIES, Mode, RoleConfig, RoleOverride, aimed
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
 from verl_profiling.settings.selection import Selection, choose
-from verl_profiling.settings.timeouts import Timeouts
-from verl_profiling.settings.tool_names import load_tool
 from verl_profiling.settings.typed_values import build, field_types, value_of
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import TOOLS, Tool
 
-__all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts"]
+__all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts", "load_tool"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,3 +258,29 @@ def _expanded(key: str, path: str) -> str:
     if unknown := re.search(r"\$\w+|\$\{\w+\}|^~", expanded):
         raise ConfigError(key, f"{unknown[0]} in {path!r} has no value here; set it, or write the path out")
     return expanded
+
+
+def load_tool(name: str, key: str = "tool") -> type[Tool]:
+    """Return the class of a tool.
+
+    Args:
+        name: A name from :data:`verl_profiling.tools.TOOLS`, or ``"package.module:Class"`` for a tool
+            of your own.
+        key: Configuration key to name in an error.
+
+    Raises:
+        ConfigError: There is no such tool.
+    """
+    location = TOOLS.get(name, name)
+    module_name, separator, class_name = location.partition(":")
+    if not separator:
+        raise ConfigError(
+            key, f"unknown tool {name!r}; {choices_hint(name, TOOLS)}, or 'package.module:Class'"
+        )
+    try:
+        found = getattr(import_module(module_name), class_name)
+    except Exception as error:  # importing a module may raise anything
+        raise ConfigError(key, f"tool {name!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Tool)):
+        raise ConfigError(key, f"{name!r} is not a subclass of verl_profiling.tools.Tool")
+    return found

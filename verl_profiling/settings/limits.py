@@ -1,16 +1,24 @@
-"""Limits of what captures may take: the ``limits`` group of the configuration."""
+"""What captures may take, how long anybody waits for them, and how they get to a URL.
+
+The groups ``limits``, ``timeouts`` and ``remote`` of the configuration.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.settings.typed_values import Size, value_of
+from verl_profiling.settings.typed_values import Positive, Seconds, Size
 from verl_profiling.units import byte_size
 
-__all__ = ["Limits"]
+__all__ = ["Limits", "RemoteOptions", "Timeouts"]
 
 _GB = Size(1_000_000_000)
 
@@ -28,17 +36,8 @@ class Limits:
     """
 
     min_free_bytes: Size = _GB
-    keep_last: int | None = None
-    memory_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "min_free_bytes", value_of(Size, self.min_free_bytes, "min_free_bytes"))
-        for name, least in (("min_free_bytes", 0), ("keep_last", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(name, f"must be at least {least}, is {value}")
-        if not 0 < self.memory_share <= 1:
-            raise ConfigError("memory_share", f"must be greater than 0 and at most 1, is {self.memory_share}")
+    keep_last: Positive | None = None
+    memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
 
     def no_room(self, folder: Path) -> str:
         """Return why nothing can be written into a folder, which exists or will; empty if there is room."""
@@ -54,3 +53,44 @@ class Limits:
             f"{folder} has {byte_size(free)} of free space, less than "
             f"limits.min_free_bytes={byte_size(self.min_free_bytes)}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long the callback waits for workers, in seconds. A worker that needs longer is ``failed``.
+
+    Attributes:
+        start_s: Time for a capture to start.
+        stop_s: Time for a capture to stop, including the export of the trace.
+        finish_s: Time at the end of the run for workers that were too late to stop, and again for compression
+            in the background.
+    """
+
+    start_s: Seconds = 60.0
+    stop_s: Seconds = 600.0
+    finish_s: Seconds = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+    """What happens where ``save_path`` is a URL; elsewhere it is not used.
+
+    Attributes:
+        staging: Folder on each host in which files wait for their upload; ``None`` for one of this user's
+            in the system's temporary folder.
+        retry_s: How long the upload of a file is tried again, in seconds. What fails stays in ``staging``.
+    """
+
+    staging: str | None = None
+    retry_s: Seconds = 60.0
+
+    def __post_init__(self) -> None:
+        if self.staging is not None and not Path(self.staging).is_absolute():
+            raise ConfigError(
+                "staging", f"{self.staging!r} must be an absolute path: it is used on every host"
+            )
+
+    @property
+    def staging_folder(self) -> Path:
+        """The folder on this host."""
+        return Path(self.staging or f"{tempfile.gettempdir()}/verl-profiling-{os.getuid()}").absolute()

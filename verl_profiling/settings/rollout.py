@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.settings.typed_values import check_seconds
+from verl_profiling.settings.typed_values import NotNegative, Positive, Seconds
 
 __all__ = ["EngineStage", "RolloutOptions", "SGLangOptions"]
 
@@ -24,17 +24,12 @@ class SGLangOptions:
         start_step: Number of the first forward pass that is recorded, counted from the engine's start;
             a number that has passed means the next one. SGLang does not publish the current number.
         stages: The stages to record with ``rollout.by_stage``; ``None`` for both.
-        merge: Keep the file in which SGLang itself merges the ranks' traces, as
-            ``rollout0.sglang-merged.json.gz``. Slow; ``verl-profiling merge`` merges the whole step.
     """
 
-    start_step: int | None = None
+    start_step: Positive | None = None
     stages: tuple[EngineStage, ...] | None = None
-    merge: bool = False
 
     def __post_init__(self) -> None:
-        if self.start_step is not None and self.start_step < 1:
-            raise ConfigError("start_step", f"must be at least 1, is {self.start_step}")
         if self.stages is not None and not self.stages:
             raise ConfigError("stages", "is empty; leave it out to record both prefill and decode")
 
@@ -57,23 +52,15 @@ class RolloutOptions:
         sglang: Options that only SGLang has.
     """
 
-    start: int = 0
-    count: int | None = None
-    max_window_s: float | None = 30.0
+    start: NotNegative = 0
+    count: Positive | None = None
+    max_window_s: Seconds | None = 30.0
     by_stage: bool = False
-    stop_s: float = 300.0
+    stop_s: Seconds = 300.0
     requests: bool = True
     sglang: SGLangOptions = field(default_factory=SGLangOptions)
 
     def __post_init__(self) -> None:
-        if self.start < 0:
-            raise ConfigError("start", f"must not be negative, is {self.start}")
-        if self.count is not None and self.count < 1:
-            raise ConfigError("count", f"must be at least 1, is {self.count}; leave it out for no limit")
-        for name in ("max_window_s", "stop_s"):
-            value = getattr(self, name)
-            if value is not None:
-                check_seconds(name, value)
         if self.by_stage and self.count is None:
             raise ConfigError(
                 "by_stage", "needs rollout.count: how many iterations of prefill and of decode to record"

@@ -7,6 +7,7 @@ from enum import Enum
 from functools import cached_property
 
 from verl_profiling.errors import ConfigError
+from verl_profiling.settings.typed_values import NotNegative, Positive
 
 __all__ = ["Action", "Schedule", "StepRange"]
 
@@ -54,35 +55,22 @@ class Schedule:
         continuous: Consecutive captured steps form one capture.
     """
 
-    steps: tuple[int, ...] | None = None
-    every: int | None = None
-    first_step: int = 1
-    skip_first: int = 0
-    wait: int = 0
-    warmup: int = 0
-    active: int = 1
-    repeat: int = 0
+    steps: tuple[NotNegative, ...] | None = None
+    every: Positive | None = None
+    first_step: NotNegative = 1
+    skip_first: NotNegative = 0
+    wait: NotNegative = 0
+    warmup: NotNegative = 0
+    active: Positive = 1
+    repeat: NotNegative = 0
     continuous: bool = False
 
     def __post_init__(self) -> None:
         cycle = {"skip_first": 0, "wait": 0, "warmup": 0, "active": 1, "repeat": 0}
-        changed = [name for name, default in cycle.items() if getattr(self, name) != default]
-        if self.steps is not None:
-            if self.every is not None or changed:
-                other = "every" if self.every is not None else changed[0]
-                raise ConfigError("steps", f"excludes schedule.{other}; remove one of them")
-            if self.steps and min(self.steps) < 0:
-                raise ConfigError("steps", f"step {min(self.steps)} is negative")
-        if self.every is not None:
-            if changed:
-                raise ConfigError("every", f"excludes schedule.{changed[0]}; remove one of them")
-            if self.every < 1:
-                raise ConfigError("every", f"must be at least 1, not {self.every}")
-        for name in ("first_step", "skip_first", "wait", "warmup", "repeat"):
-            if getattr(self, name) < 0:
-                raise ConfigError(name, f"must not be negative, is {getattr(self, name)}")
-        if self.active < 1:
-            raise ConfigError("active", f"must be at least 1, not {self.active}")
+        ways = [name for name in ("steps", "every") if getattr(self, name) is not None]
+        ways += [name for name, default in cycle.items() if getattr(self, name) != default]
+        if len(ways) > 1 and ways[0] in ("steps", "every"):
+            raise ConfigError(ways[0], f"excludes schedule.{ways[1]}; remove one of them")
         if self.continuous and self.records_every_step:
             raise ConfigError(
                 "continuous", "would be one capture without an end; bound it with steps or repeat"

@@ -58,7 +58,6 @@ class TorchOptions:
             but ``AsyncProfilingCallback`` calls a local object on other threads.
         flops: Record estimated floating-point operations of matrix products and convolutions.
         mini_batches: Keep only a window of mini-batches; ``None`` for everything.
-        compression_level: isal gzip level, 0 (fastest) to 3 (smallest).
     """
 
     activities: tuple[Literal["cpu", "cuda", "xpu"], ...] | None = None
@@ -67,11 +66,8 @@ class TorchOptions:
     memory: bool = False
     flops: bool = False
     mini_batches: MiniBatchWindow | None = None
-    compression_level: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.compression_level <= 3:
-            raise ConfigError("compression_level", f"must be 0 to 3, is {self.compression_level}")
         if self.activities is not None and not self.activities:
             raise ConfigError("activities", "is empty; leave it out to record all that this machine has")
 
@@ -268,7 +264,6 @@ class _TorchRecording(Recording):
             part,
             final,
             expected,
-            self._options.compression_level,
             self._shown.values(),
             CUDA if self._on_accelerator and _uses_cuda() else "",
         )

@@ -25,6 +25,7 @@ CUDA = "cuda"
 """Kind of the devices that torch records by CUPTI or, for ROCm, by what stands in its place."""
 
 _CHUNK_BYTES = 4 << 20
+_LEVEL = 1  # isal's, from 0 (fastest) to 3 (smallest)
 _PHASE = b'"ph"'
 _SPAN = b'"ph": "X"'
 _OF_A_DEVICE = (b'"cat": "kernel"', b'"cat": "gpu_')
@@ -124,7 +125,6 @@ def output_of_raw_trace(
     part: Path,
     final: Path,
     expected: Artifact,
-    level: int,
     ranges: Iterable[str] = (),
     device: str = "",
 ) -> Output:
@@ -137,7 +137,6 @@ def output_of_raw_trace(
         part: The raw JSON file under its temporary name.
         final: Path of the compressed artifact, ending in ``.json.gz``.
         expected: The artifact as expected.
-        level: isal compression level, 0 (fastest) to 3.
         ranges: Names of user annotations that the profiler recorded as operators.
         device: Kind of the device that was in use and to be recorded; empty for none.
 
@@ -164,7 +163,7 @@ def output_of_raw_trace(
         )
     pending = msgspec.structs.replace(expected, status="pending")
     names = sorted(set(ranges))
-    return Output(pending, lambda: _compress(kept, final, pending, level, _annotations(names), device))
+    return Output(pending, lambda: _compress(kept, final, pending, _annotations(names), device))
 
 
 def _why_not_writable(folder: Path) -> str:
@@ -189,7 +188,6 @@ def _compress(
     raw: Path,
     final: Path,
     pending: Artifact,
-    level: int,
     annotations: re.Pattern[bytes] | None,
     device: str,
 ) -> Artifact:
@@ -199,7 +197,7 @@ def _compress(
     """
     part = final.with_name(f".{final.name}.part")
     try:
-        size, count = _copy_counting(raw, part, level, annotations, device)
+        size, count = _copy_counting(raw, part, annotations, device)
         if _size_inside(part) != size:
             raise OSError("the compressed file does not read back whole")
         part.replace(final)
@@ -222,11 +220,11 @@ def _compress(
 
 
 def _copy_counting(
-    raw: Path, part: Path, level: int, annotations: re.Pattern[bytes] | None, device: str
+    raw: Path, part: Path, annotations: re.Pattern[bytes] | None, device: str
 ) -> tuple[int, EventCount]:
     """Compress a file; return the size of its content, and what it holds."""
     size, count = 0, EventCount(device)
-    with raw.open("rb") as source, igzip.open(part, "wb", compresslevel=level) as target:
+    with raw.open("rb") as source, igzip.open(part, "wb", compresslevel=_LEVEL) as target:
         for piece in count.read(source):
             content = (
                 piece if annotations is None else annotations.sub(rb'"cat": "user_annotation",\1', piece)
