@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -158,75 +159,65 @@ def check_artifact(
     if path.is_dir():
         return _check_folder(name, path, limits)
     is_read = path.name.endswith((".json", ".json.gz", LOG_SUFFIX))
-    found = _check_file(name, path, limits) if is_read else _check_bytes(name, path, limits)
+    found = _check_file(name, path, limits, content=None if is_read else _bytes)
     if artifact.status in ("empty", "failed", "truncated") and found.fate in ("ok", artifact.status):
         return msgspec.structs.replace(found, fate=artifact.status, reason=artifact.reason or found.reason)
     return found
 
 
-def _check_file(name: str, path: Path, limits: Limits) -> Checked:
-    """Check a log of trajectories, or a trace."""
+_Content = tuple[Fate, str, int | None]
+"""What was found in a file, why it is not ``ok``, and the number of its events."""
+
+
+def _check_file(
+    name: str, path: Path, limits: Limits, content: Callable[[Path, Limits], _Content] | None = None
+) -> Checked:
+    """Check a log of trajectories, a trace, or what ``content`` reads."""
+    read = content or (_log if path.name.endswith(LOG_SUFFIX) else _trace)
     try:
         size = path.stat().st_size
+        fate, reason, events = read(path, limits) if size else ("empty", "0 bytes", None)
     except OSError as error:  # a link to nothing
         return Checked(path=name, fate="unreadable", reason=error.strerror or str(error))
-    if size == 0:
-        return Checked(path=name, fate="empty", reason="0 bytes")
-    check_content = _check_log if path.name.endswith(LOG_SUFFIX) else _check_trace
-    return msgspec.structs.replace(check_content(name, path, limits), bytes=size)
-
-
-def _check_log(name: str, path: Path, limits: Limits) -> Checked:
-    try:
-        log = read_log(path, limits.reached)
     except TraceFormatError as error:
-        return Checked(path=name, fate="unreadable", reason=error.problem)
+        return Checked(path=name, fate="unreadable", reason=error.problem, bytes=size)
+    return Checked(path=name, fate=fate, reason=reason, bytes=size, events=events)
+
+
+def _log(path: Path, limits: Limits) -> _Content:
+    log = read_log(path, limits.reached)
     records = len(log.trajectories) + len(log.spans) + len(log.lags)
     records += len(log.blocks) + len(log.fates) + len(log.counts)
-    fate: Fate = "unreadable" if log.damaged else "truncated" if log.cut else "ok" if records else "empty"
-    reason = "holds no records" if fate == "empty" else "; ".join(log.problems)
-    return Checked(path=name, fate=fate, reason=reason, events=records)
+    if log.damaged or log.cut:
+        return "unreadable" if log.damaged else "truncated", "; ".join(log.problems), records
+    return ("ok", "", records) if records else ("empty", "holds no records", 0)
 
 
-def _check_trace(name: str, path: Path, limits: Limits) -> Checked:
-    try:
-        trace = Trace(path, limits)
-        spans = timeless = 0
-        for events in trace.chunks():
-            spans += sum(event.ph != "M" for event in events)
-            timeless += sum(event.ts is None and event.ph == "X" for event in events)
-    except TraceFormatError as error:
-        return Checked(path=name, fate="unreadable", reason=error.problem)
+def _trace(path: Path, limits: Limits) -> _Content:
+    trace = Trace(path, limits)
+    spans = timeless = 0
+    for events in trace.chunks():
+        spans += sum(event.ph != "M" for event in events)
+        timeless += sum(event.ts is None and event.ph == "X" for event in events)
     if trace.warnings:
-        fate: Fate = "truncated" if trace.truncated else "unreadable"
-        return Checked(path=name, fate=fate, reason=str(trace.warnings[-1]), events=trace.events)
+        return "truncated" if trace.truncated else "unreadable", str(trace.warnings[-1]), trace.events
     if timeless:
-        reason = f"{timeless:,} events have no time"
-        return Checked(path=name, fate="unreadable", reason=reason, events=trace.events)
-    if spans == 0:
-        return Checked(path=name, fate="empty", reason="holds no events", events=0)
-    return Checked(path=name, fate="ok", events=trace.events)
+        return "unreadable", f"{timeless:,} events have no time", trace.events
+    return ("ok", "", trace.events) if spans else ("empty", "holds no events", 0)
 
 
-def _check_bytes(name: str, path: Path, limits: Limits) -> Checked:
-    """Check a file that is not a trace: it has content, and its compression is whole."""
+def _bytes(path: Path, limits: Limits) -> _Content:
+    """Read a file that is not a trace: it has content, and its compression is whole."""
     blocks = Blocks(path, limits)
-    try:
-        content = sum(len(block) for block in blocks)
-    except TraceFormatError as error:
-        return Checked(path=name, fate="unreadable", reason=error.problem)
-    size = path.stat().st_size
+    content = sum(len(block) for block in blocks)
     if blocks.damage:
-        return Checked(path=name, fate="truncated", reason=blocks.damage, bytes=size)
-    if not content:
-        return Checked(path=name, fate="empty", reason="holds no bytes")
-    return Checked(path=name, fate="ok", bytes=size)
+        return "truncated", blocks.damage, None
+    return ("ok", "", None) if content else ("empty", "holds no bytes", None)
 
 
 def _check_folder(name: str, path: Path, limits: Limits) -> Checked:
     """Check an artifact that is a folder: it has files, and its traces can be read."""
-    files = [file for file in path.rglob("*") if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     if not size:
         return Checked(path=name, fate="empty", reason="the folder holds no data")
     for trace in sorted(path.rglob("trace_view.json")):
