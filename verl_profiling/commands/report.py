@@ -19,10 +19,9 @@ from verl_profiling.report.columns import fitting_console
 from verl_profiling.report.files import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.run_page import RUN_PAGE, render_run, runs_of
+from verl_profiling.report.run_page import RUN_PAGE, how_to_capture, is_uncaptured, render_run, runs_of
 from verl_profiling.report.scalars import write_tensorboard
 from verl_profiling.report.terminal import print_report
-from verl_profiling.report.uncaptured import UncapturedRun, how_to_capture, is_uncaptured
 from verl_profiling.report.watch_frame import Pulse, WatchFrame
 from verl_profiling.report.watch_history import WatchHistory, watch_sentence
 from verl_profiling.run_files import naming, whole_file
@@ -88,7 +87,7 @@ def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone
     for run in runs:
         history, note = _watched(run), how_to_capture(run)
         if arguments.json:
-            print(msgspec.json.encode(UncapturedRun(run=str(run), note=note, watch=history)).decode())
+            print(msgspec.json.encode({"run": str(run), "note": note, "watch": history}).decode())
         else:
             pulse = Pulse(says="no step was captured", is_well=False)
             fitting_console(Console()).print(WatchFrame(run=run.resolve().name, pulse=pulse, steps=history))

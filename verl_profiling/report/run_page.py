@@ -2,40 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.html import page_title
 from verl_profiling.report.model import Report
 from verl_profiling.report.page.colours import stage_class
 from verl_profiling.report.page.document import document, figures_section
-from verl_profiling.report.page.tables import section, table
+from verl_profiling.report.page.tables import linked, section, table
 from verl_profiling.report.sentences import Figure
 from verl_profiling.report.sparkline import axis_top
 from verl_profiling.report.tables import Cell, named, timed
-from verl_profiling.report.trend import (
-    Change,
-    excess,
-    first_change,
-    slowest,
-    stage_seconds,
-    unaimed,
-)
-from verl_profiling.report.uncaptured import how_to_capture
+from verl_profiling.report.trend import excess, first_change, slowest, stage_seconds, unaimed
 from verl_profiling.report.watch_history import IN_NO_STAGE
-from verl_profiling.report.watch_picture import WatchPicture, watch_picture
+from verl_profiling.report.watch_picture import watch_picture
+from verl_profiling.run_files import read_run
+from verl_profiling.timeline.inputs import is_step, step_folders
 from verl_profiling.units import duration
 from verl_profiling.visible import visible
-from verl_profiling.watch_log import LoggedStep
+from verl_profiling.watch_log import LoggedStep, has_watch_log
 
-__all__ = ["RUN_PAGE", "render_run", "runs_of"]
+__all__ = ["RUN_PAGE", "how_to_capture", "is_uncaptured", "render_run", "runs_of"]
 
 RUN_PAGE = "index.html"
 _SCRIPTS = ("trend.js",)
+
+
+class _Captured(NamedTuple):
+    """A captured step, and the address of its page."""
+
+    report: Report
+    link: str
+
+    @property
+    def title(self) -> str:
+        return page_title(self.report)
+
+    @property
+    def cell(self) -> Cell:
+        return named(self.title, self.link)
 
 
 class _Ran(NamedTuple):
@@ -56,6 +68,27 @@ def runs_of(path: Path, folders: Iterable[Path]) -> dict[Path, list[int]]:
     return runs
 
 
+def is_uncaptured(path: Path) -> bool:
+    """Return whether a path is the folder of a run that has a log of its watch, and no step folder."""
+    return path.is_dir() and has_watch_log(path) and not (is_step(path) or step_folders(path))
+
+
+def how_to_capture(run: Path) -> str:
+    """Return that no step of a run was captured, and how one is."""
+    try:
+        info = read_run(run)
+    except TraceFormatError:
+        info = None
+    ask = f"`verl-profiling trigger {shlex.quote(str(run))}`"
+    if info is not None and info.end_ns is None and info.process.alive() is not False:
+        return f"No step was captured so far; {ask} asks the job for its next one."
+    over = ", and the job has ended" if info is not None else ""
+    return (
+        f"No step was captured{over}. schedule.steps names steps beforehand, watch.trigger has what becomes "
+        f"slow captured, and {ask} asks a job while it runs."
+    )
+
+
 def render_run(
     directory: Path, pages: Sequence[Path], reports: Sequence[Report], watched: Sequence[LoggedStep] = ()
 ) -> str:
@@ -67,58 +100,42 @@ def render_run(
         reports: Report of each captured step, in order; there may be none.
         watched: What the watch has logged of the run, in order of the steps.
     """
-    links = [quote(page.relative_to(directory).as_posix()) for page in pages]
-    count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"
-    by_step = {
-        report.step: link for report, link in zip(reports, links, strict=True) if report.step is not None
-    }
+    links = (quote(page.relative_to(directory).as_posix()) for page in pages)
+    steps = [_Captured(report, link) for report, link in zip(reports, links, strict=True)]
+    by_step = {step.report.step: step.link for step in steps if step.report.step is not None}
     history = watch_picture(directory, watched, by_step) if watched else None
     ran = [
         _Ran(f"Step {step.step}", by_step.get(step.step, ""), step.seconds, step.exposed_s)
         for step in watched
-    ] or [
-        _Ran(page_title(report), link, report.span_us / 1e6, stage_seconds(report))
-        for report, link in zip(reports, links, strict=True)
+    ] or [_Ran(s.title, s.link, s.report.span_us / 1e6, stage_seconds(s.report)) for s in steps]
+    content = figures_section(_figures(reports, ran)) if ran else ""
+    if steps:
+        content += f'<section id="findings" aria-label="What changed">{_story(steps, ran)}</section>'
+    else:
+        note = escape(visible(how_to_capture(directory)))
+        content += f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
+    content += history.picture() if history else ""
+    content += "".join(_tables(steps)) if steps else ""
+    content += history.table() if history else ""
+    bars = [
+        {
+            "name": step.title if step.report.step is None else str(step.report.step),
+            "link": step.link,
+            "stages": stage_seconds(step.report),
+            "lost": step.report.lost_s,
+        }
+        for step in steps
     ]
-    sections = "".join(
-        _sections(reports, links, ran, history) if reports else _uncaptured(directory, ran, history)
-    )
-    data = {**_data(reports, links), **(history.data() if history else {})}
+    data: dict[str, Any] = {
+        "steps": bars,
+        "stages": {name: stage_class(name) for step in steps for name in stage_seconds(step.report)},
+        "lost": {name: f"k-{name}" for step in steps for name in step.report.lost_s},
+        **(history.data() if history else {}),
+    }
     drawn = {"watch": data.get("watch", []), "stages": data["steps"], "lost": data["steps"]}
     data["axis"] = {kind: axis_top([sum(bar[kind].values()) for bar in bars]) for kind, bars in drawn.items()}
-    return document(visible(directory.resolve().name), count, sections, data, _SCRIPTS)
-
-
-def _sections(
-    reports: Sequence[Report], links: Sequence[str], ran: Sequence[_Ran], history: WatchPicture | None
-) -> Iterator[str]:
-    yield figures_section(_figures(reports, ran))
-    yield f'<section id="findings" aria-label="What changed">{_story(reports, links, ran)}</section>'
-    if history:
-        yield history.picture()
-    yield section("Stages of each step", '<div id="stages" class="trend"></div>')
-    note = f"{reports[0].whose.title()}-seconds that are idle or wait for other ranks, by cause."
-    if any(report.lost for report in reports):
-        yield section("Lost time of each step", '<div id="lost" class="trend"></div>', note)
-    yield section("Steps", table("Steps", *_steps(reports, links)))
-    for title, of, seconds in (
-        ("Stages by step", "", map(stage_seconds, reports)),
-        ("Lost time by step", note, (report.lost_s for report in reports)),
-    ):
-        yield section(title, _by_step(title, reports, links, seconds), of)
-    if history:
-        yield history.table()
-
-
-def _uncaptured(run: Path, ran: Sequence[_Ran], history: WatchPicture | None) -> Iterator[str]:
-    """Yield what there is of a run without a captured step."""
-    if ran:
-        yield figures_section(_figures([], ran))
-    note = escape(visible(how_to_capture(run)))
-    yield f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
-    if history:
-        yield history.picture()
-        yield history.table()
+    count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"
+    return document(visible(directory.resolve().name), count, content, data, _SCRIPTS)
 
 
 def _figures(reports: Sequence[Report], ran: Sequence[_Ran]) -> Iterator[Figure]:
@@ -133,10 +150,11 @@ def _figures(reports: Sequence[Report], ran: Sequence[_Ran]) -> Iterator[Figure]
         yield Figure(f"{whose} busy, median", f"{median(busy):.0%}", spread)
     lost = [sum(report.lost_s.values()) for report in alike]
     if any(lost):
-        causes = [report.lost_s for report in alike]
-        total = {name: sum(row.get(name, 0.0) for row in causes) for row in causes for name in row}
-        most = max(total, key=lambda name: total[name])
-        line = f"{total[most] / sum(lost):.0%} {most.replace('_', ' ')}"
+        total = Counter[str]()
+        for report in alike:
+            total.update(report.lost_s)
+        ((most, seconds),) = total.most_common(1)
+        line = f"{seconds / sum(lost):.0%} {most.replace('_', ' ')}"
         yield Figure("Lost, median", alike[0].lane_seconds(median(lost)), line, f"k-{most}")
     index = slowest(took)
     over = took[index] - median(took)
@@ -146,94 +164,71 @@ def _figures(reports: Sequence[Report], ran: Sequence[_Ran]) -> Iterator[Figure]
     yield Figure("Slowest", ran[index].title, line)
 
 
-def _story(reports: Sequence[Report], links: Sequence[str], ran: Sequence[_Ran]) -> str:
-    alike = unaimed(reports)
-    change = first_change([reports[index] for index in alike])
-    if change is None:
-        first = "No stage and no cause of lost time left its range."
-        if len(alike) < 3:
-            first = "What changed is said of three captured steps or more."
-    else:
-        changed = alike[change.index]
-        first = _changed(change, reports[changed], _anchor(page_title(reports[changed]), links[changed]))
-    if apart := len(reports) - len(alike):
+def _story(steps: Sequence[_Captured], ran: Sequence[_Ran]) -> str:
+    """Return what changed first, and what the slowest step has over the median."""
+    alike = [steps[index] for index in unaimed([step.report for step in steps])]
+    said = "No stage and no cause of lost time left its range."
+    if len(alike) < 3:
+        said = "What changed is said of three captured steps or more."
+    if change := first_change([step.report for step in alike]):
+        in_step, of_cause = alike[change.index], change.kind == "cause"
+        unit = in_step.report.lane_seconds if of_cause else duration
+        what = f"lost time, {change.name.replace('_', ' ')}" if of_cause else change.name
+        said = (
+            f"Changed first: <bdi>{escape(what)}</bdi> in {linked(in_step.cell)}, {unit(change.seconds)} "
+            f"(median of {change.steps_before} before: {unit(change.before)})."
+        )
+    if apart := len(steps) - len(alike):
         captures = f"{apart} captures that were" if apart > 1 else "one capture that was"
-        first += f" Left out, because what was recorded may differ: {captures} asked for."
+        said += f" Left out, because what was recorded may differ: {captures} asked for."
     index = slowest([step.seconds for step in ran])
     found = excess([step.stages for step in ran], index) if len(ran) > 1 else None
-    second = ""
     if found:
         name, seconds = found
-        second = (
-            f"<p>Slowest: {_anchor(ran[index].title, ran[index].link)}; most of what it has over the median "
-            f"is in <bdi>{escape(visible(name) or IN_NO_STAGE)}</bdi> ({duration(seconds, signed=True)}).</p>"
+        step = linked(named(ran[index].title, ran[index].link))
+        said += (
+            f"</p><p>Slowest: {step}; most of what it has over the median is in "
+            f"<bdi>{escape(visible(name) or IN_NO_STAGE)}</bdi> ({duration(seconds, signed=True)})."
         )
-    return f"<p>{first}</p>{second}"
+    return f"<p>{said}</p>"
 
 
-def _changed(change: Change, report: Report, link: str) -> str:
-    what, took, before = change.name, duration(change.seconds), duration(change.before)
-    if change.kind == "cause":
-        what = f"lost time, {change.name.replace('_', ' ')}"
-        took, before = report.lane_seconds(change.seconds), report.lane_seconds(change.before)
-    return (
-        f"Changed first: <bdi>{escape(what)}</bdi> in {link}, {took} "
-        f"(median of {change.steps_before} before: {before})."
+def _tables(steps: Sequence[_Captured]) -> Iterator[str]:
+    whose = steps[0].report.whose
+    note = f"{whose.title()}-seconds that are idle or wait for other ranks, by cause."
+    yield section("Stages of each step", '<div id="stages" class="trend"></div>')
+    if any(step.report.lost for step in steps):
+        yield section("Lost time of each step", '<div id="lost" class="trend"></div>', note)
+    headings = (
+        "step",
+        "took",
+        "busy",
+        f"lost {whose}-seconds",
+        "most lost by",
+        "slowest stage",
+        "first finding",
     )
-
-
-def _anchor(title: str, link: str) -> str:
-    shown = f"<bdi>{escape(title)}</bdi>"
-    return f'<a href="{escape(link)}">{shown}</a>' if link else shown
-
-
-def _steps(reports: Sequence[Report], links: Sequence[str]) -> tuple[tuple[str, ...], list[list[Cell]]]:
-    lost_unit = f"lost {reports[0].whose}-seconds"
-    headings = ("step", "took", "busy", lost_unit, "most lost by", "slowest stage", "first finding")
     rows = []
-    for report, link in zip(reports, links, strict=True):
-        lost, stages, busy = report.lost_s, stage_seconds(report), report.working_share
-        cause = max(lost, key=lambda name: lost[name], default="")
-        stage = max(stages, key=lambda name: stages[name], default="")
-        rows.append(
-            [
-                named(page_title(report), link),
-                timed(report.span_us / 1e6),
-                Cell(busy, "" if busy is None else f"{busy:.1%}"),
-                timed(sum(lost.values())),
-                named(cause.replace("_", " ")),
-                named(stage),
-                named(report.findings[0].text, link) if report.findings else named(""),
-            ]
-        )
-    return headings, rows
+    for step in steps:
+        report, lost, stages = step.report, step.report.lost_s, stage_seconds(step.report)
+        busy = report.working_share
+        row = [step.cell, timed(report.span_us / 1e6), Cell(busy, "" if busy is None else f"{busy:.1%}")]
+        row.append(timed(sum(lost.values())))
+        row.append(named(max(lost, key=lambda name: lost[name], default="").replace("_", " ")))
+        row.append(named(max(stages, key=lambda name: stages[name], default="")))
+        row.append(named(report.findings[0].text, step.link) if report.findings else named(""))
+        rows.append(row)
+    yield section("Steps", table("Steps", headings, rows))
+    yield _by_step("Stages by step", steps, [stage_seconds(step.report) for step in steps])
+    yield _by_step("Lost time by step", steps, [step.report.lost_s for step in steps], note)
 
 
 def _by_step(
-    title: str, reports: Sequence[Report], links: Sequence[str], times: Iterable[dict[str, float]]
+    title: str, steps: Sequence[_Captured], times: Sequence[Mapping[str, float]], note: str = ""
 ) -> str:
     """Return a table with a row for each step and a column for each name."""
-    found = list(times)
-    names = list(dict.fromkeys(name for row in found for name in row))
+    names = list(dict.fromkeys(name for row in times for name in row))
     rows = [
-        [named(page_title(report), link), *(timed(row.get(name)) for name in names)]
-        for report, link, row in zip(reports, links, found, strict=True)
+        [step.cell, *(timed(row.get(name)) for name in names)] for step, row in zip(steps, times, strict=True)
     ]
-    return table(title, ("step", *names), rows) if names else ""
-
-
-def _data(reports: Sequence[Report], links: Sequence[str]) -> dict[str, Any]:
-    stages, causes = list(map(stage_seconds, reports)), [report.lost_s for report in reports]
-    return {
-        "steps": [
-            {
-                "name": str(report.step) if report.step is not None else page_title(report),
-                "link": link,
-                "stages": stages[index],
-                "lost": causes[index],
-            }
-            for index, (report, link) in enumerate(zip(reports, links, strict=True))
-        ],
-        "stages": {name: stage_class(name) for row in stages for name in row},
-        "lost": {name: f"k-{name}" for row in causes for name in row},
-    }
+    return section(title, table(title, ("step", *names), rows if names else []), note)

@@ -7,7 +7,7 @@ from html import escape
 
 from verl_profiling.report.tables import Cell
 
-__all__ = ["section", "stacked", "table"]
+__all__ = ["linked", "section", "stacked", "table"]
 
 _TOP = 10
 _LONGEST_NAME = 64
@@ -68,12 +68,17 @@ def _cells(row: Sequence[Cell], key: str) -> Iterable[str]:
         if value is None:
             yield '<td class="n" data-v="-1">&ndash;</td>'
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f'<td class="n" data-v="{value:g}">{mark}{_linked(escape(text), link)}</td>'
+            yield f'<td class="n" data-v="{value:g}">{mark}{_anchor(escape(text), link)}</td>'
         else:
-            yield f"<td>{mark}{_linked(_name(text), link)}</td>"
+            yield f"<td>{mark}{_anchor(_name(text), link)}</td>"
 
 
-def _linked(shown: str, address: str) -> str:
+def linked(cell: Cell) -> str:
+    """Return a name, as a link where it leads somewhere."""
+    return _anchor(_name(cell.text), cell.link)
+
+
+def _anchor(shown: str, address: str) -> str:
     return f'<a href="{escape(address)}">{shown}</a>' if address else shown
 
 
