@@ -1,4 +1,4 @@
-"""Which device a process computes on, so that processes that share one can be told.
+"""Which device a process computes on, and what may keep torch from recording its kernels.
 
 Nothing here starts a device: a process that has not used one says so.
 """
@@ -11,13 +11,27 @@ import re
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
 
-__all__ = ["Device", "engine_devices", "given_devices", "used_devices"]
+__all__ = [
+    "NO_INJECTION",
+    "VARIABLE",
+    "Device",
+    "engine_devices",
+    "given_devices",
+    "injected_cupti",
+    "lost_kernels",
+    "used_devices",
+]
 
 logger = logging.getLogger(__name__)
+
+VARIABLE = "NVTX_INJECTION64_PATH"
+NO_INJECTION = "/nonexistent/verl-profiling-no-nvtx-injection.so"
+"""A value that is set, so that no start-up hook fills it in, and that NVTX cannot load."""
 
 _VARIABLES = {
     "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
@@ -123,3 +137,26 @@ def _device(kind: str, index: int, id: str) -> Device:
 def _uuid(text: str) -> str:
     found = _UUID.fullmatch(text.strip().lower())
     return found[1] if found else ""
+
+
+def injected_cupti() -> str:
+    """Return what is wrong with this process's environment, and the remedy; empty if nothing is.
+
+    CUPTI serves one subscriber in a process. Some images point NVTX at libcupti, which then subscribes at
+    the first NVTX range; torch's profiler comes later, is refused, and records the host alone.
+    """
+    path = os.environ.get(VARIABLE, "")
+    if "cupti" not in PurePath(path).name.lower():
+        return ""
+    return (
+        f"{VARIABLE}={path} has NVTX take CUPTI, which serves one subscriber, and torch then records no "
+        f"kernels; set {VARIABLE}={NO_INJECTION} where workers are started"
+    )
+
+
+def lost_kernels() -> str:
+    """Return what may have kept torch from recording a device, as far as this process can see."""
+    return injected_cupti() or (
+        "another profiler may hold CUPTI (Nsight Systems, a monitor of the node, an NVTX library named by "
+        f"{VARIABLE}), or nothing ran there"
+    )

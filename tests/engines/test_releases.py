@@ -19,15 +19,16 @@ import pytest
 from verl_profiling.engines.sglang import _TRACE
 from verl_profiling.engines.vllm import _RANK
 from verl_profiling.engines.vllm_start import (
-    cuda_settings,
-    cuda_variables,
     profiler_settings,
     profiler_variables,
 )
 from verl_profiling.settings.rollout import RolloutOptions
-from verl_profiling.tools.torch_profiler import TorchOptions
+from verl_profiling.tools.nsys import NsysOptions, NsysTool
+from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 pytestmark = pytest.mark.releases
+
+TORCH, NSYS = TorchTool(TorchOptions()), NsysTool(NsysOptions())
 
 VLLM = [
     "0.8.5.post2",
@@ -149,7 +150,7 @@ def test_vllm_can_be_configured(release: Release) -> None:
     spool = Path("/spool")
     if release.has("vllm/config/profiler.py"):
         known = release.fields(release.text("vllm/config/profiler.py"), "ProfilerConfig")
-        assert set(profiler_settings(TorchOptions(), RolloutOptions(), spool)) <= known
+        assert set(profiler_settings(TORCH, RolloutOptions(), spool)) <= known
         assert "profiler_config" in release.fields(release.text("vllm/engine/arg_utils.py"), "EngineArgs")
         assert "profiler_config" in release.parameters(
             release.text("vllm/entrypoints/llm.py"), "__init__", "LLM"
@@ -157,7 +158,7 @@ def test_vllm_can_be_configured(release: Release) -> None:
     else:
         text = release.text("vllm/envs.py")
         known = set(re.findall(r'"(VLLM_\w*PROFILER\w*)":', text))
-        ours = profiler_variables(TorchOptions(), RolloutOptions(), spool)
+        ours = profiler_variables(TORCH, RolloutOptions(), spool)
         assert known <= set(ours), "a variable that the adapter leaves at its default"
         assert "VLLM_TORCH_PROFILER_DIR" in known
         assert ("VLLM_PROFILER_MAX_ITERS" in known) == ("VLLM_PROFILER_DELAY_ITERS" in known)
@@ -168,13 +169,17 @@ def test_vllm_opens_ranges_of_nsight_systems(release: Release) -> None:
     """From 0.11 on: what `engine_args` sets exists, and makes a worker call the CUDA profiler."""
     if release.has("vllm/config/profiler.py"):
         text = release.text("vllm/config/profiler.py")
-        assert set(cuda_settings(RolloutOptions())) <= release.fields(text, "ProfilerConfig")
+        assert set(profiler_settings(NSYS, RolloutOptions(), Path("/spool"))) <= release.fields(
+            text, "ProfilerConfig"
+        )
         assert re.search(r'ProfilerKind = Literal\[.*"cuda"', text)
     elif "VLLM_TORCH_CUDA_PROFILE" not in release.text("vllm/envs.py"):
         pytest.skip("this release has no such mode; the adapter refuses nsys")
     else:
         known = set(re.findall(r'"(VLLM_\w*PROFIL\w*)":', release.text("vllm/envs.py")))
-        assert {"VLLM_TORCH_CUDA_PROFILE"} <= known & set(cuda_variables(RolloutOptions()))
+        assert {"VLLM_TORCH_CUDA_PROFILE"} <= known & set(
+            profiler_variables(NSYS, RolloutOptions(), Path("/spool"))
+        )
     wrapper = release.find(r"class CudaProfilerWrapper", "vllm/profiler/")
     assert "self._cuda_profiler.start()" in wrapper
     assert "self._cuda_profiler.stop()" in wrapper

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from step_folders import build_step
 
+from verl_profiling.devices import VARIABLE
 from verl_profiling.engines.recording import output_of
 from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult
 from verl_profiling.report.build import build_report
@@ -19,7 +20,6 @@ from verl_profiling.report.check import check
 from verl_profiling.report.model import Report
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.tools.nvtx_injection import VARIABLE
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.tools.trace_file import output_of_raw_trace
 

@@ -36,7 +36,6 @@ def test_it_records_beside_others(others: list[str]) -> None:
     ("options", "problem"),
     [
         ({"max_entries": 0}, "must be at least 1"),
-        ({"stacks": "c++"}, "choose from: python, all"),
         ({"steps": 0}, "steps: must be at least 1, is 0"),
         ({"oom_folder": "here", "on_oom": False}, "set on_oom=true"),
     ],
@@ -47,15 +46,14 @@ def test_a_wrong_option_is_named(options: dict[str, Any], problem: str) -> None:
         ProfilingConfig.from_any(settings(tool="torch_memory", tools={"torch_memory": options}))
 
 
-@pytest.mark.parametrize("frees", [False, True])
-def test_torch_takes_what_we_pass(frees: bool) -> None:
+def test_torch_takes_what_we_pass() -> None:
     """The arguments of the private function that starts a history exist in this torch, with these values."""
-    options = TorchMemoryOptions(frees=frees)
+    options = TorchMemoryOptions()
     signature = inspect.signature(torch.cuda.memory._record_memory_history)
     bound = signature.bind(
         enabled="all",
-        context="all" if options.frees else "alloc",
-        stacks=options.stacks,
+        context="alloc",
+        stacks="python",
         max_entries=options.max_entries,
     )
     bound.apply_defaults()

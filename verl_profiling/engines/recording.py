@@ -54,7 +54,6 @@ class TraceRecording:
         self.notes: list[str] = []
         self._engine = engine
         self._tool = tool
-        self._name = identity.name
         self._request = request
         self._traces = [EngineTrace(rank, part) for rank in ranks for part in engine.stages]
         self.expected = [

@@ -36,7 +36,10 @@ __all__ = ["HTTPCalls", "ManagerCalls", "SGLangAdapter", "check_sglang", "manage
 
 _TIMEOUT_S = 30.0
 _INSTALL = "install sglang>=0.5.3"
-_SERVER_ARGS = ("tp_size", "pp_size", "dp_size", "enable_dp_attention", "device")
+_SERVER_ARGS = (
+    *("tp_size", "pp_size", "dp_size", "enable_dp_attention", "device"),
+    *("nnodes", "base_gpu_id", "gpu_id_step"),
+)
 
 _ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU", "npu": "GPU"}
 _STAGES: dict[str, EngineStage] = {"EXTEND": "prefill", "DECODE": "decode"}

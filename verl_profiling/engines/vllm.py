@@ -26,7 +26,6 @@ from verl_profiling.engines.vllm_start import (
     CUDA_VARIABLE,
     DIR_VARIABLE,
     first_iteration,
-    recorded_options,
     recording_window,
     version,
 )
@@ -85,12 +84,11 @@ class VLLMAdapter(EngineAdapter):
         self._takes_window = "max_iterations" in parameters and not self._on_npu
         configured = getattr(vllm_config, "profiler_config", None)
         self.window = recording_window(config.rollout, tool)
+        self._delay = first_iteration(self.window, tool)
         if isinstance(tool, NsysTool):
-            self._delay = 0
             self._check_configured(configured, "cuda", CUDA_VARIABLE)
             self.spool = new_spool(config.local_folder)
         else:
-            self._delay = first_iteration(self.window, recorded_options(tool).stack)
             self._check_configured(configured, "torch", DIR_VARIABLE)
             folder = os.environ[DIR_VARIABLE] if configured is None else configured.torch_profiler_dir
             self.spool = Path(folder).expanduser().absolute()

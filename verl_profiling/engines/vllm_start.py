@@ -31,12 +31,9 @@ __all__ = [
     "CUDA_VARIABLE",
     "DIR_VARIABLE",
     "check_vllm",
-    "cuda_settings",
-    "cuda_variables",
     "first_iteration",
     "profiler_settings",
     "profiler_variables",
-    "recorded_options",
     "recording_window",
     "version",
     "vllm_engine_args",
@@ -66,24 +63,29 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
     if find_spec("vllm") is None:
         raise ToolUnavailableError("engine_args: vLLM is not installed; pip install 'verl-profiling[vllm]'")
     window = recording_window(config.rollout, tool)
-    if isinstance(tool, NsysTool):
-        return _cuda_engine_args(window, role)
     if isinstance(tool, NpuTool):
         check_vllm_ascend()
-    options = recorded_options(tool)
     spool = new_spool(config.local_folder)
+    chosen = isinstance(tool, TorchTool) and tool.options.activities is not None
+    all_recorded = f"vLLM {version()} records all that there is"
     if find_spec("vllm.config.profiler") is None:
-        if options.activities is not None:
-            refuse_option(role, "activities", "null", f"vLLM {version()} records all that there is")
         known = _variables()
-        variables = profiler_variables(options, window, spool)
+        if chosen:
+            refuse_option(role, "activities", "null", all_recorded)
+        if isinstance(tool, NsysTool) and CUDA_VARIABLE not in known:
+            raise ConfigError(
+                f"roles.{role}.tool",
+                f"vLLM {version()} has no mode for nsys; install vllm>=0.12, or set it to torch or spans",
+            )
+        variables = profiler_variables(tool, window, spool)
         os.environ.update({name: value for name, value in variables.items() if name in known})
         return {}
     from vllm.config import ProfilerConfig
 
-    if options.activities is not None and "torch_profiler_activities" not in _fields(ProfilerConfig):
-        refuse_option(role, "activities", "null", f"vLLM {version()} records all that there is")
-    return {"profiler_config": ProfilerConfig(**profiler_settings(options, window, spool))}
+    fields = {field.name for field in dataclasses.fields(ProfilerConfig)}
+    if chosen and "torch_profiler_activities" not in fields:
+        refuse_option(role, "activities", "null", all_recorded)
+    return {"profiler_config": ProfilerConfig(**profiler_settings(tool, window, spool))}
 
 
 def recorded_options(tool: TorchTool | NpuTool) -> TorchOptions:
@@ -96,40 +98,18 @@ def recorded_options(tool: TorchTool | NpuTool) -> TorchOptions:
     return TorchOptions(stack=tool.options.modules, memory=tool.options.memory)
 
 
-def _cuda_engine_args(window: RolloutOptions, role: str) -> dict[str, Any]:
-    """Make the engine open ranges of Nsight Systems: ``cudaProfilerStart`` in each of its workers."""
-    if find_spec("vllm.config.profiler") is None:
-        known = _variables()
-        if CUDA_VARIABLE not in known:
-            raise ConfigError(
-                f"roles.{role}.tool",
-                f"vLLM {version()} has no mode for nsys; install vllm>=0.12, or set it to torch or spans",
-            )
-        variables = cuda_variables(window)
-        os.environ.update({name: value for name, value in variables.items() if name in known})
-        return {}
-    from vllm.config import ProfilerConfig
-
-    return {"profiler_config": ProfilerConfig(**cuda_settings(window))}
-
-
-def cuda_settings(window: RolloutOptions) -> dict[str, Any]:
-    """Return the fields of ``ProfilerConfig`` for Nsight Systems, from vLLM 0.13 on."""
-    return {"profiler": "cuda", "delay_iterations": 0, "max_iterations": window.count or 0}
-
-
-def cuda_variables(window: RolloutOptions) -> dict[str, str]:
-    """Return the environment variables for Nsight Systems, before vLLM 0.13."""
-    return {
-        CUDA_VARIABLE: "1",
-        "VLLM_PROFILER_DELAY_ITERS": "0",
-        "VLLM_PROFILER_MAX_ITERS": str(window.count or 0),
-    }
-
-
-def profiler_settings(options: TorchOptions, window: RolloutOptions, spool: Path) -> dict[str, Any]:
+def profiler_settings(tool: EngineTool, window: RolloutOptions, spool: Path) -> dict[str, Any]:
     """Return the fields of ``ProfilerConfig``, which configures the profiler from vLLM 0.13 on."""
     settings: dict[str, Any] = {
+        "delay_iterations": first_iteration(window, tool),
+        "max_iterations": window.count or 0,
+    }
+    if isinstance(tool, NsysTool):
+        return {"profiler": "cuda", **settings}
+    options = recorded_options(tool)
+    if options.activities is not None:
+        settings["torch_profiler_activities"] = [_ACTIVITIES[name] for name in options.activities]
+    return {
         "profiler": "torch",
         "torch_profiler_dir": str(spool),
         "torch_profiler_with_stack": options.stack,
@@ -141,17 +121,20 @@ def profiler_settings(options: TorchOptions, window: RolloutOptions, spool: Path
         "torch_profiler_dump_cuda_time_total": False,
         # The front end runs in this process, which the session may be recording.
         "ignore_frontend": True,
-        "delay_iterations": first_iteration(window, options.stack),
-        "max_iterations": window.count or 0,
+        **settings,
     }
-    if options.activities is not None:
-        settings["torch_profiler_activities"] = [_ACTIVITIES[name] for name in options.activities]
-    return settings
 
 
-def profiler_variables(options: TorchOptions, window: RolloutOptions, spool: Path) -> dict[str, str]:
+def profiler_variables(tool: EngineTool, window: RolloutOptions, spool: Path) -> dict[str, str]:
     """Return the environment variables that configure the profiler before vLLM 0.13."""
     switches = {
+        "VLLM_PROFILER_DELAY_ITERS": first_iteration(window, tool),
+        "VLLM_PROFILER_MAX_ITERS": window.count or 0,
+    }
+    if isinstance(tool, NsysTool):
+        return {name: str(value) for name, value in {CUDA_VARIABLE: 1, **switches}.items()}
+    options = recorded_options(tool)
+    switches |= {
         "VLLM_TORCH_PROFILER_WITH_STACK": options.stack,
         "VLLM_TORCH_PROFILER_RECORD_SHAPES": options.shapes,
         "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY": options.memory,
@@ -159,15 +142,17 @@ def profiler_variables(options: TorchOptions, window: RolloutOptions, spool: Pat
         "VLLM_TORCH_PROFILER_USE_GZIP": False,
         "VLLM_TORCH_PROFILER_DUMP_CUDA_TIME_TOTAL": False,
         "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM": True,
-        "VLLM_PROFILER_DELAY_ITERS": first_iteration(window, options.stack),
-        "VLLM_PROFILER_MAX_ITERS": window.count or 0,
     }
     return {DIR_VARIABLE: str(spool), **{name: str(int(value)) for name, value in switches.items()}}
 
 
-def first_iteration(window: RolloutOptions, stack: bool) -> int:
+def first_iteration(window: RolloutOptions, tool: EngineTool) -> int:
     """Return vLLM's ``delay_iterations``: the number of the first recorded iteration, 0 for at once."""
-    return window.start + 1 if window.start or stack else 0
+    return window.start + 1 if window.start or _with_stacks(tool) else 0
+
+
+def _with_stacks(tool: EngineTool) -> bool:
+    return not isinstance(tool, NsysTool) and recorded_options(tool).stack
 
 
 def check_vllm(tool: EngineTool, window: RolloutOptions) -> None:
@@ -194,7 +179,7 @@ def recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOption
     Raises:
         ConfigError: The installed vLLM cannot record that window, or might open no range.
     """
-    stack = not isinstance(tool, NsysTool) and recorded_options(tool).stack
+    stack = _with_stacks(tool)
     check_vllm(tool, rollout)
     engine, newer, counts = f"vLLM {version()}", "vllm>=0.12", _counts_iterations()
     if isinstance(tool, NpuTool) and (why := why_not_counted()):
@@ -224,10 +209,6 @@ def _variables() -> set[str]:
     from vllm import envs
 
     return set(envs.environment_variables)
-
-
-def _fields(kind: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)}
 
 
 def version() -> str:

@@ -7,6 +7,7 @@ needs locks.
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,16 @@ from typing import Any, ClassVar, NamedTuple
 from verl_profiling.identity import artifact_name
 from verl_profiling.manifest import Artifact, expected_artifact
 
-__all__ = ["Destination", "Marks", "NoOptions", "Output", "Recording", "Tool"]
+__all__ = [
+    "Destination",
+    "Marks",
+    "NoOptions",
+    "Output",
+    "Recording",
+    "Tool",
+    "folder_bytes",
+    "remove_folder",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,3 +180,17 @@ class Tool(ABC):
             ToolUnavailableError: The tool cannot work here.
             CaptureStateError: Something else records this process already.
         """
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the size of all files in a folder, in bytes."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove an artifact, and the step folder if that leaves it empty."""
+    shutil.rmtree(folder)
+    try:
+        folder.parent.rmdir()
+    except OSError:
+        pass  # something else is in the step folder

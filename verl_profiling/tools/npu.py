@@ -14,8 +14,7 @@ import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
-from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
-from verl_profiling.tools.folder import folder_bytes, remove_folder
+from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, folder_bytes, remove_folder
 from verl_profiling.tools.npu_analysis import analysed, has_data
 from verl_profiling.tools.torch_profiler import MiniBatchWindow
 

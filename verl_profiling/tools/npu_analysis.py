@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.manifest import Artifact
-from verl_profiling.tools.folder import folder_bytes
+from verl_profiling.tools.base import folder_bytes
 
 __all__ = ["analysed", "has_data"]
 

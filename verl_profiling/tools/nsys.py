@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -56,18 +56,13 @@ class NsysOptions:
 
     Attributes:
         trace: APIs that are traced.
-        cuda_graph: Record a CUDA graph as one entry, or as one per node (costly).
-        cuda_memory: Trace the use of device memory.
-        sampling: Sample CPU stacks.
         ranges: Number of ranges that a process will open; by default computed from the schedule and
             the selected stages.
-        arguments: Further arguments of ``nsys profile``: ``{"gpu-metrics-devices": "all"}``.
+        arguments: Further arguments of ``nsys profile``, and other values for those that the tool sets:
+            ``{"gpu-metrics-devices": "all", "cuda-graph-trace": "node", "sample": "process-tree"}``.
     """
 
     trace: tuple[str, ...] = ("cuda", "nvtx", "cublas")
-    cuda_graph: Literal["graph", "node"] = "graph"
-    cuda_memory: bool = False
-    sampling: bool = False
     ranges: int | None = None
     arguments: dict[str, str] = field(default_factory=dict)
 
@@ -325,9 +320,8 @@ def nsys_runtime_env(
         "nsight": {
             "t": ",".join(options.trace),
             "o": _shell_safe(f"{output}.%p"),
-            "cuda-graph-trace": options.cuda_graph,
-            "cuda-memory-usage": str(options.cuda_memory).lower(),
-            "sample": "process-tree" if options.sampling else "none",
+            "cuda-graph-trace": "graph",
+            "sample": "none",
             "capture-range": "cudaProfilerApi",
             "capture-range-end": f"repeat-shutdown:{ranges}",
             "kill": "none",

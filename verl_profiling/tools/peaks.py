@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from verl_profiling.tools.base import Marks
+
 __all__ = ["StagePeaks", "process_peak_bytes", "take_host_peak"]
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -27,21 +29,26 @@ class StagePeaks:
 
     def __init__(self, take: Callable[[], Mapping[str, int]]) -> None:
         self._take = take
-        self._open: list[_Open] = []
+        self._open: list[tuple[str, dict[str, int]]] = []
         self._peaks: dict[str, float] = {}
 
-    def begin(self, name: str) -> None:
+    @property
+    def marks(self) -> Marks:
+        """Has a recording's stages measured."""
+        return Marks(self.begin, self.end)
+
+    def begin(self, name: str) -> str:
         """Note that a stage begins."""
         self._fold()
-        self._open.append(_Open(name))
+        self._open.append((name, {}))
+        return name
 
     def end(self, name: str) -> None:
         """Note that a stage ends; of several runs the highest peaks are kept."""
         self._fold()
-        for stage in reversed(self._open):
-            if stage.name == name:
-                self._open.remove(stage)
-                for what, peak in stage.peaks.items():
+        for place in range(len(self._open) - 1, -1, -1):
+            if self._open[place][0] == name:
+                for what, peak in self._open.pop(place)[1].items():
                     key = f"stage/{name}/{what}"
                     self._peaks[key] = max(self._peaks.get(key, 0.0), float(peak))
                 return
@@ -52,14 +59,8 @@ class StagePeaks:
 
     def _fold(self) -> None:
         for what, peak in self._take().items():
-            for stage in self._open:
-                stage.peaks[what] = max(stage.peaks.get(what, 0), peak)
-
-
-class _Open:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.peaks: dict[str, int] = {}
+            for _, peaks in self._open:
+                peaks[what] = max(peaks.get(what, 0), peak)
 
 
 def process_peak_bytes() -> int:

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.tools.base import Destination, Output, Recording, Tool
-from verl_profiling.tools.folder import folder_bytes, remove_folder
+from verl_profiling.tools.base import Destination, Output, Recording, Tool, folder_bytes, remove_folder
 
 __all__ = ["PrecisionOptions", "PrecisionTool", "watch_model"]
 
@@ -100,7 +99,7 @@ class PrecisionTool(Tool):
         """Start recording into the folder of this destination."""
         self.prepare()
         model = None if self.options.level == "L1" else _watched(destination.lane)
-        debugger = _debugger.get(self.options, destination.lane)
+        debugger = _debugger(self.options, destination.lane)
         recording = _PrecisionRecording(debugger, destination)
         recording.start(model)
         return recording
@@ -160,40 +159,36 @@ class _PrecisionRecording(Recording):
             service.api_register.restore_all_api()
 
 
-class _Debugger:
-    """The debugger of this process, if this tool made it, and the options it was made with."""
+_made: tuple[Any, PrecisionOptions] | None = None
+"""The debugger of this process, if this tool made it, and the options it was made with."""
 
-    def __init__(self) -> None:
-        self._made: tuple[Any, PrecisionOptions] | None = None
 
-    def get(self, options: PrecisionOptions, lane: str) -> Any:
-        """Return the debugger, which the first call creates.
+def _debugger(options: PrecisionOptions, lane: str) -> Any:
+    """Return the debugger, which the first call creates.
 
-        Raises:
-            CaptureStateError: The application has one already, or it was made with other options.
-        """
-        from msprobe.pytorch import PrecisionDebugger
+    Raises:
+        CaptureStateError: The application has one already, or it was made with other options.
+    """
+    global _made
+    from msprobe.pytorch import PrecisionDebugger
 
-        if self._made is None:
-            if PrecisionDebugger._instance is not None:
-                raise CaptureStateError(
-                    f"{lane}: the application has a PrecisionDebugger of its own, and a process has one; "
-                    "remove that one, or leave precision out of tool"
-                )
-            with tempfile.TemporaryDirectory() as folder:
-                config = Path(folder, "config.json")
-                config.write_bytes(msgspec.json.encode(options.as_config()))
-                self._made = PrecisionDebugger(config_path=str(config), dump_path=folder), options
-        debugger, made_with = self._made
-        if made_with != options:
+    if _made is None:
+        if PrecisionDebugger._instance is not None:
             raise CaptureStateError(
-                f"{lane}: this process's PrecisionDebugger was made with {made_with}, and it cannot be made "
-                "again; give the roles that share a process the same tools.precision"
+                f"{lane}: the application has a PrecisionDebugger of its own, and a process has one; "
+                "remove that one, or leave precision out of tool"
             )
-        return debugger
-
-
-_debugger = _Debugger()
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder, "config.json")
+            config.write_bytes(msgspec.json.encode(options.as_config()))
+            _made = PrecisionDebugger(config_path=str(config), dump_path=folder), options
+    debugger, made_with = _made
+    if made_with != options:
+        raise CaptureStateError(
+            f"{lane}: this process's PrecisionDebugger was made with {made_with}, and it cannot be made "
+            "again; give the roles that share a process the same tools.precision"
+        )
+    return debugger
 
 
 def _watched(lane: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
 from verl_profiling.tools.peaks import StagePeaks, take_host_peak
@@ -35,32 +35,22 @@ class SpansTool(Tool):
 
     def start(self, destination: Destination) -> Recording:
         """Start measuring peaks if that is asked for, and nothing else."""
-        return _PeakRecording() if self.options.peak_rss else _SpansRecording()
+        return _SpansRecording(StagePeaks(take_host_peak) if self.options.peak_rss else None)
 
 
 class _SpansRecording(Recording):
+    def __init__(self, peaks: StagePeaks | None) -> None:
+        self._peaks = peaks
+
+    @property
+    def marks(self) -> Marks | None:
+        return self._peaks.marks if self._peaks is not None else None
+
     def stop(self) -> list[Output]:
         return []
 
     def discard(self) -> None:
         pass
 
-
-class _PeakRecording(_SpansRecording):
-    def __init__(self) -> None:
-        self._peaks = StagePeaks(take_host_peak)
-
-    @property
-    def marks(self) -> Marks:
-        return Marks(self._begin_mark, self._end_mark)
-
-    def _begin_mark(self, name: str) -> object:
-        self._peaks.begin(name)
-        return name
-
-    def _end_mark(self, mark: Any) -> object:
-        self._peaks.end(mark)
-        return None
-
     def metrics(self) -> Mapping[str, float]:
-        return self._peaks.metrics()
+        return self._peaks.metrics() if self._peaks is not None else {}

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -35,8 +35,6 @@ class TorchMemoryOptions:
     Attributes:
         max_entries: Number of allocations and frees that are kept, the latest; each takes some
             kilobytes.
-        stacks: Frames that are kept of each: ``python``, or ``all`` with those of C++.
-        frees: Keep the stacks of frees too.
         steps: How many captured steps one history covers, with all that lies between them. Each of these
             steps has a snapshot, of the history so far. In discrete mode every stage has its own.
         on_oom: Write a snapshot when an allocation fails while recording.
@@ -47,8 +45,6 @@ class TorchMemoryOptions:
     """
 
     max_entries: int = 100_000
-    stacks: Literal["python", "all"] = "python"
-    frees: bool = False
     steps: int = 1
     on_oom: bool = True
     oom_folder: str | None = None
@@ -120,18 +116,8 @@ class _MemoryRecording(Recording):
             _observer.recording = self
 
     @property
-    def marks(self) -> Marks:
-        return Marks(self._begin_mark, self._end_mark)
-
-    def _begin_mark(self, name: str) -> object:
-        if self._peaks is not None:
-            self._peaks.begin(name)
-        return name
-
-    def _end_mark(self, mark: str) -> object:
-        if self._peaks is not None:
-            self._peaks.end(mark)
-        return None
+    def marks(self) -> Marks | None:
+        return self._peaks.marks if self._peaks is not None else None
 
     def stop(self) -> Sequence[Output]:
         begin = time.perf_counter()
@@ -210,8 +196,8 @@ class _History:
                 accelerator.memory._record_memory_history(enabled=None)
             accelerator.memory._record_memory_history(
                 enabled="all",
-                context="all" if options.frees else "alloc",
-                stacks=options.stacks,
+                context="alloc",
+                stacks="python",
                 max_entries=options.max_entries,
             )
             self._ours, self._covered = True, 0

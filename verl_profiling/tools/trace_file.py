@@ -13,9 +13,9 @@ from typing import BinaryIO
 import msgspec
 from isal import igzip
 
+from verl_profiling.devices import lost_kernels
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Output
-from verl_profiling.tools.nvtx_injection import lost_kernels
 
 __all__ = ["CUDA", "EventCount", "output_of_raw_trace", "without_device"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers.base import CaptureMixin
@@ -18,11 +18,13 @@ class AgentLoopCaptureMixin(CaptureMixin):
     tool of other roles is. ``roles.<role>.tool`` adds a tool, and ``roles.<role>.mode`` sets the mode.
     """
 
+    capture_role: ClassVar[str] = "agent_loop"
+
     def init_capture(  # type: ignore[override]
         self,
         config: ProfilingConfig | Mapping[str, Any] | None,
         *,
-        role: str = "agent_loop",
+        role: str | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -30,7 +32,7 @@ class AgentLoopCaptureMixin(CaptureMixin):
 
         Args:
             config: The same settings as the callback's.
-            role: Role of the worker group.
+            role: Role of the worker group; by default ``agent_loop``.
             rank: Which of the group's workers it is, from 0.
             world_size: Number of workers of the group.
 
@@ -38,20 +40,12 @@ class AgentLoopCaptureMixin(CaptureMixin):
             ConfigError: The settings are wrong.
             ToolUnavailableError: A tool cannot work on this machine.
         """
+        role = role or self.capture_role
         settings = ProfilingConfig.from_any(config).with_trajectories(role)
         super().init_capture(settings, role=role, rank=rank, world_size=world_size)
 
 
 class RewardCaptureMixin(AgentLoopCaptureMixin):
-    """The same for a process that scores responses on a CPU."""
+    """The same for a process that scores responses on a CPU; its role is ``reward`` by default."""
 
-    def init_capture(  # type: ignore[override]
-        self,
-        config: ProfilingConfig | Mapping[str, Any] | None,
-        *,
-        role: str = "reward",
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        """Set this worker up; see :meth:`AgentLoopCaptureMixin.init_capture`."""
-        super().init_capture(config, role=role, rank=rank, world_size=world_size)
+    capture_role: ClassVar[str] = "reward"

@@ -51,14 +51,10 @@ class FSDPCaptureMixin(CaptureMixin):
                 )
             rank = dist.get_rank() if rank is None else rank
             world_size = dist.get_world_size() if world_size is None else world_size
-        dimensions = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+        topology, sizes = {}, {}
+        if mesh is not None:
+            for index, name in enumerate(mesh.mesh_dim_names or ()):
+                topology[name], sizes[name] = mesh.get_local_rank(name), mesh.size(index)
         super().init_capture(
-            config,
-            role=role,
-            rank=rank,
-            world_size=world_size,
-            topology={name: mesh.get_local_rank(name) for name in dimensions} if mesh is not None else {},
-            sizes={name: mesh.size(index) for index, name in enumerate(dimensions)}
-            if mesh is not None
-            else {},
+            config, role=role, rank=rank, world_size=world_size, topology=topology, sizes=sizes
         )

@@ -13,6 +13,15 @@ from verl_profiling.workers.base import CaptureMixin
 
 __all__ = ["CaptureTimers", "MegatronCaptureMixin"]
 
+_GROUPS = {
+    "tp": "tensor_model_parallel",
+    "pp": "pipeline_model_parallel",
+    "cp": "context_parallel",
+    "ep": "expert_model_parallel",
+    "dp": "data_parallel",
+}
+"""Megatron's names of the parallel dimensions."""
+
 
 class MegatronCaptureMixin(CaptureMixin):
     """A :class:`CaptureMixin` that reads ranks, coordinates and sizes from ``parallel_state``."""
@@ -45,25 +54,16 @@ class MegatronCaptureMixin(CaptureMixin):
             )
         import torch.distributed as dist
 
+        def dimensions(what: str) -> dict[str, int]:
+            return {short: getattr(parallel_state, f"get_{name}_{what}")() for short, name in _GROUPS.items()}
+
         super().init_capture(
             config,
             role=role,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            topology={
-                "tp": parallel_state.get_tensor_model_parallel_rank(),
-                "pp": parallel_state.get_pipeline_model_parallel_rank(),
-                "cp": parallel_state.get_context_parallel_rank(),
-                "ep": parallel_state.get_expert_model_parallel_rank(),
-                "dp": parallel_state.get_data_parallel_rank(),
-            },
-            sizes={
-                "tp": parallel_state.get_tensor_model_parallel_world_size(),
-                "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-                "cp": parallel_state.get_context_parallel_world_size(),
-                "ep": parallel_state.get_expert_model_parallel_world_size(),
-                "dp": parallel_state.get_data_parallel_world_size(),
-            },
+            topology=dimensions("rank"),
+            sizes=dimensions("world_size"),
         )
 
 
