@@ -25,8 +25,10 @@ from results import record, row
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.controller.decision import Decisions
-from verl_profiling.controller.requests import CapturesOnDemand, Requests
-from verl_profiling.settings.schedule import Schedule
+from verl_profiling.controller.roster import Roster
+from verl_profiling.controller.step_folder import StepFolders
+from verl_profiling.controller.watch import Watch
+from verl_profiling.settings.config import ProfilingConfig
 
 WARM_UP, FEW, MANY = 200, 200, 1_200
 COUNTED = (
@@ -102,13 +104,14 @@ def count_all() -> None:
 
 def count_nobody_asks() -> None:
     """Count what a step costs in which nobody asks for anything, and the folder is looked at."""
-    schedule = Schedule(steps=())
-    requests = Requests()
-    decisions = Decisions(schedule)
-    decisions.askers.append(CapturesOnDemand(requests, schedule, lambda aim: None))
+    settings = {"schedule": {"steps": []}, "watch": {"enable": True}}
     with tempfile.TemporaryDirectory() as folder:
-        requests.open(folder)
+        config = ProfilingConfig.from_any({"enable": True, "save_path": folder, **settings})
+        roster = Roster(config)
+        decisions = Decisions(config, roster, Watch(config.watch, roster, 1.0))
+        decisions.begin(StepFolders(config))
         count(lambda: decisions.at(1, False))
+        decisions.end()
 
 
 def counters(folder: Path) -> Iterator[Count]:

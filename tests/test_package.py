@@ -27,12 +27,12 @@ HEAVY = (
 
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
-    ("errors", "clock", "devices", "termination", "background", "aim", "trigger", "units"),
+    ("errors", "clock", "devices", "termination", "background", "capture_request", "units"),
     ("visible", "event_file"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
     ("run_files", "remote", "trajectory_log", "step_account"),
-    ("watch_log", "demand"),
+    ("watch_log",),
     ("trajectories",),
     ("timeline",),
     ("report",),
@@ -50,8 +50,8 @@ TOOLS_INTERFACE = ("tools", "tools.base")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
     *("errors", "clock", "devices", "units", "visible", "identity", "ranks"),
-    *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_account", "aim", "trigger"),
-    *("watch_log", "event_file", "demand"),
+    *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_account", "capture_request"),
+    *("watch_log", "event_file"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.
@@ -229,8 +229,8 @@ def test_the_analysis_imports_nothing_that_records(
         import sys
         import verl_profiling.{module}
         rooms = ("capture", "controller", "tools", "workers", "engines", "settings")
-        names = tuple(f"verl_profiling.{{room}}" for room in rooms)
-        assert not [name for name in sys.modules if name.startswith(names)]
+        names = tuple(f"verl_profiling.{{room}}." for room in rooms)
+        assert not [name for name in sys.modules if f"{{name}}.".startswith(names)]
         """
     )
 

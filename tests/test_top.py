@@ -21,6 +21,7 @@ from drawn_accounts import MS, account
 from rich.console import Console
 from step_folders import build_step
 
+from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.top import _heard
@@ -32,7 +33,6 @@ from verl_profiling.report.watch_frame import Pulse, WatchFrame
 from verl_profiling.report.watch_history import WatchHistory
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.step_account import SpanTotal
-from verl_profiling.trigger import Trigger
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, logged
 

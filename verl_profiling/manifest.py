@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from verl_profiling.capture_request import Trigger
 from verl_profiling.clock import ClockAnchor
 from verl_profiling.devices import Device
 from verl_profiling.identity import ProcessId, WorkerIdentity, artifact_name
-from verl_profiling.trigger import Trigger
 
 __all__ = [
     "MANIFEST_NAME",

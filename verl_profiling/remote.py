@@ -1,10 +1,16 @@
-"""Folders behind a URL, through fsspec, which is imported only for one; what is put there is verified."""
+"""Folders of this host, and behind a URL: through fsspec, which is imported only for one.
+
+What is put behind a URL is verified.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import stat
 import threading
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +21,9 @@ from verl_profiling.errors import ToolUnavailableError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["RemoteFolder", "Upload", "check_url", "copy_line", "is_url"]
+__all__ = ["LocalFolder", "RemoteFolder", "Upload", "check_url", "copy_line", "folder_at", "is_url"]
+
+_MOST_BYTES = 1 << 24
 
 
 def is_url(path: str) -> bool:
@@ -182,3 +190,76 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+class LocalFolder:
+    """A folder of this host, with the methods of :class:`RemoteFolder`.
+
+    All of them raise ``OSError``; none follows a link.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.url = str(path)
+        self.path = path
+
+    def child(self, name: str) -> LocalFolder:
+        """Return a folder inside."""
+        return LocalFolder(self.path / name)
+
+    def names(self) -> set[str]:
+        """Return the names of what is inside; nothing, if the folder does not exist."""
+        try:
+            return set(os.listdir(self.path))  # noqa: PTH208 (each step does it)
+        except FileNotFoundError:
+            return set()
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a regular file, up to a bound."""
+        descriptor = os.open(self._own(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(f"{self.url}/{name} is not a regular file")
+            return os.read(descriptor, _MOST_BYTES)
+        finally:
+            os.close(descriptor)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a file unless it exists; return whether. One of several writers wins."""
+        path, part = self._own(name), self._own(f".{name}.{uuid.uuid4().hex[:8]}.part")
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_bytes(data)
+            os.link(part, path)
+        except FileExistsError:
+            return False
+        except OSError:
+            if not part.exists():
+                raise
+            return self._create_without_links(path, data)
+        finally:
+            part.unlink(missing_ok=True)
+        return True
+
+    @staticmethod
+    def _create_without_links(path: Path, data: bytes) -> bool:
+        try:
+            with path.open("xb") as file:
+                file.write(data)
+        except FileExistsError:
+            return False
+        return True
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        self._own(name).unlink()
+
+    def _own(self, name: str) -> Path:
+        if self.path.is_symlink():
+            raise NotADirectoryError(20, "is a link", self.url)
+        return self.path / name
+
+
+def folder_at(place: str) -> LocalFolder | RemoteFolder:
+    """Return a folder of this host, or the one behind a URL."""
+    return RemoteFolder(place) if is_url(place) else LocalFolder(Path(place))

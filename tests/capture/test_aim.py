@@ -11,9 +11,9 @@ import pytest
 from example_loops import settings
 
 from verl_profiling import ConfigError, stage, trajectory
-from verl_profiling.aim import Aim
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
+from verl_profiling.capture_request import Aim
 from verl_profiling.engines.adapter import EngineAdapter, EngineTrace
 from verl_profiling.engines.factory import make_recorder
 from verl_profiling.engines.recorder import EngineRecorder

@@ -16,11 +16,11 @@ from fleet import Agents, Engine, TrainWorker
 from quiet_steps import USUAL, account, longer
 
 from verl_profiling import ProfilingCallback, stage
-from verl_profiling.aim import Aim
 from verl_profiling.capture.session import Session
+from verl_profiling.capture_request import Aim
 from verl_profiling.cli import main
 from verl_profiling.controller.anomalies import Anomalies
-from verl_profiling.controller.decision import Decision
+from verl_profiling.controller.requests import Decision
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest
@@ -67,7 +67,6 @@ class Loop:
     def captures(self, decision: Decision) -> None:
         """Make the capture that is asked for."""
         step = decision.step_range.first
-        self.anomalies.begun(decision.trigger, f"step_{step:06d}")
         self.anomalies.concluded(
             Manifest(
                 run_id="r",

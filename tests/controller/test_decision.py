@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,59 +11,34 @@ from example_loops import settings
 from fleet import TrainWorker
 
 from verl_profiling import ConfigError, ProfilingCallback
-from verl_profiling.aim import Aim
 from verl_profiling.capture.session import Session
-from verl_profiling.controller.decision import Decision
+from verl_profiling.capture_request import Aim, Trigger
+from verl_profiling.commands.asking import Answer, find_job
+from verl_profiling.controller.requests import Decision
 from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.schedule import Schedule, StepRange
-from verl_profiling.trigger import Trigger
+from verl_profiling.step_account import StepAccount
 
 
-class Asking:
-    """Asks for one step, once, with an aim."""
-
-    def __init__(self, step: int, aim: Aim | None = None) -> None:
-        self.step, self.aim = step, aim
-        self.refusals: list[str] = []
-
-    def step_begins(self, step: int) -> None: ...
-
-    def begun(self, trigger: Trigger, folder: str) -> None: ...
-
-    def concluded(self, manifest: Manifest) -> None: ...
-
-    def train_ends(self) -> None: ...
-
-    def asks(self, step: int, scheduled: bool) -> Decision | None:
-        if step != self.step:
-            return None
-        return Decision(StepRange(step, step), Trigger(kind="demand", reason="somebody asked"), self.aim)
-
-    def refused(self, trigger: Trigger, why: str) -> None:
-        self.refusals.append(why)
-
-
-def run(callback: ProfilingCallback, steps: int = 3) -> None:
-    """Run a loop without work."""
-    callback.on_train_begin()
-    for step in range(1, steps + 1):
-        callback.on_step_begin(step)
-        callback.on_step_end()
-    callback.on_train_end()
-
-
-def asked(tmp_path: Path, asker: Asking, **given: Any) -> ProfilingCallback:
-    """Return a callback with a local actor, of which somebody asks something."""
+def asked(
+    tmp_path: Path, at: int | None = None, aim: Aim | None = None, steps: int = 3, **given: Any
+) -> Answer | None:
+    """Run a loop without work that somebody asks for a capture; return what became of that."""
     given = {"schedule": {"steps": []}, "watch": {"enable": True}, "tool": "spans", **given}
     config = settings(save_path=str(tmp_path), **given)
     worker = TrainWorker()
     worker.set_up(config)
     callback = ProfilingCallback(config)
     callback.add_workers("actor", worker)
-    assert callback._controller is not None
-    callback._controller.decisions.askers.append(asker)
-    return callback
+    callback.on_train_begin()
+    job = find_job(tmp_path) if at is not None else None
+    demand = job.ask(aim or Aim(), 1, at) if job is not None else None
+    for step in range(1, steps + 1):
+        callback.on_step_begin(step)
+        callback.on_step_end()
+    callback.on_train_end()
+    return job.answer(demand) if job is not None and demand is not None else None
 
 
 def steps_of(folder: Path) -> list[str]:
@@ -72,14 +48,14 @@ def steps_of(folder: Path) -> list[str]:
 
 def test_a_captured_step_says_that_the_schedule_wanted_it(tmp_path: Path, session: Session) -> None:
     """With the words of the settings, whether there is a watch or not."""
-    run(asked(tmp_path, Asking(0), schedule={"every": 2}, watch={}))
+    asked(tmp_path, schedule={"every": 2}, watch={})
     trigger = read_manifest(tmp_path / "step_000002").trigger
     assert (trigger.kind, trigger.reason) == ("schedule", "schedule.every=2")
 
 
 def test_nothing_is_captured_that_nobody_asks_for(tmp_path: Path, session: Session) -> None:
     """An empty list of steps, with the watch on, means that; without the watch it is refused."""
-    run(asked(tmp_path, Asking(0)))
+    asked(tmp_path)
     assert steps_of(tmp_path) == []
     with pytest.raises(ConfigError, match="nothing would be captured"):
         settings(schedule={"steps": []})
@@ -87,10 +63,10 @@ def test_nothing_is_captured_that_nobody_asks_for(tmp_path: Path, session: Sessi
 
 def test_a_step_that_is_asked_for_is_captured_as_it_is_aimed(tmp_path: Path, session: Session) -> None:
     """The manifest says who asked, and the worker recorded as they wished."""
-    run(asked(tmp_path, Asking(2, Aim(mode="discrete"))))
+    asked(tmp_path, 2, Aim(mode="discrete"))
     assert steps_of(tmp_path) == ["step_000002"]
     written = read_manifest(tmp_path / "step_000002")
-    assert (written.trigger.kind, written.trigger.reason) == ("demand", "somebody asked")
+    assert (written.trigger.kind, written.trigger.reason) == ("demand", "mode=discrete")
     assert [worker.mode for worker in written.workers] == ["discrete"]
 
 
@@ -99,7 +75,7 @@ def test_a_worker_that_cannot_is_named_and_the_loop_goes_on(
     tmp_path: Path, session: Session, strict: bool
 ) -> None:
     """Also with strict settings: nobody planned this capture."""
-    run(asked(tmp_path, Asking(2, Aim(tools=("nsys",))), strict=strict))
+    asked(tmp_path, 2, Aim(tools=("nsys",)), strict=strict)
     [worker] = read_manifest(tmp_path / "step_000002").workers
     assert worker.status == "skipped"
     assert worker.reason.startswith("asked for tools=nsys, which this process cannot: ")
@@ -107,54 +83,64 @@ def test_a_worker_that_cannot_is_named_and_the_loop_goes_on(
 
 def test_the_schedule_comes_first(tmp_path: Path, session: Session) -> None:
     """A step that it records is recorded as the settings say."""
-    run(asked(tmp_path, Asking(2, Aim(mode="discrete")), schedule={"steps": [2]}))
+    asked(tmp_path, 2, Aim(mode="discrete"), schedule={"steps": [2]})
     written = read_manifest(tmp_path / "step_000002")
     assert (written.trigger.kind, written.workers[0].mode) == ("schedule", "e2e")
-    assert written.trigger.reason == "schedule.steps=(2,); besides somebody asked"
-
-
-class Waiting(Asking):
-    """Asks from a step on, until it gets one."""
-
-    def asks(self, step: int, scheduled: bool) -> Decision | None:
-        if step < self.step:
-            return None
-        self.step = 1000
-        return Decision(StepRange(step, step), Trigger(kind="anomaly", reason="it is slow"), self.aim)
+    assert re.fullmatch(
+        r"schedule\.steps=\(2,\); besides asked for by .*: mode=discrete", written.trigger.reason
+    )
 
 
 def test_a_person_comes_before_the_watch_which_waits(tmp_path: Path, session: Session) -> None:
     """One capture a step: the watch gets the next one."""
-    callback = asked(tmp_path, Asking(2))
-    assert callback._controller is not None
-    callback._controller.decisions.askers.append(Waiting(2, Aim(mode="discrete")))
-    run(callback)
+
+    class Noticing:
+        """Asks for what begins next, once."""
+
+        asked = False
+
+        def step_begins(self, step: int) -> None: ...
+
+        def concluded(self, manifest: Manifest) -> None: ...
+
+        def listen(self, account: StepAccount) -> None: ...
+
+        def asks(self, step: int, scheduled: bool) -> Decision | None:
+            if step < 2 or self.asked:
+                return None
+            self.asked = True
+            trigger = Trigger(kind="anomaly", reason="it is slow")
+            return Decision(StepRange(step, step), trigger, Aim(mode="discrete"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl_profiling.controller.decision.Anomalies", lambda *_: Noticing())
+        asked(tmp_path, 2, watch={"enable": True, "trigger": {}})
     found = [read_manifest(tmp_path / f"step_{step:06d}") for step in (2, 3)]
     assert [one.trigger.kind for one in found] == ["demand", "anomaly"]
     assert [one.workers[0].mode for one in found] == ["e2e", "discrete"]
 
 
 def test_a_capture_that_goes_on_is_not_interrupted(tmp_path: Path, session: Session) -> None:
-    """Who asks meanwhile gets the step after it."""
-    callback = asked(tmp_path, Waiting(2), schedule={"steps": [1, 2, 3], "continuous": True})
-    run(callback, 4)
-    assert steps_of(tmp_path) == ["step_000001", "step_000004"]
+    """Who names a step inside of it is refused."""
+    answer = asked(tmp_path, 2, steps=4, schedule={"steps": [1, 2, 3], "continuous": True})
+    assert steps_of(tmp_path) == ["step_000001"]
     assert read_manifest(tmp_path / "step_000001").steps == [1, 2, 3]
+    assert answer is not None
+    assert "was part of another capture" in answer.reason
 
 
 def test_a_warm_up_gives_way(tmp_path: Path, session: Session) -> None:
     """It would be discarded."""
-    run(asked(tmp_path, Asking(1), schedule={"warmup": 1, "wait": 0, "active": 1, "repeat": 1}), 2)
+    asked(tmp_path, 1, steps=2, schedule={"warmup": 1, "wait": 0, "active": 1, "repeat": 1})
     assert steps_of(tmp_path) == ["step_000001", "step_000002"]
 
 
 def test_limits_hold_for_whoever_asks(tmp_path: Path, session: Session) -> None:
     """Who asked is told that there is no room."""
-    asker = Asking(2)
-    run(asked(tmp_path, asker, limits={"min_free_bytes": "1000000TB"}))
+    answer = asked(tmp_path, 2, limits={"min_free_bytes": "1000000TB"})
     assert steps_of(tmp_path) == []
-    [why] = asker.refusals
-    assert "min_free_bytes" in why
+    assert answer is not None
+    assert (answer.state, "min_free_bytes" in answer.reason) == ("refused", True)
 
 
 def test_an_empty_schedule_has_words_and_no_end() -> None:

@@ -18,9 +18,9 @@ from fleet import TrainWorker
 from test_callback import configured, local_worker, manifest, run
 
 from verl_profiling import ProfilingCallback
-from verl_profiling.aim import Aim
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
+from verl_profiling.capture_request import Aim
 from verl_profiling.commands.asking import Answer, find_job
 from verl_profiling.manifest import Manifest
 from verl_profiling.report.check import check

@@ -17,8 +17,8 @@ from fleet import Reborn, WorkerGroup
 from test_callback import configured, local_worker, manifest, run, set_up
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig, clock
-from verl_profiling.aim import Aim
 from verl_profiling.capture.session import Session
+from verl_profiling.capture_request import Aim
 from verl_profiling.commands.asking import find_job
 from verl_profiling.controller.watch import Watch
 from verl_profiling.identity import ProcessId, WorkerIdentity

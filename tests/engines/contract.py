@@ -19,8 +19,8 @@ import msgspec
 import pytest
 
 from verl_profiling import AsyncProfilingCallback
-from verl_profiling.aim import Aim
 from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture_request import Aim
 from verl_profiling.commands.asking import find_job
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.run_files import read_manifest

@@ -11,12 +11,12 @@ from drawn_steps import STAGES, Drawn, Worker, drawn_inputs, ns, report_of
 from step_folders import build_step
 
 from verl_profiling.analysis import open_step
+from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.trigger import Trigger
 
 WHOLE: list[Drawn] = [("update_actor", 0, 10)]
 REDUCE = "ncclDevKernel_AllReduce_Sum"

@@ -15,6 +15,7 @@ from drawn_steps import STAGES, report_of, whole_step
 from html_elements import Elements
 from step_folders import build_step
 
+from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Asked, Report
@@ -22,7 +23,6 @@ from verl_profiling.report.run_page import render_run, runs_of
 from verl_profiling.report.watch_picture import watch_picture
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.step_account import SpanTotal
-from verl_profiling.trigger import Trigger
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch_log import logged
 

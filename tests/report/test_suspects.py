@@ -17,6 +17,7 @@ from conftest import ROOT
 from drawn_steps import Drawn, Worker, drawn_inputs
 from rich.console import Console
 
+from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.report.build import build_report
 from verl_profiling.report.captures_so_far import CaptureSoFar
@@ -29,7 +30,6 @@ from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.step import StepInputs
-from verl_profiling.trigger import Trigger
 
 SLOW_STAGE = Trigger(
     kind="anomaly",

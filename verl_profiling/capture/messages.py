@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.aim import Aim
+from verl_profiling.capture_request import Aim
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult

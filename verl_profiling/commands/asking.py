@@ -13,11 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from verl_profiling.aim import Aim
-from verl_profiling.demand import REFUSED, REQUEST, REQUESTS, Demand, LocalFolder, folder_at, new_request_id
+from verl_profiling.capture_request import REFUSED, REQUEST, REQUESTS, Aim, Demand, new_request_id
 from verl_profiling.errors import ProfilingError, TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
-from verl_profiling.remote import RemoteFolder
+from verl_profiling.remote import LocalFolder, RemoteFolder, folder_at
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import is_step
 from verl_profiling.watch_log import WATCH_LOG

@@ -8,11 +8,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from verl_profiling.aim import Aim
+from verl_profiling.capture_request import MOST_STEPS, Aim, Demand
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.arguments import at_least_0, count
 from verl_profiling.commands.asking import Answer, find_job
-from verl_profiling.demand import MOST_STEPS, Demand
 from verl_profiling.errors import ConfigError
 from verl_profiling.ranks import parse_ranks
 from verl_profiling.visible import visible

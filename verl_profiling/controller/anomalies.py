@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from verl_profiling.aim import Aim
-from verl_profiling.controller.decision import Decision
+from verl_profiling.capture_request import Aim
 from verl_profiling.controller.open_capture import ROLLOUT
+from verl_profiling.controller.requests import Decision
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_account import RankUse, StepAccount
-from verl_profiling.trigger import Trigger
 from verl_profiling.watch.anomaly import Detector
 from verl_profiling.watch.suspicion import Suspicion
 
@@ -56,7 +55,7 @@ class Anomalies:
         self._uses = {use.lane: use for use in (*account.loop, *account.workers)}
 
     def step_begins(self, step: int) -> None:
-        """See :class:`~verl_profiling.controller.decision.Asker`."""
+        """Note that a step begins, in which an open capture may go on."""
         if step < self._begun:  # the loop counts anew
             self._coming = self._captured = None
         self._begun = step
@@ -64,7 +63,7 @@ class Anomalies:
             self._coming = None
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
-        """See :class:`~verl_profiling.controller.decision.Asker`."""
+        """Return the capture that is due at the begin of a step, if there is one."""
         noticed = self._noticed
         if noticed is None or self._coming is not None:
             return None
@@ -75,20 +74,11 @@ class Anomalies:
         self._coming = step
         return Decision(StepRange(step, step), noticed.trigger(), None if scheduled else self._aim(noticed))
 
-    def begun(self, trigger: Trigger, folder: str) -> None:
-        """See :class:`~verl_profiling.controller.decision.Asker`."""
-
-    def refused(self, trigger: Trigger, why: str) -> None:
-        """See :class:`~verl_profiling.controller.decision.Asker`."""
-
     def concluded(self, manifest: Manifest) -> None:
-        """See :class:`~verl_profiling.controller.decision.Asker`."""
+        """Note that a capture was made, whoever asked for it."""
         self._captured = manifest.steps[-1] if manifest.steps else manifest.step
         if manifest.trigger.kind == "anomaly":
             self._made += 1
-
-    def train_ends(self) -> None:
-        """See :class:`~verl_profiling.controller.decision.Asker`."""
 
     def _refusal(self, step: int) -> str:
         """Return why the watch asks for none; empty if it may."""

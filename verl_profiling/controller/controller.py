@@ -21,17 +21,17 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock, termination
-from verl_profiling.aim import Aim
 from verl_profiling.capture.after import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import process_session
 from verl_profiling.capture.stage import SpanLog, StageSink
+from verl_profiling.capture_request import Aim
 from verl_profiling.controller.answers import Answers
 from verl_profiling.controller.calls import Round, Waits, Worker
-from verl_profiling.controller.decision import Decision, Decisions
-from verl_profiling.controller.listening import Listening
+from verl_profiling.controller.decision import Decisions
 from verl_profiling.controller.open_capture import OpenCapture, OpenStep
 from verl_profiling.controller.order import LoopOrder
+from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Ranks, find_ranks, in_a_line, knows_place, leads, nested
@@ -76,12 +76,11 @@ class Controller:
         self._folders = StepFolders(config)
         self._retention = Retention(config.limits.keep_last)
         self._hooks = AfterHooks(config.after)
-        self.decisions = Decisions(config.schedule)
         self._decision: Decision | None = None
         self._scheduled = config.schedule.action
         self._watching = config.watch.enable
         self.watch = Watch(config.watch, self._roster, config.timeouts.start_s) if self._watching else None
-        self._listening = Listening(config, self._roster, self._folders, self.decisions, self.watch)
+        self.decisions = Decisions(config, self._roster, self.watch)
         self._outlet = WatchOutlet(config, self._roster, self._folders, self.watch)
         self._ranks: Ranks | None = None
         self._unreached = ""
@@ -200,7 +199,7 @@ class Controller:
         if self._folders.claimed is not None and self._leads:
             self._folders.claimed.amend(end_ns=None)  # the callback is entered again
         if knows_place(self.config, self._roster.targets):  # else the first step does it
-            self._listening.begin()
+            self.decisions.begin(self._folders)
             self._outlet.begin()
 
     def begin_step(self, step: int, policy_version: int | None) -> Waits[None]:
@@ -326,10 +325,10 @@ class Controller:
 
     def _decide(self, step: int) -> bool:
         """Decide on a step, unless the open capture goes on in it; return whether it is recorded."""
-        if self._watching and not self._listening.complete:
-            self._listening.begin()
+        if not self.decisions.complete:
+            self.decisions.begin(self._folders)
             self._find_ranks()
-            self._listening.together(self._ranks)
+            self.decisions.join(self._ranks)
             self._outlet.begin()
             self.sink = self._receiver(None)
         self._decision = decision = self.decisions.at(step, self.live is not None and self.live.goes_on(step))
@@ -547,8 +546,7 @@ class Controller:
             yield from self.close(complete=False, why=why)
             self._end_after()
         finally:
-            self.decisions.train_ends()
-            self._listening.end()
+            self.decisions.end()
 
     def _end_watch(self) -> Waits[None]:
         """Complete the accounts of the last steps."""

@@ -11,18 +11,22 @@ import logging
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import msgspec
 
-from verl_profiling.aim import Aim
-from verl_profiling.controller.spmd import PROBLEMS, Announced, Ranks, in_a_line
+from verl_profiling.capture_request import Trigger
+from verl_profiling.controller.anomalies import Anomalies
+from verl_profiling.controller.requests import CapturesOnDemand, Decision, Requests
+from verl_profiling.controller.roster import Roster
+from verl_profiling.controller.spmd import PROBLEMS, Announced, Ranks, in_a_line, place_of
+from verl_profiling.controller.step_folder import StepFolders
+from verl_profiling.controller.watch import Watch
 from verl_profiling.manifest import Manifest
-from verl_profiling.settings.schedule import Action, Schedule, StepRange
-from verl_profiling.trigger import Trigger
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.schedule import Action, StepRange
 
-__all__ = ["Asker", "Decision", "Decisions"]
+__all__ = ["Decisions"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,66 +35,76 @@ _LEAD_S = 2.5
 _STEP_TIMES = 8
 
 
-@dataclass(frozen=True)
-class Decision:
-    """A capture that begins now.
-
-    Attributes:
-        step_range: The steps that it covers.
-        trigger: Who asked for it, and why.
-        aim: What it does differently from the settings.
-    """
-
-    step_range: StepRange
-    trigger: Trigger
-    aim: Aim | None = None
-
-
-class Asker(Protocol):
-    """Somebody who may ask for a capture while the run goes on."""
-
-    def step_begins(self, step: int) -> None:
-        """Note that a step begins, in which an open capture may go on."""
-
-    def asks(self, step: int, scheduled: bool) -> Decision | None:
-        """Return the capture that is asked for at the begin of a step, if there is one.
-
-        Args:
-            step: The step.
-            scheduled: The schedule records it, in its own way; what is returned joins that.
-        """
-
-    def refused(self, trigger: Trigger, why: str) -> None:
-        """Note that a capture is not made, whoever asked for it: the limits leave no room, or it failed."""
-
-    def concluded(self, manifest: Manifest) -> None:
-        """Note what became of a capture."""
-
-    def train_ends(self) -> None:
-        """Note that there will be no further step."""
-
-
 class Decisions:
     """Decides at each step's begin.
 
     Args:
-        schedule: The settings' schedule.
+        config: The settings.
+        roster: The workers.
+        watch: What accounts for the steps; ``None`` if it is off, and nobody may ask for a capture.
 
     Attributes:
-        askers: Who else may ask, the first one first.
+        requests: What people ask for, from the begin of training to its end; rank 0 of several has it.
+        anomalies: What the watch asks for.
         ranks: The ranks of the loop, if it has several.
+        complete: Whether all is done that has to be before the first step.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._words = schedule.in_words()
-        self.askers: list[Asker] = []
+    def __init__(self, config: ProfilingConfig, roster: Roster, watch: Watch | None) -> None:
+        self._config, self._roster, self._watch = config, roster, watch
+        self._schedule = config.schedule
+        self._words = config.schedule.in_words()
+        self._inbox: Requests | None = None
+        self.requests: CapturesOnDemand | None = None
+        self.anomalies: Anomalies | None = None
         self.ranks: Ranks | None = None
+        self.complete = watch is None
         self._agreed: dict[int, Decision] = {}
         self._step: int | None = None
         self._decided = 0
         self._begun_s = 0.0
         self._step_times: deque[float] = deque(maxlen=_STEP_TIMES)
+
+    def begin(self, folders: StepFolders) -> None:
+        """Let captures be asked for; where several ranks run the loop, of rank 0."""
+        if self._watch is None or self._inbox is not None:
+            return
+        rank, ranks = place_of(self._config, self._roster.targets) or (0, 1)
+        self._inbox = inbox = Requests(_refer_to_rank_0 if rank else None)
+        inbox.handle_signal()
+        if rank:
+            return
+        check = partial(self._roster.check_aim, ranks=ranks if ranks > 1 else None)
+        self.requests = CapturesOnDemand(inbox, self._schedule, check)
+        if self._config.watch.trigger is not None:
+            self.anomalies = Anomalies(self._config.watch.trigger, check)
+            self._watch.listeners.append(self.anomalies.listen)
+        try:
+            run = folders.run
+            place = run.url or str(run.path.absolute())
+            inbox.open(place)
+        except OSError as error:
+            logger.warning("captures cannot be asked for in the run's folder: %s", error)
+        else:
+            logger.info("captures are asked for with verl-profiling trigger %s or SIGUSR2", place)
+
+    def join(self, ranks: Ranks | None) -> None:
+        """Decide together with the other ranks of the loop, if it has any."""
+        self.complete = ranks is not None or place_of(self._config, self._roster.targets) is None
+        self.ranks = ranks
+        if ranks is not None and self._watch is not None:
+            self._watch.begin_with(ranks, self._roster.identity_here())
+
+    def end(self) -> None:
+        """Let nobody ask any more, until training begins again; refuse what is left."""
+        if self.requests is not None:
+            self.requests.train_ends()
+        if self._inbox is not None:
+            self._inbox.end()
+        if self._watch is not None and self.anomalies is not None:
+            self._watch.listeners.remove(self.anomalies.listen)
+        self._inbox = self.requests = self.anomalies = self.ranks = None
+        self.complete = self._watch is None
 
     def at(self, step: int, goes_on: bool) -> Decision | None:
         """Return the capture that begins with a step, if one does.
@@ -99,8 +113,10 @@ class Decisions:
             step: The step.
             goes_on: A capture is open that goes on in it, so that none begins.
         """
-        for asker in self.askers:
-            asker.step_begins(step)
+        if self.requests is not None:
+            self.requests.step = step
+        if self.anomalies is not None:
+            self.anomalies.step_begins(step)
         if self.ranks is not None:
             self._agree(self.ranks, step)
         if goes_on:
@@ -116,26 +132,21 @@ class Decisions:
         return Decision(found, trigger)
 
     def refused(self, trigger: Trigger, why: str) -> None:
-        """Tell all who may have asked that a capture is not made."""
-        for asker in self.askers:
-            asker.refused(trigger, why)
+        """Tell who asked that a capture is not made: the limits leave no room, or it failed."""
+        if self.requests is not None:
+            self.requests.refused(trigger, why)
 
     def concluded(self, manifest: Manifest) -> None:
-        """Tell them what became of it."""
-        for asker in self.askers:
-            asker.concluded(manifest)
-
-    def train_ends(self) -> None:
-        """Tell them that there will be no further step."""
-        for asker in self.askers:
-            asker.train_ends()
+        """Note what became of a capture."""
+        if self.anomalies is not None:
+            self.anomalies.concluded(manifest)
 
     def _asked(self, step: int) -> Decision | None:
-        """Return what is asked for at the begin of a step; who comes first, decides."""
+        """Return what is asked for at the begin of a step; a person comes before the watch."""
         scheduled = self._schedule.action(step) is Action.RECORD
-        asked = None
-        for asker in self.askers:
-            asked = asked or asker.asks(step, scheduled)
+        asked = self.requests.asks(step, scheduled) if self.requests is not None else None
+        if asked is None and self.anomalies is not None:
+            asked = self.anomalies.asks(step, scheduled)
         return asked
 
     def _agree(self, ranks: Ranks, step: int) -> None:
@@ -180,3 +191,7 @@ class Decisions:
             self.refused(decision.trigger, why)
         else:
             self._agreed[first] = decision
+
+
+def _refer_to_rank_0() -> None:
+    logger.warning("SIGUSR2: this rank follows rank 0, whose process is to be asked")

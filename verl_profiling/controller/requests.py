@@ -17,17 +17,13 @@ from types import FrameType
 
 import msgspec
 
-from verl_profiling.aim import Aim
-from verl_profiling.controller.decision import Decision
-from verl_profiling.demand import REFUSED, REQUEST, REQUESTS, Demand, LocalFolder, folder_at, new_request_id
+from verl_profiling.capture_request import REFUSED, REQUEST, REQUESTS, Aim, Demand, Trigger, new_request_id
 from verl_profiling.errors import ConfigError
-from verl_profiling.manifest import Manifest
-from verl_profiling.remote import RemoteFolder, is_url
+from verl_profiling.remote import LocalFolder, RemoteFolder, folder_at, is_url
 from verl_profiling.settings.schedule import Action, Schedule, StepRange
-from verl_profiling.trigger import Trigger
 from verl_profiling.visible import visible
 
-__all__ = ["CapturesOnDemand", "Requests"]
+__all__ = ["CapturesOnDemand", "Decision", "Requests"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +32,21 @@ LIST_S = 10.0
 """How often a folder behind a URL is listed."""
 _LAST_S = 5.0
 _FAR = 1000
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A capture that begins now.
+
+    Attributes:
+        step_range: The steps that it covers.
+        trigger: Who asked for it, and why.
+        aim: What it does differently from the settings.
+    """
+
+    step_range: StepRange
+    trigger: Trigger
+    aim: Aim | None = None
 
 
 class Requests:
@@ -185,12 +196,15 @@ class _Pending:
 
 
 class CapturesOnDemand:
-    """Decides which request gets a step; see :class:`~verl_profiling.controller.decision.Asker`.
+    """Decides which request gets a step.
 
     Args:
         requests: Where they come from.
         schedule: The settings' schedule.
         check: Raises ``ConfigError`` for an aim that cannot be had in this job.
+
+    Attributes:
+        step: The step that began last.
     """
 
     def __init__(self, requests: Requests, schedule: Schedule, check: Callable[[Aim], None]) -> None:
@@ -199,14 +213,15 @@ class CapturesOnDemand:
         self._check = check
         self._pending: list[_Pending] = []
         self._decided: dict[str, Demand] = {}
-        self._step: int | None = None
-
-    def step_begins(self, step: int) -> None:
-        """Note that a step begins."""
-        self._step = step
+        self.step: int | None = None
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
-        """Return the capture that the first request gets which is due."""
+        """Return the capture that the first request gets which is due.
+
+        Args:
+            step: The step.
+            scheduled: The schedule records it, in its own way; what is returned joins that.
+        """
         for demand in self._requests.take():
             self._accept(demand, step)
         for late in [one for one in self._pending if one.at is not None and one.at < step]:
@@ -233,9 +248,6 @@ class CapturesOnDemand:
         )
         return Decision(StepRange(step, last), trigger, aim)
 
-    def concluded(self, manifest: Manifest) -> None:
-        """See :class:`~verl_profiling.controller.decision.Asker`."""
-
     def refused(self, trigger: Trigger, why: str) -> None:
         """Refuse the request that a capture was for, and what is left of it."""
         demand = self._decided.pop(trigger.request, None)
@@ -245,7 +257,7 @@ class CapturesOnDemand:
 
     def train_ends(self) -> None:
         """Refuse what is left."""
-        last = f" after step {self._step}" if self._step is not None else ""
+        last = f" after step {self.step}" if self.step is not None else ""
         for demand in [*(one.demand for one in self._pending), *self._requests.take()]:
             self._requests.refuse(demand, f"training ended{last}")
         self._pending = []

@@ -18,10 +18,9 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.controller.remote_run import RemoteRun, in_time
-from verl_profiling.demand import LocalFolder
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RUN_NAME, RunInfo
-from verl_profiling.remote import RemoteFolder, Upload
+from verl_profiling.remote import LocalFolder, RemoteFolder, Upload
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.aim import Aim
+from verl_profiling.capture_request import Aim
 from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.calls import Target
 from verl_profiling.controller.run import Run

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
+from verl_profiling.capture_request import Trigger
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState
 from verl_profiling.run_files import named_file
 from verl_profiling.timeline.inputs import step_folders, step_number
-from verl_profiling.trigger import Trigger
 
 __all__ = ["CaptureSoFar", "CapturesSoFar"]
 

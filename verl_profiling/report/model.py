@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from verl_profiling.capture_request import Trigger
 from verl_profiling.report.rollout.rows import Rollout
 from verl_profiling.report.rows import (
     AnchorRow,
@@ -32,7 +33,6 @@ from verl_profiling.report.rows import (
     SuspectRow,
     WorkerRow,
 )
-from verl_profiling.trigger import Trigger
 from verl_profiling.units import duration, lane_seconds, step_list
 
 __all__ = [

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from verl_profiling.capture_request import Trigger
 from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, spans_of, subtract, union
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import Asked
 from verl_profiling.report.rows import MeasureRow, SuspectRow
-from verl_profiling.trigger import Trigger
 
 __all__ = ["Activities", "asked_of"]
 

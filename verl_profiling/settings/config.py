@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.aim import Aim
+from verl_profiling.capture_request import Aim
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.remote import check_url, is_url

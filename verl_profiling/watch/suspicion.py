@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from verl_profiling.capture_request import Sign, Trigger
 from verl_profiling.step_account import StepAccount
-from verl_profiling.trigger import Sign, Trigger
 from verl_profiling.watch.advance import TIED, Standing
 from verl_profiling.watch.frontier import standings
 

@@ -1,0 +1,139 @@
+"""A request for captures: what it selects, who asked for it and why, and the file that it is.
+
+A person's request is a file in ``requests/`` of the run's folder, which goes when it is taken. What becomes
+of it is in the manifests of its captures, or in a file with the reason why there are none. Whoever may write
+the folder may ask, so a request is of bounded size and a fixed schema, without paths.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Literal
+
+import msgspec
+
+__all__ = [
+    "MOST_STEPS",
+    "REFUSED",
+    "REQUEST",
+    "REQUESTS",
+    "Aim",
+    "Demand",
+    "Sign",
+    "Trigger",
+    "TriggerKind",
+    "new_request_id",
+]
+
+REQUESTS = "requests"
+"""Name of the folder."""
+REQUEST, REFUSED = ".json", ".refused"
+"""Suffixes of a request, and of the reason why it is refused; the name before them is the request's id."""
+MOST_STEPS = 100
+"""How many steps one request may ask for."""
+
+_Names = Annotated[
+    tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=200)], ...],
+    msgspec.Meta(min_length=1, max_length=64),
+]
+_Numbers = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)], ...], msgspec.Meta(min_length=1, max_length=4096)
+]
+
+
+class Aim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What one capture does differently from the settings. ``None``: as they say.
+
+    A role that records trajectories goes on with its own tools and mode, unless ``roles`` names it.
+
+    Attributes:
+        mode: ``e2e`` or ``discrete``, in all roles.
+        tools: Names of the tools that record, in all roles.
+        roles: The roles that take part, also ones that the settings leave out.
+        ranks: Global accelerator ranks inside the role, also ones that the settings leave out.
+        replicas: Rollout replicas; ``ranks`` are those of the other roles then.
+        stages: The stages that are recorded, in discrete mode.
+    """
+
+    mode: Literal["e2e", "discrete"] | None = None
+    tools: _Names | None = None
+    roles: _Names | None = None
+    ranks: _Numbers | None = None
+    replicas: _Numbers | None = None
+    stages: _Names | None = None
+
+    def in_words(self) -> str:
+        """Return what it says, as settings are written: ``mode=discrete, ranks=0,3``; empty if nothing."""
+        said = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return ", ".join(
+            f"{name}={value if isinstance(value, str) else ','.join(map(str, value))}"
+            for name, value in said
+            if value is not None
+        )
+
+
+TriggerKind = Literal["schedule", "demand", "anomaly"]
+Sign = Literal["", "slow_step", "slow_stage", "leader", "memory"]
+"""What the watch noticed: as the settings ``watch.trigger`` name it."""
+
+
+class Trigger(msgspec.Struct, frozen=True, kw_only=True):
+    """What asked for a capture.
+
+    Attributes:
+        kind: ``schedule``: the settings. ``demand``: a person, while the run went on. ``anomaly``: the watch.
+        reason: Why, as a sentence; on demand, what was asked for.
+        by: Who asked on demand, e.g. ``root@node1``, or ``SIGUSR2``.
+        request: Id of the request on demand.
+        sign: What the watch noticed.
+        noticed: The step that it noticed.
+        stage: The stage that was slow, if one was; on demand, the only one that was asked for.
+        suspects: Lanes of the processes that may be the cause, e.g. ``actor_rank3``; the likeliest first.
+        peers: Lanes of processes of the same role that are captured to compare them with.
+        value: What the step that was noticed had: seconds, a share of the step, or bytes.
+        median: What the steps before it had, in the same unit.
+        history: The values of these steps and of the one that was noticed, in order.
+    """
+
+    kind: TriggerKind = "schedule"
+    reason: str = ""
+    by: str = ""
+    request: str = ""
+    sign: Sign = ""
+    noticed: int | None = None
+    stage: str = ""
+    suspects: list[str] = []
+    peers: list[str] = []
+    value: float = 0.0
+    median: float = 0.0
+    history: list[float] = []
+
+    def in_words(self) -> str:
+        """Return why, with who asked on demand."""
+        who = f"asked for by {self.by}: " if self.by else ""
+        return f"{who}{self.reason}"
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request for captures.
+
+    Attributes:
+        id: Made up by whoever asks; also the name of its file.
+        by: Who asks, e.g. ``root@node1``.
+        asked_ns: When, by their clock.
+        steps: How many consecutive steps.
+        at: The first of them; ``None`` for the next one that begins.
+        aim: What the captures do differently from the settings.
+    """
+
+    id: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
+    by: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    asked_ns: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+    steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = 1
+    at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
+    aim: Aim = Aim()
+
+
+def new_request_id() -> str:
+    """Return an id that no other request has."""
+    return uuid.uuid4().hex[:12]
