@@ -267,5 +267,4 @@ def test_what_the_trainer_throws_away_is_said(monkeypatch: pytest.MonkeyPatch) -
         ("stale", 1): "stale",
         ("same", 0): "filtered",
         ("same", 1): "filtered",
-        ("bad", 0): "abandoned",
     }

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from verl_profiling import ProfilingConfig
 from verl_profiling.integrations.verl.notices import say_nothing_is_profiled, why_nothing
-from verl_profiling.integrations.verl.profiler import TIMED_STAGES, Profiler
+from verl_profiling.integrations.verl.profiler import Profiler
 from verl_profiling.integrations.verl_check import forecast, without_effect
 
 ROLES = ("actor", "rollout")
@@ -35,12 +35,6 @@ def test_a_stage_that_nobody_has_is_named_with_the_choices() -> None:
     assert not list(without_effect(settings(), None))
 
 
-def test_a_stage_of_the_trainer_is_none_of_its_workers() -> None:
-    """The controller's stages are always on the timeline; workers record nothing in them."""
-    (text,) = without_effect(settings(select={"stages": ["advantage"]}), None)
-    assert "'advantage' is a stage of the trainer, in which workers record nothing" in text
-
-
 def test_steps_after_the_end_of_the_run_are_named() -> None:
     """With ``trainer.total_training_steps``, listed steps that are later never come."""
     chosen = settings(schedule={"steps": [2, 9, 30]})
@@ -57,12 +51,6 @@ def test_steps_after_the_end_of_the_run_are_named() -> None:
         ({"schedule": {"steps": [30]}}, ROLES, 8, "nothing will be captured: schedule.steps=(30,); the last"),
         ({"schedule": {"every": 10}}, ROLES, 8, "nothing will be captured: schedule.every=10"),
         ({}, (), 8, "nothing will be captured: no role of this run is selected"),
-        (
-            {"schedule": {"steps": [2]}, "select": {"stages": ["update_acotr"]}},
-            ROLES,
-            8,
-            "step 2 of rollout; nothing of actor, unless they have the stages that are selected",
-        ),
     ],
 )
 def test_the_last_line_says_what_will_be_captured(
@@ -108,4 +96,3 @@ def test_the_timers_of_verls_own_profiler_are_no_stages() -> None:
         with Profiler.timed(profiler, timer, nullcontext()):
             pass
     assert marked == ["advantage"]
-    assert TIMED_STAGES.issuperset(marked)

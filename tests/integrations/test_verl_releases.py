@@ -106,7 +106,9 @@ def test_the_check_ends_with_what_will_be_captured_and_leaves_nothing(tmp_path: 
     assert run.returncode == 0, run.stderr
     assert "warning: profiling.select.stages: verl's workers have no stage 'update_acotr'" in run.stdout
     assert "warning: profiling.schedule.steps: step 9 never comes" in run.stdout
-    assert run.stdout.splitlines()[-1].startswith("will be captured: step 2 of rollout, agent_loop, reward;")
+    assert run.stdout.splitlines()[-1].startswith(
+        "will be captured: step 2 of actor, rollout, agent_loop, reward"
+    )
     assert not list(tmp_path.iterdir())
 
 

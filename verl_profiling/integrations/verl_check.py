@@ -24,21 +24,17 @@ from verl_profiling.integrations.hooks import Hook, misfits, usable
 from verl_profiling.integrations.verl import HOOKS, untested
 from verl_profiling.integrations.verl.launch import injection_notice
 from verl_profiling.integrations.verl.notices import captured_steps, why_nothing
-from verl_profiling.integrations.verl.profiler import TIMED_STAGES
 from verl_profiling.integrations.verl.workers import WORKER_STAGES
-from verl_profiling.integrations.verl_config import (
-    TRAINING_ROLES,
-    check_installed_engine,
-    expected_ranges,
-    settings_of,
-)
+from verl_profiling.integrations.verl_config import check_installed_engine, expected_ranges, settings_of
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.units import step_list
 
 _MAIN = "verl.trainer.main_ppo"
-_ONE_STEP_OFF = "verl.experimental.one_step_off_policy.main_ppo"
-_FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
-_MAINS = (_MAIN, _ONE_STEP_OFF, _FULLY_ASYNC)
+_MAINS = (
+    _MAIN,
+    "verl.experimental.one_step_off_policy.main_ppo",
+    "verl.experimental.fully_async_policy.fully_async_main",
+)
 _SFT = ("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray")
 _PLUGIN = "verl_profiling.integrations.verl"
 
@@ -180,12 +176,9 @@ def without_effect(settings: ProfilingConfig, last_step: int | None) -> Iterator
     chosen = {"profiling.select.stages": settings.select.stages}
     chosen |= {f"profiling.roles.{role}.stages": override.stages for role, override in settings.roles.items()}
     for key, stages in chosen.items():
-        for stage in stages or ():
-            if stage in TIMED_STAGES - WORKER_STAGES:
-                yield f"{key}: {stage!r} is a stage of the trainer, in which workers record nothing"
-            elif stage not in WORKER_STAGES:
-                hint = choices_hint(stage, WORKER_STAGES)
-                yield f"{key}: verl's workers have no stage {stage!r} (your own may); {hint}"
+        for stage in sorted(set(stages or ()) - WORKER_STAGES):
+            hint = choices_hint(stage, WORKER_STAGES)
+            yield f"{key}: verl's workers have no stage {stage!r} (your own may); {hint}"
     if never := [step for step in settings.schedule.steps or () if last_step and step > last_step]:
         come = "comes" if len(never) == 1 else "come"
         yield f"profiling.schedule.steps: {step_list(never)} never {come}; {_end(last_step)}"
@@ -204,19 +197,7 @@ def forecast(settings: ProfilingConfig, roles: Sequence[str], last_step: int | N
     steps = captured_steps(settings.schedule, last_step)
     if not steps:
         return f"nothing will be captured: {settings.schedule.in_words()}; {_end(last_step)}"
-    doubtful = [role for role in roles if _without_known_stage(settings, role)]
-    sure = [role for role in roles if role not in doubtful]
-    named = f"of {', '.join(sure)}" if sure else "of the loop alone"
-    but = f"; nothing of {', '.join(doubtful)}, unless they have the stages that are selected"
-    return f"will be captured: {steps} {named}{but if doubtful else ''}"
-
-
-def _without_known_stage(settings: ProfilingConfig, role: str) -> bool:
-    """Return whether a training role records stages only of which verl's workers have none."""
-    chosen = settings.for_role(role)
-    if role not in TRAINING_ROLES or chosen.mode != "discrete" or chosen.stages is None:
-        return False
-    return WORKER_STAGES.isdisjoint(chosen.stages)
+    return f"will be captured: {steps} of {', '.join(roles)}"
 
 
 def _end(last_step: int | None) -> str:

@@ -12,21 +12,18 @@ import logging
 import math
 import shlex
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from verl_profiling.engines.adapter import engine_tool
-from verl_profiling.engines.ascend import has_vllm_ascend
 from verl_profiling.engines.sglang import SGLangAdapter, check_sglang
 from verl_profiling.engines.vllm import VLLMAdapter
 from verl_profiling.engines.vllm_start import check_vllm, vllm_engine_args
-from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.after import EVERY_RANK
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import nsys
-from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.nsys import NsysTool
 
 __all__ = [
@@ -179,25 +176,16 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
 
 
 def check_installed_engine(config: Any, settings: ProfilingConfig) -> str:
-    """Check also what depends on the version of the engine; return why that was not possible, if so.
+    """Check also what depends on the version of vLLM; return why that was not possible, if so.
 
     Raises:
         ConfigError: The installed vLLM cannot record what the settings say.
-        ToolUnavailableError: A package that it needs for that is not installed.
     """
-    engine, chosen = config.actor_rollout_ref.rollout.name, settings.for_role(ROLLOUT_ROLE)
-    if not chosen.enable:
-        return ""
-    absent = engine if find_spec(engine) is None else ""
-    on_npu = engine == "vllm" and isinstance(
-        engine_tool(chosen, _ENGINES[engine], opens_ranges=True), NpuTool
-    )
-    if on_npu and not has_vllm_ascend():
-        absent = "vllm-ascend"
-    if absent:
-        return f"{absent} is not installed here, and was not asked what its version records"
-    if engine == "vllm":
-        vllm_engine_args(settings, ROLLOUT_ROLE)
+    if config.actor_rollout_ref.rollout.name == "vllm":
+        try:
+            vllm_engine_args(settings, ROLLOUT_ROLE)
+        except ToolUnavailableError as error:  # where it is checked is not where it runs
+            return str(error)
     return ""
 
 
@@ -371,29 +359,28 @@ def _finish_commands(roles: Mapping[str, Mapping[str, Any]], notes: list[str]) -
 
     Workers that play several roles run a command that these share once.
     """
-    found: dict[str, Any] = {}
     rollout, actor = roles.get(ROLLOUT_ROLE, {}), roles.get("actor", {})
     for name in _FINISH_HOOK if rollout.get("enable") else ():
         if rollout.get(name) and rollout[name] != actor.get(name):
             notes.append(f"{_BLOCKS[ROLLOUT_ROLE]}.{name}: servers run no command, under verl neither")
+    found: list[dict[str, Any]] = []
     for role in TRAINING_ROLES:
         block = roles.get(role, {})
         if not (block.get("enable") and (command := block.get("finish_hook_cmd"))):
             continue
         names = f"export VERL_PROFILE_TOOL={shlex.quote(str(block.get('tool')))} {_FINISH_ENVIRONMENT}"
+        everywhere, ranks = block.get("finish_hook_all_ranks"), list(block.get("finish_hook_ranks") or ())
         hook = {
             "command": ["/bin/sh", "-c", f"{names}\n{command}"],
             "when": "last",
-            "ranks": EVERY_RANK
-            if block.get("finish_hook_all_ranks")
-            else list(block.get("finish_hook_ranks") or ()) or None,
+            "ranks": EVERY_RANK if everywhere else ranks or None,
         }
-        equal = [other for other in found.values() if {**other, **hook} == other]
+        equal = [other["roles"] for other in found if {**hook, "roles": other["roles"]} == other]
         if equal:
-            equal[0]["roles"].append(role)
+            equal[0].append(role)
         else:
-            found[f"finish_hook_{role}"] = {"roles": [role], **hook}
-    return found
+            found.append({**hook, "roles": [role]})
+    return {f"finish_hook_{hook['roles'][0]}": hook for hook in found}
 
 
 def _plays(config: Any, role: str) -> bool:

@@ -10,6 +10,7 @@ hooks change nothing. No version of verl is refused: what does not fit is not re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from wrapt import register_post_import_hook
@@ -42,22 +43,16 @@ def _v0(config: Any) -> bool:
     return not _v1(config)
 
 
-def _engine(config: Any) -> str | None:
-    name: str | None = config.get("actor_rollout_ref", {}).get("rollout", {}).get("name")
-    return name
+def _chooses(path: str, name: str) -> Callable[[Any], bool]:
+    def chosen(config: Any) -> bool:
+        for key in path.split("."):
+            config = config.get(key, {})
+        return bool(config == name)
+
+    return chosen
 
 
-def _vllm(config: Any) -> bool:
-    return _engine(config) == "vllm"
-
-
-def _sglang(config: Any) -> bool:
-    return _engine(config) == "sglang"
-
-
-def _megatron(config: Any) -> bool:
-    return bool(config.get("actor_rollout_ref", {}).get("actor", {}).get("strategy") == "megatron")
-
+_ENGINE = "actor_rollout_ref.rollout.name"
 
 _RECORDS = {
     "verl.utils.profiler": {
@@ -98,19 +93,19 @@ _RECORDS = {
     },
     "verl.workers.engine.fsdp.transformer_impl": {
         "workers:hook_fsdp_engine": "micro-batches of FSDP engines",
-        "workers:hook_fsdp_offloading": "what FSDP engines move between host and device",
+        "workers:hook_offloading": "what FSDP engines move between host and device",
     },
     "verl.workers.engine.megatron.transformer_impl": {
-        "workers:hook_megatron_offloading": "what Megatron engines move between host and device",
+        "workers:hook_offloading": "what Megatron engines move between host and device",
     },
     "verl.workers.rollout.vllm_rollout.vllm_async_server": {
         "servers:hook_vllm_server": "the role rollout, with vLLM",
-        "servers:hook_vllm_versions": "policy versions of requests",
+        "servers:hook_versions": "policy versions of requests",
         "launch:hook_vllm_replica": "vLLM engines with tool nsys",
     },
     "verl.workers.rollout.sglang_rollout.async_sglang_server": {
         "servers:hook_sglang_server": "the role rollout, with SGLang",
-        "servers:hook_sglang_versions": "policy versions of requests",
+        "servers:hook_versions": "policy versions of requests",
     },
     "verl.experimental.agent_loop.agent_loop": {
         "trajectories:hook_agent_loops": "trajectories (role agent_loop)",
@@ -151,9 +146,9 @@ _USED_BY = {
     "verl.experimental.one_step_off_policy.ray_trainer": _one_step_off,
     "verl.experimental.fully_async_policy.fully_async_trainer": _fully_async,
     "verl.experimental.fully_async_policy.fully_async_rollouter": _fully_async,
-    "verl.workers.engine.megatron.transformer_impl": _megatron,
-    "verl.workers.rollout.vllm_rollout.vllm_async_server": _vllm,
-    "verl.workers.rollout.sglang_rollout.async_sglang_server": _sglang,
+    "verl.workers.engine.megatron.transformer_impl": _chooses("actor_rollout_ref.actor.strategy", "megatron"),
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": _chooses(_ENGINE, "vllm"),
+    "verl.workers.rollout.sglang_rollout.async_sglang_server": _chooses(_ENGINE, "sglang"),
     "verl.trainer.ppo.v1.agent_loop_tq": _v1,
     "verl.trainer.ppo.v1.replay_buffer": _v1,
     "transfer_queue": _v1,

@@ -18,14 +18,7 @@ from verl_profiling.integrations.hooks import missing
 from verl_profiling.integrations.verl.profiler import Profiler, active_profiler
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = [
-    "COROUTINES",
-    "AsyncTrainerProfiler",
-    "async_profiler",
-    "awaits_its_steps",
-    "check_fully_async",
-    "check_one_step_off",
-]
+__all__ = ["COROUTINES", "AsyncTrainerProfiler", "awaits_its_steps"]
 
 _STEP, _GENERATION = "step", "generate_async"
 _NO_MORE_STEPS = "TrainingStopException"

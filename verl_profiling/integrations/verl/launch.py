@@ -23,13 +23,7 @@ from verl_profiling.integrations.verl_config import TRAINING_ROLES, settings_wit
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools.nsys import nsys_runtime_env
 
-__all__ = [
-    "hook_runtime_env",
-    "hook_vllm_replica",
-    "hook_worker_groups",
-    "injection_notice",
-    "start_workers_under_nsys",
-]
+__all__ = ["injection_notice", "start_workers_under_nsys"]
 
 _KEEP = "VERL_KEEP_NVTX_INJECTION"
 

@@ -19,7 +19,7 @@ from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.step_account import StepAccount
 from verl_profiling.watch.values import PREFIX, values_of
 
-__all__ = ["TIMED_STAGES", "Profiler", "active_profiler", "log_reports", "say_fates", "trainer_stage"]
+__all__ = ["Profiler", "active_profiler", "log_reports", "say_fates", "trainer_stage"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +30,6 @@ _ONWARD_ONLY = ("wandb", "vemlp_wandb")
 """Trackers that accept no step before the last one that they saw."""
 _CONSOLE = "console"
 _MOST_WAITING = 1000
-
-TIMED_STAGES = frozenset((*_STAGES.values(), _WEIGHT_UPDATE, "rollout", "reward", "old_log_prob")) | {
-    *("values", "update_critic", "update_actor", "save_checkpoint", "dump_rollout_generations"),
-    *("wait:rollout", "switch_to_trainer", "switch_to_rollout", "switch_wait", "sync_rollout_weights"),
-}
-"""Stages of the controller that verl's timers are."""
 
 Fates = Sequence[tuple[str, int | None, str]]
 

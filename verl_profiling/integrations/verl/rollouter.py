@@ -10,7 +10,7 @@ from verl_profiling.integrations.hooks import mark, missing, wrap
 from verl_profiling.integrations.verl.processes import ROLLOUTER, add_actor_methods, rollout_processes
 from verl_profiling.trajectories import Span, count, span
 
-__all__ = ["check_rollouter", "hook_rollouter", "is_rollouter"]
+__all__ = ["hook_rollouter", "is_rollouter"]
 
 _SAMPLE = "_process_single_sample_streaming"
 _VALIDATE = "do_validate"

@@ -15,15 +15,7 @@ from verl_profiling.integrations.hooks import misfits, wrap
 from verl_profiling.integrations.verl.processes import add_capture_methods
 from verl_profiling.workers import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
-__all__ = [
-    "SETTINGS_KEY",
-    "hook_sglang_server",
-    "hook_sglang_versions",
-    "hook_vllm_profiler",
-    "hook_vllm_server",
-    "hook_vllm_versions",
-    "settings_of",
-]
+__all__ = ["SETTINGS_KEY", "hook_vllm_profiler", "settings_of"]
 
 SETTINGS_KEY = "verl_profiling"
 
@@ -36,20 +28,16 @@ def hook_vllm_server(module: Any) -> None:
         _add_methods(server_class)
 
 
-def hook_vllm_versions(module: Any) -> None:
-    """Note the policy version of each request of a ``vLLMHttpServer``."""
-    wrap(module.vLLMHttpServer, "set_global_steps", _noted_version)
-
-
 def hook_sglang_server(module: Any) -> None:
     """Give ``SGLangHttpServer`` the capture methods."""
     if wrap(module.SGLangHttpServer, "launch_server", _launch_sglang):
         _add_methods(module.SGLangHttpServer)
 
 
-def hook_sglang_versions(module: Any) -> None:
-    """Note the policy version of each request of a ``SGLangHttpServer``."""
-    wrap(module.SGLangHttpServer, "set_global_steps", _noted_version)
+def hook_versions(module: Any) -> None:
+    """Note the policy version of each request of a server."""
+    name = "vLLMHttpServer" if hasattr(module, "vLLMHttpServer") else "SGLangHttpServer"
+    wrap(getattr(module, name), "set_global_steps", _noted_version)
 
 
 def hook_vllm_profiler(module: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
@@ -42,17 +42,7 @@ from verl_profiling.manifest import POLLING
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.trajectories import span
 
-__all__ = [
-    "hook_dispatch",
-    "hook_overrides",
-    "hook_replay_buffer",
-    "hook_timers",
-    "hook_tracking",
-    "hook_transfer_queue",
-    "hook_v0_trainer",
-    "hook_v1_rollout",
-    "hook_v1_trainer",
-]
+__all__ = ["TrainerProfiler", "hook_overrides"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,14 +93,6 @@ class TrainerProfiler(Profiler):
         self._callback.__exit__(kind, error, trace)
         if error is None:
             self.log_rest()
-
-    async def __aenter__(self) -> None:
-        self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)
 
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
@@ -214,23 +196,7 @@ def hook_replay_buffer(module: Any) -> None:
     """Mark the pause until the trainer looks for responses again, and say which ones it throws away."""
     buffer = module.ReplayBuffer
     mark(buffer, "_wait_for_next_poll", partial(trainer_stage, POLLING))
-    wrap(buffer, "_clear_groups", _abandoned)
     wrap(buffer, "_evict_terminal_groups", _evicted)
-
-
-def _abandoned(
-    clear: Callable[..., Any], self: Any, partition_id: str, uids: Iterable[str], *args: Any, **kwargs: Any
-) -> Any:
-    """Say that trajectories are not trained on: left over, or of a group in which another one failed."""
-    say_fates(lambda: _responses(self.partitions[partition_id], set(uids)))
-    return clear(self, partition_id, uids, *args, **kwargs)
-
-
-def _responses(keys: Iterable[str], groups: set[str]) -> list[tuple[str, int | None, str]]:
-    """Return the trajectories of some groups that gave a response; a key is ``group_sample_output``."""
-    split = (key.split("_") for key in keys)
-    samples = dict.fromkeys((parts[0], int(parts[1])) for parts in split if parts[0] in groups)
-    return [(group, sample, "abandoned") for group, sample in samples]
 
 
 def _evicted(
@@ -314,7 +280,10 @@ def _profiled(fit: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> 
 
 async def _profiled_coroutine(fit: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     profiler = begin_profiling(self, args, kwargs)
-    async with profiler or nullcontext():
+    if isinstance(profiler, AsyncTrainerProfiler):
+        async with profiler:
+            return await fit(self, *args, **kwargs)
+    with profiler or nullcontext():
         return await fit(self, *args, **kwargs)
 
 

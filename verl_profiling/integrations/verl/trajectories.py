@@ -8,7 +8,7 @@ request of its own; the client makes the request's id, which is noted on the spa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from numbers import Integral, Real
@@ -17,16 +17,7 @@ from typing import Any
 from verl_profiling.capture.session import process_session
 from verl_profiling.integrations.hooks import mark, missing, wrap
 from verl_profiling.integrations.verl.processes import AGENT_LOOP, REWARD, add_actor_methods
-from verl_profiling.trajectories import Span, current_trajectory, span, trajectory, trajectory_fate
-
-__all__ = [
-    "hook_agent_loops",
-    "hook_clients",
-    "hook_reward_loops",
-    "hook_simple_timer",
-    "hook_teachers",
-    "hook_tool_loop",
-]
+from verl_profiling.trajectories import current_trajectory, span, trajectory, trajectory_fate
 
 _TOKENIZING = (
     "ct_build_initial_tokens",
@@ -44,7 +35,7 @@ _ABORTED = ("aborted", "abort")
 
 _request_name: ContextVar[str] = ContextVar("verl_profiling_request_name", default="generate")
 _open_request: ContextVar[Any] = ContextVar("verl_profiling_open_request", default=None)
-_pause: ContextVar[_Pause | None] = ContextVar("verl_profiling_pause", default=None)
+_pause: ContextVar[ExitStack | None] = ContextVar("verl_profiling_pause", default=None)
 _prepared: set[type[Any]] = set()
 """Classes of tools and clients, users' own included, that are hooked when they are first used."""
 
@@ -191,7 +182,7 @@ async def _as_request(generate: Callable[..., Any], self: Any, *args: Any, **kwa
     _prepare_client(type(self))
     pause = _pause.get()
     if pause is not None:
-        pause.end()
+        pause.close()
     with span(_request_name.get()) as opened:
         token = _open_request.set(opened)
         try:
@@ -200,37 +191,21 @@ async def _as_request(generate: Callable[..., Any], self: Any, *args: Any, **kwa
             _open_request.reset(token)
     aborted = getattr(output, "stop_reason", None) in _ABORTED
     if aborted and pause is not None:
-        pause.begin()
+        pause.enter_context(span("wait:resume"))
     running = current_trajectory()  # its fate is that of its last request
     if running is not None and (aborted or running.fate == "aborted"):
         running.fate = "aborted" if aborted else ""
     return output
 
 
-class _Pause:
-    """The while between a request that a weight update aborted, and the one that goes on with it."""
-
-    def __init__(self) -> None:
-        self._span: Span | None = None
-
-    def begin(self) -> None:
-        self._span = span("wait:resume")
-        self._span.__enter__()
-
-    def end(self) -> None:
-        if self._span is not None:
-            self._span.__exit__(None, None, None)
-            self._span = None
-
-
 async def _with_pauses(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    pause = _Pause()
-    token = _pause.set(pause)
-    try:
-        return await generate(*args, **kwargs)
-    finally:
-        pause.end()
-        _pause.reset(token)
+    """Record the while between a request that a weight update aborted, and the one that goes on with it."""
+    with ExitStack() as pause:
+        token = _pause.set(pause)
+        try:
+            return await generate(*args, **kwargs)
+        finally:
+            _pause.reset(token)
 
 
 def _prepare_client(client_class: type[Any]) -> None:

@@ -16,18 +16,7 @@ from verl_profiling.integrations.verl.processes import add_capture_methods
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import CaptureTimers, FSDPCaptureMixin, MegatronCaptureMixin
 
-__all__ = [
-    "WORKER_STAGES",
-    "hook_actor_stages",
-    "hook_checkpoints",
-    "hook_critic_stages",
-    "hook_fsdp_engine",
-    "hook_fsdp_offloading",
-    "hook_megatron_offloading",
-    "hook_mini_batches",
-    "hook_transfer_queue",
-    "hook_workers",
-]
+__all__ = ["WORKER_STAGES"]
 
 _OLD, _REFERENCE = "old_log_prob", "ref_log_prob"
 _CHECKPOINTS = ("save_checkpoint", "load_checkpoint")
@@ -102,25 +91,17 @@ def hook_fsdp_engine(module: Any) -> None:
     wrap(module, "prepare_micro_batches", _marked_micro_batches)
 
 
-def hook_fsdp_offloading(module: Any) -> None:
-    """Mark what moves models and optimizers of FSDP engines to the device and away from it."""
-    _mark_offloading(module, "fsdp")
-
-
-def hook_megatron_offloading(module: Any) -> None:
-    """Mark the same of Megatron engines."""
-    _mark_offloading(module, "megatron")
+def hook_offloading(module: Any) -> None:
+    """Mark what moves models and optimizers of an engine to the device and away from it."""
+    framework = "megatron" if ".megatron." in module.__name__ else "fsdp"
+    for name, stage_name in _OFFLOADING.items():
+        mark(module, name.format(framework), partial(stage, stage_name))
 
 
 def hook_transfer_queue(module: Any) -> None:
     """Mark what training workers get and put around the methods that the trainer calls."""
     for name, stage_name in _TRANSFER_QUEUE.items():
         mark(module, name, partial(stage, stage_name))
-
-
-def _mark_offloading(module: Any, framework: str) -> None:
-    for name, stage_name in _OFFLOADING.items():
-        mark(module, name.format(framework), partial(stage, stage_name))
 
 
 def _marked_micro_batches(prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
