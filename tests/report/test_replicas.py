@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,13 +17,14 @@ from rich.console import Console
 
 from verl_profiling.analysis import open_step
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import CaptureResult, HostClock, Manifest, Request
+from verl_profiling.manifest import MANIFEST_NAME, CaptureResult, HostClock, Manifest, Request
 from verl_profiling.report.capture_rows import requests
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.replicas import replica_rows
 from verl_profiling.report.rows import ReplicaRow
 from verl_profiling.report.terminal import print_report
+from verl_profiling.run_files import write_json_atomically
 
 BEGIN = 1_790_000_000_000_000_000
 MS = 1_000_000
@@ -54,9 +56,10 @@ def request(**changes: Any) -> Request:
     return Request(**{"replica": 0, "id": "r", **facts, **changes, **ns})
 
 
-def test_a_row_has_the_times_of_its_request_on_the_controllers_clock() -> None:
+def test_a_row_has_the_times_of_its_request_on_the_controllers_clock(tmp_path: Path) -> None:
     """After the begin of the step, less what the clock of its host is ahead."""
-    [row] = requests(manifest([request()], offset_ns=4 * MS))
+    write_json_atomically(tmp_path / MANIFEST_NAME, manifest([request()], offset_ns=4 * MS))
+    [row] = requests(open_step(tmp_path).manifest)
     assert (row.id, row.cached_tokens, row.preemptions) == ("r", 2, 0)
     assert (row.begin_us, row.arrival_us, row.scheduled_us) == (-4_000, 6_000, 26_000)
     assert (row.first_token_us, row.last_token_us, row.end_us) == (56_000, 91_000, 96_000)

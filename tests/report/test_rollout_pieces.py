@@ -75,7 +75,7 @@ def causes_of(records: Records, requests: dict[str, list[Request]] | None = None
             (number, id, int(records.spans.begin[number]), int(records.spans.end[number]))
             for number, id in records.spans.requests.items()
         ),
-        {id: [(request, 0) for request in found] for id, found in (requests or {}).items()},
+        requests or {},
     )
     pieces = trajectory_pieces(records, served)
     found: list[dict[str, float]] = [defaultdict(float) for _ in records.trajectories]

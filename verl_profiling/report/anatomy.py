@@ -107,7 +107,7 @@ def capture_time(step: Step) -> Spans:
             kind.setdefault(span.name, []).append((span.begin_ns, span.end_ns))
     tools: dict[str, list[tuple[int, int]]] = {}  # by stage; "" for stages of no name that the loop knows
     for worker in step.workers:
-        for tool_span in step.tool_spans_of(worker):
+        for tool_span in worker.tool_spans:
             if tool_span.stage is not None:
                 stage = tool_span.stage if tool_span.stage in stages else ""
                 tools.setdefault(stage, []).append((tool_span.begin_ns, tool_span.end_ns))

@@ -62,9 +62,8 @@ def requests(manifest: Manifest) -> list[RequestRow]:
     validating = spans_of((s.begin_ns, s.end_ns) for s in manifest.stages if s.name == VALIDATE)
     rows = []
     for worker in manifest.workers:
-        offset_ns = manifest.offset_ns(worker.identity)
-        zero_ns = manifest.begin_ns + offset_ns
-        validates = holding(validating, [request.begin_ns - offset_ns for request in worker.requests])
+        zero_ns = manifest.begin_ns
+        validates = holding(validating, [request.begin_ns for request in worker.requests])
         for request, is_validation in zip(worker.requests, validates, strict=True):
             rows.append(
                 RequestRow(
@@ -122,7 +121,7 @@ def anchors(manifest: Manifest) -> list[AnchorRow]:
         if len(worker.anchors) < 2:
             continue
         first, last = worker.anchors[0], worker.anchors[-1]
-        zero_ns = manifest.begin_ns + manifest.offset_ns(worker.identity)
+        zero_ns = manifest.begin_ns
         rows.append(
             AnchorRow(
                 worker=worker.name,

@@ -24,8 +24,8 @@ def gantt(step: Step) -> Iterator[GanttSpan]:
     """
     yield from _stacked(_stages("controller", step.stages, step))
     for worker in step.workers:
-        yield from _stacked(_stages(worker.name, step.stages_of(worker), step))
-        for span in step.tool_spans_of(worker):
+        yield from _stacked(_stages(worker.name, worker.stages, step))
+        for span in worker.tool_spans:
             begin_ns, end_ns = max(span.begin_ns, step.begin_ns), min(span.end_ns, step.end_ns)
             if begin_ns < end_ns:
                 yield GanttSpan(

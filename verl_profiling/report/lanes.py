@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from verl_profiling.devices import Device
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, Manifest, StageSpan, ToolSpan
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, Manifest, StageSpan
 from verl_profiling.report.activity import Activity, Window
 from verl_profiling.report.intervals import EMPTY, Spans, holding, intersection, length, spans_of, union
 from verl_profiling.timeline.step import Source
@@ -35,10 +35,9 @@ class Lane:
         self.source = source
         self.activity = activity
         worker = step.worker_of(source)
-        shift = source.offset_ns
-        self.stages = step.stages_of(worker) if worker else []
+        self.stages = worker.stages if worker else []
         windows = [
-            (a.begin_ns - shift, a.end_ns - shift)
+            (a.begin_ns, a.end_ns)
             for a in (worker.artifacts if worker else [])
             if a.lane == source.lane and a.end_ns
         ]
@@ -120,27 +119,14 @@ class Step:
         recorded = (w for w in named if any(a.lane == source.lane for a in w.artifacts))
         return next(recorded, named[0] if named else None)
 
-    def stages_of(self, worker: CaptureResult) -> list[StageSpan]:
-        """Return a worker's own stages, on the controller's clock."""
-        shift = self.manifest.offset_ns(worker.identity) if self.manifest else 0
-        return [
-            StageSpan(s.name, s.begin_ns - shift, s.end_ns - shift, s.thread, s.depth, s.failed)
-            for s in worker.stages
-        ]
-
     def cut_off(self, span: StageSpan) -> bool:
         """Return whether the capture ended before a stage did, so that its length says nothing."""
         return span.failed and span.end_ns >= self.end_ns
 
-    def tool_spans_of(self, worker: CaptureResult) -> list[ToolSpan]:
-        """Return when a worker's tools were started and stopped, on the controller's clock."""
-        shift = self.manifest.offset_ns(worker.identity) if self.manifest else 0
-        return [ToolSpan(s.name, s.begin_ns - shift, s.end_ns - shift, s.stage) for s in worker.tool_spans]
-
     def windows_of(self, source: Source) -> list[Window]:
         """Return the outermost stages that a trace is told apart by: its worker's, else the controller's."""
         worker = self.worker_of(source)
-        own = [s for s in self.stages_of(worker) if s.depth == 0] if worker else []
+        own = [s for s in worker.stages if s.depth == 0] if worker else []
         outer = own or [s for s in self.stages if s.depth == 0]
         return [(s.name, s.begin_ns, s.end_ns) for s in outer]
 
@@ -179,13 +165,12 @@ class Step:
         """
         runs: dict[int, list[tuple[int, int]]] = {}
         for worker in self.capture.workers if self.capture else []:
-            shift = self.capture.offset_ns(worker.identity) if self.capture else 0
             if worker.requests_logged and worker.identity.replica is not None:
                 runs.setdefault(worker.identity.replica, [])
             for one in worker.requests:
-                runs.setdefault(one.replica, []).append((one.begin_ns - shift, one.end_ns - shift))
+                runs.setdefault(one.replica, []).append((one.begin_ns, one.end_ns))
             if worker.pending_since_ns and worker.identity.replica is not None:
-                runs[worker.identity.replica].append((worker.pending_since_ns[0] - shift, self.end_ns))
+                runs[worker.identity.replica].append((worker.pending_since_ns[0], self.end_ns))
         served = {replica: spans_of(found) for replica, found in runs.items()}
         for lane in self.lanes:
             if (replica := lane.source.replica) in served:

@@ -135,13 +135,13 @@ def rollout_tail(step: Step) -> Tail | None:
     of its slowest rank.
     """
     rollout = step.during(ROLLOUT)
-    requests = [(request, offset_ns) for request, offset_ns in _rolled_out(step) if not request.failed]
+    requests = [request for request in _rolled_out(step) if not request.failed]
     if not len(rollout):
         return None
     begin = int(rollout[0, 0])
     finishes: dict[int, int] = {}
-    for request, offset_ns in requests:
-        finishes[request.replica] = max(finishes.get(request.replica, 0), request.end_ns - offset_ns)
+    for request in requests:
+        finishes[request.replica] = max(finishes.get(request.replica, 0), request.end_ns)
     if not finishes:
         for lane in (lane for lane in step.lanes if lane.is_engine):
             if len(work := working_span(lane, step)):
@@ -150,7 +150,7 @@ def rollout_tail(step: Step) -> Tail | None:
     if not finishes:
         return None
     ends = sorted((end - begin) / 1000 for end in finishes.values())
-    single = sorted((request.end_ns - offset - begin) / 1000 for request, offset in requests)
+    single = sorted((request.end_ns - begin) / 1000 for request in requests)
     middle = median(ends)
     return Tail(
         replicas=len(ends),
@@ -160,21 +160,20 @@ def rollout_tail(step: Step) -> Tail | None:
         ratio=ends[-1] / middle if middle > 0 else 1.0,
         tail_share=max(ends[-1] - middle, 0.0) * 1000 / max(step.span_ns, 1),
         requests=len(requests),
-        latency_s=_percentiles([(r.end_ns - r.begin_ns) / 1e9 for r, _ in requests]),
-        response_tokens=_percentiles([float(r.response_tokens) for r, _ in requests]),
+        latency_s=_percentiles([(r.end_ns - r.begin_ns) / 1e9 for r in requests]),
+        response_tokens=_percentiles([float(r.response_tokens) for r in requests]),
         finishes_us=single or ends,
     )
 
 
-def _rolled_out(step: Step) -> Iterator[tuple[Request, int]]:
-    """Yield the requests that were not sent to validate, each with the offset of its clock."""
+def _rolled_out(step: Step) -> Iterator[Request]:
+    """Yield the requests that were not sent to validate."""
     validating = step.during(VALIDATE)
     for worker in step.workers:
-        offset_ns = step.manifest.offset_ns(worker.identity) if step.manifest else 0
-        validates = holding(validating, [request.begin_ns - offset_ns for request in worker.requests])
+        validates = holding(validating, [request.begin_ns for request in worker.requests])
         for request, is_validation in zip(worker.requests, validates, strict=True):
             if not is_validation:
-                yield request, offset_ns
+                yield request
 
 
 def _percentiles(sample: list[float]) -> Percentiles | None:
@@ -214,7 +213,7 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
         devices: Number of its devices.
     """
     metrics = step.manifest.metrics if step.manifest else {}
-    requests = [request for request, _ in _rolled_out(step)]
+    requests = list(_rolled_out(step))
     first_ranks = {row.replica: row for row in reversed(engines)}.values()
     counted = (
         *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),

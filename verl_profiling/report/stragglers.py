@@ -37,7 +37,7 @@ def stragglers(step: Step, calls: Sequence[Calls], waiting: Mapping[str, Spans])
         waits: dict[str, tuple[Spans, Spans]] = {}
         for worker in (worker for worker in step.workers if worker.identity.role == role):
             waits[worker.name] = (_of(worker, step, waiting), _of(worker, step, perhaps))
-            for span in step.stages_of(worker):
+            for span in worker.stages:
                 stages.setdefault(span.name, {}).setdefault(worker.name, []).append(span)
         for stage, runs in stages.items():
             if len(runs) > 1 and not any(map(step.cut_off, chain.from_iterable(runs.values()))):

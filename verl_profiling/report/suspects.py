@@ -102,10 +102,10 @@ class _Process:
         self.lanes: list[Lane] = [lane for lane in named or of_worker if not lane.activity.is_unknown]
         results = [result for result in step.workers if result.name == worker]
         self.role = results[0].identity.role if results else worker
-        spans = [span for result in results for span in step.stages_of(result)] if results else step.stages
+        spans = [span for result in results for span in result.stages] if results else step.stages
         self.outermost = dict.fromkeys(span.name for span in spans if span.depth == 0)
         self._ended = [span for span in spans if not step.cut_off(span)]
-        tools = [span for result in results for span in step.tool_spans_of(result)]
+        tools = [span for result in results for span in result.tool_spans]
         self._tools = spans_of((span.begin_ns, span.end_ns) for span in tools)
         self.recorded = bool(spans or self.lanes) or any(
             artifact.status == "ok" for result in results for artifact in result.artifacts

@@ -39,13 +39,13 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
     for worker in manifest.workers:
         if not (worker.stages or worker.tool_spans):
             continue
-        pid, worker_base_ns = pids[worker.name], base_ns + manifest.offset_ns(worker.identity)
-        stages[worker.name] = _stages(worker.stages, pid, worker_base_ns)
+        pid = pids[worker.name]
+        stages[worker.name] = _stages(worker.stages, pid, base_ns)
         if worker.tool_spans:
             events.append(name_thread(pid, TOOL_TID, "tool"))
         for tool in worker.tool_spans:
             about = {"stage": tool.stage} if tool.stage else {}
-            span = (tool.begin_ns - worker_base_ns, tool.end_ns - worker_base_ns)
+            span = (tool.begin_ns - base_ns, tool.end_ns - base_ns)
             events.append(_span(f"{tool.name} the tool", "capture", pid, TOOL_TID, span, about))
     for spans in stages.values():
         events += [*spans, *_spread(spans)]

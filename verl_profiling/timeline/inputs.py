@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,8 @@ from verl_profiling.trajectory_log import LOG_SUFFIX
 from verl_profiling.units import step_list
 
 UNWRITTEN = f"holds no {MANIFEST_NAME}: its loop ended before the capture had begun"
+_TIMES = ("begin_ns", "end_ns", "unix_ns", "arrival_ns", "scheduled_ns", "first_token_ns", "last_token_ns")
+_PARTS_WITH_TIMES = ("stages", "tool_spans", "requests", "artifacts", "anchors")
 _STEP_FOLDER = re.compile(r"step_(\d+)(?:\.(\d+))?")
 
 
@@ -241,7 +244,7 @@ def _from_manifest(directory: Path) -> StepInputs:
     inputs = StepInputs(
         directory=directory,
         step=manifest.step,
-        manifest=manifest,
+        manifest=_on_loop_clock(manifest),
         unfinished=unfinished(manifest),
     )
     found: list[Source] = []
@@ -268,6 +271,26 @@ def _from_manifest(directory: Path) -> StepInputs:
                 found.append(_source(manifest, worker, artifact, trace))
     inputs.sources, inputs.logs = sorted_sources(found), sorted_sources(logs)
     return inputs
+
+
+def _on_loop_clock(manifest: Manifest) -> Manifest:
+    """Return a manifest in which the times of all workers are on the clock of the loop."""
+    workers = [_shifted(worker, manifest.offset_ns(worker.identity)) for worker in manifest.workers]
+    return msgspec.structs.replace(manifest, workers=workers)
+
+
+def _shifted(worker: CaptureResult, offset_ns: int) -> CaptureResult:
+    """Return a worker with an offset subtracted from its times, but for those that are not known (0)."""
+    if not offset_ns:
+        return worker
+
+    def moved(part: Any) -> Any:
+        times = {name: time - offset_ns for name in _TIMES if (time := getattr(part, name, 0))}
+        return msgspec.structs.replace(part, **times)
+
+    parts = {name: list(map(moved, getattr(worker, name))) for name in _PARTS_WITH_TIMES}
+    pending = [since_ns - offset_ns for since_ns in worker.pending_since_ns]
+    return msgspec.structs.replace(worker, **parts, pending_since_ns=pending)
 
 
 def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path: Path) -> Source:

@@ -52,9 +52,9 @@ class Arrow(msgspec.Struct, frozen=True):
 def request_windows(manifest: Manifest) -> dict[str, list[Window]]:
     """Return when the requests were on their way, by the engine's id of them; an id may be used again."""
     windows: dict[str, list[Window]] = {}
-    for number, (request, offset_ns) in enumerate(_requests(manifest)):
+    for number, request in enumerate(one for worker in manifest.workers for one in worker.requests):
         if request.id:
-            window = Window(number, request.begin_ns - offset_ns, request.end_ns - offset_ns)
+            window = Window(number, request.begin_ns, request.end_ns)
             windows.setdefault(request.id, []).append(window)
     return windows
 
@@ -82,12 +82,6 @@ def span_of_each(
 
 def _overlap(window: Window, span: tuple[int, int, int]) -> int:
     return min(window.end_ns, span[1]) - max(window.begin_ns, span[0])
-
-
-def _requests(manifest: Manifest) -> Iterator[tuple[Request, int]]:
-    for worker in manifest.workers:
-        offset_ns = manifest.offset_ns(worker.identity)
-        yield from ((request, offset_ns) for request in worker.requests)
 
 
 class RequestEvents:
@@ -126,21 +120,20 @@ class RequestEvents:
         for worker in self._manifest.workers:
             if not worker.requests:
                 continue
-            shift_ns = self._base_ns + self._manifest.offset_ns(worker.identity)
             pid = self._pids[worker.name] + REQUESTS_PID
             yield from name_process(pid, f"{worker.name} requests")
             rows = packed_rows([r.begin_ns for r in worker.requests], [r.end_ns for r in worker.requests])
             for row in range(max(rows) + 1):
                 yield from name_row(pid, row, f"requests {row}")
             for request, row in zip(worker.requests, rows, strict=True):
-                place = _Place(pid, row + 1, shift_ns)
+                place = _Place(pid, row + 1, self._base_ns)
                 slices = list(_slices(request, place))
                 kept = self._keep.select(slices, self._base_ns)
                 self.left_out += len(slices) - len(kept)
                 yield from kept
                 if kept:
                     for arrow in self._leading.get(number, ()):
-                        yield _head(request, place, arrow, self._base_ns)
+                        yield _head(request, place, arrow)
                 number += 1
 
 
@@ -149,7 +142,7 @@ class _Place(msgspec.Struct, frozen=True):
 
     pid: int
     tid: int
-    shift_ns: int
+    base_ns: int
 
 
 def _slices(request: Request, place: _Place) -> Iterator[Event]:
@@ -173,18 +166,18 @@ def _slices(request: Request, place: _Place) -> Iterator[Event]:
 
 
 def _event(place: _Place, name: str, begin_ns: int, end_ns: int) -> Event:
-    ts, duration = (begin_ns - place.shift_ns) / 1000, (end_ns - begin_ns) / 1000
+    ts, duration = (begin_ns - place.base_ns) / 1000, (end_ns - begin_ns) / 1000
     return Event("X", "request", name, place.pid, place.tid, ts, duration)
 
 
-def _head(request: Request, place: _Place, arrow: Arrow, base_ns: int) -> Event:
+def _head(request: Request, place: _Place, arrow: Arrow) -> Event:
     """Return the end of an arrow, which points to the next slice: a microsecond earlier that is the request.
 
     Perfetto binds what has the request's own time to its first part. An arrow that leaves later than that,
     because clocks differ, ends inside the request.
     """
     event = Event("f", "request", _ARROW, place.pid, place.tid, id=arrow.id)
-    at_ns, from_ns = request.begin_ns - place.shift_ns - _APART_NS, arrow.from_ns - base_ns
+    at_ns, from_ns = request.begin_ns - place.base_ns - _APART_NS, arrow.from_ns - place.base_ns
     if at_ns <= from_ns:
         at_ns, event.bp = from_ns + _APART_NS, "e"
     event.ts = at_ns / 1000

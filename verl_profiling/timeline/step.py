@@ -84,7 +84,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
     Attributes:
         directory: Folder that results are written to.
         step: Number of the step, if known.
-        manifest: The manifest, where the folder has one.
+        manifest: The manifest, where the folder has one; all its times are on the clock of the loop.
         capture: The manifest of the whole capture, of which ``manifest`` is one step.
         sources: Trace files, sorted by lane.
         logs: Logs of trajectories, likewise; :func:`~verl_profiling.timeline.logs.read_logs`
@@ -220,7 +220,7 @@ class _Part:
             begin_ns=span.begin_ns,
             end_ns=span.end_ns,
             complete=whole.complete or self._index < len(whole.step_spans) - 1,
-            stages=list(self._stages(whole.stages, 0)),
+            stages=list(self._stages(whole.stages)),
             outside=list(self._outside()),
             rpcs=[rpc for rpc in whole.rpcs if self._is_of(rpc.begin_ns)],
             workers=[self._worker(worker) for worker in whole.workers],
@@ -239,8 +239,7 @@ class _Part:
 
     def _recorded(self, worker: CaptureResult) -> list[Artifact]:
         """Return the artifacts of which a part is of this step, and those of which it is not known."""
-        shift = self._whole.offset_ns(worker.identity)
-        begin_ns, end_ns = self._span.begin_ns + shift, self._span.end_ns + shift
+        begin_ns, end_ns = self._span.begin_ns, self._span.end_ns
         return [
             artifact
             for artifact in worker.artifacts
@@ -248,21 +247,20 @@ class _Part:
         ]
 
     def _worker(self, worker: CaptureResult) -> CaptureResult:
-        shift = self._whole.offset_ns(worker.identity)
-        begin_ns, end_ns = self._span.begin_ns + shift, self._span.end_ns + shift
-        tool_spans = [span for span in worker.tool_spans if self._is_of(span.begin_ns - shift)]
+        begin_ns, end_ns = self._span.begin_ns, self._span.end_ns
+        tool_spans = [span for span in worker.tool_spans if self._is_of(span.begin_ns)]
         return msgspec.structs.replace(
             worker,
             step=self._span.step,
-            stages=list(self._stages(worker.stages, shift)),
+            stages=list(self._stages(worker.stages)),
             tool_spans=tool_spans,
             cost=_cost(worker, tool_spans),
             requests=[request for request in worker.requests if begin_ns <= request.begin_ns < end_ns],
             artifacts=self._recorded(worker),
         )
 
-    def _stages(self, stages: Sequence[StageSpan], shift: int) -> Iterator[StageSpan]:
-        begin_ns, end_ns = self._span.begin_ns + shift, self._span.end_ns + shift
+    def _stages(self, stages: Sequence[StageSpan]) -> Iterator[StageSpan]:
+        begin_ns, end_ns = self._span.begin_ns, self._span.end_ns
         for stage in stages:
             first, last = max(stage.begin_ns, begin_ns), min(stage.end_ns, end_ns)
             if first < last or begin_ns <= stage.begin_ns == stage.end_ns < end_ns:

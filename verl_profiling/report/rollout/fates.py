@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from verl_profiling.manifest import Request
 from verl_profiling.report.rollout.calls import OTHERS
 from verl_profiling.report.rollout.records import Records
-from verl_profiling.report.rollout.requests import Served
 from verl_profiling.report.rollout.rows import FateRow
 
 __all__ = ["KEPT", "fate_rows"]
@@ -20,14 +20,14 @@ KEPT = ("done", "running")
 _MOST_FATES = 20
 
 
-def fate_rows(records: Records, served: Mapping[int, Served]) -> list[FateRow]:
+def fate_rows(records: Records, served: Mapping[int, Request]) -> list[FateRow]:
     """Return trajectories by fate, validation apart, those that cost most time first."""
     spans = records.spans
     tools = np.array([name.startswith("tool:") for name in records.names], dtype=bool)
     owners = spans.trajectory[tools[spans.name]] if len(tools) else spans.trajectory
     calls = np.bincount(owners[owners >= 0], minlength=len(records.trajectories))
     generated = Counter[int]()
-    for span, (request, _) in served.items():
+    for span, request in served.items():
         generated[int(spans.trajectory[span])] += request.response_tokens
     common = {fate for fate, _ in Counter(one.fate for one in records.trajectories).most_common(_MOST_FATES)}
     seconds: dict[tuple[bool, str], float] = defaultdict(float)

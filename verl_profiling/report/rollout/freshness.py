@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from verl_profiling.manifest import Request
 from verl_profiling.report.rollout.records import SpanTable, Trajectory
-from verl_profiling.report.rollout.requests import Served
 from verl_profiling.report.rollout.rows import VersionRow
 
 __all__ = ["version_rows"]
@@ -15,7 +15,7 @@ _MOST_ROWS = 20
 
 
 def version_rows(
-    trajectories: Sequence[Trajectory], spans: SpanTable, served: Mapping[int, Served], trained: int | None
+    trajectories: Sequence[Trajectory], spans: SpanTable, served: Mapping[int, Request], trained: int | None
 ) -> tuple[list[VersionRow], int, int]:
     """Return versions, newest first; how many trajectories they are known of, and how many several made.
 
@@ -30,7 +30,7 @@ def version_rows(
     """
     segments, tokens = Counter[int](), Counter[int]()
     of_requests: defaultdict[int, set[int]] = defaultdict(set)
-    for span, (request, _) in served.items():
+    for span, request in served.items():
         owner = int(spans.trajectory[span])
         if request.policy_version is not None and owner >= 0 and not trajectories[owner].validate:
             of_requests[owner].add(request.policy_version)

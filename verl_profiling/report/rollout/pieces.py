@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_profiling.manifest import Request
 from verl_profiling.report.intervals import union
 from verl_profiling.report.rollout.axes import Axes, Ints
 from verl_profiling.report.rollout.innermost import innermost
@@ -17,7 +18,6 @@ from verl_profiling.report.rollout.requests import (
     FROM_THE_ENGINE,
     PARTS,
     TO_THE_ENGINE,
-    Served,
     divided_requests,
 )
 
@@ -81,7 +81,7 @@ def _causes(records: Records) -> tuple[list[str], Ints]:
     return list(numbers), np.array(of, dtype=np.int64)
 
 
-def trajectory_pieces(records: Records, served: Mapping[int, Served]) -> Pieces:
+def trajectory_pieces(records: Records, served: Mapping[int, Request]) -> Pieces:
     """Return what trajectories waited for: at each instant of one, at least one piece of it.
 
     An instant belongs to the innermost open spans. A ``generate`` span divides by its request. Where no span
@@ -123,7 +123,7 @@ def _held(cause: Ints) -> NDArray[np.bool_]:
 
 
 def _divided(
-    index: Ints, first: Ints, last: Ints, cause_of: Ints, served: Mapping[int, Served], records: Records
+    index: Ints, first: Ints, last: Ints, cause_of: Ints, served: Mapping[int, Request], records: Records
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """Divide the pieces of ``generate`` spans by their requests."""
     cause = cause_of[index]

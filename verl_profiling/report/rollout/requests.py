@@ -19,26 +19,22 @@ PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode"
 _NUMBERS = {name: number for number, name in enumerate(PARTS)}
 _MOST_PARTS = 7
 
-Served = tuple[Request, int]
-"""A request, and what to subtract from its times to put them on the controller's clock (ns)."""
 
-
-def requests_by_id(manifest: Manifest) -> dict[str, list[Served]]:
+def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
     """Return the requests that have an id, by that; those of one id in order of their begin."""
-    found: dict[str, list[Served]] = {}
+    found: dict[str, list[Request]] = {}
     for worker in manifest.workers:
-        offset_ns = manifest.offset_ns(worker.identity)
         for request in worker.requests:
             if request.id:
-                found.setdefault(request.id, []).append((request, offset_ns))
+                found.setdefault(request.id, []).append(request)
     for served in found.values():
         served.sort(key=_begin)
     return found
 
 
 def joined(
-    spans: Iterable[tuple[int, str, int, int]], requests: Mapping[str, list[Served]]
-) -> dict[int, Served]:
+    spans: Iterable[tuple[int, str, int, int]], requests: Mapping[str, list[Request]]
+) -> dict[int, Request]:
     """Return the request of each span that has one.
 
     An engine may see one id several times. Of those requests it is the one that the span shares most time
@@ -61,17 +57,16 @@ def joined(
     return found
 
 
-def _begin(served: Served) -> int:
-    return served[0].begin_ns - served[1]
+def _begin(request: Request) -> int:
+    return request.begin_ns
 
 
-def _common(served: Served, begin: int, end: int) -> int:
-    request, offset_ns = served
-    return min(request.end_ns - offset_ns, end) - max(request.begin_ns - offset_ns, begin)
+def _common(request: Request, begin: int, end: int) -> int:
+    return min(request.end_ns, end) - max(request.begin_ns, begin)
 
 
 def divided_requests(
-    served: Mapping[int, Served], begin: Mapping[int, int], end: Mapping[int, int]
+    served: Mapping[int, Request], begin: Mapping[int, int], end: Mapping[int, int]
 ) -> tuple[Ints, Ints, Ints]:
     """Return what spans waited for in their requests: numbers of the spans, marks, and parts between them.
 
@@ -86,12 +81,12 @@ def divided_requests(
     """
     edges: list[list[int]] = []
     labels: list[list[int]] = []
-    for number, (request, offset_ns) in served.items():
+    for number, request in served.items():
         parts: list[tuple[str, int]] = [(name, until) for name, _, until in request.parts()]
         if not parts or parts[0][0] != TO_THE_ENGINE:  # nothing is known of it before it was sent
             parts.insert(0, (TO_THE_ENGINE, request.begin_ns))
         rest = _MOST_PARTS - len(parts)
-        edges.append([begin[number], *(until - offset_ns for _, until in parts), *[end[number]] * rest])
+        edges.append([begin[number], *(until for _, until in parts), *[end[number]] * rest])
         labels.append([*(_NUMBERS[name] for name, _ in parts), *[_NUMBERS[FROM_THE_ENGINE]] * rest])
     numbers = np.fromiter(served, dtype=np.int64, count=len(served))
     marks = np.array(edges, dtype=np.int64).reshape(-1, _MOST_PARTS + 1)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_profiling.manifest import Request
 from verl_profiling.report.intervals import spans_of, union
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.lost import ROLLOUT
@@ -28,7 +29,7 @@ from verl_profiling.report.rollout.pieces import (
 )
 from verl_profiling.report.rollout.polling import polling_of
 from verl_profiling.report.rollout.records import Records, read_records
-from verl_profiling.report.rollout.requests import Served, joined, requests_by_id
+from verl_profiling.report.rollout.requests import joined, requests_by_id
 from verl_profiling.report.rollout.rows import CauseRow, FailureRow, PartRow, Rollout
 from verl_profiling.report.rollout.tail import last_trajectories
 from verl_profiling.timeline.step import Source
@@ -75,7 +76,7 @@ def _section(
     records: Records,
     pieces: Pieces,
     explanation: Explanation,
-    served: dict[int, Served],
+    served: dict[int, Request],
     failures: list[FailureRow],
 ) -> Rollout:
     found = records.trajectories
