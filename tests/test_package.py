@@ -27,7 +27,7 @@ HEAVY = (
 
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
-    ("errors", "clock", "devices", "termination", "background", "capture_request", "units"),
+    ("errors", "clock", "devices", "termination", "capture_request", "units"),
     ("visible", "event_file"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),

@@ -25,7 +25,7 @@ from verl_profiling.settings.config import ProfilingConfig
 __all__ = ["RecordedStep", "leaks", "record_step", "shifted_clock"]
 
 _FINISH_S = 60.0
-_IDLE_BY_ITSELF = ("verl-profiling-finisher", "verl-profiling-after")
+_ENDS_BY_ITSELF = ("verl-profiling-finisher", "verl-profiling-after")
 
 
 @dataclass
@@ -117,7 +117,7 @@ def shifted_clock(offset_ns: int, domain: str = "shifted") -> Iterator[None]:
 def leaks() -> list[str]:
     """Return what is still switched on in this process: nothing, after a clean test.
 
-    An idle background thread is not a leak: it ends by itself after two seconds.
+    A thread that finishes artifacts or runs hooks is not a leak: it ends with its work.
     """
     found = []
     if process_session().recording:
@@ -126,6 +126,6 @@ def leaks() -> list[str]:
     if torch is not None and torch.autograd.profiler._is_profiler_enabled:
         found.append("a torch profiler records")
     for thread in threading.enumerate():
-        if thread.name.startswith("verl-profiling") and thread.name not in _IDLE_BY_ITSELF:
+        if thread.name.startswith("verl-profiling") and thread.name not in _ENDS_BY_ITSELF:
             found.append(f"thread {thread.name} runs")
     return found

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from verl_profiling.background import BackgroundWork
-from verl_profiling.capture.finishing import finish
+from verl_profiling.capture.finishing import BackgroundWork, finish
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools import Output
 

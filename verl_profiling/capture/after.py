@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from verl_profiling.background import BackgroundWork
+from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.remote import Upload

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from verl_profiling import clock
-from verl_profiling.background import BackgroundWork
+from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.recordings import Recordings
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink

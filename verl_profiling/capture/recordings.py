@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.background import BackgroundWork
-from verl_profiling.capture.finishing import finish
+from verl_profiling.capture.finishing import BackgroundWork, finish
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog
 from verl_profiling.identity import WorkerIdentity

@@ -16,11 +16,12 @@ from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, Captur
 from verl_profiling.run_files import RESULT_SUFFIX, write_json_atomically
 from verl_profiling.settings.config import RoleConfig
 
-__all__ = ["NOT_STOPPED", "ResultFile", "merged"]
+__all__ = ["NOT_STOPPED", "ResultFile"]
 
 logger = logging.getLogger(__name__)
 
 NOT_STOPPED = "never stopped"
+_JOINED = ("roles", "artifacts", "stages", "tool_spans", "anchors", "requests", "notes", "policy_versions")
 _WORST_FIRST: tuple[CaptureStatus, ...] = ("failed", "truncated", "empty", "ok", "skipped")
 
 
@@ -38,36 +39,31 @@ class ResultFile:
         self.request = CaptureRequest(capture_id="", run_id="", step=0, folder="")
         self.result = CaptureResult(identity=WorkerIdentity(role="unknown"))
         self._lock = threading.Lock()
-        self._before: CaptureResult | None = None
-        self._window = self.result
+        self._windows: list[CaptureResult] = []
 
     def opened(self, request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity) -> ResultFile:
         """Return the file of a capture that begins: this one, if it is another window of the same step."""
-        if _step_of(self.request) != _step_of(request):
-            return ResultFile()._open(request, role, identity)
-        return self._open(request, role, identity)
-
-    def _open(self, request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity) -> ResultFile:
-        with self._lock:
-            self._before = self.result if self.request.capture_id else None
-            self.request = request
-            self._window = CaptureResult(
-                identity=identity,
-                roles=[identity.role],
-                capture_id=request.capture_id,
-                step=request.step,
-                mode=role.mode,
-                tools=[tool.name for tool in role.tools],
-                status="failed",
-                reason=NOT_STOPPED,
-                stopped=False,
-            )
-        return self
+        file = self if _step_of(self.request) == _step_of(request) else ResultFile()
+        window = CaptureResult(
+            identity=identity,
+            roles=[identity.role],
+            capture_id=request.capture_id,
+            step=request.step,
+            mode=role.mode,
+            tools=[tool.name for tool in role.tools],
+            status="failed",
+            reason=NOT_STOPPED,
+            stopped=False,
+        )
+        with file._lock:
+            file.request = request
+            file._windows = [*(one for one in file._windows if one.stopped), window]
+        return file
 
     def holds(self, capture_id: str | None) -> bool:
         """Return whether this is the result of a capture that was stopped; ``None`` for any."""
-        own = self.request.capture_id
-        return bool(own) and self._window.stopped and capture_id in (None, own)
+        stopped = bool(self._windows) and self._windows[-1].stopped
+        return stopped and capture_id in (None, self.request.capture_id)
 
     def is_settled(self) -> bool:
         """Return whether no artifact waits for this process; one with a reason is collected by a command."""
@@ -86,35 +82,34 @@ class ResultFile:
             ],
         )
         with self._lock:
-            for artifact in self._window.artifacts:
+            for artifact in self._windows[-1].artifacts:
                 result = _with_artifact(result, artifact)
-            self._window = result
+            self._windows[-1] = result
             return self._write()
 
     def finished(self, artifact: Artifact) -> None:
-        """Enter the status of an artifact of this window, or of one before: pending, and then final."""
+        """Enter the status of an artifact of any window: pending, and then final."""
         with self._lock:
-            window, stopped = self._window, self._window.stopped
-            if stopped and artifact.status == "pending":
+            last = self._windows[-1]
+            if last.stopped and artifact.status == "pending":
                 return
-            if self._before is not None and _has(self._before, artifact):
-                self._before = _with_artifact(self._before, artifact)
-            elif stopped or _has(window, artifact):
-                self._window = _with_artifact(window, artifact)
-            else:
+            holding = [n for n, one in enumerate(self._windows) if _has(one, artifact)]
+            if holding:
+                self._windows[holding[0]] = _with_artifact(self._windows[holding[0]], artifact)
+            elif not last.stopped:
                 own = msgspec.structs.replace(artifact, step=self.request.step)
-                self._window = msgspec.structs.replace(window, artifacts=[*window.artifacts, own])
-            self._write(upload=stopped)
+                self._windows[-1] = msgspec.structs.replace(last, artifacts=[*last.artifacts, own])
+            self._write(upload=last.stopped)
 
     def amend(self, change: Callable[[CaptureResult], CaptureResult]) -> CaptureResult:
         """Change the whole result; return it."""
         with self._lock:
-            self._before, self._window = None, change(self.result)
+            self._windows = [change(self.result)]
             return self._write()
 
     def _write(self, upload: bool = False) -> CaptureResult:
         request = self.request
-        result = self._window if self._before is None else merged([self._before, self._window])
+        result = _merged(self._windows)
         numbers, notes = finite_numbers(result.metrics)
         self.result = result = msgspec.structs.replace(
             result,
@@ -139,29 +134,21 @@ class ResultFile:
         return result
 
 
-def merged(results: list[CaptureResult]) -> CaptureResult:
+def _merged(results: list[CaptureResult]) -> CaptureResult:
     """Return one result for several windows of a worker; the last one names the capture."""
     worst = min(results, key=lambda result: _WORST_FIRST.index(result.status))
     last = results[-1]
+    joined = {name: [one for result in results for one in getattr(result, name)] for name in _JOINED}
+    joined |= {name: list(dict.fromkeys(joined[name])) for name in ("roles", "notes", "policy_versions")}
+    seconds = zip(*(msgspec.structs.astuple(result.cost) for result in results), strict=True)
     return msgspec.structs.replace(
         last,
         step=min(result.step for result in results),
         status=worst.status,
         reason=worst.reason,
-        roles=list(dict.fromkeys(role for result in results for role in result.roles)),
-        artifacts=[artifact for result in results for artifact in result.artifacts],
-        stages=[span for result in results for span in result.stages],
-        tool_spans=[span for result in results for span in result.tool_spans],
-        anchors=[anchor for result in results for anchor in result.anchors],
-        requests=[request for result in results for request in result.requests],
-        notes=list(dict.fromkeys(note for result in results for note in result.notes)),
-        policy_versions=list(dict.fromkeys(v for result in results for v in result.policy_versions)),
         metrics={name: value for result in results for name, value in result.metrics.items()},
-        cost=CaptureCost(
-            start_s=sum(result.cost.start_s for result in results),
-            stop_s=sum(result.cost.stop_s for result in results),
-            export_s=sum(result.cost.export_s for result in results),
-        ),
+        cost=CaptureCost(**dict(zip(CaptureCost.__struct_fields__, map(sum, seconds), strict=True))),
+        **joined,
     )
 
 

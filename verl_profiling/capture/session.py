@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock, termination
-from verl_profiling.background import BackgroundWork
 from verl_profiling.capture.after import AfterHooks
 from verl_profiling.capture.capture import HANDOVER_S, Capture
+from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.capture.messages import (
     Aim,
     CaptureRequest,

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from verl_profiling.background import BackgroundWork
+from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.identity import safe_name
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME
 from verl_profiling.remote import RemoteFolder, copy_line

@@ -16,9 +16,8 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.background import BackgroundWork
 from verl_profiling.capture.after import AfterHooks
-from verl_profiling.capture.finishing import finish
+from verl_profiling.capture.finishing import BackgroundWork, finish
 from verl_profiling.capture.messages import (
     CaptureRequest,
     StartReply,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 from verl_profiling.ranks import Ranks, coordinates_in, parse_ranks
 
@@ -96,16 +95,7 @@ class Chosen:
         return replica is None or self.replicas is None or replica in self.replicas
 
 
-class _Choice(Protocol):
-    """What a role may choose for itself: ranks, replicas and coordinates."""
-
-    @property
-    def ranks(self) -> Ranks: ...
-    @property
-    def replicas(self) -> Ranks: ...
-
-
-def choose(own: _Choice, common: Selection, key: str) -> Chosen:
+def choose(own: Coordinates, common: Selection, key: str) -> Chosen:
     """Return what a role chose itself and, where it did not, what all roles have in common.
 
     Args:
