@@ -13,7 +13,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.messages import Aim, CaptureRequest, StartReply, StopReply
 from verl_profiling.clock import Handshake, best_handshake
-from verl_profiling.controller.calls import Call, Round, Target, Worker
+from verl_profiling.controller.targets import Call, Round, Target, Worker
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, Rpc
 from verl_profiling.settings.config import ProfilingConfig

@@ -27,7 +27,6 @@ from verl_profiling.capture.session import process_session
 from verl_profiling.capture.stage import SpanLog, StageSink
 from verl_profiling.capture_request import Aim
 from verl_profiling.controller.answers import Answers
-from verl_profiling.controller.calls import Round, Waits, Worker
 from verl_profiling.controller.decision import Decisions
 from verl_profiling.controller.open_capture import OpenCapture, OpenStep
 from verl_profiling.controller.order import LoopOrder
@@ -36,6 +35,7 @@ from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Ranks, find_ranks, in_a_line, knows_place, leads, nested
 from verl_profiling.controller.step_folder import StepFolders, is_pending
+from verl_profiling.controller.targets import Round, Waits, Worker
 from verl_profiling.controller.watch import Watch
 from verl_profiling.controller.watch_outlet import WatchOutlet
 from verl_profiling.errors import ProfilingError

@@ -23,8 +23,8 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture_request import Aim
 from verl_profiling.clock import Handshake, best_handshake
-from verl_profiling.controller.calls import Target
 from verl_profiling.controller.run import Run
+from verl_profiling.controller.targets import Target
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
 from verl_profiling.ranks import process_rank
