@@ -46,7 +46,7 @@ def test_report_fits_100_columns_and_has_no_colour_when_piped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The anatomy and every lane are printed, in plain text."""
-    assert main(["report", str(build_step(tmp_path))]) == EXIT_OK
+    assert main(["report", "--all", str(build_step(tmp_path))]) == EXIT_OK
     printed = capsys.readouterr().out
     assert ANSI not in printed
     assert max(map(len, printed.splitlines())) <= 100

@@ -76,7 +76,7 @@ def test_a_clock_that_is_set_in_a_captured_step_changes_no_duration(
         begins = [span.begin_ns / 1e9 for span in spans]
         assert max(begins) - min(begins) < 60
         assert main(["report", str(run / f"step_{step:06d}")]) == 0
-        [said] = re.findall(rf"^step {step}: (.*)$", capsys.readouterr().out, re.MULTILINE)
+        [said] = re.findall(r"^Step: (.*?),", capsys.readouterr().out, re.MULTILINE)
         assert 60 <= float(said.removesuffix(" ms")) < 60_000
     accounts = [line.split(",") for line in done.stderr.splitlines() if line[0].isdigit()]
     assert [int(step) for step, *_ in accounts] == (list(range(1, 9)) if watched == "watched" else [])

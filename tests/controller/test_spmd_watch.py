@@ -72,7 +72,7 @@ def test_a_rank_that_becomes_late_is_captured_with_a_peer(
     recorded = {worker.name: worker.status for worker in manifest.workers}
     assert recorded == {peer: "ok", "actor_rank2": "ok"}
     assert (manifest.complete, manifest.notes) == (True, [])
-    assert main(["report", str(folder)]) == 0
+    assert main(["report", "--all", str(folder)]) == 0
     assert "actor_rank2" in capsys.readouterr().out
     found = {account.step: account for account in accounts(tmp_path)}
     assert list(found) == list(range(1, max(found) + 1))
