@@ -94,7 +94,7 @@ def draw_rows(axes: Axes, place: float, rows: Sequence[ExposedStage]) -> None:
         if row.name:
             text = f"{row.name}\n{length:g} s"
             axes.text(middle, place, text, ha="center", va="center", color="white", fontsize=7.5)
-            leads = row.doubt or f"{row.leader} +{row.lead_ns / S:.2g} s"
+            leads = f"{row.leader} +{row.lead_ns / S:.2g} s" if row.leader else "nobody leads"
             axes.text(middle, place - 0.72, leads, ha="center", va="center", fontsize=7.5)
         else:
             axes.text(middle, place, f"{length:g} s", ha="center", va="center", fontsize=7.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl_profiling.step_account import Doubt, ExposedStage, RankUse, SpanTotal, StageUse, StepAccount
+from verl_profiling.step_account import ExposedStage, RankUse, SpanTotal, StageUse, StepAccount
 
 MS = 1_000_000
 BEGIN_NS = 1_700_000_000_000_000_000
@@ -16,7 +16,6 @@ def account(
     exposed_ms: dict[str, float] | None = None,
     *,
     leader: str = "actor_rank2",
-    doubt: Doubt = "",
     captured: str = "",
     peak_bytes: int | None = 6_000_000_000,
     spans: Sequence[SpanTotal] = (),
@@ -27,7 +26,6 @@ def account(
         step: Its number; each step begins a minute after the one before.
         exposed_ms: Exposed time by stage; a half second is added that lies in no stage.
         leader: Who leads in each stage.
-        doubt: Why that may not be the cause.
         captured: Name of its step folder.
         peak_bytes: Of the first rank; each other one has a GB more.
         spans: What the spans of an agent loop add up to, which is a worker, too, if there are any.
@@ -57,9 +55,8 @@ def account(
                 exposed_ns=round(ms * MS),
                 role="actor" if name else "controller",
                 leader=leader if name else "",
-                lead_ns=round(ms * MS / 10) if name else 0,
+                lead_ns=round(ms * MS / 10) if name and leader else 0,
                 imbalance=1.25 if name else 1.0,
-                doubt=doubt if name else "",
             )
             for name, ms in times.items()
         ],

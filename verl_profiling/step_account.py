@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from verl_profiling.manifest import Ns
@@ -11,7 +9,6 @@ from verl_profiling.manifest import Ns
 __all__ = [
     "MOST_SPANS",
     "OTHERS",
-    "Doubt",
     "ExposedStage",
     "Period",
     "RankUse",
@@ -28,16 +25,6 @@ OTHERS = "(others)"
 
 MOST_SPANS = 64
 """So many names of spans an account tells apart."""
-
-Doubt = Literal["", "one process", "tied", "evened out", "other order", "overlapped", "not read"]
-"""Why no leader of a stage is named, or why there is nobody to compare it with.
-
-``""``: one is named. ``one process``: there is no other to compare it with. ``tied``: several lead.
-``evened out``: the processes wait for each other inside the stage, which makes them equally long, or lets
-them end together. ``other order``: they ran their stages in different orders. ``overlapped``: other roles
-ran beside it, or trajectories of which the stage is not known.
-``not read``: the stages of the workers are not known.
-"""
 
 
 class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -127,10 +114,9 @@ class ExposedStage(msgspec.Struct, frozen=True, kw_only=True):
         name: Name of the stage; empty for the time that lies in none.
         exposed_ns: By how much it moved the step's end. These add up to the step.
         role: Role whose processes worked in it; that of the loop where no others did.
-        leader: Lane that was in it longest, or furthest along after it; empty where ``doubt`` says why.
+        leader: Lane that was in it longest, or furthest along after it; empty where none is clear.
         lead_ns: By how much the leader was in it longer than the median of its peers.
         imbalance: Longest duration over the mean of all processes of the role; 1.0 for one process.
-        doubt: Why nobody is named.
     """
 
     name: str
@@ -139,7 +125,6 @@ class ExposedStage(msgspec.Struct, frozen=True, kw_only=True):
     leader: str = ""
     lead_ns: int = 0
     imbalance: float = 1.0
-    doubt: Doubt = ""
 
 
 class StepAccount(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MAX_NS, Count, Ns
 from verl_profiling.run_files import named_file
-from verl_profiling.step_account import Doubt, StepAccount
+from verl_profiling.step_account import StepAccount
 
 __all__ = [
     "OLDER_WATCH_LOG",
@@ -52,7 +52,6 @@ class LoggedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     leader: str = ""
     lead_ns: _Duration = 0
     imbalance: float = 1.0
-    doubt: Doubt = ""
 
 
 class LoggedSpans(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -154,19 +154,34 @@ def test_a_step_that_is_slow_is_captured_whole() -> None:
     assert (decision.trigger.sign, decision.aim) == ("slow_step", None)
 
 
-def test_after_a_capture_the_watch_asks_for_none(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever asked for that one; the refusal is in the log, with the setting."""
+def test_what_is_noticed_soon_after_a_capture_is_captured_when_it_may(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whoever asked for the capture before; the wait is in the log once, with the setting."""
     loop = Loop(Anomaly(cooldown=10))
     step = loop.quiet()
     decision = loop.is_slow(step, slow=SLOW)
     assert decision is not None
     loop.captures(decision)
+    captured = decision.step_range.first
     step = loop.quiet(5)
     with caplog.at_level(logging.WARNING):
         assert loop.is_slow(step, times=longer("reward", 9)) is None
-    assert "watch.trigger.cooldown" in caplog.text
-    step = loop.quiet(10)
-    assert loop.is_slow(step, times=longer("update_actor", 9)) is not None
+        while (decision := loop.goes(account(loop.step + 1))) is None:
+            assert loop.step < captured + 20
+    assert caplog.text.count("watch.trigger.cooldown") == 1
+    assert (decision.step_range.first, decision.trigger.noticed) == (captured + 11, step + 1)
+    assert decision.trigger.stage == "reward"
+
+
+def test_a_stage_that_is_slow_on_all_ranks_is_captured_on_all() -> None:
+    """Nobody leads, so the capture is of the stage, and of everyone in it."""
+    loop = Loop()
+    step = loop.quiet()
+    decision = loop.is_slow(step, times=longer("update_actor", 9))
+    assert decision is not None
+    assert decision.trigger.suspects == []
+    assert decision.aim == Aim(mode="discrete", roles=("actor",), stages=("update_actor",))
 
 
 def test_the_watch_asks_for_so_many_and_no_more(caplog: pytest.LogCaptureFixture) -> None:

@@ -243,7 +243,7 @@ def test_a_loop_without_workers_is_one_process(tmp_path: Path) -> None:
     """Nobody is missing in its accounts."""
     callback, whole = followed(watched(tmp_path))
     run(callback, lambda step: None, steps=2)
-    assert {row.doubt for account in whole for row in account.exposed if row.name} == {"one process"}
+    assert {row.leader for account in whole for row in account.exposed if row.name} == {"controller"}
 
 
 def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(
@@ -364,7 +364,7 @@ def test_what_cannot_be_read_is_named_once_and_the_account_is_complete_without_i
     assert len(found) == 1, found
     assert said in found[0]
     assert [names(account.loop) for account in whole] == [{"controller": ["rollout", "update_actor"]}] * 4
-    assert {row.doubt for row in whole[0].exposed if row.name} == {"not read"}
+    assert {row.leader for row in whole[0].exposed if row.name} == {""}
 
 
 def test_a_worker_whose_settings_have_no_watch_is_not_complained_of(
@@ -450,7 +450,6 @@ def test_the_account_of_an_aimed_capture_has_the_others_too(tmp_path: Path, pool
     callback.on_train_end()
     assert [account.captured for account in whole] == ["", "step_000002", "", ""]
     assert [len(account.workers) for account in whole] == [3] * 4
-    assert "not read" not in {row.doubt for account in whole for row in account.exposed}
 
 
 def test_workers_that_are_never_due_are_read_with_captures_alone(tmp_path: Path, session: Session) -> None:

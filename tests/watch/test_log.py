@@ -170,7 +170,7 @@ class TestReading:
             b'{"step":123456789012345678901234567890,"begin_ns":1,"end_ns":2}',
             b'{"step":1,"begin_ns":1,"end_ns":9e18}',
             b'{"step":1,"begin_ns":1,"end_ns":2,"exposed":[{"name":"a","exposed_ns":-1}]}',
-            b'{"step":1,"begin_ns":1,"end_ns":2,"exposed":[{"name":"a","exposed_ns":1,"doubt":"who"}]}',
+            b'{"step":1,"begin_ns":1,"end_ns":2,"exposed":[{"name":"a","exposed_ns":1,"leader":5}]}',
             b"\xff\xfe\x00",
             b"[" * 10_000,
             b'{"step":1,"begin_ns":1,"end_ns":2,"captured":"' + b"x" * (2 << 20) + b'"}',

@@ -57,9 +57,9 @@ class TestValues:
         back = msgspec.structs.replace(made, end_ns=made.begin_ns - 3600 * 10**9)
         assert values_of(back)["profiling/watch/step_s"] == 0
 
-    def test_a_leader_in_doubt_has_no_rank(self) -> None:
-        """Nor has one that is unknown."""
-        for step in (account(1, doubt="tied"), account(1, leader="somebody")):
+    def test_where_nobody_leads_there_is_no_rank(self) -> None:
+        """Nor of a leader that is unknown."""
+        for step in (account(1, leader=""), account(1, leader="somebody")):
             assert "profiling/watch/rollout/leader_rank" not in values_of(step)
 
 

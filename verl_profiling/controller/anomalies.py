@@ -37,6 +37,7 @@ class Anomalies:
         self._check = check
         self._detector = Detector(options)
         self._noticed: Suspicion | None = None
+        self._waits = False
         self._made = 0
         self._captured: int | None = None
         self._coming: int | None = None
@@ -49,9 +50,9 @@ class Anomalies:
         if found is None:
             return
         logger.warning("watch: %s", found.reason)
-        if self._noticed is not None:
+        if self._noticed is not None and not self._waits:
             return  # accounts come many at once: what was noticed first is captured first
-        self._noticed = found
+        self._noticed, self._waits = found, False
         self._uses = {use.lane: use for use in (*account.loop, *account.workers)}
 
     def step_begins(self, step: int) -> None:
@@ -67,10 +68,12 @@ class Anomalies:
         noticed = self._noticed
         if noticed is None or self._coming is not None:
             return None
-        self._noticed = None
         if not scheduled and (why := self._refusal(step)):
-            logger.warning("watch: no capture for what was noticed in step %d: %s", noticed.step, why)
+            if not self._waits:
+                logger.warning("watch: no capture yet for what was noticed in step %d: %s", noticed.step, why)
+            self._waits = True
             return None
+        self._noticed, self._waits = None, False
         self._coming = step
         return Decision(StepRange(step, step), noticed.trigger(), None if scheduled else self._aim(noticed))
 
@@ -91,10 +94,16 @@ class Anomalies:
         return ""
 
     def _aim(self, noticed: Suspicion) -> Aim | None:
-        """Return what is captured: the suspects and a peer; their stage, if it is that which is slow."""
-        uses = [self._uses[lane] for lane in (*noticed.suspects, *noticed.peers) if lane in self._uses]
+        """Return what is captured: the suspects and a peer; their stage, if it is that which is slow.
+
+        Where nobody stands out in a slow stage, it is all who worked in it.
+        """
+        everyone = noticed.everyone if noticed.sign == "slow_stage" else []
+        lanes = [*noticed.suspects, *noticed.peers] or everyone
+        uses = [self._uses[lane] for lane in lanes if lane in self._uses]
         if not uses:
             return None
+        named = [] if lanes is everyone else uses
         engines = [use for use in uses if use.role == ROLLOUT_ROLE and use.replica is not None]
         window = [ROLLOUT] if engines else []  # whatever their own stage is called
         of_a_stage = (
@@ -103,8 +112,8 @@ class Anomalies:
         aim = Aim(
             mode="discrete" if of_a_stage else "e2e",
             roles=tuple(dict.fromkeys(use.role for use in uses)),
-            ranks=tuple(dict.fromkeys(use.rank for use in uses if use not in engines)) or None,
-            replicas=tuple(dict.fromkeys(use.replica for use in engines if use.replica is not None)) or None,
+            ranks=tuple(dict.fromkeys(use.rank for use in named if use not in engines)) or None,
+            replicas=tuple(dict.fromkeys(use.replica for use in named if use.replica is not None)) or None,
             stages=tuple(dict.fromkeys([*noticed.ran, *window])) if of_a_stage else None,
         )
         try:

@@ -9,7 +9,7 @@ from verl_profiling.report.trend import excess, slowest
 from verl_profiling.units import duration
 from verl_profiling.watch_log import LoggedStage, LoggedStep
 
-__all__ = ["IN_NO_STAGE", "WatchHistory", "main_rows", "was_read", "watch_sentence"]
+__all__ = ["IN_NO_STAGE", "WatchHistory", "main_rows", "watch_sentence"]
 
 IN_NO_STAGE = "(in no stage)"
 """What the part of a step is called that lies in no stage."""
@@ -51,11 +51,6 @@ class WatchHistory:
         """Return whether the last step is one that the run comes to again."""
         last, kept = next(reversed(self._steps.items()))
         return last > line.step and kept.begin_ns < line.begin_ns
-
-
-def was_read(step: LoggedStep) -> bool:
-    """Return whether the stages of the workers are in a step's account."""
-    return all(stage.doubt != "not read" for stage in step.exposed)
 
 
 def main_rows(step: LoggedStep) -> dict[str, LoggedStage]:

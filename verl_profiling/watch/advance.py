@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.step_account import Doubt, StageUse
+from verl_profiling.step_account import StageUse
 
 __all__ = ["TIED", "Advance", "Standing", "Way", "end_of", "frontier", "way_of"]
 
@@ -24,7 +24,7 @@ class Standing(NamedTuple):
         leader: Lane of the process that was furthest along; empty if that is not known.
         lead_ns: By how much it was longer there than the median of the others; 0 where it waited for them.
         imbalance: Longest duration over the mean of all.
-        doubt: Why the leader may not be the cause.
+        clear: Whether it is the one that the others waited for; it is, where there are no others.
         ran: Names of the stages that these processes ran there, where they are others than the loop.
     """
 
@@ -33,7 +33,7 @@ class Standing(NamedTuple):
     leader: str
     lead_ns: int
     imbalance: float
-    doubt: Doubt
+    clear: bool
     ran: tuple[str, ...] = ()
 
 
@@ -101,28 +101,24 @@ def frontier(role: str, ways: Sequence[Way]) -> list[Advance]:
         tolerance_ns = TIED * max(durations)
         near = [at for at, far in enumerate(reached) if front_ns - far <= tolerance_ns]
         leader = max(near, key=durations.__getitem__)
-        doubt: Doubt = ""
-        if name in conflicts:
-            doubt = "other order"
-        elif len(near) > 1:
-            doubt = "evened out" if len(near) == len(ways) else "tied"
-        elif not all(stage in ways[leader].durations for stage in moved_by):
-            doubt = "other order"
+        # Where all are near, they wait for each other; where orders differ, none is further than another.
+        known = name not in conflicts and len(near) < len(ways)
+        known &= len(near) > 1 or all(stage in ways[leader].durations for stage in moved_by)
         if front_ns > before_ns:
             moved_by.append(name)
         lead_ns = max(0, durations[leader] - _median(durations[:leader] + durations[leader + 1 :]))
         ends = [way.ends[name] for way in ways if way is not ways[leader] and name in way.ends]
         # Ranks leave a collective together, and who came first is in it for longest. Engines have none.
-        if lead_ns and ends and doubt in ("", "tied") and role != ROLLOUT_ROLE:
-            doubt = "evened out" if 2 * (ways[leader].ends[name] - _median(ends)) < lead_ns else doubt
+        if lead_ns and ends and role != ROLLOUT_ROLE:
+            known &= 2 * (ways[leader].ends[name] - _median(ends)) >= lead_ns
         mean_ns = sum(durations) / len(durations)
         standing = Standing(
             role=role,
             durations={way.lane: here for way, here in zip(ways, durations, strict=True)},
             leader=ways[leader].lane,
-            lead_ns=lead_ns if doubt in ("", "tied") else 0,
+            lead_ns=lead_ns if known else 0,
             imbalance=max(durations) / mean_ns if mean_ns else 1.0,
-            doubt=doubt,
+            clear=known and len(near) == 1,
         )
         found.append(Advance(name, front_ns, standing))
     return found
@@ -133,7 +129,7 @@ def _alone(role: str, way: Way) -> list[Advance]:
     front_ns, found = 0, []
     for name, duration_ns in way.durations.items():
         front_ns += duration_ns
-        standing = Standing(role, {way.lane: duration_ns}, way.lane, 0, 1.0, "one process")
+        standing = Standing(role, {way.lane: duration_ns}, way.lane, 0, 1.0, True)
         found.append(Advance(name, front_ns, standing))
     return found
 

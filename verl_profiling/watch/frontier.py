@@ -42,16 +42,14 @@ def exposed(
     for advance in advances:
         front_ns = min(advance.front_ns, duration_ns)
         first = standing_in[advance.name][0]
-        is_known = first.doubt in ("", "one process")
         rows.append(
             ExposedStage(
                 name=advance.name,
                 exposed_ns=front_ns - before_ns,
                 role=first.role,
-                leader=first.leader if is_known else "",
-                lead_ns=first.lead_ns if is_known else 0,
+                leader=first.leader if first.clear else "",
+                lead_ns=first.lead_ns if first.clear else 0,
                 imbalance=first.imbalance,
-                doubt=first.doubt,
             )
         )
         before_ns = front_ns
@@ -77,18 +75,17 @@ def _standings(
         return found
     [loop] = _loop_of(account)
     if not account.workers:
-        return {name: [own._replace(doubt="not read")] for name, [own] in found.items()}
+        return {name: [own._replace(clear=False)] for name, [own] in found.items()}
     working = working_in(loop.stages, account.workers, before.workers if before is not None else ())
     # When trajectories in no stage were is not known: engines, and the loop, may have waited for them.
     unknown = any(not use.stages and TRAJECTORY in (one.name for one in use.spans) for use in account.workers)
-    in_doubt = {ROLLOUT_ROLE, loop.role} if unknown else set()
+    unclear = {ROLLOUT_ROLE, loop.role} if unknown else set()
     for name, [own] in found.items():
         first, *others = (
-            one._replace(leader="", lead_ns=0, doubt="overlapped") if one.role in in_doubt else one
+            one._replace(leader="", lead_ns=0, clear=False) if one.role in unclear else one
             for one in working.get(name, [own])
         )
-        doubt = own.doubt if own.doubt == "overlapped" else first.doubt
-        found[name] = [first._replace(doubt=doubt), *others]
+        found[name] = [first._replace(clear=own.clear and first.clear), *others]
     return found
 
 
@@ -114,7 +111,7 @@ def _advances(uses: Sequence[RankUse]) -> list[Advance]:
         if way.durations[stage.name] < stage.duration_ns
     }
     return [
-        advance._replace(standing=advance.standing._replace(doubt="overlapped"))
+        advance._replace(standing=advance.standing._replace(clear=False))
         if advance.name in covered
         else advance
         for advance in frontier(uses[0].role if uses else "", ways)

@@ -45,7 +45,7 @@ class Leading:
         leads = {
             (row.name, row.leader): min(row.lead_ns, row.exposed_ns)
             for row in account.exposed
-            if row.name and row.leader and not row.doubt
+            if row.name and row.leader and row.lead_ns
         }
         found = None
         for who in {*self._shares, *leads}:

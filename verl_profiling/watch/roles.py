@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from verl_profiling.step_account import Doubt, RankUse, StageUse
+from verl_profiling.step_account import RankUse, StageUse
 from verl_profiling.watch.advance import TIED, Standing, end_of, frontier, way_of
 
 __all__ = ["WAIT", "working_in"]
@@ -191,6 +191,6 @@ def _by_weight(stage: StageUse, works: list[_Work]) -> list[Standing]:
     ]
     if beside:
         first = max([first, *beside], key=lambda work: work.end_ns)
-    doubt: Doubt = "overlapped" if beside else first.standing.doubt
+    clear = first.standing.clear and not beside
     others = sorted((work for work in works if work is not first), key=lambda work: -work.busy_ns)
-    return [first.standing._replace(doubt=doubt), *(work.standing for work in others)]
+    return [first.standing._replace(clear=clear), *(work.standing for work in others)]

@@ -25,6 +25,7 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
         stage: The stage in which it shows; empty for none, or for the time that lies in none.
         suspects: Lanes that may be the cause, the likeliest first; empty if none stands out.
         peers: Lanes of healthy processes of the same roles, one of each, to compare them with.
+        everyone: Lanes of all that worked in the stage, where none of them stands out.
         ran: Names of the stages of their own that they ran in it.
         value: What the step had: seconds, a share of the step, or bytes.
         median: What the steps before it had.
@@ -37,6 +38,7 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = ""
     suspects: list[str] = []
     peers: list[str] = []
+    everyone: list[str] = []
     ran: list[str] = []
     value: float = 0.0
     median: float = 0.0
@@ -62,16 +64,21 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
         suspects: list[str] = []
         peers: list[str] = []
         ran: dict[str, None] = {}
-        for standing in standings(account, before).get(self.stage, ()):
+        working = standings(account, before).get(self.stage, ())
+        for standing in working:
             found = stand_out(standing)
             peers += healthiest(standing.durations, found) if found else []
             suspects += [lane for lane in found if lane not in suspects]
             ran |= dict.fromkeys(standing.ran) if found else {}
         suspects = suspects[:MOST_SUSPECTS]
+        everyone = list(working[0].durations) if working and not suspects else []
+        ran |= dict.fromkeys(working[0].ran) if everyone else {}
         who = f"longest there: {', '.join(suspects)}" if suspects else "no process stands out there"
         says_who = self.sign == "leader" and len(suspects) <= 1
         reason = f"{self.reason}; {who}" if self.stage and not says_who else self.reason
-        return msgspec.structs.replace(self, suspects=suspects, peers=peers, ran=list(ran), reason=reason)
+        return msgspec.structs.replace(
+            self, suspects=suspects, peers=peers, everyone=everyone, ran=list(ran), reason=reason
+        )
 
 
 def stand_out(standing: Standing) -> list[str]:

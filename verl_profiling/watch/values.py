@@ -13,7 +13,7 @@ _IN_NO_STAGE = "in_no_stage"
 def values_of(account: StepAccount) -> dict[str, float]:
     """Return the numbers of a step: its duration; by stage exposed time and leader; by role memory; spans.
 
-    The leader of a stage is left out where it is in doubt: a curve of ranks that only happened to be first
+    The leader of a stage is left out where none is clear: a curve of ranks that only happened to be first
     says nothing.
     """
     processes = [*account.loop, *account.workers]
@@ -28,7 +28,7 @@ def values_of(account: StepAccount) -> dict[str, float]:
         longest[stage] = row.exposed_ns
         values[f"{stage}/imbalance"] = row.imbalance
         values.pop(f"{stage}/leader_rank", None)
-        if not row.doubt and row.leader in ranks:
+        if row.leader in ranks:
             values[f"{stage}/leader_rank"] = float(ranks[row.leader])
     for process in processes:
         for name, size in (("peak", process.peak_bytes), ("held", process.held_bytes)):
