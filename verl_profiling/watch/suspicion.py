@@ -64,7 +64,7 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
         suspects: list[str] = []
         peers: list[str] = []
         ran: dict[str, None] = {}
-        working = standings(account, before).get(self.stage, ())
+        working = standings(account, before).get(self.stage, [])
         for standing in working:
             found = stand_out(standing)
             peers += healthiest(standing.durations, found) if found else []
