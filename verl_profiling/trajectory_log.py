@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -337,7 +337,38 @@ def open_log(path: Path) -> tuple[LogHeader, Iterator[Line]]:
     return header, lines
 
 
-def fate_changes(path: Path) -> list[FateChange]:
+class LaterFates:
+    """The fates that trajectories got after they had ended, by the logs of a step.
+
+    The process that logs a change may be another than the one that recorded the trajectory.
+
+    Args:
+        changes: The changes, each with what to subtract from its time. The last on a sample, or on all of a
+            group, holds.
+    """
+
+    def __init__(self, changes: Iterable[tuple[FateChange, int]] = ()) -> None:
+        self._said: dict[tuple[str, int | str | None], tuple[int, str]] = {}
+        for change, offset_ns in changes:
+            key = change.group, change.sample
+            at_ns = change.at_ns - offset_ns
+            if change.group and at_ns >= self._said.get(key, (at_ns, ""))[0]:
+                self._said[key] = at_ns, change.fate
+
+    @classmethod
+    def of(cls, logs: Iterable[tuple[Path, int]]) -> LaterFates:
+        """Read the changes of some logs, each with what to subtract from its times."""
+        return cls((change, offset_ns) for path, offset_ns in logs for change in _fate_changes(path))
+
+    def of_trajectory(self, trajectory: TrajectoryRecord) -> str:
+        """Return the fate of a trajectory."""
+        if not self._said:
+            return trajectory.fate
+        keys = ((trajectory.group, trajectory.sample), (trajectory.group, None))
+        return max((self._said[key] for key in keys if key in self._said), default=(0, trajectory.fate))[1]
+
+
+def _fate_changes(path: Path) -> list[FateChange]:
     """Return the changes of fates in a log, as far as it can be read, without decoding its other lines."""
     found: list[FateChange] = []
     with suppress(TraceFormatError):

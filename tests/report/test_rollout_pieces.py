@@ -16,7 +16,7 @@ from verl_profiling.report.rollout import axes
 from verl_profiling.report.rollout.axes import Sharing
 from verl_profiling.report.rollout.pieces import LOOP_LAG, OWN_CODE, UNEXPLAINED, trajectory_pieces
 from verl_profiling.report.rollout.records import Records, read_records
-from verl_profiling.report.rollout.requests import joined
+from verl_profiling.timeline.requests import joined
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import Block, LoopRecord, SpanRecord, TrajectoryLog, TrajectoryRecord
 

@@ -17,7 +17,7 @@ from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.processes import LANE_PIDS, TRAJECTORIES_PID
-from verl_profiling.timeline.rows import packed_rows
+from verl_profiling.timeline.requests import packed_rows
 from verl_profiling.timeline.step import Keep
 from verl_profiling.trajectory_log import (
     Block,

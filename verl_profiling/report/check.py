@@ -188,9 +188,10 @@ def _log(path: Path, limits: Limits) -> _Content:
     log = read_log(path, limits.reached)
     records = len(log.trajectories) + len(log.spans) + len(log.lags)
     records += len(log.blocks) + len(log.fates) + len(log.counts)
+    problems = "; ".join(log.problems)
     if log.damaged or log.cut:
-        return "unreadable" if log.damaged else "truncated", "; ".join(log.problems), records
-    return ("ok", "", records) if records else ("empty", "holds no records", 0)
+        return "unreadable" if log.damaged else "truncated", problems, records
+    return ("ok", problems, records) if records else ("empty", "holds no records", 0)
 
 
 def _trace(path: Path, limits: Limits) -> _Content:

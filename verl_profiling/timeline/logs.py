@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -13,46 +13,13 @@ from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.step import Source, StepInputs
 from verl_profiling.trajectory_log import (
     NO_SPAN,
-    FateChange,
+    LaterFates,
     TrajectoryLog,
-    TrajectoryRecord,
-    fate_changes,
     read_log,
 )
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-
-
-class LaterFates:
-    """The fates that trajectories got after they had ended, by the logs of a step.
-
-    The process that logs a change may be another than the one that recorded the trajectory.
-
-    Args:
-        changes: The changes, each with what to subtract from its time. The last on a sample, or on all of a
-            group, holds.
-    """
-
-    def __init__(self, changes: Iterable[tuple[FateChange, int]] = ()) -> None:
-        self._said: dict[tuple[str, int | str | None], tuple[int, str]] = {}
-        for change, offset_ns in changes:
-            key = change.group, change.sample
-            at_ns = change.at_ns - offset_ns
-            if change.group and at_ns >= self._said.get(key, (at_ns, ""))[0]:
-                self._said[key] = at_ns, change.fate
-
-    @classmethod
-    def of(cls, sources: Iterable[Source]) -> LaterFates:
-        """Read the changes of all logs."""
-        return cls((change, source.offset_ns) for source in sources for change in fate_changes(source.path))
-
-    def of_trajectory(self, trajectory: TrajectoryRecord) -> str:
-        """Return the fate of a trajectory."""
-        if not self._said:
-            return trajectory.fate
-        keys = ((trajectory.group, trajectory.sample), (trajectory.group, None))
-        return max((self._said[key] for key in keys if key in self._said), default=(0, trajectory.fate))[1]
 
 
 class ReadLog(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +40,7 @@ class ReadLog(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_logs(inputs: StepInputs) -> Iterator[ReadLog]:
     """Yield the logs of a step, in the order of their lanes; each is in memory while it is used."""
-    fates = LaterFates.of(inputs.logs)
+    fates = LaterFates.of((source.path, source.offset_ns) for source in inputs.logs)
     for source in inputs.logs:
         try:
             log = mended_log(source, inputs.limits, fates)

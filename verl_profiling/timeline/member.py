@@ -16,12 +16,13 @@ import msgspec
 from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import Request
 from verl_profiling.timeline.content import Limits
-from verl_profiling.timeline.logs import LaterFates
 from verl_profiling.timeline.processes import Processes
-from verl_profiling.timeline.requests import Arrow, Window
+from verl_profiling.timeline.requests import Arrow
 from verl_profiling.timeline.step import Keep, Source
 from verl_profiling.timeline.trace import Event, Trace
+from verl_profiling.trajectory_log import LaterFates
 
 ID_STRIDE = 1 << 32
 """Ids of flows that each member has for itself."""
@@ -63,11 +64,11 @@ class LogJob(MemberJob, frozen=True, kw_only=True):
     """What a process needs to know to write the member of a log.
 
     Attributes:
-        requests: When the requests of the step were on their way, by the engine's id of them.
+        requests: The requests of the step, by the engine's id of them.
         fates: What became of trajectories later.
     """
 
-    requests: dict[str, list[Window]]
+    requests: dict[str, list[Request]]
     fates: LaterFates
 
 

@@ -23,10 +23,9 @@ from verl_profiling.manifest import SCHEMA_VERSION
 from verl_profiling.ranks import parse_ranks
 from verl_profiling.run_files import scratch_folder
 from verl_profiling.timeline.controller import CONTROLLER, controller_events
-from verl_profiling.timeline.logs import LaterFates
 from verl_profiling.timeline.member import LogJob, Member, MemberFile, MemberJob, compressor, write_member
 from verl_profiling.timeline.processes import LANE_PIDS, STAGES_TID, name_process
-from verl_profiling.timeline.requests import RequestEvents, request_windows
+from verl_profiling.timeline.requests import RequestEvents, requests_by_id
 from verl_profiling.timeline.step import (
     TIMELINE_MARK,
     TIMELINE_NAME,
@@ -36,7 +35,7 @@ from verl_profiling.timeline.step import (
     sorted_sources,
 )
 from verl_profiling.timeline.trace import Event, Trace
-from verl_profiling.trajectory_log import LOG_SUFFIX, open_log, read_log
+from verl_profiling.trajectory_log import LOG_SUFFIX, LaterFates, open_log, read_log
 
 _SLACK_NS = 3_600_000_000_000  # the clock starts an hour before the step, so that no ts is negative
 _LONGEST_US = 1e6  # longer events are never dropped to reduce the size
@@ -202,8 +201,8 @@ def _plan(inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep) -> list[M
     sources = sorted_sources([*inputs.sources, *inputs.logs])
     for source in sources:
         lanes.setdefault(source.lane, (len(lanes) + 2) * LANE_PIDS)
-    requests = request_windows(inputs.manifest) if inputs.manifest and inputs.logs else {}
-    fates = LaterFates.of(inputs.logs)
+    requests = requests_by_id(inputs.manifest) if inputs.manifest and inputs.logs else {}
+    fates = LaterFates.of((source.path, source.offset_ns) for source in inputs.logs)
     uses: dict[str, int] = {}
     plan = []
     for index, source in enumerate(sources, 1):

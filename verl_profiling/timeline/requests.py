@@ -6,14 +6,14 @@ spans of trajectories that wait for them.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import heapq
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from verl_profiling.manifest import Manifest, Request
 from verl_profiling.timeline.processes import REQUESTS_PID, name_process, name_row
-from verl_profiling.timeline.rows import packed_rows
 from verl_profiling.timeline.step import Keep
 from verl_profiling.timeline.trace import Event
 
@@ -21,67 +21,63 @@ _ARROW = "generate"
 _APART_NS = 1_000  # Perfetto may cut off a nanosecond of a time
 
 
-class Window(msgspec.Struct, frozen=True):
-    """When a request was on its way, on the controller's clock.
-
-    Attributes:
-        number: Its place among all of the manifest.
-        begin_ns: When it was sent.
-        end_ns: When its response was complete.
-    """
-
-    number: int
-    begin_ns: int
-    end_ns: int
-
-
 class Arrow(msgspec.Struct, frozen=True):
     """Leads from the span that waits for a request to the request.
 
     Attributes:
         id: Number of the arrow in the timeline.
-        request: Number of the request.
+        request: Id and begin of the request.
         from_ns: When it leaves, on the controller's clock.
     """
 
     id: int
-    request: int
+    request: tuple[str, int]
     from_ns: int
 
 
-def request_windows(manifest: Manifest) -> dict[str, list[Window]]:
-    """Return when the requests were on their way, by the engine's id of them; an id may be used again."""
-    windows: dict[str, list[Window]] = {}
-    for number, request in enumerate(one for worker in manifest.workers for one in worker.requests):
-        if request.id:
-            window = Window(number, request.begin_ns, request.end_ns)
-            windows.setdefault(request.id, []).append(window)
-    return windows
+def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
+    """Return the requests that have an id, by that; those of one id in order of their begin."""
+    found: dict[str, list[Request]] = {}
+    for worker in manifest.workers:
+        for request in worker.requests:
+            if request.id:
+                found.setdefault(request.id, []).append(request)
+    for served in found.values():
+        served.sort(key=_begin)
+    return found
 
 
-def span_of_each(
-    windows: Sequence[Window], spans: Sequence[tuple[int, int, int]]
-) -> Iterator[tuple[Window, int]]:
-    """Yield the requests of one id with the span that waited for each, if there is one.
+def joined(
+    spans: Iterable[tuple[int, str, int, int]], requests: Mapping[str, list[Request]]
+) -> dict[int, Request]:
+    """Return the request of each span that has one.
 
-    That is the one of the last that began before it and the first that began after it (clocks differ)
-    with which it overlaps longer.
+    An engine may see one id several times. Of those requests it is the one that the span shares most time
+    with, of the two that begin around it; a request that shares none is not the span's.
 
     Args:
-        windows: The requests.
-        spans: Begin and end of spans with that id, on the same clock, and what to yield.
+        spans: Number, id of the request, begin and end (ns) of each span.
+        requests: The requests by id.
     """
-    spans = sorted(spans)
-    for window in windows:
-        after = bisect_right(spans, window.begin_ns, key=lambda span: span[0])
-        near = [(_overlap(window, span), span[2]) for span in spans[max(after - 1, 0) : after + 1]]
-        overlap, found = max(near, default=(-1, 0))
+    found = {}
+    for number, id, begin, end in spans:
+        served = requests.get(id, [])
+        place = bisect_left(served, begin, key=_begin) if len(served) > 1 else 0
+        near = served[max(place - 1, 0) : place + 1]
+        overlap, best = max(
+            ((_common(one, begin, end), index) for index, one in enumerate(near)), default=(-1, 0)
+        )
         if overlap >= 0:
-            yield window, found
+            found[number] = near[best]
+    return found
 
 
-def _overlap(window: Window, span: tuple[int, int, int]) -> int:
-    return min(window.end_ns, span[1]) - max(window.begin_ns, span[0])
+def _begin(request: Request) -> int:
+    return request.begin_ns
+
+
+def _common(request: Request, begin: int, end: int) -> int:
+    return min(request.end_ns, end) - max(request.begin_ns, begin)
 
 
 class RequestEvents:
@@ -111,12 +107,11 @@ class RequestEvents:
         self._pids = pids
         self._base_ns = base_ns
         self._keep = keep
-        self._leading: dict[int, list[Arrow]] = {}
+        self._leading: dict[tuple[str, int], list[Arrow]] = {}
         for arrow in arrows:
             self._leading.setdefault(arrow.request, []).append(arrow)
 
     def __iter__(self) -> Iterator[Event]:
-        number = 0
         for worker in self._manifest.workers:
             if not worker.requests:
                 continue
@@ -132,9 +127,8 @@ class RequestEvents:
                 self.left_out += len(slices) - len(kept)
                 yield from kept
                 if kept:
-                    for arrow in self._leading.get(number, ()):
+                    for arrow in self._leading.get((request.id, request.begin_ns), ()):
                         yield _head(request, place, arrow)
-                number += 1
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -182,3 +176,16 @@ def _head(request: Request, place: _Place, arrow: Arrow) -> Event:
         at_ns, event.bp = from_ns + _APART_NS, "e"
     event.ts = at_ns / 1000
     return event
+
+
+def packed_rows(begins: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """Return a row for each of some spans: as many as overlap at once, and of those free the first."""
+    rows = [0] * len(begins)
+    busy: list[tuple[int, int]] = []  # until when, row
+    free: list[int] = []
+    for place in sorted(range(len(begins)), key=begins.__getitem__):
+        while busy and busy[0][0] <= begins[place]:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        rows[place] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (ends[place], rows[place]))
+    return rows

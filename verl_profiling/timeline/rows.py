@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -10,24 +9,12 @@ import msgspec
 import numpy as np
 
 from verl_profiling.timeline.logs import Ints, Mask, Shape, shape_of, tables
+from verl_profiling.timeline.requests import packed_rows
 from verl_profiling.trajectory_log import TrajectoryLog
 
 NOT_SHOWN = -1
 _MOST_AT_ONCE = 100
 _OWNER = -1  # what is around the outermost
-
-
-def packed_rows(begins: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """Return a row for each of some spans: as many as overlap at once, and of those free the first."""
-    rows = [0] * len(begins)
-    busy: list[tuple[int, int]] = []  # until when, row
-    free: list[int] = []
-    for place in sorted(range(len(begins)), key=begins.__getitem__):
-        while busy and busy[0][0] <= begins[place]:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        rows[place] = heapq.heappop(free) if free else len(busy)
-        heapq.heappush(busy, (ends[place], rows[place]))
-    return rows
 
 
 def sub_rows(spans: Sequence[Sequence[int]], owner_begin: int, owner_end: int) -> list[int]:

@@ -11,7 +11,7 @@ import numpy as np
 from verl_profiling.timeline.logs import Ints, Mask, mended_log
 from verl_profiling.timeline.member import ID_STRIDE, LogJob, Member, MemberFile
 from verl_profiling.timeline.processes import TRAJECTORIES_PID, name_process, name_row, shortened
-from verl_profiling.timeline.requests import Arrow, span_of_each
+from verl_profiling.timeline.requests import Arrow, joined
 from verl_profiling.timeline.rows import Layout, lay_out
 from verl_profiling.timeline.trace import Event
 from verl_profiling.trajectory_log import (
@@ -68,12 +68,12 @@ def write_log_member(job: LogJob) -> Member:
         events=written,
         left_out=layout.left_out,
         problems=[*log.problems, *(f"{what}: {count:,}" for count, what in counts if count)],
-        arrows=[arrow for leaving in arrows.values() for arrow in leaving],
+        arrows=list(arrows.values()),
     )
 
 
 def _slices(
-    log: TrajectoryLog, layout: Layout, arrows: Mapping[int, list[Arrow]], make: _RecordEvents
+    log: TrajectoryLog, layout: Layout, arrows: Mapping[int, Arrow], make: _RecordEvents
 ) -> Iterator[Event]:
     """Yield the events of the records that are shown."""
     for trajectory, row in zip(log.trajectories, layout.trajectories.tolist(), strict=True):
@@ -82,7 +82,7 @@ def _slices(
     for place, (span, row) in enumerate(zip(log.spans, layout.spans.tolist(), strict=True)):
         if row >= 0:
             yield make.span(span, row + 1)
-            for arrow in arrows.get(place, ()):
+            if arrow := arrows.get(place):
                 yield make.arrow(span, row + 1, arrow.id)
     blocking = dict.fromkeys((block.span for block in log.blocks), "")
     blocking.update((span.id, span.name) for span in log.spans if span.id in blocking)
@@ -115,21 +115,22 @@ def _loop_names(log: TrajectoryLog) -> dict[int, str]:
     }
 
 
-def _arrows(job: LogJob, spans: list[SpanRecord], layout: Layout) -> dict[int, list[Arrow]]:
+def _arrows(job: LogJob, spans: list[SpanRecord], layout: Layout) -> dict[int, Arrow]:
     """Return the arrows to requests, by the place of the span that they leave."""
     offset_ns = job.source.offset_ns
-    asking: dict[str, list[tuple[int, int, int]]] = {}
-    for place, (span, row) in enumerate(zip(spans, layout.spans.tolist(), strict=True)):
-        if span.request in job.requests and row >= 0:
-            times = span.begin_ns - offset_ns, span.end_ns - offset_ns
-            asking.setdefault(span.request, []).append((*times, place))
-    arrows: dict[int, list[Arrow]] = {}
-    for request, shown in asking.items():
-        for window, place in span_of_each(job.requests[request], shown):
-            number = job.index * ID_STRIDE + window.number
-            from_ns = max(spans[place].begin_ns - offset_ns, job.base_ns)
-            arrows.setdefault(place, []).append(Arrow(number, window.number, from_ns))
-    return arrows
+    waiting = (
+        (place, span.request, span.begin_ns - offset_ns, span.end_ns - offset_ns)
+        for place, (span, row) in enumerate(zip(spans, layout.spans.tolist(), strict=True))
+        if span.request and row >= 0
+    )
+    return {
+        place: Arrow(
+            job.index * ID_STRIDE + place,
+            (request.id, request.begin_ns),
+            max(spans[place].begin_ns - offset_ns, job.base_ns),
+        )
+        for place, request in joined(waiting, job.requests).items()
+    }
 
 
 def _trajectory_name(trajectory: TrajectoryRecord) -> str:

@@ -1,16 +1,15 @@
-"""Which request of an engine a ``generate`` span waited for, and what that waited for in turn."""
+"""Divides ``generate`` spans by the parts of the requests that they waited for."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from verl_profiling.manifest import Manifest, Request
+from verl_profiling.manifest import Request
 from verl_profiling.report.rollout.axes import Ints
 
-__all__ = ["FROM_THE_ENGINE", "PARTS", "TO_THE_ENGINE", "divided_requests", "joined", "requests_by_id"]
+__all__ = ["FROM_THE_ENGINE", "PARTS", "TO_THE_ENGINE", "divided_requests"]
 
 TO_THE_ENGINE, FROM_THE_ENGINE = "to the engine", "from the engine"
 PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode", FROM_THE_ENGINE)
@@ -18,51 +17,6 @@ PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode"
 
 _NUMBERS = {name: number for number, name in enumerate(PARTS)}
 _MOST_PARTS = 7
-
-
-def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
-    """Return the requests that have an id, by that; those of one id in order of their begin."""
-    found: dict[str, list[Request]] = {}
-    for worker in manifest.workers:
-        for request in worker.requests:
-            if request.id:
-                found.setdefault(request.id, []).append(request)
-    for served in found.values():
-        served.sort(key=_begin)
-    return found
-
-
-def joined(
-    spans: Iterable[tuple[int, str, int, int]], requests: Mapping[str, list[Request]]
-) -> dict[int, Request]:
-    """Return the request of each span that has one.
-
-    An engine may see one id several times. Of those requests it is the one that the span shares most time
-    with, of the two that begin around it; a request that shares none is not the span's.
-
-    Args:
-        spans: Number, id of the request, begin and end (ns) of each span.
-        requests: The requests by id.
-    """
-    found = {}
-    for number, id, begin, end in spans:
-        served = requests.get(id, [])
-        place = bisect_left(served, begin, key=_begin) if len(served) > 1 else 0
-        near = served[max(place - 1, 0) : place + 1]
-        overlap, best = max(
-            ((_common(one, begin, end), index) for index, one in enumerate(near)), default=(-1, 0)
-        )
-        if overlap >= 0:
-            found[number] = near[best]
-    return found
-
-
-def _begin(request: Request) -> int:
-    return request.begin_ns
-
-
-def _common(request: Request, begin: int, end: int) -> int:
-    return min(request.end_ns, end) - max(request.begin_ns, begin)
 
 
 def divided_requests(

@@ -29,9 +29,9 @@ from verl_profiling.report.rollout.pieces import (
 )
 from verl_profiling.report.rollout.polling import polling_of
 from verl_profiling.report.rollout.records import Records, read_records
-from verl_profiling.report.rollout.requests import joined, requests_by_id
 from verl_profiling.report.rollout.rows import CauseRow, FailureRow, PartRow, Rollout
 from verl_profiling.report.rollout.tail import last_trajectories
+from verl_profiling.timeline.requests import joined, requests_by_id
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import TrajectoryLog
 
