@@ -187,24 +187,19 @@ def test_a_size_that_cannot_be_met_is_said(tmp_path: Path, capsys: pytest.Captur
     assert "timeline.max_bytes_100.json.gz: --max-bytes 100 bytes is not kept: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["merge", "-o"], ["report", "--html"]])
-def test_what_cannot_be_written_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
-) -> None:
+def test_what_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the name that was asked for, and not by that of a temporary file."""
-    command, option = options
     wanted = tmp_path / "no" / "out.json.gz"
-    assert main([command, str(build_step(tmp_path)), option, str(wanted)]) == EXIT_BAD_INPUT
+    assert main(["merge", str(build_step(tmp_path)), "-o", str(wanted)]) == EXIT_BAD_INPUT
     assert capsys.readouterr().err == f"verl-profiling: error: {wanted}: No such file or directory\n"
 
 
 def test_report_writes_every_face(tmp_path: Path) -> None:
     """Page, JSON, CSV and TensorBoard come from one reading."""
     folder = build_step(tmp_path)
-    faces = ["--csv", str(tmp_path / "csv"), "--html", str(tmp_path / "r.html"), "--save"]
-    assert main(["report", str(folder), *faces]) == EXIT_OK
+    assert main(["report", str(folder), "--csv", str(tmp_path / "csv"), "--save"]) == EXIT_OK
     assert json.loads((folder / "report.json").read_text())["step"] == 12
-    assert (folder / "report.html").read_text() == (tmp_path / "r.html").read_text()
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert (tmp_path / "csv" / "workers.csv").exists()
 
 
@@ -283,7 +278,7 @@ def test_every_command_prints_in_an_ascii_locale(tmp_path: Path) -> None:
     (tmp_path / "k\u00f6nfig.yaml").write_text("enable: true\nsave_path: l\u00e4uft\n", encoding="utf-8")
     commands = [
         ["report", str(run), "--save", "--csv", str(tmp_path / "csv")],
-        ["report", folders[0], "--html", str(tmp_path / "p\u00e4ge.html"), "--json"],
+        ["report", folders[0], "--all"],
         ["merge", str(run)],
         ["check", str(run)],
         ["diff", *folders],

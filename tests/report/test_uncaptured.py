@@ -97,7 +97,7 @@ def test_a_job_that_runs_is_asked_for_its_next_step(run: Path, capsys: pytest.Ca
     assert main(["report", str(run)]) == EXIT_OK
 
 
-@pytest.mark.parametrize("option", ["--html", "--csv", "--tensorboard"])
+@pytest.mark.parametrize("option", ["--csv", "--tensorboard"])
 def test_what_is_made_of_captured_steps_is_refused(
     run: Path, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

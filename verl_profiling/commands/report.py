@@ -51,9 +51,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="write report.json and report.html into the folder, and index.html into that of a run",
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write the HTML page (of the last step) to this file"
-    )
-    parser.add_argument(
         "--csv",
         type=Path,
         metavar="DIR",
@@ -80,7 +77,7 @@ def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone
     Raises:
         ConfigError: Something else is to be written, which there is of captured steps only.
     """
-    for option in ("html", "csv", "tensorboard"):
+    for option in ("csv", "tensorboard"):
         if alone and getattr(arguments, option):
             raise ConfigError(f"--{option}", how_to_capture(runs[0]))
     written = []
@@ -101,9 +98,6 @@ def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone
 def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: list[Path]) -> int:
     """Report on the captured steps; add to what was written, and return the exit code."""
     work = StepByStep(paths, limits_of(arguments), arguments.communication)
-    if arguments.html:
-        for step in work.steps:
-            step.refuse_as_output(arguments.html)
     reports: list[tuple[CapturedStep, Report]] = []
     with progress("reading", sum(len(step.inputs.sources) for step in work.each)) as advance:
         for step in work.each:
@@ -137,9 +131,6 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
             page = render_run(folder, pages, [report for _, report in of_run], watched[folder])
             _write(folder / RUN_PAGE, page.encode())
             written.append(folder / RUN_PAGE)
-    if arguments.html:
-        _write(arguments.html, render_html(reports[-1][1]).encode())
-        written.append(arguments.html)
     if arguments.csv:
         written += write_csv([report for _, report in reports], arguments.csv)
     if arguments.tensorboard:

@@ -47,7 +47,7 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
     for line in _all_lines(report) if everything else _problems(report):
         console.print(Sentence.of(line))
     if not everything:
-        console.print("[dim]all tables: --all, --html, --csv, --json[/dim]")
+        console.print("[dim]all tables: --all, --save, --csv, --json[/dim]")
 
 
 def print_table(
