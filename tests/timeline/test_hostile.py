@@ -263,11 +263,8 @@ def test_metadata_that_a_trace_repeats_is_written_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("events", [[GOOD % 1], []])
-def test_all_names_of_threads_are_kept_a_few_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
-) -> None:
-    """They are not held until the trace ends, also where the events of their process come last."""
-    monkeypatch.setattr("verl_profiling.timeline.processes._HELD", 10)
+def test_all_names_of_threads_are_kept(tmp_path: Path, events: list[str]) -> None:
+    """Also where the events of their process come last."""
     names = [NAME.format(1, tid) for tid in range(8_000)]
     assert named_threads(write(tmp_path, *events, *names, GOOD % 5)) == {f"t{tid}": 1 for tid in range(8_000)}
 

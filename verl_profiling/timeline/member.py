@@ -149,7 +149,6 @@ def write_member(job: MemberJob) -> Member:
                 timed = _relocate(kept, processes, base_ns - job.base_ns, job.index)
                 written += len(timed)
                 file.write(timed)
-                file.write(processes.overflow())
         except TraceFormatError as error:
             problems.append(error.problem)
         file.write(processes.names())

@@ -32,7 +32,6 @@ _FIRST_OTHER = 2_000
 _LAST_OTHER = TRAJECTORIES_PID - 1
 _OTHERS_PER_TRACE = 50
 _NAME_LENGTH = 120  # characters
-_HELD = 50_000  # different names that are in memory at once
 _WORDS = {"process_name": "name", "process_labels": "labels"}
 _PROCESS_METADATA = {*_WORDS, "process_sort_index"}
 _ENCODER = msgspec.json.Encoder()
@@ -73,7 +72,7 @@ class Processes:
     other traces of the same worker. The ids of devices follow it, in order of their numbers. Which
     process is which follows from the categories of their events, and a device's name from its label.
 
-    Metadata is kept once, however often a trace repeats it, and no more than so much of it at a time.
+    Metadata is kept once, however often a trace repeats it.
 
     Attributes:
         known: New id by the trace's own id.
@@ -141,20 +140,8 @@ class Processes:
             event.ts, event.args = None, msgspec.Raw(arguments)
             self._metadata[key] = event
 
-    def overflow(self) -> list[Event]:
-        """Return the names of threads, renamed, if so many are held that they have to be written now.
-
-        Processes that have had no event yet are assigned then, although it is not known what they are.
-        """
-        if len(self._metadata) < _HELD:
-            return []
-        for event in self._metadata.values():
-            if event.pid not in self.known:
-                self.assign(event)
-        return self._threads()
-
     def names(self) -> list[Event]:
-        """Return the names of all processes that have events, and those of threads that are still held."""
+        """Return the names of all processes that have events, and of their threads."""
         events = self._threads()
         if self._marked:
             self._titles.setdefault(self._pid, self._title)
@@ -167,7 +154,7 @@ class Processes:
         return events
 
     def _threads(self) -> list[Event]:
-        """Return what is held of threads, with the new ids of their processes, and hold nothing any more."""
+        """Return the metadata of threads, with the new ids of their processes."""
         threads = []
         for event in self._metadata.values():
             if (new := self.known.get(event.pid)) is None:
@@ -177,7 +164,6 @@ class Processes:
             else:
                 event.pid = new
                 threads.append(event)
-        self._metadata.clear()
         return threads
 
     def _listen(self, new: int, event: Event) -> None:
