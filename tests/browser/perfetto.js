@@ -25,8 +25,6 @@ const { chromium } = require("playwright-core");
     }
     return all;
   }, JSON.parse(queries));
-  const first = () => window.app.trace.workspace.children[0]?.name === "controller";
-  await page.waitForFunction(first, null, { timeout: 30000 }).catch(() => {});
   results.lanes = await page.evaluate(() =>
     window.app.trace.workspace.children.map(({ name, children }) => [name, children.map((node) => node.name)]),
   );
