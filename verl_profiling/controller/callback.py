@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from operator import index
 from pathlib import Path
+from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +59,8 @@ class _Callback:
         self._controller = Controller(self.config) if self.config.enable else None
         self._stages: dict[str, Stage] = {}
         self._entered = False
+        self._driver: int | None = None
+        self._refused: set[int] = set()
 
     def add_workers(self, role: str, workers: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Add the workers of a role, in the place of those that it has: an actor may have been made anew.
@@ -142,10 +146,35 @@ class _Callback:
         except TypeError:
             raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
         try:
-            return controller if controller.step_begins(number, policy_version) else None
+            if not controller.step_begins(number, policy_version):
+                return None
         except Exception as error:
             self._failed("on_step_begin", error)
             return None
+        return None if self._is_second_thread(number) else controller
+
+    def _is_second_thread(self, step: int) -> bool:
+        """Refuse a captured step that begins while another thread is in one; return whether it is refused.
+
+        Raises:
+            CaptureStateError: It is refused, and the settings are strict.
+        """
+        thread = get_ident()
+        if self._driver in (None, thread) or self._driver not in {one.ident for one in threading.enumerate()}:
+            self._driver = thread
+            self._refused.discard(thread)
+            return False
+        error = CaptureStateError(
+            f"on_step_begin(step={step}): another thread is in a step of this callback; one thread drives a "
+            "callback, so give each loop its own"
+        )
+        self._refused.add(thread)
+        self._failed("on_step_begin", error)
+        return True
+
+    def _let_others_drive(self) -> None:
+        if not self.capturing:
+            self._driver = None
 
     def _live(self, hook: Callable[[Controller], bool]) -> Controller | None:
         """Return the controller, if a capture is open when it has noted that a hook is called."""
@@ -153,7 +182,8 @@ class _Callback:
         if controller is None:
             return None
         try:
-            return controller if hook(controller) else None
+            live = hook(controller) and not (self._refused and get_ident() in self._refused)
+            return controller if live else None
         except Exception as error:
             self._failed(hook.__name__, error)
             return None
@@ -309,6 +339,8 @@ class ProfilingCallback(_Callback):
             for wait in self._abandoned(hook, error):
                 wait()
             self._failed(hook, error, loop_raised)
+        finally:
+            self._let_others_drive()
 
     def _refuse_event_loop(self) -> None:
         if self._blocks_event_loop or asyncio._get_running_loop() is None:
@@ -419,3 +451,5 @@ class AsyncProfilingCallback(_Callback):
             for wait in self._abandoned(hook, error):
                 await asyncio.to_thread(wait)
             self._failed(hook, error, loop_raised)
+        finally:
+            self._let_others_drive()
