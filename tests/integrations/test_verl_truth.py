@@ -1,6 +1,6 @@
 """Recorded stages take as long as verl says, to a millisecond, in the runs that people make.
 
-``make test-verl-truth`` runs them all, and prints the table of docs/verl.md.
+``make test-verl-truth`` runs them all, and prints a table.
 """
 
 from __future__ import annotations
