@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from step_folders import build_step, with_facts
 
 from verl_profiling.analysis import open_step
-from verl_profiling.report.flat_rows import columns
 from verl_profiling.report.intervals import EMPTY, spans_of
 from verl_profiling.report.over_time import PARTS, percent, requests_running
 from verl_profiling.report.rows import RequestRow, WorkerRow
+from verl_profiling.report.tables import fields_of
 
 SECOND = 1_000_000_000
 PART = SECOND  # a step of PARTS seconds has parts of one second
@@ -114,4 +114,4 @@ def test_a_step_has_its_curves_and_its_place_in_the_timeline(tmp_path: Path) -> 
 
 def test_curves_are_in_no_flat_table() -> None:
     """A column of 240 numbers is none."""
-    assert not {"load", "communication_load"} & set(columns(WorkerRow))
+    assert not {"load", "communication_load"} & set(fields_of(WorkerRow))
