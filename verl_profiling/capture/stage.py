@@ -238,7 +238,12 @@ class SpanLog:
         while span is not None and span.end_ns:
             span = span.parent
         if span is not None and span.log is self and span.name == name:
-            self._end(span, failed)
+            if failed or span.mark is not None:
+                self._end(span, failed)
+                return span
+            span.end_ns = end_ns = clock.now_ns()  # the usual stage, without a call
+            if end_ns - span.begin_ns >= LONG_NS:
+                self._notice_long(span)
             return span
         while span is not None and (span.log is not self or span.name != name or span.end_ns):
             span = span.parent
@@ -272,7 +277,11 @@ class SpanLog:
         span.end_ns = end_ns = clock.now_ns()
         if failed:
             span.failed = True
-        if end_ns - span.begin_ns >= LONG_NS and self.long_stage_ended is not None and not span.depth():
+        if end_ns - span.begin_ns >= LONG_NS:
+            self._notice_long(span)
+
+    def _notice_long(self, span: OpenSpan) -> None:
+        if self.long_stage_ended is not None and not span.depth():
             self.long_stage_ended(span.name)
 
     def _mark_nothing_more(self, error: Exception) -> None:
