@@ -55,11 +55,11 @@ class ProfilingConfig:
         roles: Settings that differ for a role, by its name.
         tools: Options of the tools, by name.
         rollout: The part of a rollout that its engine records.
-        timeouts: How long to wait for workers.
-        limits: What captures may take of disk and memory.
-        remote: How a run is written whose ``save_path`` is a URL.
+        timeouts: The longest waits for workers.
+        limits: Disk and memory that captures may take.
+        remote: Uploads, where ``save_path`` is a URL.
         after: Commands that run once a capture is written, by names of your choice.
-        watch: What is kept of every step, and whether captures may be asked for while the run goes on.
+        watch: A summary of every step, and captures on request while the run goes on.
     """
 
     enable: bool = False

@@ -25,7 +25,7 @@ _GB = Size(1_000_000_000)
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What captures may take. A size is a number of bytes, or text like ``2GB`` or ``512MiB``.
+    """Disk and memory that captures may take. A size is a number of bytes, or text like ``2GB`` or ``512MiB``.
 
     Attributes:
         min_free_bytes: Free space that captures leave on a file system. Where there is less, callback or
@@ -73,12 +73,12 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
-    """What happens where ``save_path`` is a URL; elsewhere it is not used.
+    """Uploads, where ``save_path`` is a URL.
 
     Attributes:
         staging: Folder on each host in which files wait for their upload; ``None`` for one of this user's
             in the system's temporary folder.
-        retry_s: How long the upload of a file is tried again, in seconds. What fails stays in ``staging``.
+        retry_s: Seconds in which a failed upload is tried again. The file then stays in ``staging``.
     """
 
     staging: str | None = None

@@ -78,10 +78,10 @@ def aimed(
     """Return what holds for a role, and for all, while one capture is aimed.
 
     Args:
-        aim: What the capture does differently.
+        aim: Settings of this capture alone.
         role: The role.
-        override: What differs for it.
-        select: What holds for all roles.
+        override: Its own settings.
+        select: The selection of all roles.
         tools: Names of its tools.
 
     Raises:

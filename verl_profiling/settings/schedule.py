@@ -13,7 +13,7 @@ __all__ = ["Action", "Schedule", "StepRange"]
 
 
 class Action(Enum):
-    """What happens in one step."""
+    """An action of the profiler in one step."""
 
     OFF = "off"
     WARMUP = "warmup"

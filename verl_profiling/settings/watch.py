@@ -15,7 +15,7 @@ SINKS = ("tensorboard",)
 
 @dataclass(frozen=True, kw_only=True)
 class Anomaly:
-    """When the watch asks for a capture. ``None`` switches one of the signs off.
+    """Thresholds from which the watch requests a capture. ``None`` switches one of the signs off.
 
     Attributes:
         slow_step: Two steps one after another take longer than the median of the window by this ratio;
@@ -27,8 +27,8 @@ class Anomaly:
         memory: Memory that a process holds grows in every step of the window, by this share in all;
             ``null``: no sign.
         window: Number of steps before that a step is compared with. It may be more than ``watch.steps``.
-        cooldown: Steps after a capture in which the watch asks for none.
-        max_captures: How many captures the watch asks for in a run, at most.
+        cooldown: Steps after a capture in which the watch requests none.
+        max_captures: The most captures that the watch requests in a run.
     """
 
     slow_step: float | None = 1.5
@@ -59,15 +59,15 @@ class Anomaly:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """What is kept of every step, and whether captures may be asked for while the run goes on.
+    """Summaries of every step, and captures on request while the run goes on.
 
     Attributes:
         enable: Switches it on.
         steps: Number of steps that are kept.
         every: Workers are read after so many steps, sooner where steps are long, and after every capture.
             0: after captures alone.
-        trigger: When the watch asks for a capture by itself; ``null``: never.
-        sinks: What gets the numbers of each step besides ``watch.jsonl``: ``tensorboard``.
+        trigger: Thresholds from which the watch requests a capture; ``null``: it requests none.
+        sinks: Other receivers of each step's numbers than ``watch.jsonl``: ``tensorboard``.
     """
 
     enable: bool = False

@@ -42,7 +42,7 @@ class NpuOptions:
     """Options of the ``npu`` tool.
 
     Attributes:
-        activities: What is recorded.
+        activities: The recorded activities.
         level: How much of the device is recorded. ``level0``: operators; ``level1``: also CANN's
             calls and AI core metrics; ``level2``: also CANN's runtime and caches; ``none``: mstx
             ranges only.

@@ -30,7 +30,7 @@ class PrecisionOptions:
             tensors themselves. ``structure``: the modules that ran, without values.
         level: ``L1``: calls of torch functions; ``L0``: modules; ``mix``: both. For modules the
             worker has to call :func:`watch_model`.
-        summary: What ``task: statistics`` records: the statistics, or ``md5`` checksums.
+        summary: The content of ``task: statistics``: the statistics, or ``md5`` checksums.
         only: Names of the calls or modules to record, as in msprobe's ``list``.
         data: Which data of them to record; all by default.
     """

@@ -35,7 +35,7 @@ class TorchMemoryOptions:
     Attributes:
         max_entries: Number of allocations and frees that are kept, the latest; each takes some
             kilobytes.
-        steps: How many captured steps one history covers, with all that lies between them. Each of these
+        steps: Number of captured steps in one history, with the steps between them. Each of these
             steps has a snapshot, of the history so far. In discrete mode every stage has its own.
         on_oom: Write a snapshot when an allocation fails while recording.
         oom_folder: Folder for a snapshot of the first allocation that fails while nothing is captured. If

@@ -50,7 +50,7 @@ class TorchOptions:
     """Options of the ``torch`` tool.
 
     Attributes:
-        activities: What is recorded; ``None`` for all that this machine has.
+        activities: The recorded activities; ``None`` for all that this machine has.
         stack: Record Python stacks of every op. Costly: about three times the events.
         shapes: Record the input shapes of every op.
         memory: Record allocations. torch then records only the thread that starts the capture, which
