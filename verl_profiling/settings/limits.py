@@ -25,7 +25,7 @@ _GB = Size(1_000_000_000)
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Disk and memory that captures may take. A size is a number of bytes, or text like ``2GB`` or ``512MiB``.
+    """Disk and memory that captures may take. A size is a number of bytes, or ``2GB`` or ``512MiB``.
 
     Attributes:
         min_free_bytes: Free space that captures leave on a file system. Where there is less, callback or
