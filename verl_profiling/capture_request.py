@@ -78,7 +78,7 @@ Sign = Literal["", "slow_step", "slow_stage", "leader", "memory"]
 
 
 class Trigger(msgspec.Struct, frozen=True, kw_only=True):
-    """What asked for a capture.
+    """The origin of a capture: the schedule, a person, or the watch.
 
     Attributes:
         kind: ``schedule``: the settings. ``demand``: a person, while the run went on. ``anomaly``: the watch.

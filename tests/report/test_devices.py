@@ -164,7 +164,7 @@ def test_a_device_of_nobody_is_shown_as_such(
     assert (row.unrecognised_us, row.busy_us, row.compute_us, row.span_us) == (30, 30, 0, 50)
     assert "zpu_task" in report.notes[0]
     assert [op.name for op in report.kernels] == ["work"]
-    assert main(["report", str(tmp_path), "--csv", str(tmp_path / "csv")]) == 0
+    assert main(["report", str(tmp_path), "--all", "--csv", str(tmp_path / "csv")]) == 0
     printed = capsys.readouterr().out
     assert "nised" in printed
     assert "zpu_task" in printed

@@ -56,7 +56,7 @@ REPORT_SCHEMA_VERSION = 1
 
 
 class Asked(Trigger, frozen=True, kw_only=True):
-    """Who asked for the capture, and why; peers are those that the suspects are compared with.
+    """The request behind a capture: the fields of a ``Trigger``, and what the capture shows of it.
 
     Attributes:
         when: When the capture began, on the clock of the loop's host, as a date and time.
