@@ -70,7 +70,7 @@ class Job:
 
     folder: LocalFolder | RemoteFolder
     info: RunInfo
-    _others: set[str] = field(default_factory=set)
+    _request_of: dict[str, str] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -105,7 +105,7 @@ class Job:
         Raises:
             OSError: The folder cannot be written; behind a URL it may be another error.
         """
-        self._others.update(_steps_in(self.folder))
+        self._request_of.update(dict.fromkeys(self._steps() - self._request_of.keys(), ""))
         by = f"{_user()}@{socket.gethostname()}"[:200]
         demand = Demand(id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, at=at, aim=aim)
         self._requests.create(f"{demand.id}{REQUEST}", msgspec.json.encode(demand))
@@ -114,7 +114,8 @@ class Job:
     def answer(self, demand: Demand) -> Answer | None:
         """Return what became of a request so far; ``None`` while the job has not taken it."""
         names = self._requests.names()
-        captures = {name: capture for name in self._steps() if (capture := self._capture(name, demand.id))}
+        steps = sorted(self._steps())
+        captures = {name: capture for name in steps if (capture := self._capture(name, demand.id))}
         folders, found = list(captures), list(captures.values())
         written = [capture for capture in found if capture.state == "written"]
         if f"{demand.id}{REFUSED}" in names:
@@ -157,11 +158,13 @@ class Job:
     def _requests(self) -> LocalFolder | RemoteFolder:
         return self.folder.child(REQUESTS)
 
-    def _steps(self) -> list[str]:
-        return sorted(_steps_in(self.folder) - self._others)
+    def _steps(self) -> set[str]:
+        return {name for name in self.folder.names() if name.startswith("step_")}
 
     def _capture(self, name: str, request: str) -> Manifest | None:
         """Return the manifest of a step folder, if its capture was made for a request."""
+        if self._request_of.get(name, request) != request:
+            return None
         try:
             if isinstance(self.folder, LocalFolder):
                 manifest = read_manifest(self.folder.path / name)
@@ -169,10 +172,8 @@ class Job:
                 manifest = msgspec.json.decode(self.folder.child(name).read(MANIFEST_NAME), type=Manifest)
         except (*_UNREADABLE, TraceFormatError, OSError):  # it has just been made
             return None
-        if manifest.trigger.request == request:
-            return manifest
-        self._others.add(name)
-        return None
+        self._request_of[name] = manifest.trigger.request
+        return manifest if manifest.trigger.request == request else None
 
 
 def find_job(place: str | Path, run_id: str | None = None) -> Job:
@@ -214,10 +215,6 @@ def _run_in(folder: LocalFolder | RemoteFolder) -> RunInfo | None:
         return msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
     except (*_UNREADABLE, OSError):
         return None
-
-
-def _steps_in(folder: LocalFolder | RemoteFolder) -> set[str]:
-    return {name for name in folder.names() if name.startswith("step_")}
 
 
 def _user() -> str:
