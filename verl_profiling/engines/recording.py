@@ -50,7 +50,7 @@ class TraceRecording:
         request: CaptureRequest,
         ranks: Sequence[int],
     ) -> None:
-        self.label = f"step{request.step}-{request.occurrence}-{clock.now_ns():x}"
+        self.label = _label(request)
         self.notes: list[str] = []
         self._engine = engine
         self._tool = tool
@@ -128,7 +128,7 @@ class RangeRecording:
 
     def __init__(self, identity: WorkerIdentity, request: CaptureRequest) -> None:
         process_ranges().check(identity.name)
-        self.label = ""
+        self.label = _label(request)
         self.notes: list[str] = []
         self._request = request
         self.expected = [
@@ -157,6 +157,10 @@ class RangeRecording:
 
     def drop(self) -> None:
         """Do nothing: no range was opened."""
+
+
+def _label(request: CaptureRequest) -> str:
+    return f"step{request.step}-{request.occurrence}-{clock.now_ns():x}"
 
 
 def _begun(artifacts: Sequence[Artifact]) -> list[Artifact]:
