@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import compress
+from itertools import compress, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ from verl_profiling.units import duration
 Window = tuple[str, int, int]
 """Name, begin and end (ns) of a stage."""
 
-_CHUNK_BYTES = 4 << 20  # of JSON, taken at a time: arithmetic on arrays is cheap where they are long
+_CHUNK_BYTES = 2 << 20  # of JSON, taken at a time: long arrays, and events that stay in a cache
 _MOST_DEVICES = 64
 _OTHER_DEVICES = "other devices"
 _LONGEST_DEVICE = 40  # characters of its name
@@ -58,6 +58,7 @@ _LONGEST_CATEGORY = 60
 _BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
 _MARKS = frozenset(("no category", "Trace", "user_annotation", "python_function", "overhead"))
 _NEVER = 1 << 62
+_NEW = -1  # number of a key that is not known
 _OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
 _TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
 _CALL_NUMBER = re.compile(r"_*_(\d+)_\d+_\d+$")  # of an NPU's collective; the first is of its group
@@ -210,7 +211,7 @@ class _Lane:
         self._blocks_from: list[int] = []  # ns, by number of the key
         self._numbers: dict[Any, int] = {}
         self._ignored = self._new(_Key(NOTHING))
-        self._threads: dict[tuple[object, object], int] = {}
+        self._threads: dict[tuple[object, object], int] = defaultdict(count().__next__)
         self._rows: list[_Rows] = []  # of devices; of the host, while none was seen
         self._host = Cover()
         self._blocked = Cover()
@@ -255,27 +256,24 @@ class _Lane:
         timed = [e for e in events if e.ph == "X" and e.cat not in NO_WORK and e.ts is not None]
         if not (self._works or self._has_device):
             self._categories |= {e.cat for e in events if e.ph != "M"}
-        numbers = list(map(self._numbers.get, [(e.cat, e.name) for e in timed]))
-        for place in [place for place, number in enumerate(numbers) if number is None]:
+        keys = np.array([self._numbers.get((e.cat, e.name), _NEW) for e in timed], np.int32)
+        for place in np.flatnonzero(keys == _NEW).tolist():
             event = timed[place]
             known = self._numbers.get((event.cat, event.name))
-            numbers[place] = known or (self._number(event) if event.cat else self._task(event, tasks))
-        keys = np.array(numbers, np.int32)
+            keys[place] = known or (self._number(event) if event.cat else self._task(event, tasks))
         if (counted := keys != self._ignored).sum() < len(keys):
             keys, timed = keys[counted], list(compress(timed, counted.tolist()))
-        kinds = np.array([key.kind for key in self._keys])[keys]
-        spans = _to_spans(timed, base_ns)
-        if not self._has_device and bool((kinds <= UNKNOWN).any()):
-            self._has_device = bool((kinds < UNKNOWN).any())
+        kinds = self._kinds_of(keys)
+        self._has_device |= bool((kinds < UNKNOWN).any())
         threads = np.zeros(len(keys), np.int32)
-        wanted = np.flatnonzero((kinds <= UNKNOWN) | (kinds == NOTHING) | (not self._has_device))
-        places = ((timed[place].pid, timed[place].tid) for place in wanted.tolist())
-        threads[wanted] = [self._threads.setdefault(one, len(self._threads)) for one in places]
-        rows = _Rows(spans, keys, threads)
+        wanted = (kinds <= UNKNOWN) | (kinds == NOTHING) | (not self._has_device)
+        threads[wanted] = [self._threads[e.pid, e.tid] for e in compress(timed, wanted.tolist())]
+        rows = _Rows(_to_spans(timed, base_ns), keys, threads)
         task = kinds == NOTHING
         if task.any():
             yield rows.of(task)
-        self._add(rows.of(~task) if task.any() else rows)
+            rows, kinds = rows.of(~task), kinds[~task]
+        self._add(rows, kinds)
 
     def _number(self, event: Event) -> int:
         """Return the number of an event's key; one that communicates says its group each time."""
@@ -341,7 +339,7 @@ class _Lane:
         if not waiting:
             return
         rows = _joined(waiting)
-        kinds = self._kinds_of(rows)
+        kinds = self._kinds_of(rows.keys)
         for kind, name in ((COMPUTE, "Computing"), (COMMUNICATION, "Communication")):
             found = length(union(rows.spans[kinds == kind]))
             told = length(union(rows.spans[np.isin(rows.keys, theirs[name])]))
@@ -351,11 +349,10 @@ class _Lane:
                     f"have {duration(found / 1e9)}, which is what the report shows"
                 )
         self._has_device |= bool((kinds < UNKNOWN).any())
-        self._add(rows.of(kinds != NOTHING))
+        self._add(rows.of(kinds != NOTHING), kinds[kinds != NOTHING])
 
-    def _add(self, rows: _Rows) -> None:
+    def _add(self, rows: _Rows, kinds: NDArray[np.int64]) -> None:
         """Keep the rows of devices; of the host's, keep when it worked and was blocked."""
-        kinds = self._kinds_of(rows)
         if self._between is not None:
             begin_ns, end_ns = self._between
             inside = (rows.spans[:, 0] < end_ns) & (rows.spans[:, 1] > begin_ns)
@@ -384,7 +381,7 @@ class _Lane:
         """
         rows = _joined(self._rows)
         self._rows.clear()
-        kinds = self._kinds_of(rows)
+        kinds = self._kinds_of(rows.keys)
         devices = list(self._devices(rows, kinds))
         self._about: dict[str, Any] = {
             "paths": self.paths,
@@ -448,7 +445,7 @@ class _Lane:
 
         Collectives that name no group are of the only one that the headers list, if it is one.
         """
-        kinds = self._kinds_of(rows)
+        kinds = self._kinds_of(rows.keys)
         names = ("compute", "communication", "memory", "unrecognised")
         covers: dict[str, Any] = {
             name: union(rows.spans[kinds == kind]) for name, kind in zip(names, wanted, strict=False)
@@ -482,15 +479,15 @@ class _Lane:
         calls = np.bincount(inverse, minlength=len(places))
         took = np.bincount(inverse, weights=own, minlength=len(places))
         found: dict[tuple[str, str], tuple[int, int]] = {}
-        for place, count, total in zip(places.tolist(), calls.tolist(), took.tolist(), strict=True):
+        for place, times, total in zip(places.tolist(), calls.tolist(), took.tolist(), strict=True):
             stage, number = divmod(place, len(self._keys))
             name = (ordered[stage][0] if stage < len(ordered) else "", self._keys[number].name)
             before = found.get(name, (0, 0))  # a stage that ran twice has two windows
-            found[name] = (before[0] + count, before[1] + int(total))
+            found[name] = (before[0] + times, before[1] + int(total))
         return found
 
-    def _kinds_of(self, rows: _Rows) -> NDArray[np.int64]:
-        return np.array([key.kind for key in self._keys])[rows.keys]
+    def _kinds_of(self, keys: NDArray[np.int32]) -> NDArray[np.int64]:
+        return np.array([key.kind for key in self._keys])[keys]
 
     def _note(self, sentence: str) -> None:
         self.notes.append(f"{self.paths[0].name}: {sentence}")

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterator
 from decimal import Context, Decimal, localcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -145,7 +146,8 @@ class Trace:
         self._is_object = True
         self.metadata = self._read_header()
         if self._is_object and _BASE not in self.metadata:
-            self.metadata.update(self._read_end())
+            state = path.stat()
+            self.metadata.update(_read_end(path, self._limits, (state.st_size, state.st_mtime_ns)))
         self._relative = _BASE in self.metadata
         self.base_ns = self._given_base_ns() if self._relative else 0
         kind = list[Event] if self._relative else list[AbsoluteEvent]
@@ -244,17 +246,6 @@ class Trace:
         if not self._buffer.strip():
             raise TraceFormatError(self.path, f"is empty{damage}", 0)
         raise TraceFormatError(self.path, f"not a Chrome trace: found no traceEvents{damage}", 0)
-
-    def _read_end(self) -> dict[str, Any]:
-        """Return the base of times where it follows the events, as torch 2.3 wrote it."""
-        tail = b""
-        for block in Blocks(self.path, self._limits):
-            tail = (tail + block)[-_TAIL_BYTES:]
-        found = _BASE_BEHIND.findall(tail)
-        try:
-            return {_BASE: json.loads(found[-1])} if found else {}
-        except ValueError as error:
-            raise TraceFormatError(self.path, f"{_BASE} is no number ({error})") from error
 
     def _given_base_ns(self) -> int:
         base = self.metadata[_BASE]
@@ -361,6 +352,19 @@ class Trace:
     def _stop(self, offset: int, reason: str) -> None:
         self.truncated = True
         self.warnings.append(TraceWarning(offset, reason))
+
+
+@lru_cache(maxsize=1024)
+def _read_end(path: Path, limits: Limits, state: tuple[int, int]) -> dict[str, Any]:
+    """Return the base of times where it follows the events, as torch 2.3 wrote it; a state is read once."""
+    tail = b""
+    for block in Blocks(path, limits):
+        tail = block if len(block) >= _TAIL_BYTES else (tail + block)[-_TAIL_BYTES:]
+    found = _BASE_BEHIND.findall(tail)
+    try:
+        return {_BASE: json.loads(found[-1])} if found else {}
+    except ValueError as error:
+        raise TraceFormatError(path, f"{_BASE} is no number ({error})") from error
 
 
 def _last_boundary(buffer: bytes) -> int:
