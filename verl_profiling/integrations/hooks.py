@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from wrapt import register_post_import_hook
+
 __all__ = ["Hook", "mark", "misfits", "missing", "noting", "usable", "wrap"]
 
 logger = logging.getLogger(__name__)
@@ -121,8 +123,6 @@ class Hook:
 
     def await_module(self) -> None:
         """Put it in as soon as the module is imported in this process."""
-        from wrapt import register_post_import_hook  # TRL's users need not have it
-
         _awaiting.append(self)
         register_post_import_hook(self._apply, self.module)
 
