@@ -25,6 +25,8 @@ const { chromium } = require("playwright-core");
     }
     return all;
   }, JSON.parse(queries));
+  const shown = () => window.app.trace.workspace.children.some(({ name }) => name.startsWith("controller"));
+  await page.waitForFunction(shown, null, { timeout: 30000 }).catch(() => {});
   results.lanes = await page.evaluate(() =>
     window.app.trace.workspace.children.map(({ name, children }) => [name, children.map((node) => node.name)]),
   );
