@@ -6,7 +6,6 @@ packages, how the peers were set up, and hashes of the code that was measured.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ import platform
 import re
 import statistics
 import subprocess
+import tokenize
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -104,15 +104,19 @@ def record(
 
 def digest(path: str) -> str:
     """Return what tells one content of a Python file of the repository from another, words aside."""
-    tree = ast.parse((ROOT / path).read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            node.body = [
-                each
-                for each in node.body
-                if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
-            ] or [ast.Pass()]
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+    kept: list[str] = []
+    statement: list[tokenize.TokenInfo] = []
+    with (ROOT / path).open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type in (tokenize.INDENT, tokenize.DEDENT):
+                kept.append(tokenize.tok_name[token.type])
+            elif token.type == tokenize.NEWLINE:
+                if [each.type for each in statement] != [tokenize.STRING]:
+                    kept += [each.string for each in statement]
+                statement = []
+            elif token.type not in (tokenize.ENCODING, tokenize.COMMENT, tokenize.NL):
+                statement.append(token)
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
 
 
 def changed(table: dict[str, Any]) -> list[str]:

@@ -212,7 +212,7 @@ class RecorderMachine(RuleBasedStateMachine):
             assert window is not None
             self.recorder._end_by_time(window, 1.0)
             assert self.recorder._halting is not None
-            await asyncio.wait([self.recorder._halting])
+            await asyncio.gather(self.recorder._halting, return_exceptions=True)
 
         self.call(halt())
         self.halted = True
