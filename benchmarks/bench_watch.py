@@ -22,7 +22,7 @@ from results import record, row
 from verl_profiling import ProfilingCallback, span, trajectory
 from verl_profiling.capture.stage import Stage
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.step_account import StepAccount
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.trajectories.spans import keep_trajectories, total_spans
 from verl_profiling.watch.reading import WatchQuestion, WatchReading, read_sums
 from verl_profiling.watch.span_sums import SpanSums
@@ -32,7 +32,7 @@ WORKERS, STEPS, ROUNDS = 1_024, 20, 5
 STAGES = ("old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor")
 COUNTED = {
     "the four hooks of a step that is not captured, watch off": "",
-    "the same with its account, watch on": "the four hooks of a step that is not captured, watch off",
+    "the same with its summary, watch on": "the four hooks of a step that is not captured, watch off",
     "a stage, watch off": "",
     "a stage that is kept": "a stage, watch off",
     "a stage inside of it": "a stage, watch off",
@@ -147,7 +147,7 @@ class Read(NamedTuple):
     Attributes:
         making: The answers, in the workers.
         unpacking: The answers, in the loop's process.
-        thread: On the watch's thread: asking, taking the answers, and the accounts of the steps.
+        thread: On the watch's thread: asking, taking the answers, and the summaries of the steps.
         longest: The longest hook, on the loop's thread.
         bytes: Length of an answer.
     """
@@ -169,10 +169,10 @@ def read_of_many() -> Read:
         )
         callback.add_workers("actor", fakes)
         assert callback.watch is not None
-        whole: list[StepAccount] = []
+        whole: list[StepSummary] = []
         ended: list[int] = []
         callback.watch.listeners.append(whole.append)
-        callback.watch.listeners.append(lambda account: ended.append(time.thread_time_ns()))
+        callback.watch.listeners.append(lambda summary: ended.append(time.thread_time_ns()))
         hooks = []
         with patch("verl_profiling.controller.watch.LEAST_PAUSE_S", 1e6):
             for step in range(1, STEPS + 1):
@@ -217,7 +217,7 @@ def main() -> None:
         row(f"an answer: {STEPS * len(STAGES)} stages of {STEPS} steps", [reads[0].bytes], "bytes"),
         row("making it, in a worker", [1e3 * read.making / WORKERS for read in reads], "us"),
         row(f"unpacking those of {WORKERS:,} workers", [read.unpacking for read in reads], "ms"),
-        row(f"{STEPS} accounts from them, on the watch's thread", [read.thread for read in reads], "ms"),
+        row(f"{STEPS} summaries from them, on the watch's thread", [read.thread for read in reads], "ms"),
         row("the longest hook meanwhile", [read.longest for read in reads], "ms"),
     ]
     method = f"Instructions of one call, of {MANY - FEW:,} under callgrind; CPU time of {ROUNDS} rounds."

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_account import RankUse, StageUse, StepAccount
+from verl_profiling.step_summary import RankUse, StageUse, StepSummary
 from verl_profiling.watch.anomaly import Detector
 from verl_profiling.watch.frontier import exposed
 
@@ -37,11 +37,11 @@ def simulated(steps: int, spread: float, tail: float) -> dict[str, Any]:
     """
     noise, detector, noticed = random.Random(7), Detector(Anomaly()), 0
     for step in range(1, steps + 1):
-        noticed += detector.observe(_account(step, noise, spread, tail)) is not None
+        noticed += detector.observe(_summary(step, noise, spread, tail)) is not None
     return {"steps": steps, "spread": spread, "tail": tail, "noticed": noticed}
 
 
-def _account(step: int, noise: random.Random, spread: float, tail: float) -> StepAccount:
+def _summary(step: int, noise: random.Random, spread: float, tail: float) -> StepSummary:
     begin_ns = now_ns = step * 10_000 * MS
     loop, workers = [], {}
     for stage, (role, usual_ms) in STAGES.items():
@@ -55,11 +55,11 @@ def _account(step: int, noise: random.Random, spread: float, tail: float) -> Ste
             use.stages.append(StageUse(stage, own_ns, 1, now_ns))
         loop.append(StageUse(stage, max(lengths) + MS, 1, now_ns))
         now_ns += max(lengths) + MS
-    account = StepAccount(
+    summary = StepSummary(
         step=step,
         begin_ns=begin_ns,
         end_ns=now_ns + int(5 * MS * noise.lognormvariate(0, 0.3)),
         loop=[RankUse(lane="controller", role="controller", stages=loop)],
         workers=list(workers.values()),
     )
-    return msgspec.structs.replace(account, exposed=exposed(account))
+    return msgspec.structs.replace(summary, exposed=exposed(summary))

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from verl_profiling.step_account import ExposedStage, RankUse, StageUse, StepAccount
+from verl_profiling.step_summary import ExposedStage, RankUse, StageUse, StepSummary
 from verl_profiling.watch.frontier import exposed
 
 S = 1_000_000_000
@@ -27,10 +27,10 @@ COLORS = {
 }
 
 
-def ranks_of_one_program() -> StepAccount:
+def ranks_of_one_program() -> StepSummary:
     """Return a step of three ranks that run one program; rank 2 is late, and the others wait for it."""
     durations = ((10, 9, 6), (10, 9, 6), (14, 5, 6))
-    return StepAccount(
+    return StepSummary(
         step=1,
         begin_ns=0,
         end_ns=26 * S,
@@ -49,14 +49,14 @@ def ranks_of_one_program() -> StepAccount:
     )
 
 
-def loop_that_calls_workers() -> StepAccount:
+def loop_that_calls_workers() -> StepSummary:
     """Return a step of a controller: a slow replica in its rollout, a slow rank in its update."""
 
     def use(lane: str, role: str, *stages: tuple[str, float, float]) -> RankUse:
         found = [StageUse(name, int(length * S), 1, int((1 + begin) * S)) for name, begin, length in stages]
         return RankUse(lane=lane, role=role, stages=found)
 
-    return StepAccount(
+    return StepSummary(
         step=1,
         begin_ns=S,
         end_ns=27 * S,
@@ -106,10 +106,10 @@ def draw(picture: Path) -> None:
     figure, (program, calls) = plt.subplots(
         2, 1, figsize=(8, 5.4), dpi=150, layout="constrained", height_ratios=(4.9, 7.9)
     )
-    account = ranks_of_one_program()
-    rows = exposed(account)
+    summary = ranks_of_one_program()
+    rows = exposed(summary)
     lanes = []
-    for use in account.loop:
+    for use in summary.loop:
         begin, stages = 0.0, []
         for stage in use.stages:
             stages.append((stage.name, begin, stage.duration_ns / S))
@@ -123,16 +123,16 @@ def draw(picture: Path) -> None:
         front += row.exposed_ns / S
         program.plot([front, front], [-3.6, 0.45], color="black", lw=1, ls=":")
 
-    account = loop_that_calls_workers()
+    summary = loop_that_calls_workers()
     calls.set_title("A loop that calls workers: who worked in its stages", fontsize=9, loc="left")
     draw_lanes(
         calls,
         [
             (use.lane, [(s.name, s.begin_ns / S - 1, s.duration_ns / S) for s in use.stages])
-            for use in (*account.loop, *account.workers)
+            for use in (*summary.loop, *summary.workers)
         ],
     )
-    draw_rows(calls, -6.2, exposed(account))
+    draw_rows(calls, -6.2, exposed(summary))
     for axes, place in ((program, -3.2), (calls, -6.2)):
         ticks, labels = list(axes.get_yticks()), [text.get_text() for text in axes.get_yticklabels()]
         axes.set_yticks([*ticks, place], [*labels, "exposed"])

@@ -1,4 +1,4 @@
-"""Accounts of steps that nobody ran: a controller with engines and training ranks."""
+"""Summaries of steps that nobody ran: a controller with engines and training ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from verl_profiling.step_account import RankUse, StageUse, StepAccount
+from verl_profiling.step_summary import RankUse, StageUse, StepSummary
 from verl_profiling.watch.frontier import exposed
 
 MS = 1_000_000
@@ -15,7 +15,7 @@ USUAL = {"rollout": 500.0, "reward": 50.0, "update_actor": 300.0, "update_weight
 RANKS = 4
 
 
-def account(
+def summary(
     step: int,
     times: Mapping[str, float] = USUAL,
     *,
@@ -24,7 +24,7 @@ def account(
     noise: random.Random | None = None,
     read: bool = True,
     captured: str = "",
-) -> StepAccount:
+) -> StepSummary:
     """Return a step of a controller with engines and training ranks.
 
     Args:
@@ -56,7 +56,7 @@ def account(
         loop.append(StageUse(stage, duration_ns, 1, now_ns))
         now_ns += duration_ns
     workers = [msgspec.structs.replace(use, held_bytes=(held or {}).get(use.lane)) for use in lanes.values()]
-    found = StepAccount(
+    found = StepSummary(
         step=step,
         begin_ns=begin_ns,
         end_ns=now_ns + MS,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from drawn_accounts import account
+from drawn_summaries import summary
 from step_folders import WORKERS, build_step
 from test_top import write_run
 
@@ -274,7 +274,7 @@ def test_every_command_prints_in_an_ascii_locale(tmp_path: Path) -> None:
     write_run(run)
     log = WatchLog(run)
     for number in range(4):
-        log(account(number, {"r\u00f6llout": 5000 + number}))
+        log(summary(number, {"r\u00f6llout": 5000 + number}))
     (tmp_path / "k\u00f6nfig.yaml").write_text("enable: true\nsave_path: l\u00e4uft\n", encoding="utf-8")
     commands = [
         ["report", str(run), "--save", "--csv", str(tmp_path / "csv")],

@@ -31,7 +31,7 @@ FLOORS = (
     ("visible", "event_file"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
-    ("run_files", "remote", "trajectory_log", "step_account"),
+    ("run_files", "remote", "trajectory_log", "step_summary"),
     ("watch_log",),
     ("trajectories",),
     ("timeline",),
@@ -50,7 +50,7 @@ TOOLS_INTERFACE = ("tools", "tools.base")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
     *("errors", "clock", "devices", "units", "visible", "identity", "ranks"),
-    *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_account", "capture_request"),
+    *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_summary", "capture_request"),
     *("watch_log", "event_file"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from browser import needs_browser, run_script
-from drawn_accounts import account
+from drawn_summaries import summary
 from rich.console import Console
 from step_folders import build_step
 
@@ -161,7 +161,7 @@ def watched(tmp_path: Path) -> Path:
     build_step(run, step=12)
     log = WatchLog(run)
     for number in range(30):
-        log(account(number, captured="step_000012" if number == 12 else ""))
+        log(summary(number, captured="step_000012" if number == 12 else ""))
     return run
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from drawn_accounts import MS, account
+from drawn_summaries import MS, summary
 from rich.console import Console
 from step_folders import build_step
 
@@ -32,7 +32,7 @@ from verl_profiling.report.sparkline import sparkline
 from verl_profiling.report.watch_frame import Pulse, WatchFrame
 from verl_profiling.report.watch_history import WatchHistory
 from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.step_account import SpanTotal
+from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, logged
 
@@ -68,7 +68,7 @@ def run(tmp_path: Path) -> Path:
     log = WatchLog(folder)
     for number in range(30):
         slow = {"rollout": 9000} if number == 20 else {}
-        log(account(number, {"rollout": 5000, "update_actor": 3000, **slow}))
+        log(summary(number, {"rollout": 5000, "update_actor": 3000, **slow}))
     manifest = read_manifest(build_step(folder, step=12))
     asked = Trigger(kind="anomaly", reason="rollout took 9.00 s, 1.8 times its median")
     write_json_atomically(
@@ -87,7 +87,7 @@ def drawn(frame: WatchFrame, width: int = 100, encoding: str = "utf-8") -> list[
 
 
 def frame_of(*steps: object, **fields: object) -> WatchFrame:
-    """Return a frame of some accounts."""
+    """Return a frame of some summaries."""
     logs = [logged(step) for step in steps]  # type: ignore[arg-type]
     return WatchFrame(run="r", pulse=Pulse(says="lives"), steps=logs, **fields)  # type: ignore[arg-type]
 
@@ -125,7 +125,7 @@ class TestOneFrame:
         write_run(tmp_path / "run")
         log = WatchLog(tmp_path / "run")
         for number in range(12):
-            log(account(number, {"rollout": {0: 57_000, 7: 8_000}.get(number, 4_000)}))
+            log(summary(number, {"rollout": {0: 57_000, 7: 8_000}.get(number, 4_000)}))
         assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_OK
         lines = capsys.readouterr().out.splitlines()
         assert "▲▅▅▅▅▅▅█▅▅▅▅" in lines
@@ -134,7 +134,7 @@ class TestOneFrame:
 
     def test_memory_that_was_not_read_in_the_last_step_is_that_of_the_step_before(self) -> None:
         """Of quick steps it is not read in each."""
-        lines = drawn(frame_of(account(1), account(2, peak_bytes=None)))
+        lines = drawn(frame_of(summary(1), summary(2, peak_bytes=None)))
         assert any(line.split()[:5] == ["actor", "4", "9", "GB", "3"] for line in lines)
 
     def test_of_several_runs_the_one_that_goes_on_is_shown_or_the_one_that_is_named(
@@ -143,7 +143,7 @@ class TestOneFrame:
         """By its id; where none or several go on, they are listed, one a line."""
         older = run / "run_2"
         write_run(older, end_ns=5, run_id="older")
-        WatchLog(older)(account(1, {"rollout": 5000}))
+        WatchLog(older)(summary(1, {"rollout": 5000}))
         assert main(["top", str(run), "--once"]) == EXIT_OK
         assert "step 29" in capsys.readouterr().out
         assert main(["top", str(run), "--run", "older", "--once"]) == EXIT_OK
@@ -170,7 +170,7 @@ class TestOneFrame:
     @pytest.mark.parametrize("width", [100, 300])
     def test_it_fits_the_terminal(self, width: int) -> None:
         """Of 100 columns, whatever stages and processes are called."""
-        long = account(
+        long = summary(
             1, {"rollout": 5000, "a_stage_with_a_name_that_is_longer_than_most": 3}, leader="x" * 60
         )
         lines = drawn(frame_of(long), width)
@@ -180,49 +180,49 @@ class TestOneFrame:
 
     def test_who_leads_is_shown_and_nobody_where_none_is_clear(self) -> None:
         """And what nobody leads does not count as late."""
-        lines = drawn(frame_of(account(5)))
+        lines = drawn(frame_of(summary(5)))
         assert any("actor_rank2 +500 ms" in line for line in lines)
         assert any("one process alone is late" in line for line in lines)
-        lines = drawn(frame_of(account(5, leader="")))
+        lines = drawn(frame_of(summary(5, leader="")))
         assert not any("actor_rank2 +" in line or "late" in line for line in lines)
 
     def test_names_cannot_steer_the_terminal(self) -> None:
         """Nor mean markup."""
-        lines = drawn(frame_of(account(1, {"\x1b[2J[red]": 10}, leader="\x07[/]")))
+        lines = drawn(frame_of(summary(1, {"\x1b[2J[red]": 10}, leader="\x07[/]")))
         assert any(r"\x1b[2J[red]" in line for line in lines)
         assert not any("\x1b" in line or "\x07" in line for line in lines)
 
     def test_many_stages_are_counted(self) -> None:
         """A screen has an end."""
         assert any(
-            "and 85 more" in line for line in drawn(frame_of(account(1, {f"s{n}": 1 for n in range(100)})))
+            "and 85 more" in line for line in drawn(frame_of(summary(1, {f"s{n}": 1 for n in range(100)})))
         )
 
     def test_what_trajectories_spent_is_shown(self) -> None:
         """By name: the sum, how many calls they were, how long one took, and how many failed."""
         usual = [SpanTotal("tool:search", 240, 4_000 * MS), SpanTotal("trajectory", 64, 90_000 * MS)]
         slow = [SpanTotal("tool:search", 240, 12_300 * MS, 3), SpanTotal("trajectory", 64, 98_000 * MS)]
-        lines = drawn(frame_of(account(1, spans=usual), account(2, spans=usual), account(3, spans=slow)))
+        lines = drawn(frame_of(summary(1, spans=usual), summary(2, spans=usual), summary(3, spans=slow)))
         (search,) = [line for line in lines if line.startswith("tool:search")]
         assert search.split()[1:9] == ["12.3", "s", "240", "51.2", "ms", "3", "4.00", "s"]
         (whole,) = [line for line in lines if line.startswith("trajectory")]
         assert whole.split()[1:8] == ["98.0", "s", "64", "1.53", "s", "90.0", "s"]
-        assert max(map(len, drawn(frame_of(account(3, spans=slow)), 40))) <= 40
+        assert max(map(len, drawn(frame_of(summary(3, spans=slow)), 40))) <= 40
         many = [SpanTotal(f"tool:{number}", 1, number) for number in range(60)]
-        assert any("and 52 more" in line for line in drawn(frame_of(account(1, spans=many))))
-        nobody = drawn(frame_of(account(1)))
+        assert any("and 52 more" in line for line in drawn(frame_of(summary(1, spans=many))))
+        nobody = drawn(frame_of(summary(1)))
         assert not any("in trajectories" in line for line in nobody)
 
     def test_what_trajectories_spent_is_of_the_last_step_of_which_it_is_known(self) -> None:
         """A loop that marks no stage cannot say which steps were read; the heading names the step."""
         spans = [SpanTotal("tool:search", 240, 4_000 * MS)]
-        lines = drawn(frame_of(account(7, {}, spans=spans), account(8, {}), account(9, {})))
+        lines = drawn(frame_of(summary(7, {}, spans=spans), summary(8, {}), summary(9, {})))
         assert any(line.startswith("in trajectories (step 7)") for line in lines)
         assert any(line.startswith("tool:search") for line in lines)
 
     def test_a_step_of_no_time_is_shown(self) -> None:
         """A loop that does nothing divides by nothing."""
-        nothing = msgspec.structs.replace(account(1), begin_ns=5, end_ns=5)
+        nothing = msgspec.structs.replace(summary(1), begin_ns=5, end_ns=5)
         assert any("step 1: 0 s" in line for line in drawn(frame_of(nothing)))
 
 
@@ -340,7 +340,7 @@ class TestLive:
         """New steps come up by themselves; at the end the last frame stays in the terminal."""
         with self.top(run) as (process, terminal):
             self.until(terminal, b"step 29")
-            WatchLog(run)(account(30))
+            WatchLog(run)(summary(30))
             self.until(terminal, b"step 30")
             write_run(run, end_ns=5)
             seen = self.until(terminal, LEAVES)
@@ -355,16 +355,16 @@ class TestHistory:
     def test_the_last_line_of_a_step_counts(self) -> None:
         """A start that goes on may run a step again."""
         history = WatchHistory()
-        assert history.add([logged(account(1, leader="")), logged(account(1))])
+        assert history.add([logged(summary(1, leader="")), logged(summary(1))])
         assert [step.exposed[0].leader for step in history.steps] == ["actor_rank2"]
         assert not history.add([])
 
     def test_a_resumed_run_replaces_what_it_runs_again(self) -> None:
         """Steps that the start before had come to are not its future."""
         history = WatchHistory()
-        history.add(logged(account(number)) for number in range(10))
+        history.add(logged(summary(number)) for number in range(10))
         later = 10**12
-        again = [account(number) for number in (5, 6)]
+        again = [summary(number) for number in (5, 6)]
         again = [
             msgspec.structs.replace(step, begin_ns=step.begin_ns + later, end_ns=step.end_ns + later)
             for step in again
@@ -375,8 +375,8 @@ class TestHistory:
     def test_only_the_latest_are_kept(self) -> None:
         """Of a long run, and a late line of a step that is no longer kept changes nothing."""
         history = WatchHistory(3)
-        history.add(logged(account(number)) for number in range(10))
-        history.add([logged(account(2))])
+        history.add(logged(summary(number)) for number in range(10))
+        history.add([logged(summary(2))])
         assert [step.step for step in history.steps] == [7, 8, 9]
 
 

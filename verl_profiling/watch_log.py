@@ -18,7 +18,7 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MAX_NS, Count, Ns
 from verl_profiling.run_files import named_file
-from verl_profiling.step_account import StepAccount
+from verl_profiling.step_summary import StepSummary
 
 __all__ = [
     "OLDER_WATCH_LOG",
@@ -44,7 +44,7 @@ _Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_NS)]
 
 
 class LoggedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A stage's share of a step: as :class:`~verl_profiling.step_account.ExposedStage`, and bounded."""
+    """A stage's share of a step: as :class:`~verl_profiling.step_summary.ExposedStage`, and bounded."""
 
     name: str
     exposed_ns: _Duration
@@ -55,7 +55,7 @@ class LoggedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class LoggedSpans(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All spans of one name: as :class:`~verl_profiling.step_account.SpanTotal`, and bounded."""
+    """All spans of one name: as :class:`~verl_profiling.step_summary.SpanTotal`, and bounded."""
 
     name: str
     runs: Count
@@ -87,7 +87,7 @@ class RoleMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LoggedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line: the account of a step, without the stages of every process.
+    """One line: the summary of a step, without the stages of every process.
 
     Of a step that has several, the last line counts: it is the most complete.
 
@@ -125,9 +125,9 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return found
 
 
-def logged(account: StepAccount) -> LoggedStep:
-    """Return what is logged of an account."""
-    processes = [*account.loop, *account.workers]
+def logged(summary: StepSummary) -> LoggedStep:
+    """Return what is logged of a summary."""
+    processes = [*summary.loop, *summary.workers]
     memory = []
     for role in dict.fromkeys(process.role for process in processes):
         of_role = [process for process in processes if process.role == role]
@@ -143,14 +143,14 @@ def logged(account: StepAccount) -> LoggedStep:
             )
         )
     return LoggedStep(
-        step=account.step,
-        begin_ns=account.begin_ns,
-        end_ns=account.end_ns,
-        policy_version=account.policy_version,
-        exposed=[LoggedStage(**msgspec.structs.asdict(stage)) for stage in account.exposed],
+        step=summary.step,
+        begin_ns=summary.begin_ns,
+        end_ns=summary.end_ns,
+        policy_version=summary.policy_version,
+        exposed=[LoggedStage(**msgspec.structs.asdict(stage)) for stage in summary.exposed],
         memory=memory,
-        spans=[LoggedSpans(**msgspec.structs.asdict(total)) for total in account.spans],
-        captured=account.captured,
+        spans=[LoggedSpans(**msgspec.structs.asdict(total)) for total in summary.spans],
+        captured=summary.captured,
     )
 
 

@@ -79,7 +79,7 @@ def main() -> None:
         "enable": arguments.profiling != "off",
         "mode": arguments.profiling.replace("off", "e2e"),
         "save_path": f"{config.cluster.fileroot}/profiling",
-        "watch": {"enable": True},  # every step has an account
+        "watch": {"enable": True},  # every step has a summary
         "schedule": {"steps": [2, 3]},
     }
     numbers = Dataset.from_list([{"prompt": str(number)} for number in range(1, NUMBERS)] * 20)

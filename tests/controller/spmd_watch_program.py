@@ -1,6 +1,6 @@
 """What one of three ranks runs in the tests of the watch in SPMD: ``spmd_watch_program.py FOLDER SCENARIO``.
 
-In each step the ranks do a part of their own, and meet; each writes its accounts. ``slow``: they meet in a
+In each step the ranks do a part of their own, and meet; each writes its summaries. ``slow``: they meet in a
 collective, one becomes late, and training ends when that was captured. Else they meet through files.
 ``added inside``: the workers are added when training has begun. ``ends late``: rank 0 ends before the others.
 """
@@ -75,9 +75,9 @@ def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> Non
     if scenario != "added inside":
         profiling.add_workers("actor", worker)
     for training in range(2 if scenario == "twice" else 1):
-        accounts: list[object] = []
+        summaries: list[object] = []
         if profiling.watch is not None:
-            profiling.watch.listeners.append(accounts.append)
+            profiling.watch.listeners.append(summaries.append)
         meet(False)
         with profiling:
             if scenario == "added inside":
@@ -93,7 +93,7 @@ def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> Non
                 profiling.on_step_end()
                 if ends:
                     break
-        (said / f"accounts_{RANK}_{training}.json").write_bytes(msgspec.json.encode(accounts))
+        (said / f"summaries_{RANK}_{training}.json").write_bytes(msgspec.json.encode(summaries))
         if profiling.watch is not None:
             profiling.watch.listeners.clear()
 

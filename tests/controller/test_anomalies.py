@@ -13,7 +13,7 @@ import pytest
 import ray
 from example_loops import settings
 from fleet import Agents, Engine, TrainWorker
-from quiet_steps import USUAL, account, longer
+from quiet_steps import USUAL, longer, summary
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.capture.session import Session
@@ -26,7 +26,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_account import StepAccount
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.frontier import exposed
 
 SLOW = {"rollout2_rank0": 2.5}
@@ -45,9 +45,9 @@ class Loop:
         if not self.allowed:
             raise ConfigError("roles", "no workers were added as 'rollout'")
 
-    def goes(self, *accounts: StepAccount, scheduled: bool = False) -> Decision | None:
-        """End a step with these accounts; return what is asked for when the next one begins."""
-        for each in accounts:
+    def goes(self, *summaries: StepSummary, scheduled: bool = False) -> Decision | None:
+        """End a step with these summaries; return what is asked for when the next one begins."""
+        for each in summaries:
             self.anomalies.listen(each)
             self.step = each.step
         self.anomalies.step_begins(self.step + 1)
@@ -56,13 +56,13 @@ class Loop:
     def quiet(self, steps: int = 30) -> int:
         """Let quiet steps pass; return the number of the next."""
         for step in range(self.step + 1, self.step + 1 + steps):
-            assert self.goes(account(step)) is None
+            assert self.goes(summary(step)) is None
         return self.step + 1
 
     def is_slow(self, step: int, scheduled: bool = False, **given: Any) -> Decision | None:
         """End two steps that are alike; return what is asked for when the one after them begins."""
-        assert self.goes(account(step, **given)) is None
-        return self.goes(account(step + 1, **given), scheduled=scheduled)
+        assert self.goes(summary(step, **given)) is None
+        return self.goes(summary(step + 1, **given), scheduled=scheduled)
 
     def captures(self, decision: Decision) -> None:
         """Make the capture that is asked for."""
@@ -91,14 +91,14 @@ def test_the_next_step_is_captured_of_the_suspect_and_its_peer() -> None:
     assert decision.aim == Aim(mode="discrete", roles=("rollout",), replicas=(2, 1), stages=("rollout",))
     assert (decision.trigger.kind, decision.trigger.noticed) == ("anomaly", step + 1)
     assert decision.trigger.suspects == ["rollout2_rank0"]
-    assert loop.goes(account(step + 2)) is None
+    assert loop.goes(summary(step + 2)) is None
 
 
 def test_an_engine_is_recorded_in_its_window_whatever_its_own_stage_is_called() -> None:
     """The servers of verl have one that lasts while they generate."""
 
-    def generating(step: int, slow: dict[str, float] | None = None) -> StepAccount:
-        found = account(step, slow=slow)
+    def generating(step: int, slow: dict[str, float] | None = None) -> StepSummary:
+        found = summary(step, slow=slow)
         for use in found.workers:
             use.stages[:] = [
                 msgspec.structs.replace(one, name="generate") if one.name == "rollout" else one
@@ -128,7 +128,7 @@ def test_a_loop_that_counts_anew_is_captured_again() -> None:
     loop.step = 0
     for step in range(1, 24):
         slow = SLOW if step > 21 else None
-        later = account(last + step, slow=slow)
+        later = summary(last + step, slow=slow)
         decision = loop.goes(msgspec.structs.replace(later, step=step))
     assert decision is not None
     assert decision.step_range.first == 24
@@ -139,7 +139,7 @@ def test_an_engine_that_is_waited_for_is_captured_whole() -> None:
     loop = Loop()
     waits = {"wait_rollout": 500.0, **{name: usual for name, usual in USUAL.items() if name != "rollout"}}
     for step in range(1, 31):
-        assert loop.goes(account(step, waits)) is None
+        assert loop.goes(summary(step, waits)) is None
     decision = loop.is_slow(31, times=waits, slow={"rollout2_rank0": 2.5})
     assert decision is not None
     assert decision.aim == Aim(mode="e2e", roles=("rollout",), replicas=(2, 1))
@@ -167,7 +167,7 @@ def test_what_is_noticed_soon_after_a_capture_is_captured_when_it_may(
     step = loop.quiet(5)
     with caplog.at_level(logging.WARNING):
         assert loop.is_slow(step, times=longer("reward", 9)) is None
-        while (decision := loop.goes(account(loop.step + 1))) is None:
+        while (decision := loop.goes(summary(loop.step + 1))) is None:
             assert loop.step < captured + 20
     assert caplog.text.count("watch.trigger.cooldown") == 1
     assert (decision.step_range.first, decision.trigger.noticed) == (captured + 11, step + 1)

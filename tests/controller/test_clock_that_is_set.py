@@ -41,9 +41,9 @@ with ProfilingCallback(settings) as profiling:
             time.sleep(0.02)
         profiling.on_step_end()
     print(time.time() - profiling.last_folder.stat().st_mtime)
-for account in profiling.watch.accounts if profiling.watch is not None else ():
-    names = [stage.name for use in account.workers for stage in use.stages]
-    print(account.step, account.duration_ns / 1e9, *names, sep=",", file=sys.stderr)
+for summary in profiling.watch.summaries if profiling.watch is not None else ():
+    names = [stage.name for use in summary.workers for stage in use.stages]
+    print(summary.step, summary.duration_ns / 1e9, *names, sep=",", file=sys.stderr)
 """
 
 
@@ -78,9 +78,9 @@ def test_a_clock_that_is_set_in_a_captured_step_changes_no_duration(
         assert main(["report", str(run / f"step_{step:06d}")]) == 0
         [said] = re.findall(r"^Step: (.*?),", capsys.readouterr().out, re.MULTILINE)
         assert 60 <= float(said.removesuffix(" ms")) < 60_000
-    accounts = [line.split(",") for line in done.stderr.splitlines() if line[0].isdigit()]
-    assert [int(step) for step, *_ in accounts] == (list(range(1, 9)) if watched == "watched" else [])
-    for step, seconds, *names in accounts:
+    summaries = [line.split(",") for line in done.stderr.splitlines() if line[0].isdigit()]
+    assert [int(step) for step, *_ in summaries] == (list(range(1, 9)) if watched == "watched" else [])
+    for step, seconds, *names in summaries:
         assert 0 < float(seconds) < 60, step
         assert names == ["forward", "backward"] or int(step) > 5, step
     first, last = (read_manifest(run / f"step_{step:06d}").begin_ns for step in (4, 6))

@@ -18,7 +18,7 @@ from verl_profiling.controller.requests import Decision
 from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.schedule import Schedule, StepRange
-from verl_profiling.step_account import StepAccount
+from verl_profiling.step_summary import StepSummary
 
 
 def asked(
@@ -103,7 +103,7 @@ def test_a_person_comes_before_the_watch_which_waits(tmp_path: Path, session: Se
 
         def concluded(self, manifest: Manifest) -> None: ...
 
-        def listen(self, account: StepAccount) -> None: ...
+        def listen(self, summary: StepSummary) -> None: ...
 
         def asks(self, step: int, scheduled: bool) -> Decision | None:
             if step < 2 or self.asked:

@@ -1,4 +1,4 @@
-"""The watch where one program runs on every rank: rank 0's accounts have all of them."""
+"""The watch where one program runs on every rank: rank 0's summaries have all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conftest import ROOT
 
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
-from verl_profiling.step_account import StepAccount
+from verl_profiling.step_summary import StepSummary
 
 PROGRAM = Path(__file__).with_name("spmd_watch_program.py")
 PATHS = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
@@ -50,10 +50,10 @@ def run(folder: Path, scenario: str = "", **settings: Any) -> list[str]:
     return logs
 
 
-def accounts(folder: Path, rank: int = 0, training: int = 0) -> list[StepAccount]:
-    """Return the accounts that a rank has made."""
-    data = (folder / f"accounts_{rank}_{training}.json").read_bytes()
-    return msgspec.json.decode(data, type=list[StepAccount])
+def summaries(folder: Path, rank: int = 0, training: int = 0) -> list[StepSummary]:
+    """Return the summaries that a rank has made."""
+    data = (folder / f"summaries_{rank}_{training}.json").read_bytes()
+    return msgspec.json.decode(data, type=list[StepSummary])
 
 
 def test_a_rank_that_becomes_late_is_captured_with_a_peer(
@@ -74,9 +74,9 @@ def test_a_rank_that_becomes_late_is_captured_with_a_peer(
     assert (manifest.complete, manifest.notes) == (True, [])
     assert main(["report", "--all", str(folder)]) == 0
     assert "actor_rank2" in capsys.readouterr().out
-    found = {account.step: account for account in accounts(tmp_path)}
+    found = {summary.step: summary for summary in summaries(tmp_path)}
     assert list(found) == list(range(1, max(found) + 1))
-    assert all([use.lane for use in account.loop] == LANES for account in found.values())
+    assert all([use.lane for use in summary.loop] == LANES for summary in found.values())
     assert found[manifest.step].captured == folder.name
 
 
@@ -84,25 +84,25 @@ def test_a_late_rank_leads_in_the_accounts_of_rank_0_training_after_training(tmp
     """All ranks are there under the names of manifests, and the rows add up to the step."""
     logs = run(tmp_path, "twice")
     for training in range(2):
-        found = accounts(tmp_path, training=training)
-        assert [account.step for account in found] == list(range(1, 9)), logs
-        for account in found:
-            assert [use.lane for use in account.loop] == LANES, (training, account.step, logs)
-            assert [[stage.name for stage in use.stages] for use in account.loop] == [
+        found = summaries(tmp_path, training=training)
+        assert [summary.step for summary in found] == list(range(1, 9)), logs
+        for summary in found:
+            assert [use.lane for use in summary.loop] == LANES, (training, summary.step, logs)
+            assert [[stage.name for stage in use.stages] for use in summary.loop] == [
                 ["rollout", "update_actor"]
             ] * 3
-            assert account.workers == []
-            assert sum(row.exposed_ns for row in account.exposed) == account.duration_ns
-            assert all(use.stages[0].begin_ns >= account.begin_ns for use in account.loop)
-            assert account.exposed[0].name == "rollout"
-        begins = [use.stages[0].begin_ns - account.begin_ns for account in found for use in account.loop]
+            assert summary.workers == []
+            assert sum(row.exposed_ns for row in summary.exposed) == summary.duration_ns
+            assert all(use.stages[0].begin_ns >= summary.begin_ns for use in summary.loop)
+            assert summary.exposed[0].name == "rollout"
+        begins = [use.stages[0].begin_ns - summary.begin_ns for summary in found for use in summary.loop]
         assert median(begins) < 100e6
-        first = [(row.leader, row.role) for row in (account.exposed[0] for account in found)]
+        first = [(row.leader, row.role) for row in (summary.exposed[0] for summary in found)]
         assert first.count(("actor_rank2", "actor")) >= 7, "another one may be interrupted in a step"
-        assert median(account.exposed[0].exposed_ns for account in found) > 150e6
-        assert median(account.exposed[0].lead_ns for account in found) > 100e6
+        assert median(summary.exposed[0].exposed_ns for summary in found) > 150e6
+        assert median(summary.exposed[0].lead_ns for summary in found) > 100e6
         for rank in (1, 2):
-            own = [(account.step, account.loop[0].lane) for account in accounts(tmp_path, rank, training)]
+            own = [(summary.step, summary.loop[0].lane) for summary in summaries(tmp_path, rank, training)]
             assert own == [(step, LANES[rank]) for step in range(1, 9)]
 
 
@@ -120,13 +120,13 @@ def test_workers_that_are_added_when_training_has_begun_are_of_one_loop(tmp_path
     assert [path.name for path in tmp_path.glob("run*")] == ["run"]
     manifest = read_manifest(tmp_path / "run" / "step_000004")
     assert [(worker.name, worker.status) for worker in manifest.workers] == [(lane, "ok") for lane in LANES]
-    found = accounts(tmp_path)
-    assert [[use.lane for use in account.loop] for account in found] == [LANES] * 8, logs
+    found = summaries(tmp_path)
+    assert [[use.lane for use in summary.loop] for summary in found] == [LANES] * 8, logs
     assert not any("run_2" in log for log in logs)
 
 
 def test_ranks_with_other_settings_hold_up_nothing(tmp_path: Path) -> None:
-    """One without the watch is named once; one that tells more seldom is in the accounts when it has told."""
+    """One without the watch is logged once; one that sends less often is in the summaries once it has."""
     watch = {"enable": True, "every": 2}
     logs = run(
         tmp_path,
@@ -137,9 +137,9 @@ def test_ranks_with_other_settings_hold_up_nothing(tmp_path: Path) -> None:
             "2": {"watch": {**watch, "every": 3}},
         },
     )
-    found = accounts(tmp_path)
-    assert [account.step for account in found] == list(range(1, 17)), logs
-    lanes = {tuple(use.lane for use in account.loop) for account in found}
+    found = summaries(tmp_path)
+    assert [summary.step for summary in found] == list(range(1, 17)), logs
+    lanes = {tuple(use.lane for use in summary.loop) for summary in found}
     assert ("actor_rank0", "actor_rank2") in lanes, logs
     assert not any("actor_rank1" in ranks for ranks in lanes)
     assert logs[0].count("watch: rank 1 has sent nothing of its steps") == 1, logs[0]

@@ -1,4 +1,4 @@
-"""The watch in the loop's process: an account of every step, though it waits for nobody."""
+"""The watch in the loop's process: a summary of every step, though it waits for nobody."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from verl_profiling.capture_request import Aim
 from verl_profiling.commands.asking import find_job
 from verl_profiling.controller.watch import Watch
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.step_account import RankUse, StepAccount
+from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.reading import WatchQuestion, WatchReading
 
-Accounts = list[StepAccount]
+Summaries = list[StepSummary]
 
 
 def watched(tmp_path: Path, every: int = 2, **given: Any) -> ProfilingConfig:
@@ -33,12 +33,12 @@ def watched(tmp_path: Path, every: int = 2, **given: Any) -> ProfilingConfig:
     return configured(tmp_path, watch={"enable": True, "every": every}, **given)
 
 
-def followed(config: ProfilingConfig, *roles: tuple[str, Any]) -> tuple[ProfilingCallback, Accounts]:
-    """Return a callback with workers, and the accounts that its listeners get."""
+def followed(config: ProfilingConfig, *roles: tuple[str, Any]) -> tuple[ProfilingCallback, Summaries]:
+    """Return a callback with workers, and the summaries that its listeners get."""
     callback = ProfilingCallback(config)
     for role, workers in roles:
         callback.add_workers(role, workers)
-    whole: Accounts = []
+    whole: Summaries = []
     assert callback.watch is not None
     callback.watch.listeners.append(whole.append)
     return callback, whole
@@ -57,26 +57,26 @@ def after_a_while(look: Callable[[], bool], seconds: float = 60.0) -> bool:
     return look()
 
 
-def test_every_step_of_a_local_worker_has_an_account(tmp_path: Path, session: Session) -> None:
+def test_every_step_of_a_local_worker_has_a_summary(tmp_path: Path, session: Session) -> None:
     """Captured or not: the stages of the loop and of the worker, and exposed times that add up to it."""
     config = watched(tmp_path)
     worker = local_worker(config)
     callback, whole = followed(config, ("actor", worker))
     run(callback, lambda step: worker.work(["update_actor", "save"]), steps=5)
     assert callback.watch is not None
-    assert [account.step for account in whole] == [1, 2, 3, 4, 5]
-    assert list(callback.watch.accounts) == whole
-    for account in whole:
-        assert names(account.loop) == {"controller": ["rollout", "update_actor"]}
-        assert names(account.workers) == {"actor_rank0": ["update_actor", "save"]}
-        assert account.policy_version == account.step - 1
-        assert sum(row.exposed_ns for row in account.exposed) == account.duration_ns
-        update = account.loop[0].stages[1]
-        inside = account.workers[0].stages
+    assert [summary.step for summary in whole] == [1, 2, 3, 4, 5]
+    assert list(callback.watch.summaries) == whole
+    for summary in whole:
+        assert names(summary.loop) == {"controller": ["rollout", "update_actor"]}
+        assert names(summary.workers) == {"actor_rank0": ["update_actor", "save"]}
+        assert summary.policy_version == summary.step - 1
+        assert sum(row.exposed_ns for row in summary.exposed) == summary.duration_ns
+        update = summary.loop[0].stages[1]
+        inside = summary.workers[0].stages
         assert sum(use.duration_ns for use in inside) <= update.duration_ns
-        assert account.begin_ns <= update.begin_ns <= inside[0].begin_ns <= account.end_ns
-        assert account.loop[0].peak_bytes is None or account.loop[0].peak_bytes > 1_000_000
-    assert [account.captured for account in whole] == ["", "step_000002", "", "", ""]
+        assert summary.begin_ns <= update.begin_ns <= inside[0].begin_ns <= summary.end_ns
+        assert summary.loop[0].peak_bytes is None or summary.loop[0].peak_bytes > 1_000_000
+    assert [summary.captured for summary in whole] == ["", "step_000002", "", "", ""]
     assert [span.name for span in manifest(config).stages] == ["rollout", "update_actor"]
 
 
@@ -126,10 +126,10 @@ def test_the_rings_of_ray_actors_are_read_every_few_steps(tmp_path: Path, pool: 
     run(callback, lambda step: ray.get([worker.work.remote() for worker in pool.sync]), steps=8)
     if grouped:
         assert group.calls.count("read_watch") == 3, "after steps 3 and 6, and at the end"
-    assert [account.step for account in whole] == list(range(1, 9))
-    for account in whole:
-        assert names(account.workers) == {f"actor_rank{rank}": ["update_actor"] for rank in range(3)}
-        assert sum(row.exposed_ns for row in account.exposed) == account.duration_ns
+    assert [summary.step for summary in whole] == list(range(1, 9))
+    for summary in whole:
+        assert names(summary.workers) == {f"actor_rank{rank}": ["update_actor"] for rank in range(3)}
+        assert sum(row.exposed_ns for row in summary.exposed) == summary.duration_ns
 
 
 def test_a_capture_right_after_a_read_loses_nothing_of_it(tmp_path: Path, pool: Pool) -> None:
@@ -146,16 +146,16 @@ def test_a_capture_right_after_a_read_loses_nothing_of_it(tmp_path: Path, pool: 
             worker.work.remote(["save"], 0.2)
         callback.on_step_end()
     callback.on_train_end()
-    assert [account.captured for account in whole] == ["", "", "step_000003", ""]
-    for account in whole:
-        found = names(account.workers)
+    assert [summary.captured for summary in whole] == ["", "", "step_000003", ""]
+    for summary in whole:
+        found = names(summary.workers)
         assert all("update_actor" in found[f"actor_rank{rank}"] for rank in range(3)), found
 
 
 def test_a_worker_that_never_answers_is_named_once_and_holds_up_nothing(
     tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The accounts of the others are complete without it; it is not asked again until it has answered."""
+    """The summaries of the others are complete without it; it is not asked again until it has answered."""
     switches = tmp_path / "switches"
     switches.mkdir()
     config = watched(
@@ -173,7 +173,7 @@ def test_a_worker_that_never_answers_is_named_once_and_holds_up_nothing(
         callback.on_step_end()
         time.sleep(0.1)
     assert time.monotonic() - begin_s < 10
-    assert [account.step for account in whole[:8]] == list(range(1, 9))
+    assert [summary.step for summary in whole[:8]] == list(range(1, 9))
     silent = [record.message for record in caplog.records if "has not answered read_watch" in record.message]
     assert len(silent) == 1, silent
     assert "worker 2 of role actor" in silent[0]
@@ -211,7 +211,7 @@ def test_a_worker_that_is_restarted_is_read_again_and_one_that_is_dead_is_named_
         ray.get([worker.work.remote([f"stage{step}"]) for worker in workers])
         callback.on_step_end()
     callback.on_train_end()
-    found = {account.step: names(account.workers) for account in whole}
+    found = {summary.step: names(summary.workers) for summary in whole}
     assert list(found) == list(range(1, 9))
     assert found[1] == {"actor_rank0": ["stage1"], "critic_rank0": ["stage1"]}
     assert found[3] == {"actor_rank0": ["stage3"], "critic_rank0": ["stage3"]}
@@ -240,10 +240,10 @@ def test_a_loop_that_ends_within_a_step_asks_its_workers_once(
 
 
 def test_a_loop_without_workers_is_one_process(tmp_path: Path) -> None:
-    """Nobody is missing in its accounts."""
+    """Nobody is missing in its summaries."""
     callback, whole = followed(watched(tmp_path))
     run(callback, lambda step: None, steps=2)
-    assert {row.leader for account in whole for row in account.exposed if row.name} == {"controller"}
+    assert {row.leader for summary in whole for row in summary.exposed if row.name} == {"controller"}
 
 
 def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(
@@ -266,7 +266,7 @@ def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(
     assert time.monotonic() - begin_s < 10
     (switches / "work").unlink()
     ray.get(hanging)
-    assert [names(account.workers) for account in whole] == [{"actor_rank0": ["update_actor"]}]
+    assert [names(summary.workers) for summary in whole] == [{"actor_rank0": ["update_actor"]}]
 
 
 def _answers(actor: Any) -> bool:
@@ -290,9 +290,9 @@ def test_clocks_that_differ_are_corrected(tmp_path: Path, pool: Pool, hours: int
         time.sleep(0.1)
 
     run(callback, work, steps=4)
-    for account in whole:
-        assert [stage for stages in names(account.workers).values() for stage in stages] == [
-            f"stage{account.step}"
+    for summary in whole:
+        assert [stage for stages in names(summary.workers).values() for stage in stages] == [
+            f"stage{summary.step}"
         ] * 2
     ray.get([worker.set_up.remote(config) for worker in pool.sync[:2]])
 
@@ -363,7 +363,7 @@ def test_what_cannot_be_read_is_named_once_and_the_account_is_complete_without_i
     found = [record.message for record in caplog.records if record.message.startswith("watch:")]
     assert len(found) == 1, found
     assert said in found[0]
-    assert [names(account.loop) for account in whole] == [{"controller": ["rollout", "update_actor"]}] * 4
+    assert [names(summary.loop) for summary in whole] == [{"controller": ["rollout", "update_actor"]}] * 4
     assert {row.leader for row in whole[0].exposed if row.name} == {""}
 
 
@@ -381,12 +381,12 @@ def test_a_worker_whose_settings_have_no_watch_is_not_complained_of(
 def test_a_listener_that_raises_is_said_once_and_the_others_hear(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is done with an account is no matter of the training loop."""
+    """What is done with a summary is no matter of the training loop."""
     config = watched(tmp_path, every=1, schedule={"steps": [100]})
     callback, whole = followed(config)
     assert callback.watch is not None
 
-    def broken(account: StepAccount) -> None:
+    def broken(summary: StepSummary) -> None:
         raise OSError("no space left")
 
     callback.watch.listeners.insert(0, broken)
@@ -400,7 +400,7 @@ def test_an_account_that_cannot_be_added_up_is_said_once_and_the_loop_goes_on(
 ) -> None:
     """The hooks raise nothing, and the durations are there."""
 
-    def broken(account: StepAccount, before: StepAccount | None, has_workers: bool) -> None:
+    def broken(summary: StepSummary, before: StepSummary | None, has_workers: bool) -> None:
         raise ZeroDivisionError("no stage")
 
     monkeypatch.setattr("verl_profiling.controller.watch.exposed", broken)
@@ -448,8 +448,8 @@ def test_the_account_of_an_aimed_capture_has_the_others_too(tmp_path: Path, pool
             ray.get([worker.work.remote() for worker in pool.sync])
         callback.on_step_end()
     callback.on_train_end()
-    assert [account.captured for account in whole] == ["", "step_000002", "", ""]
-    assert [len(account.workers) for account in whole] == [3] * 4
+    assert [summary.captured for summary in whole] == ["", "step_000002", "", ""]
+    assert [len(summary.workers) for summary in whole] == [3] * 4
 
 
 def test_workers_that_are_never_due_are_read_with_captures_alone(tmp_path: Path, session: Session) -> None:
@@ -458,7 +458,7 @@ def test_workers_that_are_never_due_are_read_with_captures_alone(tmp_path: Path,
     worker = local_worker(config)
     callback, whole = followed(config, ("actor", worker))
     run(callback, lambda step: worker.work(), steps=3)
-    assert [names(account.workers) for account in whole] == [{}, {"actor_rank0": ["update_actor"]}, {}]
+    assert [names(summary.workers) for summary in whole] == [{}, {"actor_rank0": ["update_actor"]}, {}]
 
 
 @pytest.mark.parametrize("step", [6, 8])
@@ -481,8 +481,8 @@ def test_each_step_has_one_account_though_the_clock_is_set_back(
 
     with clock.replaced(now_ns, clock.domain()):
         run(callback, work, steps=12)
-    assert [account.step for account in whole] == list(range(1, 13))
-    assert all(names(account.workers) for account in (*whole[:4], *whole[8:]))
+    assert [summary.step for summary in whole] == list(range(1, 13))
+    assert all(names(summary.workers) for summary in (*whole[:4], *whole[8:]))
 
 
 def test_what_lies_between_steps_belongs_to_none(tmp_path: Path, session: Session) -> None:
@@ -507,12 +507,12 @@ def test_what_lies_between_steps_belongs_to_none(tmp_path: Path, session: Sessio
     rollout.__exit__(None, None, None)
     callback.on_step_end()
     callback.on_train_end()
-    assert [names(account.workers) for account in whole] == [
+    assert [names(summary.workers) for summary in whole] == [
         {"actor_rank0": ["update"]},
         {"actor_rank0": ["update"]},
         {"actor_rank0": []},
     ]
-    assert [names(account.loop) for account in whole] == [
+    assert [names(summary.loop) for summary in whole] == [
         {"controller": []},
         {"controller": []},
         {"controller": ["rollout"]},
@@ -541,8 +541,8 @@ def test_a_loop_without_step_ends_has_accounts_from_begin_to_begin(tmp_path: Pat
         with callback.stage("update"):
             pass
     callback.on_train_end()
-    assert [account.step for account in whole] == [1, 2, 3]
-    assert [names(account.loop) for account in whole] == [{"controller": ["update"]}] * 3
+    assert [summary.step for summary in whole] == [1, 2, 3]
+    assert [names(summary.loop) for summary in whole] == [{"controller": ["update"]}] * 3
 
 
 def test_generation_of_which_no_end_is_told_ends_with_its_step(tmp_path: Path) -> None:
@@ -554,9 +554,9 @@ def test_generation_of_which_no_end_is_told_ends_with_its_step(tmp_path: Path) -
         time.sleep(0.01)
         callback.on_step_end()
     callback.on_train_end()
-    assert [names(account.loop) for account in whole] == [{"controller": ["rollout"]}] * 4
-    assert all(rollout.exposed_ns > 9_000_000 for account in whole for rollout in account.exposed[:1])
-    assert all(account.exposed[0].name == "rollout" for account in whole)
+    assert [names(summary.loop) for summary in whole] == [{"controller": ["rollout"]}] * 4
+    assert all(rollout.exposed_ns > 9_000_000 for summary in whole for rollout in summary.exposed[:1])
+    assert all(summary.exposed[0].name == "rollout" for summary in whole)
 
 
 def test_only_as_many_steps_are_kept_as_the_settings_say(tmp_path: Path) -> None:
@@ -567,15 +567,15 @@ def test_only_as_many_steps_are_kept_as_the_settings_say(tmp_path: Path) -> None
     callback, whole = followed(config)
     run(callback, lambda step: None, steps=100)
     assert callback.watch is not None
-    assert [account.step for account in callback.watch.accounts] == [96, 97, 98, 99, 100]
-    assert [account.step for account in whole] == list(range(1, 101))
+    assert [summary.step for summary in callback.watch.summaries] == [96, 97, 98, 99, 100]
+    assert [summary.step for summary in whole] == list(range(1, 101))
 
 
 def test_an_async_loop_has_accounts_with_generation_beside_the_steps(tmp_path: Path, pool: Pool) -> None:
     """Its workers are read without a wait; the stage ``rollout`` covers the generation alone."""
     config = watched(tmp_path, every=2, schedule={"steps": [3]})
     set_up(config, pool.sync[:1])
-    whole: Accounts = []
+    whole: Summaries = []
 
     async def loop() -> None:
         callback = AsyncProfilingCallback(config)
@@ -597,16 +597,16 @@ def test_an_async_loop_has_accounts_with_generation_beside_the_steps(tmp_path: P
                 await callback.on_step_end()
 
     asyncio.run(loop())
-    assert [(account.step, account.policy_version) for account in whole] == [(n, 10 + n) for n in range(1, 6)]
-    for account in whole:
-        assert names(account.loop) == {"controller": ["rollout", "update_actor"]}
-        assert names(account.workers) == {"actor_rank0": ["update_actor"]}
-        assert [row.name for row in account.exposed] == ["update_actor", ""]
+    assert [(summary.step, summary.policy_version) for summary in whole] == [(n, 10 + n) for n in range(1, 6)]
+    for summary in whole:
+        assert names(summary.loop) == {"controller": ["rollout", "update_actor"]}
+        assert names(summary.workers) == {"actor_rank0": ["update_actor"]}
+        assert [row.name for row in summary.exposed] == ["update_actor", ""]
     assert manifest(config, 3).complete
 
 
 def test_a_captured_step_begins_when_its_workers_record(tmp_path: Path, session: Session) -> None:
-    """What it takes to begin a capture is no part of the step, and so not of its account."""
+    """What it takes to begin a capture is no part of the step, and so not of its summary."""
     config = watched(tmp_path)
     worker = local_worker(config)
     callback, whole = followed(config, ("actor", worker))

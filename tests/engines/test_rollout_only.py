@@ -70,6 +70,6 @@ def test_the_script_captures_a_batch(
     assert [artifact.path for artifact in worker.artifacts] == [
         f"rollout0_rank0{part}.torch.json.gz" for part in artifacts
     ]
-    *_, account = WatchLogReader(folder.parent).read()
-    assert (account.step, account.captured) == (1, folder.name)
+    *_, summary = WatchLogReader(folder.parent).read()
+    assert (summary.step, summary.captured) == (1, folder.name)
     assert sorted(noted.response_tokens for noted in worker.requests) == list(range(8, 65, 8))

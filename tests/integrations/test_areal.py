@@ -76,7 +76,7 @@ def test_a_step_has_the_loops_stages(tmp_path: Path, mode: str, capsys: pytest.C
         for name, own in OWN_NAMES.items() if mode == "e2e" else ():
             measured = re.findall(rf"timeperf/{own} *│ *([\d.e+-]+)", done.stdout + done.stderr)
             assert lasted[name] == pytest.approx(float(measured[step - 1]), abs=WITHIN_S), name
-    assert {account.step for account in WatchLogReader(run).read()} == {1, 2, 3, 4}
+    assert {summary.step for summary in WatchLogReader(run).read()} == {1, 2, 3, 4}
     assert main(["check", str(run)]) == 0
     assert main(["merge", str(run)]) == 0
     capsys.readouterr()

@@ -304,7 +304,7 @@ class TrainingStopException(Exception):
 
 
 def test_the_wait_for_a_batch_that_does_not_come_is_no_step(tmp_path: Path) -> None:
-    """A fully asynchronous trainer learns in ``fit_step`` that there is none; the watch has no account."""
+    """A fully asynchronous trainer learns in ``fit_step`` that there is none; the watch has no summary."""
 
     async def fit(self: Any) -> None:
         try:

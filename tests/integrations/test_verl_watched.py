@@ -1,4 +1,4 @@
-"""The watch in whole runs of real verl: its accounts, what it is asked for, and what it asks for itself."""
+"""The watch in whole runs of real verl: its summaries, what it is asked for, and what it asks for itself."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ class TestSlowRollout:
 
 
 class TestAsynchronous:
-    """Generation goes on beside the steps of the trainer, which is what is accounted for."""
+    """Generation goes on beside the steps of the trainer, which is what is summarized."""
 
     @pytest.fixture(scope="class", params=["one_step_off", "fully_async"])
     @classmethod

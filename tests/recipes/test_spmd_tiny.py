@@ -56,12 +56,12 @@ def test_both_ranks_are_in_each_step(tmp_path: Path, mode: str, capsys: pytest.C
         assert [artifact.status for artifact in artifacts] == ["ok"] * (2 if mode == "e2e" else 4)
         assert [span.name for span in manifest.stages] == ["rollout", "reward", "update_actor"]
         assert manifest.notes == []
-    accounts = {account.step: account for account in WatchLogReader(run).read()}
-    assert list(accounts) == [1, 2, 3, 4]
-    for account in accounts.values():
+    summaries = {summary.step: summary for summary in WatchLogReader(run).read()}
+    assert list(summaries) == [1, 2, 3, 4]
+    for summary in summaries.values():
         stages = ["rollout", "reward", "update_actor"]
-        assert [row.name for row in account.exposed if row.name] == stages, "of all ranks"
-        assert [(memory.role, memory.processes) for memory in account.memory] == [("actor", 2)]
+        assert [row.name for row in summary.exposed if row.name] == stages, "of all ranks"
+        assert [(memory.role, memory.processes) for memory in summary.memory] == [("actor", 2)]
     assert main(["check", str(run)]) == 0
     capsys.readouterr()
     assert main(["report", str(run / "step_000002"), "--json"]) == 0

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from browser import needs_browser, run_script
-from drawn_accounts import account
 from drawn_steps import STAGES, report_of, whole_step
+from drawn_summaries import summary
 from html_elements import Elements
 from step_folders import build_step
 
@@ -22,7 +22,7 @@ from verl_profiling.report.model import Asked, Report
 from verl_profiling.report.run_page import render_run, runs_of
 from verl_profiling.report.watch_picture import watch_picture
 from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.step_account import SpanTotal
+from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch_log import logged
 
@@ -201,7 +201,7 @@ class TestEveryStep:
         for number in range(20):
             slow = {"rollout": 9000.0} if number == 12 else {}
             captured = "step_000012" if number == 12 else ""
-            log(account(number, {"rollout": 5000.0, "update_actor": 3000.0, **slow}, captured=captured))
+            log(summary(number, {"rollout": 5000.0, "update_actor": 3000.0, **slow}, captured=captured))
         return run
 
     def test_the_page_shows_them_with_the_captures_marked(
@@ -223,7 +223,7 @@ class TestEveryStep:
 
     def test_the_figures_are_those_of_the_watch(self, run: Path) -> None:
         """Of all steps, and not of the captured one; without a captured step, too."""
-        WatchLog(run)(account(20, {"update_actor": 59_500.0}))
+        WatchLog(run)(summary(20, {"update_actor": 59_500.0}))
         assert main(["report", str(run), "--save"]) == 0
         page = (run / "index.html").read_text()
         figures = text_of(page, "figures")
@@ -246,7 +246,7 @@ class TestEveryStep:
         log = WatchLog(tmp_path)
         for number in range(1, 21):
             ms = {1: 56_500.0, 12: 9000.0}.get(number, 5000.0)
-            log(account(number, {"rollout": ms, "update_actor": 3000.0}))
+            log(summary(number, {"rollout": ms, "update_actor": 3000.0}))
         assert main(["report", str(tmp_path), "--save"]) == 0
         page = (tmp_path / "index.html").read_text()
         data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
@@ -269,8 +269,8 @@ class TestEveryStep:
 
     def test_a_long_run_has_a_bounded_page(self, run: Path) -> None:
         """All captured steps are on it, and the longest of the others, with and without them beside it."""
-        history = [logged(account(number)) for number in range(20_000)]
-        history[7777] = logged(account(7777, {"rollout": 99_000}))
+        history = [logged(summary(number)) for number in range(20_000)]
+        history[7777] = logged(summary(7777, {"rollout": 99_000}))
         shown = watch_picture(run, history, {12: "a.html", 13: "b.html"})
         steps = [bar.step.step for bar in shown.bars]
         assert len(steps) <= 602
@@ -282,7 +282,7 @@ class TestEveryStep:
         """A column for each of the ten names with the longest sums; without any, there is none."""
         spans = [SpanTotal("tool:search", 240, 12_300_000_000, 3), SpanTotal("trajectory", 1, 1_000)]
         spans += [SpanTotal(f"tool:{number}", 1, number) for number in range(20)]
-        history = [logged(account(1)), logged(account(2, spans=spans))]
+        history = [logged(summary(1)), logged(summary(2, spans=spans))]
         text = text_of(watch_picture(run, history, {}).table(), "time-of-trajectories-by-step")
         assert "steptool:searchtrajectorytool:19tool:18" in text
         assert "212.3 s in 240 calls, 3 failed1.00 us in 1 call" in text
@@ -291,7 +291,7 @@ class TestEveryStep:
 
     def test_hundreds_of_stages_are_summed_up(self, run: Path) -> None:
         """And the sum of a step stays what it is."""
-        history = [logged(account(1, {f"stage {number}": 10 * number for number in range(1, 300)}))]
+        history = [logged(summary(1, {f"stage {number}": 10 * number for number in range(1, 300)}))]
         (bar,) = watch_picture(run, history, {}).bars
         assert len(bar.seconds) == 16
         assert sum(bar.seconds.values()) == pytest.approx(history[0].seconds)
@@ -303,7 +303,7 @@ class TestEveryStep:
         folder = run / "step_000012" / "manifest.json"
         manifest = msgspec.structs.replace(read_manifest(run / "step_000012"), trigger=Trigger(reason=nasty))
         write_json_atomically(folder, manifest)
-        WatchLog(run)(account(20, {nasty: 3.0}))
+        WatchLog(run)(summary(20, {nasty: 3.0}))
         assert main(["report", str(run), "--save"]) == 0
         elements = Elements()
         elements.feed((run / "index.html").read_text())
@@ -339,7 +339,7 @@ class TestEveryStep:
     @pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
     def test_a_step_beyond_the_axis_is_marked_in_a_browser(self, run: Path) -> None:
         """It is as high as the axis; the others keep their heights."""
-        WatchLog(run)(account(20, {"update_actor": 600_000.0}))
+        WatchLog(run)(summary(20, {"update_actor": 600_000.0}))
         assert main(["report", str(run), "--save"]) == 0
         seen = run_script("watch.js", str(run / "index.html"))
         assert (seen["problems"], seen["axe"]) == ([], [])
@@ -351,7 +351,7 @@ class TestEveryStep:
     def test_a_stage_may_have_any_name_in_a_browser(self, run: Path) -> None:
         """Also one that all objects of JavaScript have something of."""
         for number, name in enumerate(("toString", "__proto__", "constructor"), start=20):
-            WatchLog(run)(account(number, {name: 8000.0}))
+            WatchLog(run)(summary(number, {name: 8000.0}))
         assert main(["report", str(run), "--save"]) == 0
         seen = run_script("watch.js", str(run / "index.html"))
         assert seen["problems"] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from browser import needs_browser, run_script
-from drawn_accounts import account
+from drawn_summaries import summary
 from html_elements import Elements
 from step_folders import build_step
 
@@ -18,7 +18,7 @@ from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.run_files import write_json_atomically
-from verl_profiling.step_account import SpanTotal
+from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.log import WatchLog
 
 
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir()
     log = WatchLog(folder)
     for number in range(20):
-        log(account(number, spans=[SpanTotal("tool:search", 240, 12_300_000_000)]))
+        log(summary(number, spans=[SpanTotal("tool:search", 240, 12_300_000_000)]))
     return folder
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from drawn_accounts import MS, account
+from drawn_summaries import MS, summary
 from html_elements import Elements
 
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.report.watch_history import WatchHistory
-from verl_profiling.step_account import RankUse, SpanTotal
+from verl_profiling.step_summary import RankUse, SpanTotal
 from verl_profiling.watch.log import MAX_PART_BYTES, WatchLog
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, LoggedStep, WatchLogReader, logged
 
@@ -71,7 +71,7 @@ def write_lines(run: Path, *lines: str | bytes) -> None:
 
 def line(step: int, **fields: Any) -> str:
     """Return a line of a step, with some fields as they should not be."""
-    made = json.loads(msgspec.json.encode(logged(account(step))))
+    made = json.loads(msgspec.json.encode(logged(summary(step))))
     return json.dumps({**made, **fields})
 
 
@@ -125,7 +125,7 @@ def test_logs_of_two_jobs_in_one_file_are_read_line_by_line(
     logs = WatchLog(tmp_path), WatchLog(tmp_path)
     for number in range(40):
         for log in logs:
-            log(account(number))
+            log(summary(number))
     reader = WatchLogReader(tmp_path)
     assert len(list(reader.read())) == 80
     assert reader.skipped == 0
@@ -180,7 +180,7 @@ def test_a_hundred_thousand_steps_are_as_many_as_two_parts_hold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The readers' time, memory and page are bounded, however long the run was."""
-    before, after = msgspec.json.encode(logged(account(7))).split(b'"step":7', 1)
+    before, after = msgspec.json.encode(logged(summary(7))).split(b'"step":7', 1)
     every = [b'%s"step":%d%s' % (before, number, after) for number in range(100_000)]
     size = MAX_PART_BYTES // (len(every[-1]) + 1)
     for name, lines in ((WATCH_LOG, every[-size:]), (OLDER_WATCH_LOG, every[-2 * size : -size])):
@@ -202,7 +202,7 @@ def test_stages_with_any_name_and_hundreds_of_them(
     log = WatchLog(tmp_path)
     for number in range(100):
         log(
-            account(number, {f"étape {at} 世界 🚀 \u202e": 1.0 + 1000 * (at % 100 == 7) for at in range(500)})
+            summary(number, {f"étape {at} 世界 🚀 \u202e": 1.0 + 1000 * (at % 100 == 7) for at in range(500)})
         )
     assert len(found_in(tmp_path, capsys)) == 100
     assert main(["top", "--once", str(tmp_path)]) == EXIT_OK
@@ -225,7 +225,7 @@ def test_a_thousand_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ]
     log = WatchLog(tmp_path)
     for number in range(5):
-        log(msgspec.structs.replace(account(number), workers=ranks))
+        log(msgspec.structs.replace(summary(number), workers=ranks))
     assert (tmp_path / WATCH_LOG).stat().st_size < 5 * 10_000
     steps = found_in(tmp_path, capsys)
     assert sum(spans.runs for spans in steps[-1].spans) == 1_024 * 20 * 10

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from quiet_steps import MS, RANKS, USUAL, account, longer
+from quiet_steps import MS, RANKS, USUAL, longer, summary
 
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_account import RankUse, SpanTotal, StageUse, StepAccount
+from verl_profiling.step_summary import RankUse, SpanTotal, StageUse, StepSummary
 from verl_profiling.watch.anomaly import Detector
 from verl_profiling.watch.frontier import exposed
 from verl_profiling.watch.suspicion import Suspicion
@@ -22,20 +22,20 @@ from verl_profiling.watch.suspicion import Suspicion
 def quiet(detector: Detector, steps: int = 30, first: int = 1) -> int:
     """Let a detector see quiet steps; return the number of the next."""
     for step in range(first, first + steps):
-        assert detector.observe(account(step)) is None
+        assert detector.observe(summary(step)) is None
     return first + steps
 
 
-def twice(detector: Detector, *accounts: StepAccount) -> Suspicion | None:
+def twice(detector: Detector, *summaries: StepSummary) -> Suspicion | None:
     """Let a detector see two steps; return what is noticed in the second, and nothing in the first."""
-    first, second = accounts
+    first, second = summaries
     assert detector.observe(first) is None
     return detector.observe(second)
 
 
 def slow_twice(detector: Detector, step: int, **given: Any) -> Suspicion | None:
     """Let a detector see a step and the next, alike; return what it says of the second."""
-    return twice(detector, account(step, **given), account(step + 1, **given))
+    return twice(detector, summary(step, **given), summary(step + 1, **given))
 
 
 def test_a_slow_replica_is_noticed_in_its_second_step() -> None:
@@ -57,9 +57,9 @@ def test_a_slow_replica_is_noticed_in_its_second_step() -> None:
     )
 
 
-def with_tools(step: int, search_ms: float, times: Mapping[str, float] = USUAL) -> StepAccount:
+def with_tools(step: int, search_ms: float, times: Mapping[str, float] = USUAL) -> StepSummary:
     """Return a step whose rollout is one of two agent loops, with the spans of their trajectories."""
-    made = account(step, times)
+    made = summary(step, times)
     begin_ns = made.loop[0].stages[0].begin_ns
     loops = [
         RankUse(
@@ -98,7 +98,7 @@ def test_a_slow_tool_is_named_where_the_rollout_became_slow_by_it() -> None:
 def test_a_slow_tool_of_one_rank_of_a_loop_of_several_is_named() -> None:
     """Ranks that run trajectories themselves tell of their spans, too."""
 
-    def ranks(step: int, slow: bool) -> StepAccount:
+    def ranks(step: int, slow: bool) -> StepSummary:
         begin_ns = step * 1_000 * MS
         loop = [
             RankUse(
@@ -111,7 +111,7 @@ def test_a_slow_tool_of_one_rank_of_a_loop_of_several_is_named() -> None:
             for rank in range(4)
         ]
         took_ms = 155 if slow else 55
-        found = StepAccount(step=step, begin_ns=begin_ns, end_ns=begin_ns + took_ms * MS, loop=loop)
+        found = StepSummary(step=step, begin_ns=begin_ns, end_ns=begin_ns + took_ms * MS, loop=loop)
         return msgspec.structs.replace(found, exposed=exposed(found))
 
     detector = Detector(Anomaly())
@@ -173,7 +173,7 @@ def test_time_that_lies_in_no_stage_is_noticed() -> None:
     detector = Detector(Anomaly())
     step = quiet(detector)
     late = [
-        msgspec.structs.replace(one, end_ns=one.end_ns + 900 * MS) for one in map(account, (step, step + 1))
+        msgspec.structs.replace(one, end_ns=one.end_ns + 900 * MS) for one in map(summary, (step, step + 1))
     ]
     found = twice(detector, *(msgspec.structs.replace(one, exposed=exposed(one)) for one in late))
     assert found is not None
@@ -184,7 +184,7 @@ def test_what_goes_on_is_noticed_once() -> None:
     """A stage that stays slow becomes the usual; when that becomes slower, it is noticed."""
     detector = Detector(Anomaly())
     step = quiet(detector)
-    found = [detector.observe(account(at, longer("reward", 4))) for at in range(step, step + 40)]
+    found = [detector.observe(summary(at, longer("reward", 4))) for at in range(step, step + 40)]
     assert [at for at, each in enumerate(found) if each is not None] == [1]
     assert slow_twice(detector, step + 40, times=longer("reward", 12)) is not None
 
@@ -194,7 +194,7 @@ def test_a_small_stage_may_vary() -> None:
     detector = Detector(Anomaly())
     times = {**USUAL, "log": 2.0}
     for step in range(1, 40):
-        assert detector.observe(account(step, times if step % 3 else {**times, "log": 10.0})) is None
+        assert detector.observe(summary(step, times if step % 3 else {**times, "log": 10.0})) is None
 
 
 @pytest.mark.parametrize("period", [7, 10, 25, 60])
@@ -203,7 +203,7 @@ def test_a_checkpoint_now_and_then_is_no_news(period: int) -> None:
     detector = Detector(Anomaly())
     for step in range(1, 300):
         times = {**USUAL, "save_checkpoint": 4_000.0} if step % period == 0 else USUAL
-        assert detector.observe(account(step, times)) is None
+        assert detector.observe(summary(step, times)) is None
 
 
 @pytest.mark.parametrize("period", [3, 10, 60])
@@ -212,8 +212,8 @@ def test_what_is_slow_now_and_then_is_no_news(period: int) -> None:
     detector = Detector(Anomaly())
     for step in range(1, 200):
         late = step > 30 and step % period == 0
-        assert detector.observe(account(step, longer("update_actor", 4) if late else USUAL)) is None
-    assert detector.observe(account(200)) is None
+        assert detector.observe(summary(step, longer("update_actor", 4) if late else USUAL)) is None
+    assert detector.observe(summary(200)) is None
     assert slow_twice(detector, 201, times=longer("update_actor", 4)) is not None
 
 
@@ -225,7 +225,7 @@ def test_what_is_slow_again_and_again_is_noticed_when_it_lasts_longer() -> None:
     found = [
         step
         for step, is_late in late.items()
-        if detector.observe(account(step, longer("update_actor", 9) if is_late else USUAL))
+        if detector.observe(summary(step, longer("update_actor", 9) if is_late else USUAL))
     ]
     assert found == [41, 222]
     late = {step: step in (31, 32, 33, 60, 61) for step in range(1, 70)}
@@ -233,7 +233,7 @@ def test_what_is_slow_again_and_again_is_noticed_when_it_lasts_longer() -> None:
     found = [
         step
         for step, is_late in late.items()
-        if detector.observe(account(step, longer("reward", 9) if is_late else USUAL))
+        if detector.observe(summary(step, longer("reward", 9) if is_late else USUAL))
     ]
     assert found == [32, 61]
 
@@ -241,7 +241,7 @@ def test_what_is_slow_again_and_again_is_noticed_when_it_lasts_longer() -> None:
 def test_a_process_that_leads_three_times_is_noticed() -> None:
     """Though no step is slow: the others have waited for it all along. Once."""
     detector = Detector(Anomaly())
-    found = [detector.observe(account(step, slow={"actor_rank3": 1.6})) for step in range(1, 30)]
+    found = [detector.observe(summary(step, slow={"actor_rank3": 1.6})) for step in range(1, 30)]
     [(at, first)] = [(at, each) for at, each in enumerate(found) if each is not None]
     assert at == 2
     assert (first.sign, first.stage) == ("leader", "update_actor")
@@ -249,8 +249,8 @@ def test_a_process_that_leads_three_times_is_noticed() -> None:
     assert 0.1 < first.value < 0.2
     assert first.reason.startswith("step 3: actor_rank3 was in stage update_actor")
     assert first.reason.count("actor_rank3") == 1
-    assert detector.observe(account(40, slow={"actor_rank3": 2.5})) is None
-    found = [detector.observe(account(step, slow={"actor_rank3": 2.5})) for step in (41, 42)]
+    assert detector.observe(summary(40, slow={"actor_rank3": 2.5})) is None
+    found = [detector.observe(summary(step, slow={"actor_rank3": 2.5})) for step in (41, 42)]
     assert [each is not None for each in found] == [False, True]
 
 
@@ -262,7 +262,7 @@ def test_memory_that_grows_in_every_step_is_noticed() -> None:
         held = {f"actor_rank{rank}": 10_000_000 for rank in range(RANKS)}
         held["actor_rank1"] += step * 200_000
         held["actor_rank2"] += (step % 19) * 900_000
-        found.append(detector.observe(account(step, held=held)))
+        found.append(detector.observe(summary(step, held=held)))
     [first] = [each for each in found if each is not None]
     assert (first.sign, first.suspects, first.step) == ("memory", ["actor_rank1"], 21)
     assert first.peers == ["actor_rank0"]
@@ -277,7 +277,7 @@ def test_memory_that_a_process_needs_to_warm_up_is_no_news() -> None:
     detector = Detector(Anomaly())
     for step in range(1, 60):
         held = {f"actor_rank{rank}": int(1e9 * (2 - math.exp(-step / 10))) for rank in range(RANKS)}
-        assert detector.observe(account(step, held=held)) is None
+        assert detector.observe(summary(step, held=held)) is None
 
 
 def test_memory_that_grows_in_all_processes_of_a_role_is_noticed_once() -> None:
@@ -286,7 +286,7 @@ def test_memory_that_grows_in_all_processes_of_a_role_is_noticed_once() -> None:
     found = []
     for step in range(1, 42):
         held = {f"actor_rank{rank}": 10_000_000 + step * (200_000 + rank) for rank in range(RANKS)}
-        found.append(detector.observe(account(step, held=held)))
+        found.append(detector.observe(summary(step, held=held)))
     [first] = [each for each in found if each is not None]
     assert (first.sign, first.suspects, first.step) == ("memory", ["actor_rank3"], 21)
     assert first.reason.endswith("; so it is with 3 more of its role")
@@ -302,20 +302,20 @@ def test_memory_that_is_not_known_after_every_step_is_followed_where_it_is(
     for step in range(1, 160):
         held = {f"actor_rank{rank}": 10_000_000 for rank in range(RANKS)}
         held["actor_rank1"] += step * 200_000
-        found.append(detector.observe(account(step, held=held if step % every == 1 % every else None)))
+        found.append(detector.observe(summary(step, held=held if step % every == 1 % every else None)))
     first = next(each for each in found if each is not None)
     assert (first.sign, first.suspects, first.step) == ("memory", ["actor_rank1"], noticed)
     assert f"more than after step 1, and more each of the {times} times" in first.reason
 
 
-def short(step: int, times: Mapping[str, float], scale: float) -> StepAccount:
+def short(step: int, times: Mapping[str, float], scale: float) -> StepSummary:
     """Return a step of a loop that has no workers; its times are so many times as long."""
     begin_ns, now_ns, stages = step * 10**9, step * 10**9, []
     for stage, usual in times.items():
         stages += [StageUse(stage, int(usual * scale * MS), 1, now_ns)] if stage else []
         now_ns += int(usual * scale * MS)
     loop = [RankUse(lane="controller", role="controller", stages=stages)]
-    found = StepAccount(step=step, begin_ns=begin_ns, end_ns=now_ns, loop=loop)
+    found = StepSummary(step=step, begin_ns=begin_ns, end_ns=now_ns, loop=loop)
     return msgspec.structs.replace(found, exposed=exposed(found))
 
 
@@ -344,7 +344,7 @@ def test_a_captured_step_is_not_judged() -> None:
     detector = Detector(Anomaly())
     step = quiet(detector)
     for at in range(40):
-        assert detector.observe(account(step + at, longer("rollout", 9), captured="step_000031")) is None
+        assert detector.observe(summary(step + at, longer("rollout", 9), captured="step_000031")) is None
     assert slow_twice(detector, step + 40, times=longer("rollout", 9)) is not None
 
 
@@ -353,16 +353,16 @@ def test_steps_after_the_clock_was_set_back_are_judged() -> None:
     detector = Detector(Anomaly())
     day_ns = 86_400 * 10**9
 
-    def back(made: StepAccount) -> StepAccount:
+    def back(made: StepSummary) -> StepSummary:
         return msgspec.structs.replace(made, begin_ns=made.begin_ns - day_ns, end_ns=made.end_ns - day_ns)
 
     for step in range(1, 31):
-        assert detector.observe(account(step, read=False)) is None
+        assert detector.observe(summary(step, read=False)) is None
     for step in (31, 32):
-        slow = account(step, longer("rollout", 9), read=False)
+        slow = summary(step, longer("rollout", 9), read=False)
         assert (detector.observe(back(slow)) is not None) == (step == 32)
-    assert [detector.observe(account(step)) for step in range(1, 31)] == [None] * 30
-    whole = [detector.observe(back(account(step, longer("rollout", 9)))) for step in range(31, 41)]
+    assert [detector.observe(summary(step)) for step in range(1, 31)] == [None] * 30
+    whole = [detector.observe(back(summary(step, longer("rollout", 9)))) for step in range(31, 41)]
     assert [found.step for found in whole if found is not None] == [32]
 
 
@@ -383,7 +383,7 @@ def test_signs_can_be_switched_off() -> None:
 def test_a_loop_of_several_ranks_is_judged_by_all_of_them() -> None:
     """It is the late rank and its stage, and not those in which the others wait for it."""
 
-    def ranks(step: int, late_ms: int) -> StepAccount:
+    def ranks(step: int, late_ms: int) -> StepSummary:
         begin_ns = step * 1_000 * MS
         loop = [
             RankUse(
@@ -397,7 +397,7 @@ def test_a_loop_of_several_ranks_is_judged_by_all_of_them() -> None:
             )
             for rank in range(4)
         ]
-        found = StepAccount(step=step, begin_ns=begin_ns, end_ns=begin_ns + (95 + late_ms) * MS, loop=loop)
+        found = StepSummary(step=step, begin_ns=begin_ns, end_ns=begin_ns + (95 + late_ms) * MS, loop=loop)
         return msgspec.structs.replace(found, exposed=exposed(found))
 
     detector = Detector(Anomaly())
@@ -412,9 +412,9 @@ def test_an_account_of_nothing_is_nothing() -> None:
     """Steps without stages, of no length, or of a clock that was set back."""
     detector = Detector(Anomaly(window=3))
     for step in (1, 2, 3, 2, 1, 0, -1):
-        empty = StepAccount(step=step, begin_ns=step, end_ns=step)
+        empty = StepSummary(step=step, begin_ns=step, end_ns=step)
         assert detector.observe(empty) is None
-        assert detector.observe(account(step, {})) is None
+        assert detector.observe(summary(step, {})) is None
 
 
 def test_noise_alone_is_quiet() -> None:
@@ -424,7 +424,7 @@ def test_noise_alone_is_quiet() -> None:
     found: list[Suspicion] = []
     for step in range(1, 1_001):
         times = {stage: usual * noise.lognormvariate(0, 0.05) for stage, usual in USUAL.items()}
-        if suspicion := detector.observe(account(step, times, noise=noise)):
+        if suspicion := detector.observe(summary(step, times, noise=noise)):
             found.append(suspicion)
     assert found == []
 
@@ -432,8 +432,8 @@ def test_noise_alone_is_quiet() -> None:
 def test_judging_a_step_costs_microseconds() -> None:
     """Of a controller of five stages, with its window full."""
     detector = Detector(Anomaly())
-    accounts = [account(step) for step in range(1, 501)]
+    summaries = [summary(step) for step in range(1, 501)]
     begin = time.process_time()
-    for each in accounts:
+    for each in summaries:
         detector.observe(each)
-    assert (time.process_time() - begin) / len(accounts) < 2e-3
+    assert (time.process_time() - begin) / len(summaries) < 2e-3

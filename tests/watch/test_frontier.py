@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_profiling.step_account import ExposedStage, RankUse, StageUse, StepAccount
+from verl_profiling.step_summary import ExposedStage, RankUse, StageUse, StepSummary
 from verl_profiling.watch.frontier import exposed, standings
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -33,14 +33,14 @@ def use(lane: str, *stages: Timed, role: str = "", runs: int = 1) -> RankUse:
 
 def test_a_loop_without_workers_waits_for_none() -> None:
     """Where it has workers, they are missing; where it has none, it is one process."""
-    step = account(10, [use("controller", ("rollout", 0, 8))])
+    step = summary(10, [use("controller", ("rollout", 0, 8))])
     assert [row.leader for row in exposed(step)] == ["", ""]
     assert [row.leader for row in exposed(step, has_workers=False)] == ["controller", ""]
 
 
-def account(length: int, loop: list[RankUse], *workers: RankUse) -> StepAccount:
-    """Return the account of a step of some milliseconds."""
-    return StepAccount(
+def summary(length: int, loop: list[RankUse], *workers: RankUse) -> StepSummary:
+    """Return the summary of a step of some milliseconds."""
+    return StepSummary(
         step=7, begin_ns=BEGIN_NS, end_ns=BEGIN_NS + length * MS, loop=loop, workers=list(workers)
     )
 
@@ -71,7 +71,7 @@ def ranks(*durations: tuple[int, ...]) -> list[RankUse]:
 
 def test_a_rank_that_is_late_is_counted_once_where_it_was_late() -> None:
     """Rank 2 generates for 140 ms and the others wait for it in ``forward``: 40 ms more, and not twice."""
-    rows = exposed(account(260, ranks((100, 90, 60), (100, 90, 60), (140, 50, 60))))
+    rows = exposed(summary(260, ranks((100, 90, 60), (100, 90, 60), (140, 50, 60))))
     assert in_ms(rows) == [("generate", 140), ("forward", 50), ("backward", 60), ("", 10)]
     assert rows[0].leader == "actor_rank2"
     assert rows[0].lead_ns == 40 * MS
@@ -81,20 +81,20 @@ def test_a_rank_that_is_late_is_counted_once_where_it_was_late() -> None:
 
 def test_a_late_rank_stays_the_leader_until_the_others_meet_it() -> None:
     """It is furthest along after the next stage too, where it was no longer than the others."""
-    rows = exposed(account(300, ranks((100, 50), (100, 50), (140, 50))))
+    rows = exposed(summary(300, ranks((100, 50), (100, 50), (140, 50))))
     assert [row.leader for row in rows[:2]] == ["actor_rank2"] * 2
     assert [row.lead_ns for row in rows[:2]] == [40 * MS, 0]
 
 
 def test_two_late_ranks_are_tied() -> None:
     """Neither is the one that the others waited for."""
-    [first, *_] = exposed(account(300, ranks((100, 1), (140, 1), (141, 1))))
+    [first, *_] = exposed(summary(300, ranks((100, 1), (140, 1), (141, 1))))
     assert (first.leader, first.lead_ns) == ("", 0)
 
 
 def test_of_one_process_nothing_is_compared() -> None:
     """A loop that calls nobody leads itself."""
-    rows = exposed(account(50, controller(("rollout", 0, 30)), use("actor_rank0", ("load", 40, 5))))
+    rows = exposed(summary(50, controller(("rollout", 0, 30)), use("actor_rank0", ("load", 40, 5))))
     assert in_ms(rows) == [("rollout", 30), ("", 20)]
     assert (rows[0].role, rows[0].leader, rows[0].lead_ns) == ("controller", "controller", 0)
 
@@ -103,7 +103,7 @@ def test_ranks_in_different_orders_are_not_compared() -> None:
     """Where one rank ran the stages the other way round, both rows name nobody; the stage after them does."""
     there, back = [("a", 0, 10), ("b", 10, 50), ("c", 60, 10)], [("b", 0, 50), ("a", 50, 10), ("c", 60, 40)]
     loop = [use("actor_rank0", *there), use("actor_rank1", *there), use("actor_rank2", *back)]
-    assert [row.leader for row in exposed(account(200, loop))] == ["", "", "actor_rank2", ""]
+    assert [row.leader for row in exposed(summary(200, loop))] == ["", "", "actor_rank2", ""]
 
 
 def test_a_stage_of_one_rank_alone_is_that_ranks() -> None:
@@ -113,7 +113,7 @@ def test_a_stage_of_one_rank_alone_is_that_ranks() -> None:
         use("actor_rank1", ("forward", 0, 40)),
         use("actor_rank2", ("forward", 0, 40)),
     ]
-    rows = exposed(account(40, loop))
+    rows = exposed(summary(40, loop))
     assert in_ms(rows) == [("log", 30), ("forward", 10)]
     assert (rows[0].leader, rows[1].leader) == ("actor_rank0", "")
 
@@ -122,7 +122,7 @@ def test_ranks_that_share_no_stage_are_not_compared() -> None:
     """Half of them generate and half of them train, side by side: no way leads through both."""
     loop = [use(f"actor_rank{rank}", ("generate", 0, 40)) for rank in range(2)]
     loop += [use(f"actor_rank{rank}", ("train", 0, length)) for rank, length in ((2, 50), (3, 70))]
-    rows = exposed(account(80, loop))
+    rows = exposed(summary(80, loop))
     assert in_ms(rows) == [("generate", 40), ("train", 30), ("", 10)]
     assert [row.leader for row in rows] == ["", "", ""]
 
@@ -130,7 +130,7 @@ def test_ranks_that_share_no_stage_are_not_compared() -> None:
 def test_a_stage_of_the_controller_names_who_worked_in_it() -> None:
     """The slow replica of the rollout and the slow rank of the update, by the middle of their stages."""
     rows = exposed(
-        account(
+        summary(
             200,
             controller(("rollout", 0, 90), ("update_actor", 95, 100)),
             use("rollout0_rank0", ("generate", 1, 50)),
@@ -149,7 +149,7 @@ def test_a_stage_of_the_controller_names_who_worked_in_it() -> None:
 def test_ranks_that_wait_for_each_other_inside_a_stage_are_evened_out() -> None:
     """The update took long and no rank stands out: the row says that it cannot name one."""
     workers = [use(f"actor_rank{rank}", ("update_actor", 1, 88 + rank)) for rank in range(4)]
-    [row, _] = exposed(account(100, controller(("update_actor", 0, 95)), *workers))
+    [row, _] = exposed(summary(100, controller(("update_actor", 0, 95)), *workers))
     assert (row.role, row.leader) == ("actor", "")
 
 
@@ -159,27 +159,27 @@ def test_parts_of_a_workers_stage_tell_who_was_waited_for() -> None:
         use(f"actor_rank{rank}", ("compute", 1, own), ("exchange", 1 + own, 90 - own))
         for rank, own in enumerate((40, 80, 42, 41))
     ]
-    [row, _] = exposed(account(100, controller(("update_actor", 0, 95)), *workers))
+    [row, _] = exposed(summary(100, controller(("update_actor", 0, 95)), *workers))
     assert (row.leader, row.lead_ns) == ("actor_rank1", 39 * MS)
 
 
 def test_an_idle_replica_does_not_make_the_busy_one_doubtful() -> None:
     """All prompts went to one engine."""
     workers = [use("rollout0_rank0", ("generate", 1, 80)), use("rollout1_rank0")]
-    [row, _] = exposed(account(100, controller(("rollout", 0, 90)), *workers))
+    [row, _] = exposed(summary(100, controller(("rollout", 0, 90)), *workers))
     assert (row.leader, row.lead_ns, row.imbalance) == ("rollout0_rank0", 80 * MS, 2.0)
 
 
 def test_workers_that_were_not_read_are_not_guessed() -> None:
     """The loop's own times are exact all the same."""
-    rows = exposed(account(100, controller(("rollout", 0, 90))))
+    rows = exposed(summary(100, controller(("rollout", 0, 90))))
     assert in_ms(rows) == [("rollout", 90), ("", 10)]
     assert rows[0].leader == ""
 
 
 def test_of_roles_side_by_side_the_row_has_the_last() -> None:
     """Agent loops hold the engines' work: the row has the role that ended last, and names no process."""
-    step = account(
+    step = summary(
         100,
         controller(("rollout", 0, 90)),
         use("rollout0_rank0", ("generate", 5, 70)),
@@ -200,14 +200,14 @@ def test_of_roles_one_after_another_the_longer_is_named() -> None:
         for role, begin, length, extra in (("critic", 1, 20, 4), ("actor", 30, 40, 20))
         for rank in range(2)
     ]
-    [row, _] = exposed(account(100, controller(("update", 0, 95)), *workers))
+    [row, _] = exposed(summary(100, controller(("update", 0, 95)), *workers))
     assert (row.role, row.leader) == ("actor", "actor_rank1")
 
 
 def test_in_an_asynchronous_loop_rollout_is_exposed_as_the_waiting_of_the_trainer() -> None:
     """Engines that go on beside the update were not waited for there, and only the wait names them."""
     rows = exposed(
-        account(
+        summary(
             200,
             controller(("wait_rollout", 0, 60), ("update_actor", 65, 100)),
             use("rollout0_rank0", ("generate", 15, 42)),
@@ -225,8 +225,8 @@ def test_in_an_asynchronous_loop_rollout_is_exposed_as_the_waiting_of_the_traine
 def test_a_loop_waits_for_what_was_under_way_since_the_step_before() -> None:
     """One step off: its batch was generated beside the last update; who was late with it leads."""
     engines = [(f"rollout{replica}_rank0", length) for replica, length in enumerate((150, 90, 92))]
-    before = account(100, controller(), *(use(lane, ("generate", 5, length)) for lane, length in engines))
-    after = account(150, controller(("wait_rollout", 102, 54), ("update_actor", 160, 80)), use("actor_rank0"))
+    before = summary(100, controller(), *(use(lane, ("generate", 5, length)) for lane, length in engines))
+    after = summary(150, controller(("wait_rollout", 102, 54), ("update_actor", 160, 80)), use("actor_rank0"))
     [wait, *_] = exposed(after, before)
     assert (wait.role, wait.leader, wait.lead_ns) == ("rollout", "rollout0_rank0", 53 * MS)
     assert exposed(after)[0].leader == "controller"
@@ -244,7 +244,7 @@ def in_periods(lane: str, name: str, *periods: tuple[int, int]) -> RankUse:
 def test_of_roles_inside_of_each_other_the_row_has_the_outer() -> None:
     """Rewards come and go inside of the trajectories, which ended last; the loop looked a while later."""
     [row, _] = exposed(
-        account(
+        summary(
             200,
             controller(("rollout", 0, 190)),
             use("agent_loop_rank0", ("trajectories", 5, 100), role="agent_loop"),
@@ -258,7 +258,7 @@ def test_of_roles_inside_of_each_other_the_row_has_the_outer() -> None:
 def test_of_two_batches_that_were_generated_in_a_step_the_wait_names_the_first_ones_engine() -> None:
     """One step off: the next batch has begun since; it waited for the end of replica 1's first one."""
     [wait, update, _] = exposed(
-        account(
+        summary(
             200,
             controller(("wait_rollout", 5, 60), ("update_actor", 70, 120)),
             in_periods("rollout0_rank0", "generate", (-60, 20), (68, 130)),
@@ -274,7 +274,7 @@ def test_a_stage_that_says_it_waits_names_an_engine_that_goes_on() -> None:
     """An engine that always has requests does not end in the wait; a stage of the loop's own names nobody."""
     loop = controller(("wait:rollout", 0, 60), ("advantage", 60, 30), ("update_actor", 90, 100))
     workers = [use("rollout0_rank0", ("generate", -500, 1000)), use("actor_rank0", ("update_actor", 91, 98))]
-    wait, advantage, update, _ = exposed(account(200, loop, *workers))
+    wait, advantage, update, _ = exposed(summary(200, loop, *workers))
     assert [row.leader for row in (wait, advantage, update)] == [
         "rollout0_rank0",
         "controller",
@@ -290,7 +290,7 @@ def test_a_wait_has_all_that_went_on_meanwhile() -> None:
         in_periods("reward_rank0", "reward", (-40, -30), (20, 40)),
         use("actor_rank0", ("update_actor", 61, 98)),
     ]
-    wait, update = exposed(account(160, loop, *workers))
+    wait, update = exposed(summary(160, loop, *workers))
     assert (wait.role, wait.leader, update.role) == ("agent_loop", "", "actor")
 
 
@@ -304,7 +304,7 @@ def test_generation_beside_the_steps_is_exposed_as_the_wait_alone() -> None:
         use("actor_rank0", ("update_actor", 31, 95)),
         use("actor_rank1", ("update_actor", 31, 70)),
     ]
-    step = msgspec.structs.replace(account(140, loop, *workers), beside=("rollout",))
+    step = msgspec.structs.replace(summary(140, loop, *workers), beside=("rollout",))
     wait, update, rest = exposed(step)
     assert in_ms([wait, update, rest]) == [("wait:rollout", 20), ("update_actor", 100), ("", 20)]
     assert (update.leader, rest.name) == ("actor_rank0", "")
@@ -325,7 +325,7 @@ def test_each_run_of_a_stage_is_found_where_it_was() -> None:
         )
     ]
     rows = exposed(
-        account(
+        summary(
             200,
             loop,
             in_periods("rollout0_rank0", "generate", (1, 30), (101, 139)),
@@ -339,7 +339,7 @@ def test_each_run_of_a_stage_is_found_where_it_was() -> None:
 
 def test_stages_of_the_loop_at_the_same_time_are_counted_once() -> None:
     """Two tasks of an asynchronous loop: what of the second lies in the first is not exposed again."""
-    rows = exposed(account(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0")))
+    rows = exposed(summary(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0")))
     assert in_ms(rows) == [("rollout", 60), ("reward", 20), ("", 20)]
     assert rows[1].leader == ""
 
@@ -361,22 +361,22 @@ def test_stages_that_alternate_keep_their_time() -> None:
         use("actor_rank0", ("update_actor", 21, 40), runs=2),
         use("actor_rank1", ("update_actor", 21, 58), runs=2),
     ]
-    rows = exposed(account(100, loop, *workers))
+    rows = exposed(summary(100, loop, *workers))
     assert in_ms(rows) == [("rollout", 40), ("update_actor", 60)]
     assert [row.leader for row in rows] == ["rollout0_rank0", "actor_rank1"]
 
 
 def test_a_stage_longer_than_the_step_is_cut_at_its_end() -> None:
     """An SPMD rank that is late in the last stage does not make the step of rank 0 longer."""
-    assert in_ms(exposed(account(100, ranks((50, 40), (50, 90))))) == [("generate", 50), ("forward", 50)]
+    assert in_ms(exposed(summary(100, ranks((50, 40), (50, 90))))) == [("generate", 50), ("forward", 50)]
 
 
 def test_nothing_at_all_lies_in_no_stage() -> None:
     """A loop that marks no stage, or has no process; a step of no length has no row."""
-    assert in_ms(exposed(account(10, controller()))) == [("", 10)]
-    assert in_ms(exposed(account(10, []))) == [("", 10)]
-    assert exposed(account(0, [])) == []
-    assert exposed(account(-5, [])) == []
+    assert in_ms(exposed(summary(10, controller()))) == [("", 10)]
+    assert in_ms(exposed(summary(10, []))) == [("", 10)]
+    assert exposed(summary(0, [])) == []
+    assert exposed(summary(-5, [])) == []
 
 
 names = st.sampled_from(["a", "b", "c", "d", ""])
@@ -396,7 +396,7 @@ def test_rows_add_up_to_the_step(
     begin_ns: int, end_ns: int, loop: list[RankUse], workers: list[RankUse]
 ) -> None:
     """To the nanosecond, and none is negative, whatever the clocks and the stages are."""
-    step = StepAccount(step=1, begin_ns=begin_ns, end_ns=end_ns, loop=loop, workers=workers)
+    step = StepSummary(step=1, begin_ns=begin_ns, end_ns=end_ns, loop=loop, workers=workers)
     rows = exposed(step, msgspec.structs.replace(step, workers=loop))
     assert sum(row.exposed_ns for row in rows) == max(0, step.duration_ns)
     assert all(row.exposed_ns >= 0 and row.lead_ns >= 0 and row.imbalance >= 1 for row in rows)
@@ -407,7 +407,7 @@ def test_a_thousand_ranks_take_milliseconds() -> None:
     """1,024 ranks of 16 stages, as a loop of their own and called by a controller."""
     stages = [(f"stage{at}", at * 100, 100) for at in range(16)]
     many = [use(f"actor_rank{rank}", *stages) for rank in range(1024)]
-    for step in (account(2000, many), account(2000, controller(*stages), *many)):
+    for step in (summary(2000, many), summary(2000, controller(*stages), *many)):
         begin = time.process_time()
         assert len(exposed(step)) == 17
         assert time.process_time() - begin < 1

@@ -9,12 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from drawn_accounts import account
+from drawn_summaries import summary
 
 from verl_profiling import watch_log
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MAX_NS
-from verl_profiling.step_account import SpanTotal
+from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, WatchLogReader, has_watch_log, logged
 
@@ -29,11 +29,11 @@ class TestWriting:
 
     def test_a_line_holds_a_step(self, tmp_path: Path) -> None:
         """Its time, where that went, and each role's memory, but not the stages of every process."""
-        WatchLog(tmp_path)(account(7, captured="step_000007"))
+        WatchLog(tmp_path)(summary(7, captured="step_000007"))
         (line,) = (tmp_path / WATCH_LOG).read_text().splitlines()
         assert "stages" not in line
         (step,) = WatchLogReader(tmp_path).read()
-        assert step == logged(account(7, captured="step_000007"))
+        assert step == logged(summary(7, captured="step_000007"))
         assert (step.step, step.seconds, step.captured) == (7, 9.5, "step_000007")
         assert step.exposed_s == {"rollout": 5.0, "old_log_prob": 1.0, "update_actor": 3.0, "": 0.5}
         memory = {role.role: role for role in step.memory}
@@ -44,7 +44,7 @@ class TestWriting:
     def test_what_trajectories_spent_is_in_it(self, tmp_path: Path) -> None:
         """By name, the longest first."""
         spans = [SpanTotal("generate", 4, 100, 1), SpanTotal("tool:search", 240, 3 * MAX_NS // 4)]
-        WatchLog(tmp_path)(account(7, spans=spans))
+        WatchLog(tmp_path)(summary(7, spans=spans))
         (step,) = WatchLogReader(tmp_path).read()
         found = [(total.name, total.runs, total.duration_ns, total.failed) for total in step.spans]
         assert found == [("tool:search", 240, 3 * MAX_NS // 4, 0), ("generate", 4, 100, 1)]
@@ -53,7 +53,7 @@ class TestWriting:
         """The latest steps are kept, however long the run is."""
         log = WatchLog(tmp_path, max_part_bytes=4000)
         for number in range(100):
-            log(account(number))
+            log(summary(number))
         assert sorted(path.name for path in tmp_path.iterdir()) == [OLDER_WATCH_LOG, WATCH_LOG]
         assert all(path.stat().st_size <= 4000 for path in tmp_path.iterdir())
         found = steps(WatchLogReader(tmp_path))
@@ -62,10 +62,10 @@ class TestWriting:
 
     def test_a_line_that_was_cut_off_costs_itself_alone(self, tmp_path: Path) -> None:
         """A run that is resumed after it was killed begins a line of its own."""
-        WatchLog(tmp_path)(account(1))
+        WatchLog(tmp_path)(summary(1))
         with (tmp_path / WATCH_LOG).open("ab") as file:
             file.write(b'{"step":2,"begin')
-        WatchLog(tmp_path)(account(3))
+        WatchLog(tmp_path)(summary(3))
         reader = WatchLogReader(tmp_path)
         assert steps(reader) == [1, 3]
         assert reader.skipped == 1
@@ -78,10 +78,10 @@ class TestWriting:
         log = WatchLog(tmp_path)
         with caplog.at_level(logging.WARNING):
             for number in range(3):
-                log(account(number))
+                log(summary(number))
             (tmp_path / WATCH_LOG).unlink()
             for number in range(3, 5):
-                log(account(number))
+                log(summary(number))
         assert len(caplog.records) == 1
         assert "No space left on device" in caplog.text
         assert steps(WatchLogReader(tmp_path)) == [3, 4]
@@ -99,8 +99,8 @@ class TestWriting:
             run.mkdir()
             os.mkfifo(run / WATCH_LOG)
         with caplog.at_level(logging.WARNING):
-            log(account(1))
-            log(account(2))
+            log(summary(1))
+            log(summary(2))
         assert len(caplog.records) == 1
         assert str(run / WATCH_LOG) in caplog.text
         if harm == "vanished":
@@ -109,7 +109,7 @@ class TestWriting:
             (run / WATCH_LOG).rmdir()
         else:
             (run / WATCH_LOG).unlink()
-        log(account(3))
+        log(summary(3))
         assert steps(WatchLogReader(run)) == [3]
 
 
@@ -122,11 +122,11 @@ class TestReading:
         assert not has_watch_log(tmp_path)
         assert steps(reader) == []
         log = WatchLog(tmp_path)
-        log(account(1))
+        log(summary(1))
         assert has_watch_log(tmp_path)
         assert steps(reader) == [1]
         assert steps(reader) == []
-        log(account(2))
+        log(summary(2))
         whole = (tmp_path / WATCH_LOG).read_bytes()
         (tmp_path / WATCH_LOG).write_bytes(whole[:-20])
         assert steps(reader) == []
@@ -139,7 +139,7 @@ class TestReading:
         log, reader = WatchLog(tmp_path, max_part_bytes=4000), WatchLogReader(tmp_path)
         found = []
         for number in range(60):
-            log(account(number))
+            log(summary(number))
             if number % 3 == 0:
                 found += steps(reader)
         assert found + steps(reader) == list(range(60))
@@ -148,7 +148,7 @@ class TestReading:
     def test_it_reads_while_another_thread_writes(self, tmp_path: Path) -> None:
         """In order, every line whole."""
         log, reader = WatchLog(tmp_path, max_part_bytes=40_000), WatchLogReader(tmp_path)
-        thread = threading.Thread(target=lambda: [log(account(number)) for number in range(300)])
+        thread = threading.Thread(target=lambda: [log(summary(number)) for number in range(300)])
         thread.start()
         found: list[int] = []
         while thread.is_alive():
@@ -180,10 +180,10 @@ class TestReading:
     def test_a_line_that_is_none_is_left_out(self, tmp_path: Path, line: bytes) -> None:
         """And counted; the lines around it are read."""
         log = WatchLog(tmp_path)
-        log(account(1))
+        log(summary(1))
         with (tmp_path / WATCH_LOG).open("ab") as file:
             file.write(line + b"\n")
-        log(account(2))
+        log(summary(2))
         reader = WatchLogReader(tmp_path)
         assert steps(reader) == [1, 2]
         assert reader.skipped == 1
@@ -195,7 +195,7 @@ class TestReading:
         monkeypatch.setattr(watch_log, "MAX_BYTES", 5000)
         log = WatchLog(tmp_path)
         for number in range(50):
-            log(account(number))
+            log(summary(number))
         reader = WatchLogReader(tmp_path)
         found = steps(reader)
         assert found == list(range(50 - len(found), 50))
@@ -231,7 +231,7 @@ class TestReading:
 
     def test_fields_of_a_later_version_are_passed_over(self, tmp_path: Path) -> None:
         """An old reader shows what it knows."""
-        WatchLog(tmp_path)(account(1))
+        WatchLog(tmp_path)(summary(1))
         line = json.loads((tmp_path / WATCH_LOG).read_text())
         (tmp_path / WATCH_LOG).write_text(json.dumps({**line, "weather": "fine"}) + "\n")
         assert steps(WatchLogReader(tmp_path)) == [1]

@@ -20,7 +20,7 @@ from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.run_files import read_manifest
-from verl_profiling.step_account import MOST_SPANS, OTHERS, RankUse, SpanTotal, StepAccount
+from verl_profiling.step_summary import MOST_SPANS, OTHERS, RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories import spans as recorder
 from verl_profiling.trajectories.spans import OpenLog, start_log, stop_log, total_spans
 from verl_profiling.watch.reading import WatchQuestion
@@ -271,9 +271,9 @@ def test_the_accounts_of_a_loop_have_them(tmp_path: Path, session: Session) -> N
     worker.init_capture(config)
     callback = ProfilingCallback(config)
     callback.add_workers("agent_loop", [worker])
-    accounts: list[StepAccount] = []
+    summaries: list[StepSummary] = []
     assert callback.watch is not None
-    callback.watch.listeners.append(accounts.append)
+    callback.watch.listeners.append(summaries.append)
     for step in range(1, 6):
         callback.on_step_begin(step)
         with callback.stage("rollout"):
@@ -283,12 +283,12 @@ def test_the_accounts_of_a_loop_have_them(tmp_path: Path, session: Session) -> N
         time.sleep(0.03)
         callback.on_step_end()
     callback.on_train_end()
-    assert [account.step for account in accounts] == [1, 2, 3, 4, 5]
-    for account in accounts:
-        totals = {total.name: total for total in account.spans}
-        assert totals["tool:search"].runs == totals["trajectory"].runs == account.step
-        assert totals["trajectory"].duration_ns >= totals["tool:search"].duration_ns >= account.step * MS
-        assert [use.lane for use in account.workers if use.spans] == ["agent_loop_rank0"]
+    assert [summary.step for summary in summaries] == [1, 2, 3, 4, 5]
+    for summary in summaries:
+        totals = {total.name: total for total in summary.spans}
+        assert totals["tool:search"].runs == totals["trajectory"].runs == summary.step
+        assert totals["trajectory"].duration_ns >= totals["tool:search"].duration_ns >= summary.step * MS
+        assert [use.lane for use in summary.workers if use.spans] == ["agent_loop_rank0"]
 
 
 def test_spans_of_one_name_in_two_roles_are_not_counted_twice() -> None:
@@ -298,7 +298,7 @@ def test_spans_of_one_name_in_two_roles_are_not_counted_twice() -> None:
         for role, seconds in (("agent_loop", 9), ("reward", 4))
         for rank in range(2)
     ]
-    found = StepAccount(step=1, begin_ns=0, end_ns=1, workers=uses).spans
+    found = StepSummary(step=1, begin_ns=0, end_ns=1, workers=uses).spans
     assert [(total.name, total.duration_ns, total.runs) for total in found] == [
         ("reward", 18, 32),
         ("reward (reward)", 8, 32),
@@ -351,7 +351,7 @@ def test_of_many_names_the_longest_are_told_apart() -> None:
         )
         for rank in range(3)
     ]
-    found = StepAccount(step=1, begin_ns=0, end_ns=1, workers=uses).spans
+    found = StepSummary(step=1, begin_ns=0, end_ns=1, workers=uses).spans
     assert len(found) == MOST_SPANS
     assert sum(total.runs for total in found) == 600
     assert {total.name for total in found} >= {"tool:199", OTHERS}

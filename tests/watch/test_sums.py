@@ -16,7 +16,7 @@ from verl_profiling import ProfilingConfig, clock, stage
 from verl_profiling.capture.session import Session
 from verl_profiling.capture.stage import Stage
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.step_account import RankUse, StageUse
+from verl_profiling.step_summary import RankUse, StageUse
 from verl_profiling.testing import record_step, shifted_clock
 from verl_profiling.watch.memory import process_memory
 from verl_profiling.watch.reading import WatchQuestion, WatchReading

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from drawn_accounts import MS, account
+from drawn_summaries import MS, summary
 
 from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.errors import ConfigError
-from verl_profiling.step_account import ExposedStage, SpanTotal
+from verl_profiling.step_summary import ExposedStage, SpanTotal
 from verl_profiling.watch.values import values_of
 from verl_profiling.watch_log import WATCH_LOG, WatchLogReader
 
@@ -21,7 +21,7 @@ class TestValues:
 
     def test_a_stage_has_exposed_time_leader_and_imbalance(self) -> None:
         """Beside the step's duration, and the memory of each role."""
-        values = values_of(account(7))
+        values = values_of(summary(7))
         assert values["profiling/watch/step_s"] == 9.5
         assert values["profiling/watch/rollout/exposed_s"] == 5.0
         assert values["profiling/watch/rollout/leader_rank"] == 2.0
@@ -34,9 +34,9 @@ class TestValues:
     def test_the_spans_of_trajectories_have_their_sum_and_number(self) -> None:
         """Of all processes together, by name."""
         spans = [SpanTotal("tool:search", 240, 12_300 * MS, 3)]
-        one, *others = account(7).workers
+        one, *others = summary(7).workers
         workers = [msgspec.structs.replace(one, spans=spans), msgspec.structs.replace(others[0], spans=spans)]
-        values = values_of(msgspec.structs.replace(account(7), workers=workers))
+        values = values_of(msgspec.structs.replace(summary(7), workers=workers))
         found = {name: value for name, value in values.items() if "/spans/" in name}
         assert found == {
             "profiling/watch/spans/tool:search/total_s": 24.6,
@@ -47,19 +47,19 @@ class TestValues:
     def test_exposed_times_add_up_to_the_step(self) -> None:
         """Also where a stage has several rows."""
         rows = [ExposedStage(name="a", exposed_ns=3), ExposedStage(name="a", exposed_ns=4)]
-        step = msgspec.structs.replace(account(1), begin_ns=0, end_ns=7, exposed=rows)
+        step = msgspec.structs.replace(summary(1), begin_ns=0, end_ns=7, exposed=rows)
         values = values_of(step)
         assert values["profiling/watch/a/exposed_s"] == pytest.approx(values["profiling/watch/step_s"])
 
     def test_a_step_in_which_the_clock_was_set_back_took_no_time(self) -> None:
         """It is no step of minus an hour, which would be all that is seen of the curve."""
-        made = account(7)
+        made = summary(7)
         back = msgspec.structs.replace(made, end_ns=made.begin_ns - 3600 * 10**9)
         assert values_of(back)["profiling/watch/step_s"] == 0
 
     def test_where_nobody_leads_there_is_no_rank(self) -> None:
         """Nor of a leader that is unknown."""
-        for step in (account(1, leader=""), account(1, leader="somebody")):
+        for step in (summary(1, leader=""), summary(1, leader="somebody")):
             assert "profiling/watch/rollout/leader_rank" not in values_of(step)
 
 
@@ -81,7 +81,7 @@ def test_a_run_has_its_log_and_its_curves(tmp_path: Path) -> None:
     assert callback.watch is not None
     heard = []
     callback.watch.listeners.append(
-        lambda account: heard.append(values_of(account)["profiling/watch/step_s"])
+        lambda summary: heard.append(values_of(summary)["profiling/watch/step_s"])
     )
     with callback:
         for step in range(4):

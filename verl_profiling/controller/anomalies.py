@@ -13,7 +13,7 @@ from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_account import RankUse, StepAccount
+from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.anomaly import Detector
 from verl_profiling.watch.suspicion import Suspicion
 
@@ -44,16 +44,16 @@ class Anomalies:
         self._begun = 0
         self._uses: dict[str, RankUse] = {}
 
-    def listen(self, account: StepAccount) -> None:
-        """Take the account of a step, on the watch's thread."""
-        found = self._detector.observe(account)
+    def listen(self, summary: StepSummary) -> None:
+        """Take the summary of a step, on the watch's thread."""
+        found = self._detector.observe(summary)
         if found is None:
             return
         logger.warning("watch: %s", found.reason)
         if self._noticed is not None and not self._waits:
-            return  # accounts come many at once: what was noticed first is captured first
+            return  # summaries come many at once: what was noticed first is captured first
         self._noticed, self._waits = found, False
-        self._uses = {use.lane: use for use in (*account.loop, *account.workers)}
+        self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
 
     def step_begins(self, step: int) -> None:
         """Note that a step begins, in which an open capture may go on."""

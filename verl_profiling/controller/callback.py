@@ -124,7 +124,7 @@ class _Callback:
 
     @property
     def watch(self) -> Watch | None:
-        """The account of every step; ``None`` if it is switched off."""
+        """The summary of every step; ``None`` if it is switched off."""
         return self._controller.watch if self._controller is not None else None
 
     @property

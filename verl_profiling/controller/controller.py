@@ -62,7 +62,7 @@ class Controller:
         live: The capture that is open; ``None`` whenever nothing records.
         sink: Receives the controller's stages, while a capture is open and from then until the next step
             begins; else ``None``, unless the watch is on.
-        watch: Accounts for every step; ``None`` if it is off.
+        watch: Summaries of every step; ``None`` if it is off.
         last_folder: Step folder of the last capture, once written.
         run_notes: What the loop has to say in every manifest.
     """
@@ -549,7 +549,7 @@ class Controller:
             self.decisions.end()
 
     def _end_watch(self) -> Waits[None]:
-        """Complete the accounts of the last steps."""
+        """Complete the summaries of the last steps."""
         if self.watch is not None:
             wait_s = min(LAST_READ_S, self.config.timeouts.start_s)
             yield partial(self.watch.train_ends, wait_s)

@@ -41,7 +41,7 @@ class Decisions:
     Args:
         config: The settings.
         roster: The workers.
-        watch: What accounts for the steps; ``None`` if it is off, and nobody may ask for a capture.
+        watch: Summaries of the steps; ``None`` if it is off, and nobody may ask for a capture.
 
     Attributes:
         requests: What people ask for, from the begin of training to its end; rank 0 of several has it.

@@ -1,4 +1,4 @@
-"""What the ranks of a loop send rank 0 of their steps, through the store, so that its accounts have all.
+"""What the ranks of a loop send rank 0 of their steps, through the store, so that its summaries have all.
 
 Each rank numbers its steps, and measures them by its own clock: times are sent as times since the step's
 begin. The watch's thread of each rank writes and reads; no loop waits.
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from verl_profiling.controller.spmd import PROBLEMS, Ranks, in_a_line
-from verl_profiling.step_account import RankUse, StepAccount
+from verl_profiling.step_summary import RankUse, StepSummary
 
 __all__ = ["RankSummaries"]
 
@@ -31,8 +31,8 @@ class RankSummaries:
     def __init__(self, ranks: Ranks, most: int) -> None:
         self._ranks = ranks
         self._most = most
-        self._unsent: deque[StepAccount] = deque(maxlen=most)
-        self._steps: dict[int, dict[int, StepAccount]] = {rank: {} for rank in ranks.others}
+        self._unsent: deque[StepSummary] = deque(maxlen=most)
+        self._steps: dict[int, dict[int, StepSummary]] = {rank: {} for rank in ranks.others}
         self._until: dict[int, int] = {}
         self._late: set[int] = set()
         self._ended: set[int] = set()
@@ -40,12 +40,12 @@ class RankSummaries:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, whose accounts have all ranks."""
+        """Whether this is rank 0, whose summaries have all ranks."""
         return self._ranks.leads
 
-    def send(self, accounts: Iterable[StepAccount], last: bool = False) -> None:
-        """Send rank 0 the accounts of this rank's next steps, if it has taken those before."""
-        self._unsent += (_later(account, -account.begin_ns) for account in accounts)
+    def send(self, summaries: Iterable[StepSummary], last: bool = False) -> None:
+        """Send rank 0 the summaries of this rank's next steps, if it has taken those before."""
+        self._unsent += (_later(summary, -summary.begin_ns) for summary in summaries)
         try:
             if (self._unsent or last) and self._ranks.tell(msgspec.msgpack.encode(list(self._unsent)), last):
                 self._unsent.clear()
@@ -76,19 +76,19 @@ class RankSummaries:
         for rank in self.lacking(step):
             self._late.add(rank)
             logger.warning(
-                "watch: rank %d has sent nothing of its steps for %.1f s; until it does, the accounts are "
+                "watch: rank %d has sent nothing of its steps for %.1f s; until it does, the summaries are "
                 "without it. Are the settings of watch the same there?",
                 *(rank, waited_s),
             )
 
-    def joined(self, account: StepAccount) -> StepAccount:
-        """Return an account of rank 0 with what the others did in that step."""
-        sent = [steps.pop(account.step) for steps in self._steps.values() if account.step in steps]
-        later = [_later(one, account.begin_ns) for one in sent]
+    def joined(self, summary: StepSummary) -> StepSummary:
+        """Return a summary of rank 0 with what the others did in that step."""
+        sent = [steps.pop(summary.step) for steps in self._steps.values() if summary.step in steps]
+        later = [_later(one, summary.begin_ns) for one in sent]
         return msgspec.structs.replace(
-            account,
-            loop=[*account.loop, *(use for one in later for use in one.loop)],
-            workers=[*account.workers, *(use for one in later for use in one.workers)],
+            summary,
+            loop=[*summary.loop, *(use for one in later for use in one.loop)],
+            workers=[*summary.workers, *(use for one in later for use in one.workers)],
         )
 
     def counts_anew(self) -> None:
@@ -101,7 +101,7 @@ class RankSummaries:
     def _take(self, rank: int, last: bool = False) -> None:
         try:
             data = self._ranks.told(rank, last)
-            sent = [] if data is None else msgspec.msgpack.decode(data, type=list[StepAccount])
+            sent = [] if data is None else msgspec.msgpack.decode(data, type=list[StepSummary])
         except PROBLEMS as error:
             if rank not in self._late:
                 logger.warning("watch: what rank %d sends cannot be read: %s", rank, in_a_line(error))
@@ -110,9 +110,9 @@ class RankSummaries:
         if data is not None:
             self._late.discard(rank)
         steps = self._steps[rank]
-        for account in sent[-self._most :]:
-            steps[account.step] = account
-            self._until[rank] = account.step
+        for summary in sent[-self._most :]:
+            steps[summary.step] = summary
+            self._until[rank] = summary.step
         while len(steps) > self._most:  # of a rank that counts otherwise, none are ever taken
             del steps[next(iter(steps))]
         process = self._ranks.processes.get(rank)
@@ -120,12 +120,12 @@ class RankSummaries:
             self._ended.add(rank)
 
 
-def _later(account: StepAccount, by_ns: int) -> StepAccount:
+def _later(summary: StepSummary, by_ns: int) -> StepSummary:
     """Return it with stages that are so much later."""
     return msgspec.structs.replace(
-        account,
-        loop=_uses_later(account.loop, by_ns),
-        workers=_uses_later(account.workers, by_ns),
+        summary,
+        loop=_uses_later(summary.loop, by_ns),
+        workers=_uses_later(summary.workers, by_ns),
         exposed=[],
     )
 

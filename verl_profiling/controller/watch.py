@@ -1,7 +1,7 @@
-"""The watch in the loop's process: an account of every step, made from the stages of all processes.
+"""The watch in the loop's process: a summary of every step, made from the stages of all processes.
 
 The loop's thread notes when steps begin and end. One background thread asks the workers, waits for them
-with a timeout, and has the accounts judged and logged.
+with a timeout, and has the summaries judged and logged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.watched_workers import PendingStep, WatchedWorkers
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.watch import WatchOptions
-from verl_profiling.step_account import RankUse, StepAccount
+from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.frontier import exposed
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, OpenStage, StageSums, process_sums
 
@@ -33,7 +33,7 @@ __all__ = ["Listener", "Watch"]
 
 logger = logging.getLogger(__name__)
 
-Listener = Callable[[StepAccount], object]
+Listener = Callable[[StepSummary], object]
 
 LOOP = RankUse(lane="controller", role="controller")
 """The process that runs the loop."""
@@ -47,7 +47,7 @@ _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
 
 
 class Watch:
-    """Follows the loop, and accounts for every step.
+    """Follows the loop, and summarizes every step.
 
     Args:
         options: The settings.
@@ -56,15 +56,15 @@ class Watch:
 
     Attributes:
         sums: The stages of the loop's process.
-        accounts: The accounts of the last steps.
-        listeners: Called with every account, on the watch's thread: when the workers have answered, or have
+        summaries: The summaries of the last steps.
+        listeners: Called with every summary, on the watch's thread: when the workers have answered, or have
             not for the timeout.
     """
 
     def __init__(self, options: WatchOptions, roster: Roster, timeout_s: float) -> None:
         most = options.steps * STAGES_OF_A_STEP
         self.sums = StageSums(most)
-        self.accounts: deque[StepAccount] = deque(maxlen=options.steps)
+        self.summaries: deque[StepSummary] = deque(maxlen=options.steps)
         self.listeners: list[Listener] = []
         self._every, self._steps, self._most = options.every, options.steps, most
         self._timeout_s, self._until_s = timeout_s, inf
@@ -83,7 +83,7 @@ class Watch:
         self._failed: set[int] = set()
 
     def begin_with(self, ranks: Ranks, own: WorkerIdentity) -> None:
-        """Account for this process as one of the ranks of a loop: the loop and its workers here are one lane.
+        """Summarize this process as one of the ranks of a loop: the loop and its workers here are one lane.
 
         Args:
             ranks: The ranks.
@@ -151,7 +151,7 @@ class Watch:
         self._read()
 
     def train_ends(self, timeout_s: float) -> None:
-        """Ask the workers for the last time, and wait until all accounts are there."""
+        """Ask the workers for the last time, and wait until all summaries are there."""
         self.step_ends()
         self._until_s = time.monotonic() + timeout_s
         self._read()
@@ -162,7 +162,7 @@ class Watch:
         self._ranks, self._until_s = None, inf
 
     def _read(self) -> None:
-        """Have the background thread ask; it ends when the steps have their accounts."""
+        """Have the background thread ask; it ends when the steps have their summaries."""
         with self._lock:
             self._at_once = True
             if self._thread is None or not self._thread.is_alive():
@@ -226,10 +226,10 @@ class Watch:
         return True
 
     def _publish(self, steps: Sequence[PendingStep]) -> None:
-        """Make the accounts of steps, say where their time went, and pass them on."""
+        """Make the summaries of steps, say where their time went, and pass them on."""
         own = self.sums.of_steps(self._who, [(step.begin_ns, step.end_ns) for step in steps])
-        accounts = [
-            StepAccount(
+        summaries = [
+            StepSummary(
                 step=step.step,
                 begin_ns=step.begin_ns,
                 end_ns=step.end_ns,
@@ -242,26 +242,26 @@ class Watch:
             for step, use in zip(steps, own, strict=True)
         ]
         if self._ranks is not None and not self._ranks.leads:
-            self._ranks.send(accounts)
-        for account in accounts:
+            self._ranks.send(summaries)
+        for summary in summaries:
             if self._ranks is not None and self._ranks.leads:
-                account = self._ranks.joined(account)
-            account = self._explained(account)
-            self.accounts.append(account)
+                summary = self._ranks.joined(summary)
+            summary = self._explained(summary)
+            self.summaries.append(summary)
             for listener in list(self.listeners):
                 try:
-                    listener(account)
-                except Exception as error:  # what is done with an account is no matter of the watch
-                    self._say_once(id(listener), account.step, error)
+                    listener(summary)
+                except Exception as error:  # what is done with a summary is no matter of the watch
+                    self._say_once(id(listener), summary.step, error)
 
-    def _explained(self, account: StepAccount) -> StepAccount:
-        before = self.accounts[-1] if self.accounts else None
+    def _explained(self, summary: StepSummary) -> StepSummary:
+        before = self.summaries[-1] if self.summaries else None
         try:
-            rows = exposed(account, before, self._workers.has_any)
-            return msgspec.structs.replace(account, exposed=rows)
+            rows = exposed(summary, before, self._workers.has_any)
+            return msgspec.structs.replace(summary, exposed=rows)
         except Exception as error:
-            self._say_once(id(exposed), account.step, error)
-            return account
+            self._say_once(id(exposed), summary.step, error)
+            return summary
 
     def _say_once(self, what: int, step: int, error: Exception) -> None:
         if what not in self._failed:

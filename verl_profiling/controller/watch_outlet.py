@@ -11,7 +11,7 @@ from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.event_file import EventFile
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.step_account import StepAccount
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch.values import values_of
 
@@ -68,8 +68,8 @@ class WatchOutlet:
             self._curves.close()
         self._log = self._curves = None
 
-    def _listen(self, account: StepAccount) -> None:
+    def _listen(self, summary: StepSummary) -> None:
         if self._log is not None:
-            self._log(account)
+            self._log(summary)
         if self._curves is not None:
-            self._curves.add(account.step, values_of(account))
+            self._curves.add(summary.step, values_of(summary))

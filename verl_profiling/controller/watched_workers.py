@@ -13,7 +13,7 @@ from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.targets import Call, Postponed, Target, Worker
 from verl_profiling.identity import ProcessId
-from verl_profiling.step_account import RankUse
+from verl_profiling.step_summary import RankUse
 from verl_profiling.watch.reading import WatchQuestion, WatchReading
 
 __all__ = ["PendingStep", "WatchedWorkers"]
@@ -25,7 +25,7 @@ _HANDSHAKES = 32
 
 @dataclass(eq=False)
 class PendingStep:
-    """A step on the way to its account; its times are those of the loop's clock.
+    """A step on the way to its summary; its times are those of the loop's clock.
 
     Attributes:
         step: Its number.

@@ -16,7 +16,7 @@ IN_NO_STAGE = "(in no stage)"
 
 
 class WatchHistory:
-    """The accounts of a run, in order of its steps.
+    """The summaries of a run, in order of its steps.
 
     Of a step that was logged again, the last line counts. Where a run was resumed from an earlier step, the
     steps that it runs again replace those that its start before had run.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.step_account import StageUse
+from verl_profiling.step_summary import StageUse
 
 __all__ = ["TIED", "Advance", "Standing", "Way", "end_of", "frontier", "way_of"]
 

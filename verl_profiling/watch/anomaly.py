@@ -1,9 +1,9 @@
-"""Notices what a step has that the steps before it had not. It looks at accounts, and at nothing else."""
+"""Notices what a step has that the steps before it had not. It looks at summaries, and at nothing else."""
 
 from __future__ import annotations
 
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_account import StepAccount
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.growth import Growth
 from verl_profiling.watch.leading import Leading
 from verl_profiling.watch.slowness import Slowness
@@ -14,7 +14,7 @@ __all__ = ["Detector"]
 
 
 class Detector:
-    """Judges the account of every step by those of the steps before it.
+    """Judges the summary of every step by those of the steps before it.
 
     Steps that are captured are not judged: what that costs is in their times.
 
@@ -27,19 +27,19 @@ class Detector:
         self._leading = Leading(options)
         self._growth = Growth(options)
         self._spans = SpanGrowth(options)
-        self._before: StepAccount | None = None
+        self._before: StepSummary | None = None
 
-    def observe(self, account: StepAccount) -> Suspicion | None:
+    def observe(self, summary: StepSummary) -> Suspicion | None:
         """Return what is noticed in a step, if anything is; it costs as much as the window is long."""
-        if account.captured:
-            self._before = account
+        if summary.captured:
+            self._before = summary
             return None
-        found = self._slowness.observe(account)
+        found = self._slowness.observe(summary)
         if found is not None:
-            found = found.aimed_with(account, self._before)
-            found = self._spans.explained(found, account, self._before)
-        self._spans.observe(account)
-        leading = self._leading.observe(account, self._before, quiet=found is not None)
-        growing = self._growth.observe(account, quiet=(found or leading) is not None)
-        self._before = account
+            found = found.aimed_with(summary, self._before)
+            found = self._spans.explained(found, summary, self._before)
+        self._spans.observe(summary)
+        leading = self._leading.observe(summary, self._before, quiet=found is not None)
+        growing = self._growth.observe(summary, quiet=(found or leading) is not None)
+        self._before = summary
         return found or leading or growing

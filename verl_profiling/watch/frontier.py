@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.step_account import ExposedStage, RankUse, StepAccount
+from verl_profiling.step_summary import ExposedStage, RankUse, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.watch.advance import Advance, Standing, frontier, way_of
 from verl_profiling.watch.roles import working_in
@@ -21,22 +21,22 @@ __all__ = ["exposed", "standings"]
 
 
 def exposed(
-    account: StepAccount, before: StepAccount | None = None, has_workers: bool = True
+    summary: StepSummary, before: StepSummary | None = None, has_workers: bool = True
 ) -> list[ExposedStage]:
     """Return where a step's time went, in order of the loop's stages; the last row lies in no stage.
 
     ``C_r(s)`` is how far process ``r`` of the loop is after stage ``s``, ``F(s)`` the largest of them, and
     the exposed time ``F(s) - F(s-1)``. A frontier beyond the end of the step is cut off there, so the rows
-    add up to the step to the nanosecond, whatever the account holds.
+    add up to the step to the nanosecond, whatever the summary holds.
 
     Args:
-        account: The account of the step.
+        summary: The summary of the step.
         before: That of the step before, whose workers may have gone on in this one.
-        has_workers: Whether the loop calls any, so that they are missing where the account has none.
+        has_workers: Whether the loop calls any, so that they are missing where the summary has none.
     """
-    duration_ns = account.duration_ns
-    advances = _advances(_loop_of(account))
-    standing_in = _standings(account, advances, before, has_workers)
+    duration_ns = summary.duration_ns
+    advances = _advances(_loop_of(summary))
+    standing_in = _standings(summary, advances, before, has_workers)
     rows: list[ExposedStage] = []
     before_ns = 0
     for advance in advances:
@@ -54,31 +54,31 @@ def exposed(
         )
         before_ns = front_ns
     if before_ns < duration_ns:
-        role = account.loop[0].role if account.loop else "controller"
+        role = summary.loop[0].role if summary.loop else "controller"
         rows.append(ExposedStage(name="", exposed_ns=duration_ns - before_ns, role=role))
     return rows
 
 
-def standings(account: StepAccount, before: StepAccount | None = None) -> dict[str, list[Standing]]:
+def standings(summary: StepSummary, before: StepSummary | None = None) -> dict[str, list[Standing]]:
     """Return, for each stage of the loop, how those who worked in it stand; whom its row names, first."""
-    return _standings(account, _advances(_loop_of(account)), before)
+    return _standings(summary, _advances(_loop_of(summary)), before)
 
 
 def _standings(
-    account: StepAccount,
+    summary: StepSummary,
     advances: Iterable[Advance],
-    before: StepAccount | None,
+    before: StepSummary | None,
     has_workers: bool = True,
 ) -> dict[str, list[Standing]]:
     found = {advance.name: [advance.standing] for advance in advances}
-    if len(account.loop) != 1 or not (account.workers or has_workers):
+    if len(summary.loop) != 1 or not (summary.workers or has_workers):
         return found
-    [loop] = _loop_of(account)
-    if not account.workers:
+    [loop] = _loop_of(summary)
+    if not summary.workers:
         return {name: [own._replace(clear=False)] for name, [own] in found.items()}
-    working = working_in(loop.stages, account.workers, before.workers if before is not None else ())
+    working = working_in(loop.stages, summary.workers, before.workers if before is not None else ())
     # When trajectories in no stage were is not known: engines, and the loop, may have waited for them.
-    unknown = any(not use.stages and TRAJECTORY in (one.name for one in use.spans) for use in account.workers)
+    unknown = any(not use.stages and TRAJECTORY in (one.name for one in use.spans) for use in summary.workers)
     unclear = {ROLLOUT_ROLE, loop.role} if unknown else set()
     for name, [own] in found.items():
         first, *others = (
@@ -89,15 +89,15 @@ def _standings(
     return found
 
 
-def _loop_of(account: StepAccount) -> list[RankUse]:
+def _loop_of(summary: StepSummary) -> list[RankUse]:
     """Return the processes of the loop without what runs beside its steps: that is exposed as waiting."""
     return [
         msgspec.structs.replace(
-            use, stages=[stage for stage in use.stages if stage.name not in account.beside]
+            use, stages=[stage for stage in use.stages if stage.name not in summary.beside]
         )
-        if account.beside
+        if summary.beside
         else use
-        for use in account.loop
+        for use in summary.loop
     ]
 
 

@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_account import RankUse, StepAccount
+from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.units import byte_size
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
@@ -42,15 +42,15 @@ class Growth:
         self._at = 0
         self._held: dict[str, deque[_Held]] = {}
 
-    def observe(self, account: StepAccount, quiet: bool) -> Suspicion | None:
+    def observe(self, summary: StepSummary, quiet: bool) -> Suspicion | None:
         """Return whose memory has grown in every step of the window, by the share in all, and goes on to.
 
         Args:
-            account: The account of a step whose workers were read.
+            summary: The summary of a step whose workers were read.
             quiet: Only follow: something else is noticed in this step.
         """
         self._at += 1
-        uses = {use.lane: use for use in (*account.loop, *account.workers)}
+        uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
         for lane in [lane for lane in self._held if lane not in uses]:
             del self._held[lane]
         grown: list[tuple[float, RankUse]] = []
@@ -60,7 +60,7 @@ class Growth:
                 continue
             if held and use.held_bytes <= held[-1].size:
                 held.clear()
-            held.append(_Held(self._at, account.step, use.held_bytes))
+            held.append(_Held(self._at, summary.step, use.held_bytes))
             while len(held) > self._enough + 1 and held[1].at <= self._at - self._window:
                 held.popleft()
             share = held[-1].size / held[0].size - 1
@@ -74,10 +74,10 @@ class Growth:
             return None
         share, most = max(grown, key=lambda each: each[0])
         alike = sum(use.role == most.role for _, use in grown) - 1
-        return self._suspicion(account, share, most, alike, list(uses.values()))
+        return self._suspicion(summary, share, most, alike, list(uses.values()))
 
     def _suspicion(
-        self, account: StepAccount, share: float, use: RankUse, alike: int, uses: list[RankUse]
+        self, summary: StepSummary, share: float, use: RankUse, alike: int, uses: list[RankUse]
     ) -> Suspicion:
         first, history = self._held[use.lane][0].step, [held.size for held in self._held[use.lane]]
         growth = {
@@ -89,14 +89,14 @@ class Growth:
             self._held[lane].clear()
         others = f"; so it is with {alike} more of its role" if alike else ""
         return Suspicion(
-            step=account.step,
+            step=summary.step,
             sign="memory",
             suspects=[use.lane],
             peers=healthiest(growth, [use.lane]),
             value=history[-1],
             median=median(history[:-1]),
             history=list(map(float, history)),
-            reason=f"step {account.step}: {use.lane} has {byte_size(history[-1])}, {share:.0%} more than "
+            reason=f"step {summary.step}: {use.lane} has {byte_size(history[-1])}, {share:.0%} more than "
             f"after step {first}, and more each of the {len(history) - 1} times that it was looked at since"
             f"{others}",
         )

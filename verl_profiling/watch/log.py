@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_profiling.step_account import StepAccount
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, logged
 
 __all__ = ["MAX_PART_BYTES", "WatchLog"]
@@ -25,7 +25,7 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
 
 
 class WatchLog(RotatingFileHandler):
-    """The log of a run; call it with the accounts of steps.
+    """The log of a run; call it with the summaries of steps.
 
     The file is closed after each, so that readers on other hosts see it. What goes wrong is said once and
     does not reach the loop; the log goes on as soon as it can.
@@ -40,9 +40,9 @@ class WatchLog(RotatingFileHandler):
         self.namer = lambda name: str(folder / OLDER_WATCH_LOG)
         self._torn, self._complained = True, False
 
-    def __call__(self, account: StepAccount) -> None:
+    def __call__(self, summary: StepSummary) -> None:
         """Log a step."""
-        line = msgspec.json.encode(logged(account)).decode()
+        line = msgspec.json.encode(logged(summary)).decode()
         with suppress(FileNotFoundError):
             if self._torn and Path(self.baseFilename).stat().st_size:
                 line = f"\n{line}"  # what was written before may have ended within a line

@@ -6,7 +6,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.step_account import Period, RankUse
+from verl_profiling.step_summary import Period, RankUse
 from verl_profiling.watch.sums import StageSums
 
 __all__ = ["WatchQuestion", "WatchReading", "read_sums"]

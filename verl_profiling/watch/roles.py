@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from verl_profiling.step_account import RankUse, StageUse
+from verl_profiling.step_summary import RankUse, StageUse
 from verl_profiling.watch.advance import TIED, Standing, end_of, frontier, way_of
 
 __all__ = ["WAIT", "working_in"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_account import StepAccount
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.units import duration
 from verl_profiling.watch.suspicion import Suspicion
 
@@ -93,10 +93,10 @@ class Slowness:
         self._stages: dict[str, deque[float]] = {}
         self._streaks: dict[str | None, _Streak] = {}
 
-    def observe(self, account: StepAccount) -> Suspicion | None:
+    def observe(self, summary: StepSummary) -> Suspicion | None:
         """Return what is slow in a step and was not before, if anything is."""
-        seen = _Seen(account.duration_ns / 1e9, {row.name: row.exposed_ns / 1e9 for row in account.exposed})
-        found = self._judged(account.step, seen) if len(self._steps) >= self._enough else None
+        seen = _Seen(summary.duration_ns / 1e9, {row.name: row.exposed_ns / 1e9 for row in summary.exposed})
+        found = self._judged(summary.step, seen) if len(self._steps) >= self._enough else None
         self._steps.append(seen)
         for stage, value in seen.stages.items():
             self._stages.setdefault(stage, deque(maxlen=self._options.window)).append(value)

@@ -8,7 +8,7 @@ from statistics import median
 import msgspec
 
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_account import SpanTotal, StepAccount
+from verl_profiling.step_summary import SpanTotal, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import duration
 from verl_profiling.watch.frontier import standings
@@ -34,16 +34,16 @@ class SpanGrowth:
         self._window = options.window
         self._past: dict[_Who, deque[SpanTotal]] = {}
 
-    def observe(self, account: StepAccount) -> None:
-        """Take the account of a step whose workers were read."""
-        totals = _by_role(account)
+    def observe(self, summary: StepSummary) -> None:
+        """Take the summary of a step whose workers were read."""
+        totals = _by_role(summary)
         for who in {*self._past, *totals}:
             past = self._past.setdefault(who, deque(maxlen=self._window))
             past.append(totals.get(who, SpanTotal(who[1], 0, 0)))
             if not any(total.runs for total in past):
                 del self._past[who]
 
-    def explained(self, found: Suspicion, account: StepAccount, before: StepAccount | None) -> Suspicion:
+    def explained(self, found: Suspicion, summary: StepSummary, before: StepSummary | None) -> Suspicion:
         """Return what was noticed in a step, with the spans in its reason that grew along with its stage.
 
         They are those of the roles that worked in the stage, and grew by half of what the stage did, or more:
@@ -51,20 +51,20 @@ class SpanGrowth:
 
         Args:
             found: What was noticed.
-            account: The step, with its workers; not observed yet.
+            summary: The step, with its workers; not observed yet.
             before: That of the step before.
         """
         if found.sign not in ("slow_stage", "slow_step"):
             return found
         working = {
             lane
-            for standing in standings(account, before).get(found.stage, ())
+            for standing in standings(summary, before).get(found.stage, ())
             for lane in standing.durations
         }
-        roles = {process.role for process in (*account.loop, *account.workers) if process.lane in working}
+        roles = {process.role for process in (*summary.loop, *summary.workers) if process.lane in working}
         enough_ns = _OF_THE_EXCESS * (found.value - found.median) * 1e9
         grown: list[tuple[bool, float, str]] = []
-        for (role, name), total in _by_role(account).items():
+        for (role, name), total in _by_role(summary).items():
             past = self._past.get((role, name), ())
             usual_ns = median(one.duration_ns for one in past) if past else 0
             more_ns = total.duration_ns - usual_ns
@@ -78,9 +78,9 @@ class SpanGrowth:
         return msgspec.structs.replace(found, reason="; ".join([found.reason, *named]))
 
 
-def _by_role(account: StepAccount) -> dict[_Who, SpanTotal]:
+def _by_role(summary: StepSummary) -> dict[_Who, SpanTotal]:
     found: dict[_Who, SpanTotal] = {}
-    for process in (*account.loop, *account.workers):
+    for process in (*summary.loop, *summary.workers):
         for total in process.spans:
             who = process.role, total.name
             found[who] = found[who] + total if who in found else total

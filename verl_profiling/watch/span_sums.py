@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from verl_profiling.step_account import OTHERS, Period, SpanTotal
+from verl_profiling.step_summary import OTHERS, Period, SpanTotal
 
 __all__ = ["SpanSums"]
 

@@ -17,7 +17,7 @@ from types import TracebackType
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.step_account import OTHERS, Period, RankUse, StageUse
+from verl_profiling.step_summary import OTHERS, Period, RankUse, StageUse
 from verl_profiling.watch.memory import process_memory
 from verl_profiling.watch.span_sums import SpanSums
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from verl_profiling.capture_request import Sign, Trigger
-from verl_profiling.step_account import StepAccount
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.advance import TIED, Standing
 from verl_profiling.watch.frontier import standings
 
@@ -59,12 +59,12 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
             history=self.history,
         )
 
-    def aimed_with(self, account: StepAccount, before: StepAccount | None) -> Suspicion:
-        """Return it with those who stand out in its stage of this account; see :func:`standings`."""
+    def aimed_with(self, summary: StepSummary, before: StepSummary | None) -> Suspicion:
+        """Return it with those who stand out in its stage of this summary; see :func:`standings`."""
         suspects: list[str] = []
         peers: list[str] = []
         ran: dict[str, None] = {}
-        working = standings(account, before).get(self.stage, [])
+        working = standings(summary, before).get(self.stage, [])
         for standing in working:
             found = stand_out(standing)
             peers += healthiest(standing.durations, found) if found else []

@@ -1,8 +1,8 @@
-"""The account of a step as numbers with names, for whatever draws numbers by step."""
+"""The summary of a step as numbers with names, for whatever draws numbers by step."""
 
 from __future__ import annotations
 
-from verl_profiling.step_account import StepAccount
+from verl_profiling.step_summary import StepSummary
 
 __all__ = ["PREFIX", "values_of"]
 
@@ -10,17 +10,17 @@ PREFIX = "profiling/watch/"
 _IN_NO_STAGE = "in_no_stage"
 
 
-def values_of(account: StepAccount) -> dict[str, float]:
+def values_of(summary: StepSummary) -> dict[str, float]:
     """Return the numbers of a step: its duration; by stage exposed time and leader; by role memory; spans.
 
     The leader of a stage is left out where none is clear: a curve of ranks that only happened to be first
     says nothing.
     """
-    processes = [*account.loop, *account.workers]
+    processes = [*summary.loop, *summary.workers]
     ranks = {process.lane: process.rank for process in processes}
-    values = {f"{PREFIX}step_s": account.duration_ns / 1e9}
+    values = {f"{PREFIX}step_s": summary.duration_ns / 1e9}
     longest: dict[str, int] = {}
-    for row in account.exposed:
+    for row in summary.exposed:
         stage = f"{PREFIX}{row.name or _IN_NO_STAGE}"
         values[f"{stage}/exposed_s"] = values.get(f"{stage}/exposed_s", 0.0) + row.exposed_ns / 1e9
         if row.exposed_ns < longest.setdefault(stage, row.exposed_ns) or not row.name:
@@ -35,7 +35,7 @@ def values_of(account: StepAccount) -> dict[str, float]:
             if size is not None:
                 key = f"{PREFIX}memory/{process.role}/{name}_bytes"
                 values[key] = max(values.get(key, 0.0), float(size))
-    for total in account.spans:
+    for total in summary.spans:
         span = f"{PREFIX}spans/{total.name}"
         values[f"{span}/total_s"] = total.duration_ns / 1e9
         values[f"{span}/count"] = float(total.runs)

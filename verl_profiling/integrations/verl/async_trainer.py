@@ -98,7 +98,7 @@ class AsyncTrainerProfiler(Profiler):
         return True
 
     def no_step(self) -> None:
-        """Account for no step that was begun, and had no batch."""
+        """Summarize no step that was begun, and had no batch."""
         if (watch := self._callback.watch) is not None:
             watch.no_step()
 

@@ -16,7 +16,7 @@ from verl_profiling.integrations.hooks import misfits
 from verl_profiling.integrations.verl.notices import give_up, notes_on
 from verl_profiling.integrations.verl.processes import Processes
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.step_account import StepAccount
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.values import PREFIX, values_of
 
 __all__ = ["Profiler", "active_profiler", "log_reports", "say_fates", "trainer_stage"]
@@ -71,7 +71,7 @@ class Profiler:
         self._folders: dict[int, Path] = {}
         self._tracking: Any = None
         self._logged_step = 0
-        self._accounts: deque[StepAccount] = deque(maxlen=_MOST_WAITING)
+        self._summaries: deque[StepSummary] = deque(maxlen=_MOST_WAITING)
         self._failed_trackers: set[str] = set()
 
     @contextmanager
@@ -117,26 +117,26 @@ class Profiler:
             self._callback.add_note(note)
 
     def logged(self, tracking: Any, data: Mapping[str, Any], step: int) -> None:
-        """Keep the metrics that verl logs after a step, and log one of the watch's accounts with them."""
+        """Keep the metrics that verl logs after a step, and log one of the watch's summaries with them."""
         self._tracking, self._logged_step = tracking, step
         self._callback.add_metrics(step, data)
-        self._log_account(step)
+        self._log_summary(step)
 
-    def completed(self, account: StepAccount) -> None:
-        """Keep an account of the watch for the next step that verl logs."""
-        self._accounts.append(account)
+    def completed(self, summary: StepSummary) -> None:
+        """Keep a summary of the watch for the next step that verl logs."""
+        self._summaries.append(summary)
 
-    def _log_account(self, step: int) -> None:
-        """Log an account to verl's trackers but the console, under its own step where a tracker takes it."""
-        if not self._accounts:
+    def _log_summary(self, step: int) -> None:
+        """Log a summary to verl's trackers but the console, under its own step where a tracker takes it."""
+        if not self._summaries:
             return
-        account = self._accounts.popleft()
-        values = {f"{PREFIX}step": account.step, **values_of(account)}
+        summary = self._summaries.popleft()
+        values = {f"{PREFIX}step": summary.step, **values_of(summary)}
         for name, tracker in self._tracking.logger.items():
             if name == _CONSOLE or name in self._failed_trackers:
                 continue
             try:
-                tracker.log(data=values, step=step if name in _ONWARD_ONLY else account.step)
+                tracker.log(data=values, step=step if name in _ONWARD_ONLY else summary.step)
             except Exception as error:
                 self._failed_trackers.add(name)
                 logger.warning("watch: %s gets nothing more: %s: %s", name, type(error).__name__, error)
@@ -165,9 +165,9 @@ class Profiler:
             self._folders[step] = folder
 
     def log_rest(self) -> None:
-        """Log what is left, when training has ended: accounts, and the numbers of the reports."""
-        while self._tracking is not None and self._accounts:
-            self._log_account(self._logged_step)
+        """Log what is left, when training has ended: summaries, and the numbers of the reports."""
+        while self._tracking is not None and self._summaries:
+            self._log_summary(self._logged_step)
         if self._tracking is not None and self._folders:
             log_reports(self._tracking, self._folders, self._logged_step)
 

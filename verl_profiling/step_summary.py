@@ -14,7 +14,7 @@ __all__ = [
     "RankUse",
     "SpanTotal",
     "StageUse",
-    "StepAccount",
+    "StepSummary",
 ]
 
 Period = tuple[Ns, Ns]
@@ -24,7 +24,7 @@ OTHERS = "(others)"
 """What stands for the names of stages or spans beyond those that there is room for."""
 
 MOST_SPANS = 64
-"""So many names of spans an account tells apart."""
+"""So many names of spans a summary tells apart."""
 
 
 class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -127,8 +127,8 @@ class ExposedStage(msgspec.Struct, frozen=True, kw_only=True):
     imbalance: float = 1.0
 
 
-class StepAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's time, accounted for.
+class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A step and where its time went.
 
     Attributes:
         step: Number of the step.

@@ -1,17 +1,17 @@
-"""Accounts of steps as the watch makes them, for tests of what becomes of them."""
+"""Summaries of steps as the watch makes them, for tests of what becomes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl_profiling.step_account import ExposedStage, RankUse, SpanTotal, StageUse, StepAccount
+from verl_profiling.step_summary import ExposedStage, RankUse, SpanTotal, StageUse, StepSummary
 
 MS = 1_000_000
 BEGIN_NS = 1_700_000_000_000_000_000
 STAGES = {"rollout": 5000, "old_log_prob": 1000, "update_actor": 3000}
 
 
-def account(
+def summary(
     step: int,
     exposed_ms: dict[str, float] | None = None,
     *,
@@ -19,8 +19,8 @@ def account(
     captured: str = "",
     peak_bytes: int | None = 6_000_000_000,
     spans: Sequence[SpanTotal] = (),
-) -> StepAccount:
-    """Return the account of a step of a loop that calls four ranks of an actor.
+) -> StepSummary:
+    """Return the summary of a step of a loop that calls four ranks of an actor.
 
     Args:
         step: Its number; each step begins a minute after the one before.
@@ -32,7 +32,7 @@ def account(
     """
     times = {**(STAGES if exposed_ms is None else exposed_ms), "": 500}
     begin_ns = BEGIN_NS + step * 60_000 * MS
-    return StepAccount(
+    return StepSummary(
         step=step,
         begin_ns=begin_ns,
         end_ns=begin_ns + round(sum(times.values()) * MS),
