@@ -23,7 +23,7 @@ import ray
 from results import record, row
 
 from verl_profiling import ProfilingCallback
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, start_reply, stop_reply
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.clock import now_ns
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
@@ -57,14 +57,14 @@ class Worker:
         if self.fault == "dies":
             os._exit(1)
         await asyncio.sleep(3600 if self.fault == "hangs" else self.latency_s)
-        return start_reply(self.identity, "recording", begin_ns)
+        return StartReply(self.identity, "recording", begin_ns)
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         """Answer, at once where it only waits for artifacts."""
         begin_ns = now_ns()
         await asyncio.sleep(0 if capture_id is None else self.latency_s)
         result = CaptureResult(identity=self.identity, capture_id=capture_id or "", status="ok", step=1)
-        return stop_reply(result, begin_ns)
+        return StopReply(result, received_ns=begin_ns)
 
     async def break_down(self, fault: str) -> None:
         """Hang or die at the next start; with an empty name, do neither."""

@@ -61,7 +61,6 @@ TOLD_THE_CONTROLLER = (
     "capture.after",
     "capture.finishing",
     "capture.messages",
-    "capture.metrics",
     "capture.session",
     "capture.stage",
 )

@@ -7,7 +7,8 @@ became of it. All times are unix nanoseconds on the clock of the process that to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -35,10 +36,12 @@ __all__ = [
     "StepSpan",
     "ToolSpan",
     "expected_artifact",
+    "finite_numbers",
     "worst_fate",
 ]
 
 SCHEMA_VERSION = 1
+_MOST_NAMED = 10
 MANIFEST_NAME = "manifest.json"
 RUN_NAME = "run.json"
 
@@ -465,3 +468,33 @@ def worst_fate(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
             if artifact.status == fate:
                 return status, artifact.reason or f"{artifact.path} is {fate}"
     return "ok", ""
+
+
+def finite_numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float], list[str]]:
+    """Return the entries that are finite numbers, and notes on numbers that are not finite.
+
+    Args:
+        metrics: The loop's metrics, of any type; scalars of NumPy and torch are numbers. Nothing in
+            them raises: a captured step must not fail where another one does not.
+    """
+    numbers: dict[str, float] = {}
+    infinite: list[str] = []
+    try:
+        entries = list(metrics.items()) if metrics is not None else []
+    except Exception:
+        return {}, [f"the metrics are a {type(metrics).__name__}, no mapping from names to numbers: left out"]
+    for key, value in entries:
+        if isinstance(value, str | bytes):
+            continue
+        try:
+            name, number = str(key).encode(errors="replace").decode(), float(value)
+        except Exception:
+            continue
+        if math.isfinite(number):
+            numbers[name] = number
+        else:
+            infinite.append(f"{name} is {number}")
+    if not infinite:
+        return numbers, []
+    more = f" and {len(infinite) - _MOST_NAMED} more" if len(infinite) > _MOST_NAMED else ""
+    return numbers, [f"metrics that are not finite were left out: {', '.join(infinite[:_MOST_NAMED])}{more}"]

@@ -18,8 +18,8 @@ from test_callback import configured, local_worker, manifest, run
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture.messages import StopReply
-from verl_profiling.capture.metrics import finite_numbers
 from verl_profiling.capture.session import Session
+from verl_profiling.manifest import finite_numbers
 
 
 class Hostile:

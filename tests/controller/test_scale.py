@@ -13,7 +13,7 @@ import pytest
 from test_callback import configured, manifest, run
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, start_reply, stop_reply
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.clock import now_ns
 from verl_profiling.controller.targets import Call
 from verl_profiling.identity import WorkerIdentity
@@ -65,14 +65,14 @@ class Fake:
         """Answer."""
         begin_ns = now_ns()
         await self._do("start_capture")
-        return start_reply(self.identity, "recording", begin_ns)
+        return StartReply(self.identity, "recording", begin_ns)
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         """Answer."""
         begin_ns = now_ns()
         await self._do("stop_capture")
         result = CaptureResult(identity=self.identity, capture_id=capture_id or "", status="ok", step=1)
-        return stop_reply(result, begin_ns)
+        return StopReply(result, received_ns=begin_ns)
 
     async def _do(self, method: str) -> None:
         fault = self._fault.get(method)
@@ -156,13 +156,13 @@ def test_many_local_objects_with_plain_methods_are_called_side_by_side(tmp_path:
     class Plain(Fake):
         def start_capture(self, request: CaptureRequest) -> StartReply:  # type: ignore[override]
             here.wait(15)
-            return start_reply(self.identity, "recording", now_ns())
+            return StartReply(self.identity, "recording", now_ns())
 
         def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:  # type: ignore[override]
             if capture_id is not None:
                 here.wait(15)
             result = CaptureResult(identity=self.identity, capture_id=capture_id or "", status="ok", step=1)
-            return stop_reply(result, now_ns())
+            return StopReply(result, received_ns=now_ns())
 
     config = configured(tmp_path)
     callback = ProfilingCallback(config)

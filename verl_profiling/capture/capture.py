@@ -13,7 +13,7 @@ from typing import Literal
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import BackgroundWork
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.messages import CaptureRequest, result_of
 from verl_profiling.capture.recordings import Recordings
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.devices import given_devices, used_devices
@@ -257,13 +257,11 @@ class Capture:
             asked = self.request.aim is not None and self.request.aim.stages is not None
             status = "skipped" if asked else "empty"  # who asks for a stage need not know who runs it
             reason = f"no selected stage ran (selected: {wanted}; ran: {ran})"
-        return CaptureResult(
-            identity=self.identity,
+        return result_of(
+            self.request,
+            self._role,
+            self.identity,
             roles=self.roles,
-            capture_id=self.request.capture_id,
-            step=self.request.step,
-            mode=self._role.mode,
-            tools=[tool.name for tool in self._role.tools],
             status=status,
             reason=reason,
             artifacts=artifacts,

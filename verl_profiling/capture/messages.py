@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,18 +12,16 @@ from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.remote import Upload
+from verl_profiling.settings.role import RoleConfig
 
 __all__ = [
-    "Aim",
     "CaptureRequest",
     "StartReply",
     "StopReply",
     "cannot_be_had",
     "not_set_up",
-    "nothing_to_stop",
+    "result_of",
     "skipped",
-    "start_reply",
-    "stop_reply",
     "switched_off",
 ]
 
@@ -65,7 +62,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     aim: Aim | None = None
 
 
-class StartReply(msgspec.Struct, frozen=True, kw_only=True):
+class StartReply(msgspec.Struct, frozen=True):
     """The answer to ``start_capture``.
 
     Attributes:
@@ -73,66 +70,58 @@ class StartReply(msgspec.Struct, frozen=True, kw_only=True):
         status: ``recording``, ``armed`` (waits for a stage), ``joined`` (a colocated role
             started this capture already), ``skipped`` (not selected, or switched off) or ``refused`` (what
             the capture is aimed at cannot be had in this process).
+        received_ns: When the call arrived, on the worker's clock.
         reason: Why it was skipped or refused.
         expected: The artifacts that will exist if all goes well, as far as they are known now.
         process: The process that answered.
-        received_ns: When the call arrived, on the worker's clock.
         replied_ns: When it returned, on the worker's clock.
     """
 
     identity: WorkerIdentity
     status: StartStatus
+    received_ns: int = msgspec.field(default_factory=lambda: clock.now_ns())
     reason: str = ""
     expected: list[Artifact] = []
-    process: ProcessId
-    received_ns: int
-    replied_ns: int
+    process: ProcessId = msgspec.field(default_factory=ProcessId.current)
+    replied_ns: int = msgspec.field(default_factory=lambda: clock.now_ns())
 
 
-class StopReply(msgspec.Struct, frozen=True, kw_only=True):
+class StopReply(msgspec.Struct, frozen=True):
     """The answer to ``stop_capture``.
 
     Attributes:
         result: The worker's result, as in its file. Its status is ``skipped`` if nothing was recording.
-        process: The process that answered; another one than at the start if a worker was restarted.
         received_ns: When the call arrived, on the worker's clock.
+        process: The process that answered; another one than at the start if a worker was restarted.
         replied_ns: When it returned, on the worker's clock.
     """
 
     result: CaptureResult
-    process: ProcessId
-    received_ns: int
-    replied_ns: int
+    received_ns: int = msgspec.field(default_factory=lambda: clock.now_ns())
+    process: ProcessId = msgspec.field(default_factory=ProcessId.current)
+    replied_ns: int = msgspec.field(default_factory=lambda: clock.now_ns())
 
 
-def start_reply(
-    identity: WorkerIdentity,
-    status: StartStatus,
-    received_ns: int,
-    *,
-    reason: str = "",
-    expected: Sequence[Artifact] = (),
-) -> StartReply:
-    """Return the answer to ``start_capture``, given now; see :class:`StartReply`."""
-    return StartReply(
-        identity=identity,
-        process=ProcessId.current(),
-        status=status,
-        reason=reason,
-        expected=list(expected),
-        received_ns=received_ns,
-        replied_ns=clock.now_ns(),
-    )
+def result_of(
+    request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity, **fields: Any
+) -> CaptureResult:
+    """Return the result of a capture as request and settings name it.
 
-
-def stop_reply(result: CaptureResult, received_ns: int) -> StopReply:
-    """Return the answer to ``stop_capture``, given now; see :class:`StopReply`."""
-    return StopReply(
-        result=result,
-        process=ProcessId.current(),
-        received_ns=received_ns,
-        replied_ns=clock.now_ns(),
-    )
+    Args:
+        request: The capture.
+        role: The worker's settings.
+        identity: The worker.
+        **fields: What else the result has; what is given replaces what follows from the others.
+    """
+    named: dict[str, Any] = {
+        "identity": identity,
+        "roles": [identity.role],
+        "capture_id": request.capture_id,
+        "step": request.step,
+        "mode": role.mode,
+        "tools": [tool.name for tool in role.tools],
+    }
+    return CaptureResult(**{**named, **fields})
 
 
 def skipped(identity: WorkerIdentity, reason: str, capture_id: str | None = None) -> CaptureResult:
@@ -149,20 +138,6 @@ def cannot_be_had(request: CaptureRequest, problem: object) -> str:
     """Return why a worker refuses a capture that is aimed at something that it does not have."""
     aim = request.aim.in_words() if request.aim is not None else ""
     return f"asked for {aim}, which this process cannot: {problem}"
-
-
-def nothing_to_stop(
-    identity: WorkerIdentity, capture_id: str | None, request: CaptureRequest | None
-) -> CaptureResult:
-    """Return the result of a stop for a capture that this worker does not have.
-
-    Args:
-        identity: The worker.
-        capture_id: The capture that was to be stopped.
-        request: The capture that is open, if there is one.
-    """
-    open_now = f"capture {request.capture_id} is open" if request else "nothing is open"
-    return skipped(identity, f"stop_capture: {open_now}; call start_capture(...) first", capture_id)
 
 
 def not_set_up(request: CaptureRequest, who: object, arguments: str) -> CaptureStateError:

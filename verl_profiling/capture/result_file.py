@@ -1,28 +1,85 @@
-"""The result of one capture in this process, and its file in the step folder."""
+"""The results of captures in this process, and their files in the step folders."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.metrics import finite_numbers
+from verl_profiling.capture.after import AfterHooks
+from verl_profiling.capture.finishing import BackgroundWork
+from verl_profiling.capture.messages import CaptureRequest, result_of, skipped
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureCost, CaptureResult, CaptureStatus, worst_fate
+from verl_profiling.manifest import (
+    Artifact,
+    CaptureCost,
+    CaptureResult,
+    CaptureStatus,
+    finite_numbers,
+    worst_fate,
+)
 from verl_profiling.run_files import RESULT_SUFFIX, write_json_atomically
-from verl_profiling.settings.config import RoleConfig
+from verl_profiling.settings.after import AfterHook
+from verl_profiling.settings.role import RoleConfig
 
-__all__ = ["NOT_STOPPED", "ResultFile"]
+__all__ = ["NOT_STOPPED", "ResultFile", "Slot"]
 
 logger = logging.getLogger(__name__)
 
 NOT_STOPPED = "never stopped"
 _JOINED = ("roles", "artifacts", "stages", "tool_spans", "anchors", "requests", "notes", "policy_versions")
 _WORST_FIRST: tuple[CaptureStatus, ...] = ("failed", "truncated", "empty", "ok", "skipped")
+
+
+class Slot:
+    """The captures of one recorder, one after another: their results, their hooks, and the work that is left.
+
+    Attributes:
+        file: The result of the capture that is open, or else of the last one.
+        background: Does the rest of the work on artifacts.
+        hooks: The hooks of ``after``.
+    """
+
+    def __init__(self, hooks: Mapping[str, AfterHook]) -> None:
+        self.file = ResultFile()
+        self.background = BackgroundWork("finisher")
+        self.hooks = AfterHooks(hooks)
+
+    def result(
+        self, capture_id: str | None, identity: WorkerIdentity, open_now: CaptureRequest | None
+    ) -> CaptureResult:
+        """Return the result of the last capture again, or why a stop ends none.
+
+        Args:
+            capture_id: The capture that was to be stopped; ``None`` for any.
+            identity: The worker.
+            open_now: The capture that is open, if there is one.
+        """
+        if self.file.holds(capture_id):
+            return self.file.result
+        state = f"capture {open_now.capture_id} is open" if open_now else "nothing is open"
+        return skipped(identity, f"stop_capture: {state}; call start_capture(...) first", capture_id)
+
+    def settle(self, result: CaptureResult, capture_id: str | None, finish_s: float) -> CaptureResult:
+        """Run the hooks of a capture that ended; return its result, after waiting for the work that is left.
+
+        Args:
+            result: Its result at the stop.
+            capture_id: The capture that was to be stopped; ``None`` at the end of training.
+            finish_s: Seconds to wait.
+        """
+        self.hooks.ended(result.capture_id if capture_id is None else capture_id, self.file.is_settled)
+        if not finish_s:
+            return result
+        self.background.drain(finish_s)
+        if capture_id is None:
+            self.hooks.train_ends()
+            self.hooks.drain(self.hooks.longest_s)
+        same = result.capture_id and result.capture_id == self.file.result.capture_id
+        return self.file.result if same else result
 
 
 class ResultFile:
@@ -44,17 +101,7 @@ class ResultFile:
     def opened(self, request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity) -> ResultFile:
         """Return the file of a capture that begins: this one, if it is another window of the same step."""
         file = self if _step_of(self.request) == _step_of(request) else ResultFile()
-        window = CaptureResult(
-            identity=identity,
-            roles=[identity.role],
-            capture_id=request.capture_id,
-            step=request.step,
-            mode=role.mode,
-            tools=[tool.name for tool in role.tools],
-            status="failed",
-            reason=NOT_STOPPED,
-            stopped=False,
-        )
+        window = result_of(request, role, identity, status="failed", reason=NOT_STOPPED, stopped=False)
         with file._lock:
             file.request = request
             file._windows = [*(one for one in file._windows if one.stopped), window]

@@ -18,24 +18,19 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock, termination
-from verl_profiling.capture.after import AfterHooks
 from verl_profiling.capture.capture import HANDOVER_S, Capture
-from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.capture.messages import (
-    Aim,
     CaptureRequest,
     StartReply,
     StartStatus,
     StopReply,
     cannot_be_had,
     not_set_up,
-    nothing_to_stop,
-    start_reply,
-    stop_reply,
     switched_off,
 )
-from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile
+from verl_profiling.capture.result_file import NOT_STOPPED, Slot
 from verl_profiling.capture.stage import Both, Stage, StageSink
+from verl_profiling.capture_request import Aim
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
@@ -72,12 +67,10 @@ class Session:
         total_spans(None)
         self._busy: dict[str, Busy] = {}
         self._capture: Capture | None = None
-        self._file = ResultFile()
+        self._slot = Slot({})
         self._configs: dict[str, ProfilingConfig] = {}
         self._prepared: set[Tool] = set()
         self._lock = threading.RLock()
-        self._background = BackgroundWork("finisher")
-        self._hooks = AfterHooks({})
         self._finish_s = 0.0
         self._said_nothing_to_stop = False
         self._handover_s = HANDOVER_S
@@ -98,7 +91,7 @@ class Session:
                 atexit.register(self.leave)
                 if multiprocessing.parent_process() is not None:  # forked, it runs no others
                     multiprocessing.util.Finalize(None, self.leave, exitpriority=100)
-                self._hooks = AfterHooks(config.after)
+                self._slot = Slot(config.after)
             self._configs[identity.name] = config
             self.keep_every_step(config.watch)
             if self.sums is not None and TRAJECTORIES in config.tool_names(identity.role):
@@ -146,13 +139,13 @@ class Session:
             try:
                 role = self._role(identity, request.aim)
             except ConfigError as error:
-                return start_reply(identity, "refused", received_ns, reason=cannot_be_had(request, error))
+                return StartReply(identity, "refused", received_ns, cannot_be_had(request, error))
             if not role.enable:
                 reason = switched_off(identity) if request.aim is None else "not asked for"
-                return start_reply(identity, "skipped", received_ns, reason=reason)
+                return StartReply(identity, "skipped", received_ns, reason)
             if not role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
-                self._hooks.begun(request, identity, recorded=False)
-                return start_reply(identity, "skipped", received_ns, reason="not selected")
+                self._slot.hooks.begun(request, identity, recorded=False)
+                return StartReply(identity, "skipped", received_ns, "not selected")
             if self._capture is not None:
                 if self._capture.request.capture_id == request.capture_id:
                     return self._join(self._capture, request, identity, received_ns)
@@ -161,17 +154,17 @@ class Session:
                 try:
                     self._prepare(role)
                 except ToolUnavailableError as error:
-                    return start_reply(identity, "refused", received_ns, reason=cannot_be_had(request, error))
-            file = self._file.opened(request, role, identity)
-            capture = Capture(request, role, identity, self._background, file.finished, self._handover_s)
+                    return StartReply(identity, "refused", received_ns, cannot_be_had(request, error))
+            file = self._slot.file.opened(request, role, identity)
+            capture = Capture(request, role, identity, self._slot.background, file.finished, self._handover_s)
             expected = capture.open()
-            self._capture, self._file = capture, file
+            self._capture, self._slot.file = capture, file
             termination.hold()
             clock.hold()
             self._pass_stages_to(capture)
-            self._hooks.begun(request, identity)
+            self._slot.hooks.begun(request, identity)
             status: StartStatus = "armed" if capture.state == "armed" else "recording"
-        return start_reply(identity, status, received_ns, expected=expected)
+        return StartReply(identity, status, received_ns, expected=expected)
 
     def stop(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         """Stop the open capture.
@@ -190,25 +183,14 @@ class Session:
             capture = self._capture
             if capture is not None and capture_id in (None, capture.request.capture_id):
                 result = self._close(capture)
-            elif self._file.holds(capture_id):
-                result = self._file.result
             else:
                 identity = capture.identity if capture else WorkerIdentity(role="unknown")
-                result = nothing_to_stop(identity, capture_id, capture.request if capture else None)
+                result = self._slot.result(capture_id, identity, capture.request if capture else None)
                 # The callback names its captures, and asks for none when it waits for artifacts.
-                if capture_id is None and not finish_s and not self._said_nothing_to_stop:
+                if not (result.capture_id or capture_id or finish_s or self._said_nothing_to_stop):
                     self._said_nothing_to_stop = True
                     logger.warning("%s", result.reason)
-        ended = result.capture_id if capture_id is None else capture_id
-        self._hooks.ended(ended, self._file.is_settled)
-        if finish_s:
-            self._background.drain(finish_s)
-            if capture_id is None:
-                self._hooks.train_ends()
-                self._hooks.drain(self._hooks.longest_s)
-            if result.capture_id and result.capture_id == self._file.result.capture_id:
-                result = self._file.result
-        return stop_reply(result, received_ns)
+        return StopReply(self._slot.settle(result, capture_id, finish_s), received_ns)
 
     def amend(
         self, capture_id: str, change: Callable[[CaptureResult], CaptureResult]
@@ -223,7 +205,7 @@ class Session:
             The result; ``None`` if it is not the capture that this process recorded last.
         """
         with self._lock:
-            file = self._file
+            file = self._slot.file
             return file.amend(change) if file.result.capture_id == capture_id else None
 
     def step(self) -> None:
@@ -243,11 +225,11 @@ class Session:
                     capture.request.step,
                 )
                 self._close(capture)
-        if not self._background.drain(self._finish_s):
+        if not self._slot.background.drain(self._finish_s):
             logger.error(
                 "artifacts were still being compressed after %.0f s; they stay uncompressed", self._finish_s
             )
-        self._hooks.drain(self._finish_s)
+        self._slot.hooks.drain(self._finish_s)
 
     def _role(self, identity: WorkerIdentity, aim: Aim | None) -> RoleConfig:
         config = self._configs[identity.name]
@@ -281,7 +263,7 @@ class Session:
             clock.release()
         if failed:
             result = msgspec.structs.replace(result, status="failed", reason=failed)
-        return self._file.close(result)
+        return self._slot.file.close(result)
 
     def _pass_stages_to(self, capture: Capture | None) -> None:
         """Set the receiver of stages."""
@@ -291,7 +273,7 @@ class Session:
     def _join(
         self, capture: Capture, request: CaptureRequest, identity: WorkerIdentity, received_ns: int
     ) -> StartReply:
-        self._hooks.begun(request, identity)
+        self._slot.hooks.begun(request, identity)
         if identity.role not in capture.roles:
             capture.roles.append(identity.role)
             own, used = (self._role(who, request.aim) for who in (identity, capture.identity))
@@ -300,7 +282,7 @@ class Session:
                     f"role {identity.role} is recorded as {capture.identity.name}, whose process it shares, "
                     f"with the settings of role {capture.identity.role}: its own {unused} is not used"
                 )
-        return start_reply(capture.identity, "joined", received_ns)
+        return StartReply(capture.identity, "joined", received_ns)
 
 
 def _differences(role: RoleConfig, other: RoleConfig) -> str:

@@ -11,7 +11,8 @@ from typing import TypeVar
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import Aim, CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
+from verl_profiling.capture_request import Aim
 from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.targets import Call, Round, Target, Worker
 from verl_profiling.identity import WorkerIdentity
@@ -235,13 +236,11 @@ class Answers:
     def _lost(self, answer: _Answer, request: CaptureRequest, reason: str) -> CaptureResult:
         role = self._config.for_role(answer.target.roles[0], self._aim)
         started = answer.started
-        return CaptureResult(
-            identity=answer.identity,
+        return result_of(
+            request,
+            role,
+            answer.identity,
             roles=list(answer.target.roles),
-            capture_id=request.capture_id,
-            step=request.step,
-            mode=role.mode,
-            tools=[tool.name for tool in role.tools],
             status="failed",
             reason=reason,
             process=started.process if started is not None else None,

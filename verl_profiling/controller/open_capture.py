@@ -13,14 +13,13 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.metrics import finite_numbers
 from verl_profiling.capture.stage import OpenSpan, SpanLog
 from verl_profiling.controller.answers import Answers
 from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.targets import Round, Target, Waits
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Manifest, StepSpan
+from verl_profiling.manifest import Manifest, StepSpan, finite_numbers
 from verl_profiling.settings.limits import Timeouts
 
 __all__ = ["ROLLOUT", "OpenCapture", "OpenStep"]

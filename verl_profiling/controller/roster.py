@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.capture.messages import Aim, CaptureRequest
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture_request import Aim
 from verl_profiling.controller.targets import Call, Postponed, Round, Target, Waits, Worker, make_targets
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ProcessId, WorkerIdentity, safe_name

@@ -9,10 +9,16 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.capture.metrics import finite_numbers
 from verl_profiling.controller.run import Run, claim_run
 from verl_profiling.identity import ProcessId, step_folder_name
-from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, Manifest, StageSpan
+from verl_profiling.manifest import (
+    MANIFEST_NAME,
+    Artifact,
+    CaptureResult,
+    Manifest,
+    StageSpan,
+    finite_numbers,
+)
 from verl_profiling.remote import RemoteFolder, Upload
 from verl_profiling.run_files import RESULT_SUFFIX, read_manifest, write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig

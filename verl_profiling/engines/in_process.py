@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, cannot_be_had, start_reply
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, cannot_be_had
 from verl_profiling.capture.result_file import NOT_STOPPED
 from verl_profiling.capture.session import process_session
 from verl_profiling.engines.request_log import RequestLog
@@ -54,9 +53,9 @@ class SessionRecorder:
         session, who = process_session(), self._identity
         if request.stage is not None and not self._open and session.recording:
             reason = f"another role of this process records by stage: mark this with stage({request.stage!r})"
-            return start_reply(who, "skipped", clock.now_ns(), reason=reason)
+            return StartReply(who, "skipped", reason=reason)
         if why := self._refusal(request):
-            return start_reply(who, "refused", clock.now_ns(), reason=why)
+            return StartReply(who, "refused", reason=why)
         if self._open and self._capture_id != request.capture_id:
             left = (await self.stop(self._capture_id, 0.0)).result
             logger.warning("%s: step %d was never stopped", who, left.step)

@@ -16,19 +16,16 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.after import AfterHooks
-from verl_profiling.capture.finishing import BackgroundWork, finish
+from verl_profiling.capture.finishing import finish
 from verl_profiling.capture.messages import (
     CaptureRequest,
     StartReply,
     StopReply,
     cannot_be_had,
-    nothing_to_stop,
-    start_reply,
-    stop_reply,
+    result_of,
 )
 from verl_profiling.capture.recordings import CostMeter
-from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile
+from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile, Slot
 from verl_profiling.devices import Device
 from verl_profiling.engines.adapter import EngineAdapter, EngineTool
 from verl_profiling.engines.death import death_of, while_alive
@@ -78,10 +75,8 @@ class EngineRecorder:
         self._stop_s = min(config.rollout.stop_s, _SHARE_OF_TIMEOUT * config.timeouts.stop_s)
         self._window: _Window | None = None
         self._halting: asyncio.Task[None] | None = None
-        self._file = ResultFile()
         self._starting = asyncio.Lock()
-        self._background = BackgroundWork("finisher")
-        self._hooks = AfterHooks(config.after)
+        self._slot = Slot(config.after)
 
     async def start(self, request: CaptureRequest) -> StartReply:
         """Start a capture, or join it if it runs already.
@@ -94,15 +89,15 @@ class EngineRecorder:
         try:
             role = self._role_for(request)
         except ConfigError as error:
-            return start_reply(who, "refused", received_ns, reason=cannot_be_had(request, error))
+            return StartReply(who, "refused", received_ns, cannot_be_had(request, error))
         ranks = [rank for rank in range(self._engine.ranks) if role.selects(who.rank + rank, who.replica)]
         if not ranks:
-            self._hooks.begun(request, who, recorded=False)
-            return start_reply(who, "skipped", received_ns, reason="not selected")
+            self._slot.hooks.begun(request, who, recorded=False)
+            return StartReply(who, "skipped", received_ns, "not selected")
         async with self._starting:
             if self._window is not None:
                 if self._window.request.capture_id == request.capture_id:
-                    return start_reply(who, "joined", received_ns)
+                    return StartReply(who, "joined", received_ns)
                 logger.warning("%s: step %d was never stopped", who, self._window.request.step)
                 await self._closed(self._window, NOT_STOPPED)
             if death := death_of(self._engine):
@@ -113,8 +108,8 @@ class EngineRecorder:
                     f"capture ({who}); {_RECORD_LESS}"
                 )
             window = await self._open(request, role, ranks)
-            self._hooks.begun(request, who)
-        return start_reply(who, "recording", received_ns, expected=window.recording.expected)
+            self._slot.hooks.begun(request, who)
+        return StartReply(who, "recording", received_ns, expected=window.recording.expected)
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         """Stop a capture; never raises for one that is not open."""
@@ -123,20 +118,13 @@ class EngineRecorder:
             window = self._window
         if window is not None and capture_id in (None, window.request.capture_id):
             result = await self._closed(window)
-        elif self._file.holds(capture_id):
-            result = self._file.result
         else:
-            result = nothing_to_stop(self._identity, capture_id, window.request if window else None)
-        ended = result.capture_id if capture_id is None else capture_id
-        self._hooks.ended(ended, self._file.is_settled)
+            result = self._slot.result(capture_id, self._identity, window.request if window else None)
         if finish_s:
-            await asyncio.to_thread(self._background.drain, finish_s)
-            if capture_id is None:
-                self._hooks.train_ends()
-                await asyncio.to_thread(self._hooks.drain, self._hooks.longest_s)
-            if result.capture_id and result.capture_id == self._file.result.capture_id:
-                result = self._file.result
-        return stop_reply(result, received_ns)
+            result = await asyncio.to_thread(self._slot.settle, result, capture_id, finish_s)
+        else:
+            result = self._slot.settle(result, capture_id, 0.0)
+        return StopReply(result, received_ns)
 
     def _role_for(self, request: CaptureRequest) -> RoleConfig:
         """Return the settings of a capture.
@@ -158,7 +146,7 @@ class EngineRecorder:
     async def _open(self, request: CaptureRequest, role: RoleConfig, ranks: Sequence[int]) -> _Window:
         if request.keep:
             Path(request.folder).mkdir(parents=True, exist_ok=True)
-        file = self._file.opened(request, role, self._identity)
+        file = self._slot.file.opened(request, role, self._identity)
         recording: TraceRecording | RangeRecording
         if isinstance(self._tool, NsysTool):
             recording = RangeRecording(self._identity, request)
@@ -176,7 +164,7 @@ class EngineRecorder:
         except OSError:
             await self._engine.stop()
             raise
-        self._window, self._file, self._halting = window, file, None
+        self._window, self._slot.file, self._halting = window, file, None
         clock.hold()
         self._requests.begin(request.policy_version)
         limit_s = self._config.rollout.max_window_s
@@ -258,7 +246,7 @@ class EngineRecorder:
         return [
             finish(
                 output,
-                self._background,
+                self._slot.background,
                 folder=request.folder,
                 upload=request.upload,
                 complete=lambda artifact: artifact,
@@ -274,12 +262,10 @@ class EngineRecorder:
         if not window.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
         cost = window.meter.cost()
-        result = CaptureResult(
-            identity=self._identity,
-            roles=[self._identity.role],
-            capture_id=window.request.capture_id,
-            step=window.request.step,
-            mode=window.role.mode,
+        result = result_of(
+            window.request,
+            window.role,
+            self._identity,
             tools=[self._tool.name],
             status=status,
             reason=reason,

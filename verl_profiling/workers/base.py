@@ -7,13 +7,11 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling import clock
 from verl_profiling.capture.messages import (
     CaptureRequest,
     StartReply,
     StopReply,
     not_set_up,
-    start_reply,
     switched_off,
 )
 from verl_profiling.capture.session import Session, process_session
@@ -104,7 +102,7 @@ class CaptureMixin:
         identity, enabled = self._capture_roles[role]
         if enabled:
             return process_session().start(request, identity)
-        return start_reply(identity, "skipped", clock.now_ns(), reason=switched_off(identity))
+        return StartReply(identity, "skipped", reason=switched_off(identity))
 
     def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         """Stop a capture; never raises for one that is not open. The callback calls this.

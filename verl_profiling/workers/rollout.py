@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from verl_profiling import clock
 from verl_profiling.capture.messages import (
     CaptureRequest,
     StartReply,
     StopReply,
     not_set_up,
     skipped,
-    start_reply,
-    stop_reply,
     switched_off,
 )
 from verl_profiling.capture.session import process_session
@@ -141,12 +138,7 @@ class RolloutCaptureMixin:
             return await self._capture_recorder.start(request)
         identity, named = self._capture_identity, request.aim.roles if request.aim is not None else None
         refuses = identity.node_rank == 0 and identity.role in (named or ())
-        return start_reply(
-            identity,
-            "refused" if refuses else "skipped",
-            clock.now_ns(),
-            reason=self._capture_idle_reason,
-        )
+        return StartReply(identity, "refused" if refuses else "skipped", reason=self._capture_idle_reason)
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         """Stop a capture; never raises for one that is not open. The callback calls this.
@@ -159,7 +151,7 @@ class RolloutCaptureMixin:
             return await self._capture_recorder.stop(capture_id, finish_s)
         identity = self._capture_identity or WorkerIdentity(role="unknown")
         reason = self._capture_idle_reason or "stop_capture: not set up; call init_capture(...) first"
-        return stop_reply(skipped(identity, reason, capture_id), clock.now_ns())
+        return StopReply(skipped(identity, reason, capture_id))
 
     def read_watch(self, question: WatchQuestion) -> WatchReading | None:
         """Return what the server's process did in some steps; see :meth:`CaptureMixin.read_watch`."""
