@@ -32,7 +32,7 @@ arguments=(
     "assets=$ASSETS" "actor_rollout_ref.rollout.name=$ROLLOUT" "$@"
 )
 if [[ ${DRY_RUN:-0} == 1 ]]; then
-    exec "$PYTHON" -m verl_profiling.integrations.verl_check -m "$MAIN" "${arguments[@]}"
+    exec "$PYTHON" -m verl_profiling.integrations.verl.dry_run -m "$MAIN" "${arguments[@]}"
 fi
 if [[ ! -f $ASSETS/train.parquet ]]; then
     "$PYTHON" -m recipes.verl_grpo_cpu.make_assets "$ASSETS"

@@ -9,7 +9,7 @@ ROLLOUT=${ROLLOUT:-vllm}
 PYTHON=${PYTHON:-python3}
 module=verl.trainer.main_ppo
 if [[ ${DRY_RUN:-0} == 1 ]]; then
-    module=verl_profiling.integrations.verl_check
+    module=verl_profiling.integrations.verl.dry_run
 fi
 exec "$PYTHON" -m "$module" --config-dir "$(cd "$(dirname "$0")" && pwd)" --config-name grpo_npu \
     actor_rollout_ref.rollout.name="$ROLLOUT" "$@"

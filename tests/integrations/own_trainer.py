@@ -9,7 +9,7 @@ from wrapt import register_post_import_hook
 
 def hook(module: Any) -> None:
     """Replace verl's trainer with a subclass that overrides ``fit``."""
-    from verl_profiling.integrations.verl_trainer import ProfilingTrainerMixin
+    from verl_profiling.integrations.verl.trainer import ProfilingTrainerMixin
 
     name = "colocate_async"
     base = module.TRAINER_REGISTRY[name]

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 from verl_profiling import ConfigError
-from verl_profiling.integrations.verl_config import settings_from_verl
+from verl_profiling.integrations.verl.bridge import settings_from_verl
 
 pytestmark = pytest.mark.verl
 

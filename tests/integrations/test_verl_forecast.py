@@ -11,9 +11,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_profiling import ProfilingConfig
+from verl_profiling.integrations.verl.dry_run import forecast, without_effect
 from verl_profiling.integrations.verl.notices import say_nothing_is_profiled, why_nothing
 from verl_profiling.integrations.verl.profiler import Profiler
-from verl_profiling.integrations.verl_check import forecast, without_effect
 
 ROLES = ("actor", "rollout")
 

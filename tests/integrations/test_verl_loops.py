@@ -28,7 +28,7 @@ def trainer_class(place: str, mixin: bool, **members: Any) -> type[Any]:
     module, _, name = place.partition(":")
     module = module if module.startswith("verl.") else f"verl.trainer.ppo.{module}"
     base = getattr(pytest.importorskip(module), name)
-    from verl_profiling.integrations.verl_trainer import ProfilingTrainerMixin
+    from verl_profiling.integrations.verl.trainer import ProfilingTrainerMixin
 
     def init(self: Any, config: Any) -> None:
         self.config, self.global_steps, self.timing = config, 0, {}

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_module
 
 from integrations.verl_runs import search_path
 from verl_profiling import ProfilingConfig
-from verl_profiling.integrations.verl_config import settings_from_verl
+from verl_profiling.integrations.verl.bridge import settings_from_verl
 from verl_profiling.run_files import read_manifest
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
@@ -106,7 +106,7 @@ def test_asynchronous_trainers_are_checked_too(trainer: str, main: str, roles: s
 )
 def test_other_main_modules_are_refused_by_name(arguments: tuple[str, ...], says: str) -> None:
     """SFT has no steps to profile; a name that is misspelt is told verl's; another loop is none of verl's."""
-    run = run_script(sys.executable, "-m", "verl_profiling.integrations.verl_check", *arguments)
+    run = run_script(sys.executable, "-m", "verl_profiling.integrations.verl.dry_run", *arguments)
     assert run.returncode == 1
     assert says in run.stderr
 
@@ -137,7 +137,7 @@ def check_own_main(folder: Path, config: str, *overrides: str) -> subprocess.Com
     (folder / "own_recipe").mkdir()
     (folder / "own_recipe" / "train.py").write_text(OWN_MAIN)
     (folder / "own_recipe" / "own.yaml").write_text(config)
-    command = (sys.executable, "-m", "verl_profiling.integrations.verl_check", "-m", "own_recipe.train")
+    command = (sys.executable, "-m", "verl_profiling.integrations.verl.dry_run", "-m", "own_recipe.train")
     return run_script(*command, *overrides, PYTHONPATH=search_path(folder))
 
 

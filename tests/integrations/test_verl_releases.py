@@ -36,7 +36,7 @@ def program(*modules: str) -> str:
 def check(folder: Path | None, tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Check a command with the sources of some verl, or with the installed one."""
     return run_python(
-        *("-m", "verl_profiling.integrations.verl_check"),
+        *("-m", "verl_profiling.integrations.verl.dry_run"),
         *("hydra.searchpath=[pkg://verl_profiling.conf]", "+profiling=e2e", f"hydra.run.dir={tmp_path}"),
         *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"),
         *("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4", "algorithm.adv_estimator=grpo"),

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _NO_HOOK = (
     "profiling: the configuration asks for it, and this trainer is not profiled: no method of it is hooked. "
-    "A trainer class of your own inherits verl_profiling.integrations.verl_trainer.ProfilingTrainerMixin"
+    "A trainer class of your own inherits verl_profiling.integrations.verl.trainer.ProfilingTrainerMixin"
 )
 _MOST_NAMED = 10
 _FAR = 100_000

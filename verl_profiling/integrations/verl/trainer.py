@@ -26,6 +26,7 @@ from verl_profiling.integrations.verl.async_trainer import (
     AsyncTrainerProfiler,
     awaits_its_steps,
 )
+from verl_profiling.integrations.verl.bridge import settings_of
 from verl_profiling.integrations.verl.launch import start_workers_under_nsys
 from verl_profiling.integrations.verl.notices import (
     can_be_profiled,
@@ -37,12 +38,11 @@ from verl_profiling.integrations.verl.notices import (
 from verl_profiling.integrations.verl.profiler import Profiler, active_profiler, say_fates, trainer_stage
 from verl_profiling.integrations.verl.rollouter import hook_rollouter, is_rollouter
 from verl_profiling.integrations.verl.servers import SETTINGS_KEY
-from verl_profiling.integrations.verl_config import settings_of
 from verl_profiling.manifest import POLLING
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.trajectories import span
 
-__all__ = ["TrainerProfiler", "hook_overrides"]
+__all__ = ["ProfilingTrainerMixin", "TrainerProfiler"]
 
 logger = logging.getLogger(__name__)
 
@@ -243,6 +243,17 @@ def hook_overrides(cls: type[Any]) -> None:
             wrap(cls, name, wrappers[name])
     if is_rollouter(cls):
         hook_rollouter(cls)
+
+
+class ProfilingTrainerMixin:
+    """A mixin for trainers that override ``fit``, as a coroutine or not; verl's own are hooked already.
+
+    ``class MyTrainer(ProfilingTrainerMixin, RayPPOTrainer): def fit(self): ...``
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        hook_overrides(cls)
 
 
 def _made(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:

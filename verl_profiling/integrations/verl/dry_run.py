@@ -1,8 +1,8 @@
-"""Checks a command before it is queued: ``python -m verl_profiling.integrations.verl_check ARGUMENTS``.
+"""Checks a command before it is queued: ``python -m verl_profiling.integrations.verl.dry_run ARGUMENTS``.
 
 Takes the arguments of ``verl.trainer.main_ppo``, composes its configuration, and lets verl and this
 package check it. Nothing is started, and no accelerator is needed. Another main module, verl's or your own,
-is named before them: ``verl_check -m verl.experimental.one_step_off_policy.main_ppo ARGUMENTS``.
+is named before them: ``dry_run -m verl.experimental.one_step_off_policy.main_ppo ARGUMENTS``.
 It is imported, and its function under ``@hydra.main`` is not called.
 """
 
@@ -22,10 +22,10 @@ import hydra
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.integrations.hooks import Hook, misfits, usable
 from verl_profiling.integrations.verl import HOOKS, untested
+from verl_profiling.integrations.verl.bridge import check_installed_engine, expected_ranges, settings_of
 from verl_profiling.integrations.verl.launch import injection_notice
 from verl_profiling.integrations.verl.notices import captured_steps, why_nothing
 from verl_profiling.integrations.verl.workers import WORKER_STAGES
-from verl_profiling.integrations.verl_config import check_installed_engine, expected_ranges, settings_of
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.units import step_list
 

@@ -41,43 +41,43 @@ TRAINING_ROLES = ("actor", "ref", "critic")
 _GROUPS = ("default", "discrete", "off", "verl")
 _ENGINES = {"vllm": VLLMAdapter.name, "sglang": SGLangAdapter.name}
 _SWITCHED_OFF = "set profiling.roles.rollout.enable=false"
-_BLOCKS = {
-    "actor": "actor_rollout_ref.actor.profiler",
-    "ref": "actor_rollout_ref.ref.profiler",
-    "rollout": "actor_rollout_ref.rollout.profiler",
-    "critic": "critic.profiler",
-}
+_EVERYWHERE = (*TRAINING_ROLES, ROLLOUT_ROLE)
+_BLOCKS = {role: f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", ROLLOUT_ROLE)}
+_BLOCKS["critic"] = "critic.profiler"
 _TOOLS = ("torch", "torch_memory", "npu", "nsys")
 _REPLICA_SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 
-_CONTENTS = {
-    "torch": {"stack": "stack", "shapes": "shapes", "memory": "memory"},
-    "npu": {"stack": "stack", "shapes": "shapes", "memory": "memory", "modules": "module"},
-}
-"""Options of a tool by what verl's ``contents`` calls them."""
+_CONTENTS = ("stack", "shapes", "memory")
 _DEVICES = {"torch": "cuda", "npu": "npu"}
-_VALUES = {
-    "torch_memory": {
-        "max_entries": ("trace_alloc_max_entries", 100_000),
-        "steps": ("memory_snapshot_num_steps", 1),
-    }
+"""Tools whose ``contents`` are chosen, and what the device's events are called there."""
+_OPTIONS_OF_ENGINES = {
+    ("torch", "vllm"): ("stack", "shapes", "memory"),
+    ("torch", "sglang"): ("stack", "shapes"),
+    ("npu", "vllm"): ("modules", "memory", "analysis"),
+    ("npu", "sglang"): ("stack", "shapes", "analysis"),
 }
-"""Options of a tool that are fields of verl's, with verl's default."""
-_EVERYWHERE = (*TRAINING_ROLES, ROLLOUT_ROLE)
-_OF_ENGINES = "a window of engine iterations is for the rollout only"
-_UNSUPPORTED = (
-    # roles; tool; field; values that ask for nothing; why the others are not supported
-    (TRAINING_ROLES, None, "profile_token_start", (None,), _OF_ENGINES),
-    (TRAINING_ROLES, None, "profile_token_end", (None,), _OF_ENGINES),
-    ((ROLLOUT_ROLE,), "torch", "schedule.active", (None, 0), "engines have no mini-batches"),
-    (TRAINING_ROLES, "torch", "schedule.repeat", (None, 0, 1), "one window of mini-batches is recorded"),
-    (_EVERYWHERE, "torch_memory", "stack_depth", (None, 32), "torch keeps whole stacks"),
-)
+"""Options that an engine has; under verl it has no others either."""
+
+_ROLLOUT = (ROLLOUT_ROLE,)
 _ALWAYS = "always so: every artifact is in the folder of its step"
+_OF_ENGINES = "a window of engine iterations is for the rollout only"
+_NO_COMMANDS = "servers run no command, under verl neither"
+_WITHOUT_COUNTERPART: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
+    # field of the block, * its tool; roles; its default, if that is not empty; why it is left out
+    ("relocate_results", _EVERYWHERE, None, _ALWAYS),
+    ("save_path", _EVERYWHERE, None, "all roles write to global_profiler.save_path"),
+    ("finish_hook_cmd", _ROLLOUT, None, _NO_COMMANDS),
+    ("finish_hook_all_ranks", _ROLLOUT, None, _NO_COMMANDS),
+    ("finish_hook_ranks", _ROLLOUT, None, _NO_COMMANDS),
+    ("tool_config.*.profile_token_start", TRAINING_ROLES, None, _OF_ENGINES),
+    ("tool_config.*.profile_token_end", TRAINING_ROLES, None, _OF_ENGINES),
+    ("tool_config.torch.schedule.active", _ROLLOUT, None, "engines have no mini-batches"),
+    ("tool_config.torch.schedule.repeat", TRAINING_ROLES, 1, "one window of mini-batches is recorded"),
+    ("tool_config.torch_memory.stack_depth", _EVERYWHERE, 32, "torch keeps whole stacks"),
+)
 _FINISH_ENVIRONMENT = 'VERL_PROFILE_SAVE_PATH="$VERL_PROFILING_RUN" ' + " ".join(
     f'VERL_PROFILE_{name}="$VERL_PROFILING_{name}"' for name in ("RANK", "PID", "ROLE")
 )
-_FINISH_HOOK = ("finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks")
 
 
 def settings_of(config: Any) -> ProfilingConfig | None:
@@ -246,106 +246,104 @@ def _bridged(config: Any, notes: list[str]) -> dict[str, Any]:
     """
     from omegaconf import OmegaConf
 
-    block = OmegaConf.to_container(config.global_profiler, resolve=True)
-    roles = {
+    common = OmegaConf.to_container(config.global_profiler, resolve=True)
+    blocks = {
         role: OmegaConf.to_container(given, resolve=True)
         for role, path in _BLOCKS.items()
         if (given := OmegaConf.select(config, path)) is not None and _plays(config, role)
     }
-    steps = block.get("steps") or []
-    if block.get("relocate_results"):
+    steps = list(common.get("steps") or ())
+    if common.get("relocate_results"):
         notes.append(f"global_profiler.relocate_results: {_ALWAYS}")
-    rollout = roles.get(ROLLOUT_ROLE, {})
+    rollout = blocks.get(ROLLOUT_ROLE, {})
     window = (rollout.get("tool_config") or {}).get(rollout.get("tool")) or {}
     start, end = window.get("profile_token_start") or 0, window.get("profile_token_end")
     return {
-        "enable": bool(steps) and any(role.get("enable") for role in roles.values()),
-        "tool": _tool("global_profiler.tool", block.get("tool")) if steps else "torch",
-        "save_path": block["save_path"],
-        "schedule": {"steps": list(steps), "continuous": bool(block["profile_continuous_steps"])}
-        if steps
-        else {},
-        "roles": {role: _role(config, role, given, block, notes) for role, given in roles.items()},
+        "enable": bool(steps) and any(block.get("enable") for block in blocks.values()),
+        "tool": _tool("global_profiler.tool", common.get("tool")) if steps else "torch",
+        "save_path": common["save_path"],
+        "schedule": {"steps": steps, "continuous": bool(common["profile_continuous_steps"])} if steps else {},
+        "roles": {role: _role(config, role, block, common, notes) for role, block in blocks.items()},
         # verl calls engine iterations response tokens.
         "rollout": {"start": start, "count": None if end is None else end - start, "max_window_s": None},
-        "after": _finish_commands(roles, notes),
+        "after": _finish_commands(blocks),
     }
 
 
 def _role(
-    config: Any, role: str, block: Mapping[str, Any], whole: Mapping[str, Any], notes: list[str]
+    config: Any, role: str, block: Mapping[str, Any], common: Mapping[str, Any], notes: list[str]
 ) -> dict[str, Any]:
+    """Return the settings of a role from its block."""
     if not block.get("enable"):
         return {"enable": False}
     where, rollout = _BLOCKS[role], config.actor_rollout_ref.rollout
-    if block.get("relocate_results"):
-        notes.append(f"{where}.relocate_results: {_ALWAYS}")
-    if (path := block.get("save_path")) not in (None, whole["save_path"]):
-        notes.append(f"{where}.save_path={path}: all roles write to global_profiler.save_path")
     tool = _tool(f"{where}.tool", block.get("tool"))
+    for field, roles, default, why in _WITHOUT_COUNTERPART:
+        field = field.replace("*", tool)
+        used = role in roles and (not field.startswith("tool_config.") or f".{tool}." in field)
+        # What global_profiler says is the default of every role.
+        if used and (value := _at(block, field)) and value not in (default, _at(common, field)):
+            notes.append(f"{where}.{field.removesuffix('.active')}: {why}")
     of_engines = "npu" if _device(config) == "npu" else "torch"
     if role == ROLLOUT_ROLE and tool != of_engines:
         notes.append(f"{where}.tool={tool}: rollout engines record with {of_engines}; left out")
         return {"enable": False}
-    options = (block.get("tool_config") or {}).get(tool) or {}
-    found: dict[str, Any] = {"tool": tool, "mode": "discrete" if options.get("discrete") else "e2e"}
+    given = (block.get("tool_config") or {}).get(tool) or {}
+    options = _options(tool, given)
+    if role == ROLLOUT_ROLE:
+        contents = given.get("contents") or ()
+        if tool == "torch" and "activities" in options:
+            notes.append(f"{where}.tool_config.torch.contents: engines record all activities that there are")
+        if tool == "npu":  # as verl passes them on to engines
+            options["stack"] = options["modules"] = not {"stack", "module"}.isdisjoint(contents)
+        kept = _OPTIONS_OF_ENGINES.get((tool, rollout.name), ())
+        options = dict.fromkeys(_CONTENTS, False) | {name: options[name] for name in kept}
+    elif tool == "torch_memory":
+        options["oom_folder"] = str(Path(common["save_path"], "oom").absolute())
+    found: dict[str, Any] = {
+        "tool": tool,
+        "mode": "discrete" if given.get("discrete") else "e2e",
+        "tools": {tool: options},
+    }
     if not block.get("all_ranks"):
         replica = math.prod(rollout.get(size) or 1 for size in _REPLICA_SIZES)
         found["ranks"] = list(block.get("ranks") or range(replica if role == ROLLOUT_ROLE else 1))
-    for roles, of_tool, field, harmless, why in _UNSUPPORTED:
-        value: Any = options
-        for part in field.split("."):
-            value = (value or {}).get(part)
-        if role in roles and of_tool in (None, tool) and value not in harmless:
-            notes.append(f"{where}.tool_config.{tool}.{field.removesuffix('.active')}: {why}")
-    if own := _options(role, tool, options):
-        found["tools"] = {tool: own}
-    if role == ROLLOUT_ROLE:
-        _fit_engine(rollout.name, tool, options, found, notes)
-    elif tool == "torch_memory":
-        found["tools"][tool]["oom_folder"] = str(Path(whole["save_path"], "oom").absolute())
     return found
 
 
-def _options(role: str, tool: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _options(tool: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a tool, from their names in verl."""
+    if tool == "torch_memory":
+        entries, steps = (
+            given.get("trace_alloc_max_entries", 100_000),
+            given.get("memory_snapshot_num_steps", 1),
+        )
+        return {"max_entries": entries, "steps": steps}
+    if tool not in _DEVICES:
+        return {}
     contents = set(given.get("contents") or ())
     everything = tool == "torch" and not contents
-    found: dict[str, Any] = {
-        option: everything or content in contents for option, content in _CONTENTS.get(tool, {}).items()
-    }
-    found |= {option: given.get(field, default) for option, (field, default) in _VALUES.get(tool, {}).items()}
-    if contents and _DEVICES.get(tool, "") not in ("", *contents):
+    found: dict[str, Any] = {content: everything or content in contents for content in _CONTENTS}
+    if contents and _DEVICES[tool] not in contents:
         found["activities"] = ["cpu"]
     if tool == "npu":
-        found["level"] = str(given.get("level", "level0")).replace("level_none", "none")
-        found["analysis"] = bool(given.get("analysis"))
-    schedule = given.get("schedule") or {}
-    if tool == "torch" and schedule.get("active"):
-        wait = schedule.get("skip_first", 0) + schedule.get("wait", 0)
-        window = {"wait": wait, "warmup": schedule.get("warmup", 0), "active": schedule["active"]}
-        found["mini_batches"] = window
+        level = str(given.get("level", "level0")).replace("level_none", "none")
+        return found | {
+            "modules": "module" in contents,
+            "level": level,
+            "analysis": bool(given.get("analysis")),
+        }
+    if (schedule := given.get("schedule") or {}).get("active"):
+        window = {name: schedule.get(name, 0) for name in ("wait", "warmup", "active")}
+        found["mini_batches"] = {**window, "wait": window["wait"] + schedule.get("skip_first", 0)}
     return found
 
 
-def _fit_engine(
-    engine: str, tool: str, given: Mapping[str, Any], found: dict[str, Any], notes: list[str]
-) -> None:
-    """Leave out the options that an engine does not have; under verl it has none of them either."""
-    options = found["tools"][tool]
-    contents = set(given.get("contents") or ())
-    options.pop("mini_batches", None)
-    if options.pop("activities", None) and tool == "torch":
-        where = f"{_BLOCKS[ROLLOUT_ROLE]}.tool_config.torch.contents"
-        notes.append(f"{where}: engines record all activities that there are")
-    if tool == "torch" and engine == "sglang":
-        options["memory"] = False
-    if tool == "npu":
-        # As verl passes them on to engines: these choose the rest, the level too.
-        stack = bool(contents & {"stack", "module"})
-        own = ("modules", "memory") if engine == "vllm" else ("stack", "shapes")
-        options |= {"stack": stack, "modules": stack}
-        found["tools"][tool] = {name: options[name] for name in (*own, "analysis")}
+def _at(block: Any, field: str) -> Any:
+    """Return a field of a block by its dotted name."""
+    for name in field.split("."):
+        block = (block or {}).get(name)
+    return block
 
 
 def _tool(key: str, tool: str | None) -> str:
@@ -354,33 +352,28 @@ def _tool(key: str, tool: str | None) -> str:
     return str(tool)
 
 
-def _finish_commands(roles: Mapping[str, Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
+def _finish_commands(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return verl's finish commands, which it runs in a shell, once, after the last step it profiles.
 
     Workers that play several roles run a command that these share once.
     """
-    rollout, actor = roles.get(ROLLOUT_ROLE, {}), roles.get("actor", {})
-    for name in _FINISH_HOOK if rollout.get("enable") else ():
-        if rollout.get(name) and rollout[name] != actor.get(name):
-            notes.append(f"{_BLOCKS[ROLLOUT_ROLE]}.{name}: servers run no command, under verl neither")
-    found: list[dict[str, Any]] = []
+    found: dict[tuple[Any, ...], list[str]] = {}
     for role in TRAINING_ROLES:
-        block = roles.get(role, {})
-        if not (block.get("enable") and (command := block.get("finish_hook_cmd"))):
-            continue
-        names = f"export VERL_PROFILE_TOOL={shlex.quote(str(block.get('tool')))} {_FINISH_ENVIRONMENT}"
-        everywhere, ranks = block.get("finish_hook_all_ranks"), list(block.get("finish_hook_ranks") or ())
-        hook = {
-            "command": ["/bin/sh", "-c", f"{names}\n{command}"],
+        block = blocks.get(role, {})
+        if block.get("enable") and (command := block.get("finish_hook_cmd")):
+            ranks = tuple(block.get("finish_hook_ranks") or ()) or None
+            of_ranks = EVERY_RANK if block.get("finish_hook_all_ranks") else ranks
+            found.setdefault((command, str(block.get("tool")), of_ranks), []).append(role)
+    export = f"export {_FINISH_ENVIRONMENT} VERL_PROFILE_TOOL="
+    return {
+        f"finish_hook_{roles[0]}": {
+            "command": ["/bin/sh", "-c", f"{export}{shlex.quote(tool)}\n{command}"],
             "when": "last",
-            "ranks": EVERY_RANK if everywhere else ranks or None,
+            "roles": roles,
+            "ranks": ranks,
         }
-        equal = [other["roles"] for other in found if {**hook, "roles": other["roles"]} == other]
-        if equal:
-            equal[0].append(role)
-        else:
-            found.append({**hook, "roles": [role]})
-    return {f"finish_hook_{hook['roles'][0]}": hook for hook in found}
+        for (command, tool, ranks), roles in found.items()
+    }
 
 
 def _plays(config: Any, role: str) -> bool:
