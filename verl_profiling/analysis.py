@@ -307,10 +307,8 @@ class CapturedStep:
         """Return one table of the report as a pandas data frame; ``requests`` reads no trace.
 
         Args:
-            name: The table. Columns are the fields of its rows in
-                :mod:`verl_profiling.report.rows` (of trajectories, in
-                :mod:`verl_profiling.report.rollout.rows`), after the step; a worker's idle time has a column
-                for each cause, ``lost_<cause>_us``.
+            name: The table. Columns are the fields of its rows in :mod:`verl_profiling.report.rows`, after
+                the step; a worker's idle time has a column for each cause, ``lost_<cause>_us``.
 
         Raises:
             ConfigError: There is no table of this name.

@@ -22,9 +22,9 @@ from verl_profiling.report.diff import compare
 from verl_profiling.report.files import data_frame, write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.rollout.calls import OTHERS
 from verl_profiling.report.rollout.findings import rollout_findings
-from verl_profiling.report.rollout.rows import CallRow, CauseRow, Polling, Rollout
+from verl_profiling.report.rollout.records import OTHERS
+from verl_profiling.report.rows import CallRow, CauseRow, Polling, Rollout
 from verl_profiling.report.scalars import scalars
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.report.tables import TABLES

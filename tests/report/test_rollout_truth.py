@@ -18,8 +18,8 @@ from verl_profiling import span, trajectory
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult, Manifest, Request, StageSpan
 from verl_profiling.report.lanes import Step
-from verl_profiling.report.rollout.rows import Rollout
 from verl_profiling.report.rollout.section import rollout_of
+from verl_profiling.report.rows import Rollout
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectories.spans import OpenLog, start_log, stop_log
 

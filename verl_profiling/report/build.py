@@ -39,8 +39,7 @@ from verl_profiling.report.numbers import (
 from verl_profiling.report.outside import outside_rows
 from verl_profiling.report.over_time import requests_running
 from verl_profiling.report.replicas import replica_rows
-from verl_profiling.report.rollout.explain import few_causes
-from verl_profiling.report.rollout.section import rollout_of
+from verl_profiling.report.rollout.section import few_causes, rollout_of
 from verl_profiling.report.stragglers import stragglers
 from verl_profiling.report.suspects import Activities, asked_of
 from verl_profiling.timeline.logs import read_logs
@@ -49,8 +48,6 @@ from verl_profiling.timeline.step import Source, StepInputs
 from verl_profiling.trajectory_log import TrajectoryLog
 from verl_profiling.units import step_list
 from verl_profiling.visible import visible_text_of
-
-__all__ = ["StepRead", "build_report", "read_step"]
 
 _MOST_NOTES = 100
 

@@ -165,3 +165,8 @@ def nested_times(spans: Spans, threads: NDArray[Any]) -> NDArray[np.int64]:
             ends.append(end)
     own[order] -= inside
     return own
+
+
+def percentiles(sample: Sequence[float] | NDArray[np.float64], *which: int) -> list[Any]:
+    """Return percentiles of a sample; ``None`` for each where it is empty."""
+    return np.percentile(sample, which).tolist() if len(sample) else [None] * len(which)

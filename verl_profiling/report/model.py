@@ -14,40 +14,9 @@ from typing import Literal
 import msgspec
 
 from verl_profiling.capture_request import Trigger
-from verl_profiling.report.rollout.rows import Rollout
-from verl_profiling.report.rows import (
-    AnchorRow,
-    CollectiveRow,
-    CostRow,
-    CounterRow,
-    DeviceRow,
-    EngineRow,
-    KernelRow,
-    LostRow,
-    MeasureRow,
-    OutsideRow,
-    ReplicaRow,
-    RunningRow,
-    StageRow,
-    StragglerRow,
-    SuspectRow,
-    WorkerRow,
-)
+from verl_profiling.report import rows
+from verl_profiling.report.rows import DeviceRow, Rollout
 from verl_profiling.units import duration, lane_seconds, step_list
-
-__all__ = [
-    "OTHER_RANKS",
-    "REPORT_SCHEMA_VERSION",
-    "Asked",
-    "Clock",
-    "Coverage",
-    "Finding",
-    "GanttSpan",
-    "Percentiles",
-    "Report",
-    "Tail",
-    "Throughput",
-]
 
 OTHER_RANKS = "waiting_for_other_ranks"
 """Cause of lost time in which the device is busy: it waits in a collective."""
@@ -271,14 +240,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int | None
     complete: bool
     span_us: float
-    stages: list[StageRow]
-    workers: list[WorkerRow]
-    engines: list[EngineRow]
+    stages: list[rows.StageRow]
+    workers: list[rows.WorkerRow]
+    engines: list[rows.EngineRow]
     tail: Tail | None
-    stragglers: list[StragglerRow]
-    collectives: list[CollectiveRow]
-    kernels: list[KernelRow]
-    lost: list[LostRow]
+    stragglers: list[rows.StragglerRow]
+    collectives: list[rows.CollectiveRow]
+    kernels: list[rows.KernelRow]
+    lost: list[rows.LostRow]
     weight_sync_share: float
     throughput: Throughput | None
     gantt: list[GanttSpan]
@@ -287,21 +256,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     coverage: Coverage
     metrics: dict[str, float]
     notes: list[str]
-    measures: list[MeasureRow] = []
-    costs: list[CostRow] = []
+    measures: list[rows.MeasureRow] = []
+    costs: list[rows.CostRow] = []
     capture_us: float = 0.0
-    anchors: list[AnchorRow] = []
+    anchors: list[rows.AnchorRow] = []
     captured: bool = True
-    running: list[RunningRow] = []
-    replicas: list[ReplicaRow] = []
+    running: list[rows.RunningRow] = []
+    replicas: list[rows.ReplicaRow] = []
     rollout: Rollout | None = None
-    outside: list[OutsideRow] = []
+    outside: list[rows.OutsideRow] = []
     devices: list[DeviceRow]
     timeline_begin_ns: int | None = None
     name: str = ""
     asked: Asked | None = None
-    suspects: list[SuspectRow] = []
-    counters: list[CounterRow] = []
+    suspects: list[rows.SuspectRow] = []
+    counters: list[rows.CounterRow] = []
     capture_steps: list[int] = []
 
     def __repr__(self) -> str:

@@ -12,9 +12,7 @@ from pathlib import Path
 from verl_profiling.errors import ConfigError
 from verl_profiling.event_file import EventFile
 from verl_profiling.report.model import Report
-from verl_profiling.report.rollout.fates import KEPT
-
-__all__ = ["scalars", "write_tensorboard"]
+from verl_profiling.report.rollout.outcomes import KEPT
 
 
 def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:

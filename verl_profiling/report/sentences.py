@@ -6,12 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from verl_profiling.report.model import OTHER_RANKS, Asked, Report
-from verl_profiling.report.rollout.rows import Rollout
+from verl_profiling.report.rows import Rollout
 from verl_profiling.report.sparkline import sparkline
 from verl_profiling.units import byte_size, duration
-
-__all__ = ["Figure", "asked_sentences", "counted", "figures", "rollout_sentences", "sentences"]
-
 
 _MOST_BARS = 60
 

@@ -16,10 +16,7 @@ from verl_profiling.report import rows
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import OTHER_RANKS, Report
 from verl_profiling.report.page.colours import cause_key, stage_class
-from verl_profiling.report.rollout import rows as of_rollout
 from verl_profiling.units import byte_size, duration
-
-__all__ = ["TABLES", "Cell", "Table", "cell", "fields_of", "flat_rows", "named", "timed"]
 
 
 class Cell(NamedTuple):
@@ -253,7 +250,7 @@ TABLES: Mapping[str, Table] = {
         ),
         Table(
             "trajectory_causes",
-            of_rollout.CauseRow,
+            rows.CauseRow,
             "cause=cause, validation=validate, time=seconds, share=share, trajectories=trajectories",
             "What trajectories waited for.",
             brief=12,
@@ -262,7 +259,7 @@ TABLES: Mapping[str, Table] = {
         ),
         Table(
             "rollout_time",
-            of_rollout.PartRow,
+            rows.PartRow,
             "cause=cause, time=seconds, share=share",
             "What went on in the rollout, on the wall clock.",
             key=lambda row: cause_key(row.cause),
@@ -270,7 +267,7 @@ TABLES: Mapping[str, Table] = {
         ),
         Table(
             "trajectory_calls",
-            of_rollout.CallRow,
+            rows.CallRow,
             "name=name, +role=role, calls=calls, failed=failed, time=seconds, p50=p50_s, p90=p90_s, "
             "p99=p99_s, longest=longest_s, +at once=mean_running, most at once=most_running",
             "Tools and other spans.",
@@ -280,7 +277,7 @@ TABLES: Mapping[str, Table] = {
         ),
         Table(
             "loop_blocks",
-            of_rollout.BlockRow,
+            rows.BlockRow,
             "lane=lane, by=what, +function=function, times=blocks, for=seconds, longest=longest_s, "
             "stood still=trajectories, added up=stood_still_s",
             "What blocked event loops, and how many trajectories stood still meanwhile.",
@@ -288,7 +285,7 @@ TABLES: Mapping[str, Table] = {
         ),
         Table(
             "trajectory_groups",
-            of_rollout.GroupRow,
+            rows.GroupRow,
             "group=group, members=members, first done=first_s, last done=last_s, waited=waited_s, "
             "the last's cause=last_of",
             "Groups whose members waited most for their last one.",
@@ -297,7 +294,7 @@ TABLES: Mapping[str, Table] = {
         ),
         Table(
             "trajectory_versions",
-            of_rollout.VersionRow,
+            rows.VersionRow,
             "version=version, behind=distance, oldest of=oldest, newest of=newest, segments=segments, "
             "tokens=segment_tokens",
             "Versions of the weights that made the training trajectories.",
@@ -306,14 +303,14 @@ TABLES: Mapping[str, Table] = {
         ),
         Table(
             "trajectory_fates",
-            of_rollout.FateRow,
+            rows.FateRow,
             "fate=fate, validation=validate, trajectories=trajectories, time=seconds, share=share, "
             "tokens=response_tokens, +turns=turns, tool calls=tool_calls",
             field="fates",
         ),
         Table(
             "trajectory_failures",
-            of_rollout.FailureRow,
+            rows.FailureRow,
             "error=error, validation=validate, trajectories=trajectories, fate=fate, in=span, e.g.=example",
             brief=40,
             field="failures",

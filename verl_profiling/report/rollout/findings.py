@@ -10,14 +10,12 @@ from collections.abc import Iterator, Sequence
 
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.replicas import slow_replica
-from verl_profiling.report.rollout.fates import KEPT
+from verl_profiling.report.rollout.outcomes import KEPT
 from verl_profiling.report.rollout.pieces import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED
 from verl_profiling.report.rollout.records import UNKNOWN
-from verl_profiling.report.rollout.rows import BlockRow, Rollout
+from verl_profiling.report.rows import BlockRow, Rollout
 from verl_profiling.report.thresholds import FINDINGS
 from verl_profiling.units import duration
-
-__all__ = ["MARK_MORE", "called", "rollout_findings"]
 
 _ENGINE_WORKS = ("decode", "generate", "prefill", "first token")
 _FEW_LANES = 3

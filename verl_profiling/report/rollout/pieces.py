@@ -1,48 +1,50 @@
-"""What trajectories waited for, in pieces of time that have one cause each."""
+"""What trajectories waited for, in pieces of time that have one cause each.
+
+Loop lag is the time for which a trajectory stood still because another task blocked its event loop. A block
+stops every task of its loop, but not what tasks wait for elsewhere: an engine goes on with a request, a
+sandbox with its program. So a trajectory stands still in a block
+
+* that is not its own (the span that ran is not one of its spans),
+* while it is not in the engine's hands, and
+* if what it waited for ended within :data:`DRAIN_NS` after the block, when the loop runs what became due
+  meanwhile. What goes on for longer would not have ended any sooner, and keeps its time.
+
+When, inside the block, it became due is not recorded. All of it counts as lag, which is an upper bound,
+except where the engine says when it was done.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import Request
 from verl_profiling.report.intervals import union
-from verl_profiling.report.rollout.axes import Axes, Ints
-from verl_profiling.report.rollout.innermost import innermost
-from verl_profiling.report.rollout.lag import standing_still
-from verl_profiling.report.rollout.records import Records
-from verl_profiling.report.rollout.requests import (
-    FROM_THE_ENGINE,
-    PARTS,
-    TO_THE_ENGINE,
-    divided_requests,
-)
+from verl_profiling.report.rollout.axes import Axes, Ints, innermost, ragged
+from verl_profiling.report.rollout.records import Blocks, Records
 
-__all__ = [
-    "BEFORE",
-    "CAUSES",
-    "LOOP_LAG",
-    "OWN_CODE",
-    "UNEXPLAINED",
-    "Pieces",
-    "process_pieces",
-    "trajectory_pieces",
-]
+DRAIN_NS = 50_000_000
+"""Time after a block in which a loop runs what became due in it; longer would be a block of its own."""
 
+_TOGETHER_NS = 10_000_000  # between blocks of one turn of the loop, other tasks take a moment
+_MOST_PAIRS = 5_000_000
+
+TO_THE_ENGINE, FROM_THE_ENGINE = "to the engine", "from the engine"
+_PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode", FROM_THE_ENGINE)
+"""What a request waits for, as :meth:`~verl_profiling.manifest.Request.parts` calls it."""
 GENERATE, LOOP_LAG, OWN_CODE, UNEXPLAINED = "generate", "loop lag", "own code", "unexplained"
 BEFORE = "began before the capture"
-CAUSES = (*PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
+_CAUSES = (*_PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
 """Causes that are no names of spans."""
 
-_NUMBERS = {name: number for number, name in enumerate(CAUSES)}
+_NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
 _ON_THE_WAY = (_NUMBERS[TO_THE_ENGINE], _NUMBERS[FROM_THE_ENGINE])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pieces:
+class Pieces(NamedTuple):
     """Time by cause, as columns. Pieces of one owner may overlap: they share that time.
 
     Attributes:
@@ -51,8 +53,8 @@ class Pieces:
         end: End (ns).
         cause: Number of the cause in ``causes``.
         loop: Number of the event loop, or -1.
-        causes: Names of the causes.
         uncertain: It is lag of which the begin is not known: an upper bound.
+        causes: Names of the causes.
     """
 
     owner: Ints
@@ -60,25 +62,12 @@ class Pieces:
     end: Ints
     cause: Ints
     loop: Ints
-    causes: Sequence[str]
     uncertain: NDArray[np.bool_]
+    causes: Sequence[str]
 
     def of(self, rows: Ints) -> Pieces:
         """Return some of the pieces."""
-        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
-        return Pieces(causes=self.causes, **columns)
-
-
-_COLUMNS = ("owner", "begin", "end", "cause", "loop", "uncertain")
-
-
-def _causes(records: Records) -> tuple[list[str], Ints]:
-    """Return the names of all causes, and the number of the cause of each name of a span."""
-    taken = set(CAUSES) - {GENERATE}
-    named = [f"span {name}" if name in taken else name for name in records.names]
-    numbers = dict(_NUMBERS)
-    of = [numbers.setdefault(name, len(numbers)) for name in named]
-    return list(numbers), np.array(of, dtype=np.int64)
+        return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))
 
 
 def trajectory_pieces(records: Records, served: Mapping[int, Request]) -> Pieces:
@@ -96,72 +85,94 @@ def trajectory_pieces(records: Records, served: Mapping[int, Request]) -> Pieces
     """
     spans = records.spans
     causes, of_name = _causes(records)
-    rows = np.flatnonzero(spans.trajectory >= 0)
-    owner, begin, end = spans.trajectory[rows], spans.begin[rows], spans.end[rows]
-    number = np.full(len(spans.trajectory), -1, dtype=np.int64)
-    number[rows] = np.arange(len(rows))
-    parent = np.where(spans.parent[rows] >= 0, number[spans.parent[rows]], -1)
-    index, first, last = innermost(owner, begin, end, parent)
-    index, first, last, cause = _divided(rows[index], first, last, of_name[spans.name], served, records)
+    index, first, last = _innermost(records, of_trajectories=True)
+    index, first, last, cause = _divided(index, first, last, of_name[spans.name[index]], served, records)
     goes_on = (spans.open[index] > 0) & (last == spans.end[index])
-    loop = np.where(_held(cause) | goes_on, -1, spans.loop[index])
-    gaps = _gaps(records, owner, begin, end)
-    columns = (
-        np.concatenate((spans.trajectory[index], gaps[0])),
-        np.concatenate((first, gaps[1])),
-        np.concatenate((last, gaps[2])),
-        np.concatenate((cause, gaps[3])),
-        np.concatenate((loop, gaps[4])),
-    )
+    held = (cause < len(_PARTS)) & ~np.isin(cause, _ON_THE_WAY)  # by the engine: no block holds it up
+    inside = (spans.trajectory[index], first, last, cause, np.where(held | goes_on, -1, spans.loop[index]))
+    columns = [np.concatenate(pair) for pair in zip(inside, _gaps(records), strict=True)]
     return _with_lag(records, causes, *columns)
 
 
-def _held(cause: Ints) -> NDArray[np.bool_]:
-    """Return whether pieces are in the engine's hands: a blocked loop does not hold them up."""
-    engine = cause < len(PARTS)
-    return engine & ~np.isin(cause, _ON_THE_WAY)
+def process_pieces(records: Records) -> Pieces:
+    """Return what processes did outside of trajectories: their innermost spans."""
+    spans = records.spans
+    causes, of_name = _causes(records)
+    index, first, last = _innermost(records, of_trajectories=False)
+    certain = np.zeros(len(index), dtype=bool)
+    cause = of_name[spans.name[index]]
+    return Pieces(spans.process[index], first, last, cause, spans.loop[index], certain, causes)
+
+
+def _causes(records: Records) -> tuple[list[str], Ints]:
+    """Return the names of all causes, and the number of the cause of each name of a span."""
+    taken = set(_CAUSES) - {GENERATE}
+    numbers = dict(_NUMBERS)
+    named = (f"span {name}" if name in taken else name for name in records.names)
+    of = [numbers.setdefault(name, len(numbers)) for name in named]
+    return list(numbers), np.array(of, dtype=np.int64)
+
+
+def _innermost(records: Records, of_trajectories: bool) -> tuple[Ints, Ints, Ints]:
+    """Return when spans of trajectories, or of processes, were innermost: their numbers, begins and ends."""
+    spans = records.spans
+    rows = np.flatnonzero((spans.trajectory >= 0) == of_trajectories)
+    number = np.full(len(spans.trajectory) + 1, -1, dtype=np.int64)  # the last one is that of no parent
+    number[rows] = np.arange(len(rows))
+    owner = spans.trajectory if of_trajectories else spans.process
+    index, first, last = innermost(
+        owner[rows], spans.begin[rows], spans.end[rows], number[spans.parent[rows]]
+    )
+    return rows[index], first, last
 
 
 def _divided(
-    index: Ints, first: Ints, last: Ints, cause_of: Ints, served: Mapping[int, Request], records: Records
+    index: Ints, first: Ints, last: Ints, cause: Ints, served: Mapping[int, Request], records: Records
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Divide the pieces of ``generate`` spans by their requests."""
-    cause = cause_of[index]
+    """Divide the pieces of ``generate`` spans by what their requests waited for.
+
+    What is before a request was sent is on the way to the engine, what is after its end on the way back.
+    """
     if not served:
         return index, first, last, cause
     begin, end = records.spans.begin, records.spans.end
-    numbers, marks, labels = divided_requests(
-        served, {n: int(begin[n]) for n in served}, {n: int(end[n]) for n in served}
-    )
+    edges: list[list[int]] = []  # from the span's begin to its end
+    labels: list[list[int]] = []  # of what lies between two edges
     row_of = np.full(len(begin), -1, dtype=np.int64)
-    row_of[numbers] = np.arange(len(numbers))
+    for row, (number, request) in enumerate(served.items()):
+        row_of[number] = row
+        parts: list[tuple[str, int]] = [(name, until) for name, _, until in request.parts()]
+        if not parts or parts[0][0] != TO_THE_ENGINE:  # nothing is known of it before it was sent
+            parts.insert(0, (TO_THE_ENGINE, request.begin_ns))
+        rest = len(_PARTS) - len(parts)
+        edges.append([begin[number], *(until for _, until in parts), *[end[number]] * rest])
+        labels.append([*(_NUMBERS[name] for name, _ in parts), *[_NUMBERS[FROM_THE_ENGINE]] * rest])
+    marks = np.array(edges, dtype=np.int64)
+    marks = np.clip(np.maximum.accumulate(marks, axis=1), marks[:, :1], marks[:, -1:])
     asked = row_of[index] >= 0
     rows = row_of[index[asked]]
-    edges = np.clip(marks[rows], first[asked, None], last[asked, None])
-    low, high, label = edges[:, :-1].ravel(), edges[:, 1:].ravel(), labels[rows].ravel()
-    of = np.repeat(index[asked], labels.shape[1])
+    marks = np.clip(marks[rows], first[asked, None], last[asked, None])
+    low, high, label = marks[:, :-1].ravel(), marks[:, 1:].ravel(), np.array(labels)[rows].ravel()
     some = high > low
-    return (
-        np.concatenate((index[~asked], of[some])),
-        np.concatenate((first[~asked], low[some])),
-        np.concatenate((last[~asked], high[some])),
-        np.concatenate((cause[~asked], label[some])),
-    )
+    whole = (index[~asked], first[~asked], last[~asked], cause[~asked])
+    parted = (np.repeat(index[asked], len(_PARTS))[some], low[some], high[some], label[some])
+    index, first, last, cause = (np.concatenate(pair) for pair in zip(whole, parted, strict=True))
+    return index, first, last, cause
 
 
-def _gaps(records: Records, owner: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+def _gaps(records: Records) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """Return when trajectories were in no span: trajectory, begin, end, cause, loop."""
-    found = records.trajectories
-    from_ns = np.array([one.begin_ns for one in found], dtype=np.int64)
-    until_ns = np.array([one.end_ns for one in found], dtype=np.int64)
-    axes = Axes(len(found), from_ns, until_ns, begin, end)
-    whole = axes.put(np.arange(len(found)), from_ns, until_ns)
-    of, first, last = axes.left(whole, axes.put(owner, begin, end))
-    whole_log = np.array([one.whole_log for one in found], dtype=bool)
-    unseen = np.array([one.unseen_begin for one in found], dtype=bool)
-    cause = np.where(whole_log[of], _NUMBERS[OWN_CODE], _NUMBERS[UNEXPLAINED])
-    cause[unseen[of] & (first == from_ns[of])] = _NUMBERS[BEFORE]
-    loop = np.array([one.loop for one in found], dtype=np.int64)
+    spans = records.spans
+    columns = [
+        (one.begin_ns, one.end_ns, one.loop, one.whole_log, one.unseen_begin) for one in records.trajectories
+    ]
+    from_ns, until_ns, loop, whole_log, unseen = np.array(columns, dtype=np.int64).reshape(-1, 5).T
+    rows = np.flatnonzero(spans.trajectory >= 0)
+    axes = Axes(len(columns), from_ns, until_ns, spans.begin[rows], spans.end[rows])
+    whole = axes.put(np.arange(len(columns)), from_ns, until_ns)
+    of, first, last = axes.left(whole, axes.put(spans.trajectory[rows], spans.begin[rows], spans.end[rows]))
+    cause = np.where(whole_log[of] > 0, _NUMBERS[OWN_CODE], _NUMBERS[UNEXPLAINED])
+    cause[(unseen[of] > 0) & (first == from_ns[of])] = _NUMBERS[BEFORE]
     return of, first, last, cause, loop[of]
 
 
@@ -169,7 +180,7 @@ def _with_lag(
     records: Records, causes: list[str], owner: Ints, begin: Ints, end: Ints, cause: Ints, loop: Ints
 ) -> Pieces:
     """Take out the time for which trajectories stood still, as pieces with that cause."""
-    number, low, high = standing_still(owner, loop, begin, end, records.blocks)
+    number, low, high = _standing_still(owner, loop, begin, end, records.blocks)
     axes = Axes(len(owner), begin, end, low, high)
     left, first, last = axes.left(
         axes.put(np.arange(len(owner)), begin, end), union(axes.put(number, low, high))
@@ -182,27 +193,58 @@ def _with_lag(
         end=np.concatenate((last, high)),
         cause=np.where(lagged, _NUMBERS[LOOP_LAG], cause[rows]),
         loop=loop[rows],
-        causes=causes,
         uncertain=lagged & (cause[rows] != _NUMBERS[FROM_THE_ENGINE]),
-    )
-
-
-def process_pieces(records: Records) -> Pieces:
-    """Return what processes did outside of trajectories: their innermost spans."""
-    spans = records.spans
-    causes, of_name = _causes(records)
-    rows = np.flatnonzero(spans.trajectory < 0)
-    number = np.full(len(spans.trajectory), -1, dtype=np.int64)
-    number[rows] = np.arange(len(rows))
-    parent = np.where(spans.parent[rows] >= 0, number[spans.parent[rows]], -1)
-    index, first, last = innermost(spans.process[rows], spans.begin[rows], spans.end[rows], parent)
-    index = rows[index]
-    return Pieces(
-        owner=spans.process[index],
-        begin=first,
-        end=last,
-        cause=of_name[spans.name[index]],
-        loop=spans.loop[index],
         causes=causes,
-        uncertain=np.zeros(len(index), dtype=bool),
     )
+
+
+def _standing_still(
+    trajectory: Ints, loop: Ints, begin: Ints, end: Ints, blocks: Blocks
+) -> tuple[Ints, Ints, Ints]:
+    """Return for which times whose spans stood still: numbers of the spans, begins and ends.
+
+    Args:
+        trajectory: Trajectory of each span.
+        loop: Event loop of each span, or -1.
+        begin: Begin of each span (ns).
+        end: End of each span (ns).
+        blocks: The blocks of all loops.
+    """
+    none = np.empty(0, dtype=np.int64)
+    on_loop = np.flatnonzero((loop >= 0) & (end > begin))
+    if not len(blocks.begin) or not len(on_loop):
+        return none, none, none
+    loops = int(max(loop.max(), blocks.loop.max())) + 1
+    axes = Axes(loops, begin[on_loop], end[on_loop], blocks.begin, blocks.end + _TOGETHER_NS)
+    owner, first, last = axes.take(union(axes.put(blocks.loop, blocks.begin, blocks.end + _TOGETHER_NS)))
+    last -= _TOGETHER_NS
+    starts = Axes(loops, first, end)
+    stalls = starts.put(owner, first, first)[:, 0]
+    place = np.searchsorted(stalls, starts.put(loop[on_loop], end[on_loop], end[on_loop])[:, 0]) - 1
+    near = np.maximum(place, 0)
+    low, high = np.maximum(first[near], begin[on_loop]), np.minimum(last[near], end[on_loop])
+    waited = (place >= 0) & (owner[near] == loop[on_loop]) & (end[on_loop] <= last[near] + DRAIN_NS)
+    waited &= high > low
+    return _without_own(on_loop[waited], low[waited], high[waited], trajectory, blocks)
+
+
+def _without_own(
+    number: Ints, low: Ints, high: Ints, trajectory: Ints, blocks: Blocks
+) -> tuple[Ints, Ints, Ints]:
+    """Take out of the times of each span the blocks of its own trajectory."""
+    own = np.flatnonzero(blocks.trajectory >= 0)
+    owners = max(len(number), int(trajectory.max(initial=0)) + 1)
+    axes = Axes(owners, low, high, blocks.begin, blocks.end)
+    of = axes.put(blocks.trajectory[own], blocks.begin[own], blocks.end[own])
+    of = of[np.argsort(of[:, 0], kind="stable")]
+    asked = axes.put(trajectory[number], low, high)
+    reach = np.maximum.accumulate(of[:, 1]) if len(of) else of[:, 1]
+    first = np.searchsorted(reach, asked[:, 0], side="right")
+    last = np.searchsorted(of[:, 0], asked[:, 1], side="left")
+    if np.maximum(last - first, 0).sum() > _MOST_PAIRS:  # of no loop that ran: its blocks do not overlap
+        return number, low, high
+    block, row = ragged(first, last)
+    _, own_begin, own_end = axes.take(of[block])
+    index = np.arange(len(number))
+    left, begin, end = axes.left(axes.put(index, low, high), axes.put(row, own_begin, own_end))
+    return number[left], begin, end

@@ -4,67 +4,67 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from verl_profiling.report.rollout.axes import Ints
 from verl_profiling.timeline.step import Source
-from verl_profiling.trajectory_log import NO_SPAN, Fact, TrajectoryLog
-
-__all__ = ["UNKNOWN", "Blocks", "Records", "SpanTable", "Trajectory", "read_records", "short_name"]
+from verl_profiling.trajectory_log import NO_SPAN, SpanRecord, TrajectoryLog, TrajectoryRecord
 
 UNKNOWN = "unknown"
 """Name of what blocked an event loop where no sample saw it."""
+OTHERS = "(all others)"
+"""What is behind the rows that are shown."""
 
 _LONGEST = 120
+_WITH_ERROR = ("failed", "cancelled")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trajectory:
+class Trajectory(NamedTuple):
     """One trajectory, as far as it was recorded in the step.
 
     Attributes:
-        lane: Lane of its process.
-        group: Its group; empty without one.
+        said: Its record, in the time of its process.
         begin_ns: Begin of what was recorded of it.
         end_ns: End of what was recorded of it.
         cut_begin: It began before it was recorded, or before the step.
         cut_end: It ended after the step, or was still running when recording ended.
-        fate: What became of it in the end.
-        facts: What the loop said about it.
         loop: Number of its event loop among those of all processes, or -1.
         unseen_begin: It began before its process recorded, so that it may have been in a span by then.
         whole_log: All spans of its process were kept, so that time without one is its own code.
+        failed_in: Name of the span that it failed in, if it did, has an error, and was in one.
     """
 
-    lane: str
-    group: str
+    said: TrajectoryRecord
     begin_ns: int
     end_ns: int
     cut_begin: bool
     cut_end: bool
-    fate: str
-    facts: dict[str, Fact]
     loop: int
     unseen_begin: bool
     whole_log: bool
+    failed_in: str | None
 
     @property
     def validate(self) -> bool:
         """Whether it is of a validation rollout."""
-        return self.facts.get("validate") is True
+        return self.said.facts.get("validate") is True
 
-    def count(self, fact: str) -> int | None:
+    @property
+    def fate(self) -> str:
+        """What became of it in the end."""
+        return short_name(self.said.fate)
+
+    def number(self, fact: str) -> int | None:
         """Return a fact that is a whole number."""
-        value = self.facts.get(fact)
+        value = self.said.facts.get(fact)
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53:
             return value
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpanTable:
+class SpanTable(NamedTuple):
     """Spans as columns, in order of their begin for each process; times are clipped to the trajectory.
 
     Attributes:
@@ -92,8 +92,7 @@ class SpanTable:
     requests: dict[int, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Whiles in which one task did not let its event loop go on, as columns.
 
     Attributes:
@@ -113,8 +112,7 @@ class Blocks:
     named: list[tuple[str, str, str]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Records:
+class Records(NamedTuple):
     """All that was recorded of trajectories in a step.
 
     Attributes:
@@ -140,54 +138,61 @@ def read_records(logs: Iterable[tuple[Source, TrajectoryLog]], begin_ns: int, en
         begin_ns: Begin of the step.
         end_ns: End of the step.
     """
-    gathered = _Gathered(begin_ns, end_ns)
+    found = _Gathered()
     for source, log in logs:
-        gathered.add(source, log)
-    return gathered.records()
+        window = (max(begin_ns, log.begin_ns - source.offset_ns), min(end_ns, log.end_ns - source.offset_ns))
+        if window[1] > window[0]:
+            found.add(source, log, window)
+    spans, blocks = (np.concatenate(parts).T for parts in (found.spans, found.blocks))
+    named = [(*key, most.most_common(1)[0][0]) for key, (_, most) in found.blockers.items()]
+    return Records(
+        found.processes,
+        found.trajectories,
+        list(found.names),
+        SpanTable._make((*spans, found.requests)),
+        Blocks._make((*blocks, named)),
+    )
 
 
 class _Gathered:
-    def __init__(self, begin_ns: int, end_ns: int) -> None:
-        self._begin_ns, self._end_ns = begin_ns, end_ns
-        self._processes: list[tuple[str, str]] = []
-        self._trajectories: list[Trajectory] = []
-        self._names: dict[str, int] = {}
-        self._blockers: dict[tuple[str, str], tuple[int, Counter[str]]] = {}
-        self._spans: list[Ints] = []
-        self._blocks: list[Ints] = []
-        self._requests: dict[int, str] = {}
+    """The columns while logs are read."""
+
+    def __init__(self) -> None:
+        self.processes: list[tuple[str, str]] = []
+        self.trajectories: list[Trajectory] = []
+        self.names: dict[str, int] = {}
+        self.blockers: dict[tuple[str, str], tuple[int, Counter[str]]] = {}
+        self.spans: list[Ints] = [np.empty((0, 9), np.int64)]
+        self.blocks: list[Ints] = [np.empty((0, 5), np.int64)]
+        self.requests: dict[int, str] = {}
         self._count = self._loops = 0
 
-    def add(self, source: Source, log: TrajectoryLog) -> None:
-        offset = source.offset_ns
-        window = (max(self._begin_ns, log.begin_ns - offset), min(self._end_ns, log.end_ns - offset))
-        if window[1] <= window[0]:
-            return
-        self._processes.append((source.lane, source.role))
+    def add(self, source: Source, log: TrajectoryLog, window: tuple[int, int]) -> None:
+        """Add what is in a window of a log."""
+        self.processes.append((source.lane, source.role))
         loops = {loop.id: self._loops + index for index, loop in enumerate(log.loops)}
         self._loops += len(log.loops)
         numbers: dict[int, int | None] = {NO_SPAN: NO_SPAN}
         whole_log = not (log.cut or log.spans_left_out)
+        failed_in = _failed_in(log)
         for record in log.trajectories:
-            begin, end = (at - offset for at in (record.begin_ns, record.end_ns))
+            begin, end = record.begin_ns - source.offset_ns, record.end_ns - source.offset_ns
             first, last = max(begin, window[0]), min(end, window[1])
-            numbers[record.id] = len(self._trajectories) if first <= last else None
+            numbers[record.id] = len(self.trajectories) if first <= last else None
             if first <= last:
                 found = Trajectory(
-                    lane=source.lane,
-                    group=record.group,
+                    said=record,
                     begin_ns=first,
                     end_ns=last,
                     cut_begin=first > begin,
                     cut_end=last < end or record.fate == "running",
-                    fate=short_name(record.fate),
-                    facts=record.facts,
                     loop=loops.get(record.loop, NO_SPAN),
                     unseen_begin=record.begin_ns < log.begin_ns,
                     whole_log=whole_log,
+                    failed_in=failed_in.get(record.id),
                 )
-                self._trajectories.append(found)
-        owners = self._add_spans(log, offset, window, numbers, loops)
+                self.trajectories.append(found)
+        owners = self._add_spans(log, source.offset_ns, window, numbers, loops)
         self._add_blocks(source, log, window, owners, loops)
 
     def _add_spans(
@@ -199,7 +204,7 @@ class _Gathered:
         loops: dict[int, int],
     ) -> dict[int, int]:
         """Add the spans of a log; return the number of the trajectory of each of those that are kept."""
-        rows: list[tuple[int, int, int, int, int, int, int, int, int]] = []
+        rows: list[tuple[int, ...]] = []
         kept: dict[int, int] = {NO_SPAN: NO_SPAN}
         owners: dict[int, int] = {}
         for span in sorted(log.spans, key=lambda span: (span.begin_ns, span.id)):
@@ -208,7 +213,7 @@ class _Gathered:
                 continue
             low, high = window
             if number != NO_SPAN:
-                low, high = self._trajectories[number].begin_ns, self._trajectories[number].end_ns
+                low, high = self.trajectories[number].begin_ns, self.trajectories[number].end_ns
             begin, end = max(span.begin_ns - offset, low), min(span.end_ns - offset, high)
             if end < begin:
                 kept[span.id] = kept.get(span.parent, NO_SPAN)
@@ -216,14 +221,13 @@ class _Gathered:
             row = self._count + len(rows)
             kept[span.id], owners[span.id] = row, number
             if span.request:
-                self._requests[row] = span.request
-            name = self._names.setdefault(short_name(span.name), len(self._names))
-            around = kept.get(span.parent, NO_SPAN)
-            loop = loops.get(span.loop, NO_SPAN)
+                self.requests[row] = span.request
+            name = self.names.setdefault(short_name(span.name), len(self.names))
+            around, loop = kept.get(span.parent, NO_SPAN), loops.get(span.loop, NO_SPAN)
             goes_on = span.open or span.end_ns - offset > end
-            process = len(self._processes) - 1
+            process = len(self.processes) - 1
             rows.append((number, process, name, begin, end, around, loop, span.failed, goes_on))
-        self._spans.append(np.array(rows, dtype=np.int64).reshape(-1, len(_SPAN_COLUMNS)))
+        self.spans.append(np.array(rows, dtype=np.int64).reshape(-1, 9))
         self._count += len(rows)
         return owners
 
@@ -245,27 +249,22 @@ class _Gathered:
                 continue
             who = (names.get(block.span) or block.function) if block.function else UNKNOWN
             key = (source.lane, short_name(who))
-            number, functions = self._blockers.setdefault(key, (len(self._blockers), Counter()))
+            number, functions = self.blockers.setdefault(key, (len(self.blockers), Counter()))
             functions[short_name(block.function)] += end - begin
             rows.append((loops[block.loop], begin, end, owners.get(block.span, NO_SPAN), number))
-        self._blocks.append(np.array(rows, dtype=np.int64).reshape(-1, 5))
-
-    def records(self) -> Records:
-        spans = np.concatenate((np.empty((0, len(_SPAN_COLUMNS)), dtype=np.int64), *self._spans))
-        blocks = np.concatenate((np.empty((0, 5), dtype=np.int64), *self._blocks))
-        named = [(*key, most.most_common(1)[0][0]) for key, (_, most) in self._blockers.items()]
-        columns = dict(zip(_SPAN_COLUMNS, spans.T, strict=True))
-        return Records(
-            processes=self._processes,
-            trajectories=self._trajectories,
-            names=list(self._names),
-            spans=SpanTable(**columns, requests=self._requests),
-            blocks=Blocks(**dict(zip(_BLOCK_COLUMNS, blocks.T, strict=True)), named=named),
-        )
+        self.blocks.append(np.array(rows, dtype=np.int64).reshape(-1, 5))
 
 
-_SPAN_COLUMNS = ("trajectory", "process", "name", "begin", "end", "parent", "loop", "failed", "open")
-_BLOCK_COLUMNS = ("loop", "begin", "end", "trajectory", "what")
+def _failed_in(log: TrajectoryLog) -> dict[int, str]:
+    """Return the span that each failed trajectory was in: what raised last, else what was still open."""
+    inner: dict[int, SpanRecord | None] = {
+        one.id: None for one in log.trajectories if one.error and one.fate in _WITH_ERROR
+    }
+    for span in log.spans if inner else []:
+        if (span.failed or span.open) and span.trajectory in inner:
+            known = inner[span.trajectory] or span
+            inner[span.trajectory] = max(known, span, key=lambda one: (one.failed, one.begin_ns, one.id))
+    return {id: short_name(span.name) if span else "" for id, span in inner.items()}
 
 
 def short_name(name: str) -> str:

@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import Request
-from verl_profiling.report.intervals import spans_of, union
+from verl_profiling.manifest import POLLING, StageSpan
+from verl_profiling.report.intervals import (
+    EMPTY,
+    Spans,
+    intersection,
+    length,
+    percentiles,
+    spans_of,
+    subtract,
+    union,
+)
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.rollout.axes import Sharing
-from verl_profiling.report.rollout.calls import OTHERS, call_rows
-from verl_profiling.report.rollout.explain import Explanation, few_causes
-from verl_profiling.report.rollout.failures import Failures
-from verl_profiling.report.rollout.fates import fate_rows
-from verl_profiling.report.rollout.freshness import version_rows
-from verl_profiling.report.rollout.groups import group_rows
-from verl_profiling.report.rollout.lag import block_rows
+from verl_profiling.report.rollout.axes import Ints, Sharing
+from verl_profiling.report.rollout.outcomes import (
+    block_rows,
+    call_rows,
+    failure_rows,
+    fate_rows,
+    group_rows,
+    last_trajectories,
+    version_rows,
+)
 from verl_profiling.report.rollout.pieces import (
     BEFORE,
+    GENERATE,
     LOOP_LAG,
     UNEXPLAINED,
     Pieces,
     process_pieces,
     trajectory_pieces,
 )
-from verl_profiling.report.rollout.polling import polling_of
-from verl_profiling.report.rollout.records import Records, read_records
-from verl_profiling.report.rollout.rows import CauseRow, FailureRow, PartRow, Rollout
-from verl_profiling.report.rollout.tail import last_trajectories
+from verl_profiling.report.rollout.records import OTHERS, read_records
+from verl_profiling.report.rows import CauseRow, PartRow, Polling, Rollout
 from verl_profiling.timeline.requests import joined, requests_by_id
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import TrajectoryLog
 
-__all__ = ["rollout_of"]
-
-_GENERATE = "generate"
-_MOST_CAUSES = 100
+_NO_TRAJECTORY = "requests of no trajectory"
+_MOST_CAUSES, _MOST_PARTS = 100, 20
 
 
 def rollout_of(
@@ -52,55 +60,38 @@ def rollout_of(
     """
     if step.manifest is None:
         return None
-    failures = Failures(step.begin_ns, step.end_ns)
-    records = read_records(failures.seen(logs), step.begin_ns, step.end_ns)
-    if not len(records.trajectories) and not len(records.spans.begin):
+    records = read_records(logs, step.begin_ns, step.end_ns)
+    found, spans = records.trajectories, records.spans
+    if not found and not len(spans.begin):
         return None
-    names = [index for index, name in enumerate(records.names) if name == _GENERATE]
-    generating = np.isin(records.spans.name, names)
+    generate = records.names.index(GENERATE) if GENERATE in records.names else -1
     served = joined(
         (
-            (number, id, int(records.spans.begin[number]), int(records.spans.end[number]))
-            for number, id in records.spans.requests.items()
-            if generating[number]
+            (number, id, int(spans.begin[number]), int(spans.end[number]))
+            for number, id in spans.requests.items()
+            if spans.name[number] == generate
         ),
         requests_by_id(step.manifest),
     )
     pieces = trajectory_pieces(records, served)
     explanation = Explanation(pieces, process_pieces(records), step.stages, union(*step.served.values()))
-    return _section(step, records, pieces, explanation, served, failures.rows()), explanation
-
-
-def _section(
-    step: Step,
-    records: Records,
-    pieces: Pieces,
-    explanation: Explanation,
-    served: dict[int, Request],
-    failures: list[FailureRow],
-) -> Rollout:
-    found = records.trajectories
     begin = np.array([one.begin_ns for one in found], dtype=np.int64)
     end = np.array([one.end_ns for one in found], dtype=np.int64)
     validate = np.array([one.validate for one in found], dtype=bool)
     training = np.flatnonzero(~validate)
     whole = [number for number in training if not (found[number].cut_begin or found[number].cut_end)]
-    took = (end - begin)[whole] / 1e9
-    p50, p99 = (float(value) for value in np.percentile(took, (50, 99))) if len(took) else (None, None)
+    p50, p99 = percentiles((end - begin)[whole] / 1e9, 50, 99)
     shares = Sharing(pieces.owner, pieces.begin, pieces.end).shares()
-    causes = [row for kind in (False, True) for row in _causes(pieces, shares, validate, kind)]
     uncertain = pieces.uncertain & ~validate[pieces.owner]
-    lag = pieces.of(np.flatnonzero(pieces.cause == pieces.causes.index(LOOP_LAG)))
-    last = last_trajectories(training, begin[training], end[training], pieces, step.begin_ns)
     window = step.during(ROLLOUT)
     if not len(window) and len(begin):
         window = spans_of([(int(begin.min()), int(end.max()))])
     time = _parts(explanation.of(window))
-    groups, groups_seen, waited_s, spread_p50_s, spread_max_s = group_rows(found, pieces, step.begin_ns)
-    trained = step.manifest.policy_version if step.manifest else None
-    versions, versioned, partial = version_rows(found, records.spans, served, trained)
+    groups, of_groups = group_rows(found, pieces, step.begin_ns)
+    versions, versioned, partial = version_rows(records, served, step.manifest.policy_version)
     first = int(begin[training].min()) if len(training) else step.begin_ns
-    return Rollout(
+    lag = pieces.of(np.flatnonzero(pieces.cause == pieces.causes.index(LOOP_LAG)))
+    rollout = Rollout(
         trajectories=len(training),
         validation=int(validate.sum()),
         cut=sum(one.cut_begin or one.cut_end for one in found),
@@ -109,25 +100,23 @@ def _section(
         p99_s=p99,
         begin_s=(first - step.begin_ns) / 1e9,
         wall_s=(int(end[training].max()) - first) / 1e9 if len(training) else 0.0,
-        causes=causes,
+        causes=[row for kind in (False, True) for row in _causes(pieces, shares, validate, kind)],
         uncertain_lag_s=float(shares[uncertain].sum()) / 1e9,
         time=time,
         explained=sum(part.share for part in time if part.cause not in (BEFORE, UNEXPLAINED)),
-        last=last,
+        last=last_trajectories(training, begin[training], end[training], pieces, step.begin_ns),
         calls=call_rows(records),
-        blocks=block_rows(records.blocks, lag.loop, lag.owner, lag.begin, lag.end),
+        blocks=block_rows(records.blocks, lag),
         groups=groups,
-        groups_seen=groups_seen,
-        group_waited_s=waited_s,
-        group_spread_p50_s=spread_p50_s,
-        group_spread_max_s=spread_max_s,
+        **of_groups,
         fates=fate_rows(records, served),
-        failures=failures,
+        failures=failure_rows(found),
         versions=versions,
         versioned=versioned,
         partial=partial,
-        polling=polling_of(step, step.during(ROLLOUT), end[training]),
+        polling=_polling(step, end[training]),
     )
+    return rollout, explanation
 
 
 def _causes(
@@ -152,8 +141,100 @@ def _causes(
 
 
 def _parts(seconds: dict[str, float]) -> list[PartRow]:
-    whole = sum(seconds.values())
-    return [
-        PartRow(cause=cause, seconds=took, share=took / whole if whole else 0.0)
-        for cause, took in few_causes(seconds).items()
-    ]
+    whole = sum(seconds.values()) or 1.0
+    found = few_causes(seconds)
+    return [PartRow(cause=cause, seconds=took, share=took / whole) for cause, took in found.items()]
+
+
+def _polling(step: Step, ends: Ints) -> Polling | None:
+    """Return what it cost that the trainer polls in a rollout; ``None`` where it did not.
+
+    Of each part of the rollout, the time that it polls after the last trajectory that ended there is lost:
+    nothing that ended later is in its batch. Before that, it waits for trajectories and loses nothing.
+
+    Args:
+        step: The step.
+        ends: When trajectories of training ended.
+    """
+    rollout = step.during(ROLLOUT)
+    pauses = [(span.begin_ns, span.end_ns) for span in step.stages if span.name == POLLING]
+    inside = [pause for pause in pauses if len(intersection(rollout, spans_of([pause])))]
+    if not inside:
+        return None
+    polling = intersection(rollout, spans_of(inside))
+    late_ns = 0
+    for begin, end in rollout.tolist():
+        there = ends[(begin <= ends) & (ends <= end)]
+        if len(there):
+            late_ns += length(intersection(polling, spans_of([(int(there.max()), end)])))
+    return Polling(
+        pauses=len(inside),
+        interval_s=float(np.median([end - begin for begin, end in inside])) / 1e9,
+        seconds=length(polling) / 1e9,
+        late_s=late_ns / 1e9,
+        late_share=late_ns / max(step.span_ns, 1),
+    )
+
+
+class Explanation:
+    """Says of any time what went on.
+
+    An instant is divided equally among all that trajectories wait for then. Where none runs, it belongs to
+    the spans of processes outside of trajectories; else to the controller's innermost stage inside the
+    rollout; else to the engines, if a request is on its way; else it is unexplained.
+
+    Args:
+        trajectories: What trajectories waited for.
+        processes: What processes did outside of trajectories.
+        stages: The controller's stages.
+        requests: When requests were on their way.
+    """
+
+    def __init__(
+        self, trajectories: Pieces, processes: Pieces, stages: Sequence[StageSpan], requests: Spans
+    ) -> None:
+        runs: dict[str, list[tuple[int, int]]] = {}
+        for span in sorted(stages, key=lambda span: (-span.depth, span.name)):
+            if span.depth:
+                runs.setdefault(span.name, []).append((span.begin_ns, span.end_ns))
+        inner = {name: spans_of(found) for name, found in runs.items()}
+        self._names = [*trajectories.causes, *(f"controller: {name}" for name in inner), _NO_TRAJECTORY]
+        self._levels: list[tuple[Ints, Sharing]] = []
+        taken = EMPTY
+        for pieces in (trajectories, processes):
+            self._levels.append((pieces.cause, _sharing(pieces.begin, pieces.end, taken)))
+            taken = union(taken, np.stack((pieces.begin, pieces.end), axis=1))
+        for number, spans in enumerate((*inner.values(), requests), start=len(trajectories.causes)):
+            left = subtract(spans, taken)
+            cause = np.full(len(left), number, dtype=np.int64)
+            self._levels.append((cause, _sharing(left[:, 0], left[:, 1], EMPTY)))
+            taken = union(taken, left)
+
+    def of(self, window: Spans) -> dict[str, float]:
+        """Return seconds by cause, the largest first and what is unexplained last; they add up to the window.
+
+        Args:
+            window: The time; an instant in several of its spans counts as often.
+        """
+        took = np.zeros(len(self._names))
+        for cause, sharing in self._levels:
+            took += np.bincount(cause, weights=sharing.shares(window), minlength=len(self._names))
+        found = dict(zip(self._names, (took / 1e9).tolist(), strict=True))
+        found.pop(UNEXPLAINED)
+        largest = sorted(found.items(), key=lambda item: -item[1])
+        ordered = {name: seconds for name, seconds in largest if seconds > 0}
+        rest = length(window) / 1e9 - sum(found.values())
+        return {**ordered, UNEXPLAINED: rest} if rest > 0 else ordered
+
+
+def few_causes(seconds: dict[str, float]) -> dict[str, float]:
+    """Return the causes with most time; the others are one, before what is unexplained."""
+    named = [name for name in seconds if name != UNEXPLAINED]
+    few = {name: seconds[name] for name in named[:_MOST_PARTS]}
+    if rest := named[_MOST_PARTS:]:
+        few[OTHERS] = sum(seconds[name] for name in rest)
+    return few | {name: took for name, took in seconds.items() if name == UNEXPLAINED}
+
+
+def _sharing(begin: Ints, end: Ints, hidden: Spans) -> Sharing:
+    return Sharing(np.zeros(len(begin), dtype=np.int64), begin, end, hidden)
