@@ -58,6 +58,7 @@ class Roster:
                     "", f"roles {other!r} and {role!r} have files of the same names; rename one of them"
                 )
         added = make_targets(role, workers, loop)
+        self._config.for_role(role)  # its tools are imported now, and not in the first captured step
         for target in [target for target in self.targets if role in target.roles]:
             if target.roles != [role]:
                 target.roles.remove(role)

@@ -68,8 +68,23 @@ class RoleConfig:
         topology: Mapping[str, int] | None = None,
         sizes: Mapping[str, int] | None = None,
     ) -> bool:
-        """Return whether a worker takes part in captures: see :meth:`Chosen.includes`."""
-        return self.enable and self.chosen.includes(rank, replica, topology, sizes)
+        """Return whether a worker takes part in captures.
+
+        Args:
+            rank: Global rank inside the role.
+            replica: Index of the rollout replica.
+            topology: Its coordinates.
+            sizes: Number of ranks along these dimensions, needed to count from the end.
+        """
+        ranks, replicas = self.chosen.ranks, self.chosen.replicas
+        if not self.enable or (ranks is not None and rank not in ranks):
+            return False
+        for dimension, index in (topology or {}).items():
+            wanted = self.chosen.coordinates.get(dimension)
+            from_end = index - sizes[dimension] if sizes and dimension in sizes else index
+            if wanted is not None and wanted.isdisjoint((index, from_end)):
+                return False
+        return replica is None or replicas is None or replica in replicas
 
 
 def aimed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from verl_profiling.ranks import Ranks, coordinates_in, parse_ranks
@@ -69,30 +68,6 @@ class Chosen:
     ranks: frozenset[int] | None
     replicas: frozenset[int] | None
     coordinates: dict[str, frozenset[int]]
-
-    def includes(
-        self,
-        rank: int,
-        replica: int | None = None,
-        topology: Mapping[str, int] | None = None,
-        sizes: Mapping[str, int] | None = None,
-    ) -> bool:
-        """Return whether a worker takes part.
-
-        Args:
-            rank: Global rank inside the role.
-            replica: Index of the rollout replica.
-            topology: Its coordinates.
-            sizes: Number of ranks along these dimensions, needed to count from the end.
-        """
-        if self.ranks is not None and rank not in self.ranks:
-            return False
-        for dimension, index in (topology or {}).items():
-            wanted = self.coordinates.get(dimension)
-            from_end = index - sizes[dimension] if sizes and dimension in sizes else index
-            if wanted is not None and wanted.isdisjoint((index, from_end)):
-                return False
-        return replica is None or self.replicas is None or replica in self.replicas
 
 
 def choose(own: Coordinates, common: Selection, key: str) -> Chosen:

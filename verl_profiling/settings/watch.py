@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Annotated
+
+import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.settings.typed_values import NotNegative
 
 __all__ = ["SINKS", "Anomaly", "WatchOptions"]
 
 SINKS = ("tensorboard",)
 """What gets the numbers of each step besides ``watch.jsonl``."""
+
+
+_BOUNDS = {
+    "slow_step": (1, inf, "a ratio above 1"),
+    "slow_stage": (1, inf, "a ratio above 1"),
+    "leader": (0, 1, "a share of the step, between 0 and 1"),
+    "memory": (0, inf, "a share above 0"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +47,15 @@ class Anomaly:
     slow_stage: float | None = 2.0
     leader: float | None = 0.1
     memory: float | None = 0.2
-    window: int = 20
-    cooldown: int = 50
-    max_captures: int = 3
+    window: Annotated[int, msgspec.Meta(ge=3)] = 20
+    cooldown: NotNegative = 50
+    max_captures: NotNegative = 3
 
     def __post_init__(self) -> None:
-        for name in ("slow_step", "slow_stage"):
-            ratio = getattr(self, name)
-            if ratio is not None and not 1 < ratio < inf:
-                raise ConfigError(name, f"is a ratio above 1, not {ratio}; null switches it off")
-        if self.leader is not None and not 0 < self.leader < 1:
-            raise ConfigError(
-                "leader", f"is a share of the step, between 0 and 1, not {self.leader}; null switches it off"
-            )
-        if self.memory is not None and not 0 < self.memory < inf:
-            raise ConfigError("memory", f"is a share above 0, not {self.memory}; null switches it off")
-        if self.window < 3:
-            raise ConfigError("window", f"is at least 3 steps, not {self.window}")
-        for name in ("cooldown", "max_captures"):
-            if getattr(self, name) < 0:
-                raise ConfigError(name, f"must not be negative, is {getattr(self, name)}")
+        for name, (low, high, meaning) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not low < value < high:
+                raise ConfigError(name, f"is {meaning}, not {value}; null switches it off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +72,12 @@ class WatchOptions:
     """
 
     enable: bool = False
-    steps: int = 200
-    every: int = 5
+    steps: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 200
+    every: NotNegative = 5
     trigger: Anomaly | None = None
     sinks: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.steps <= 100_000:
-            raise ConfigError("steps", f"is between 1 and 100000, not {self.steps}")
-        if self.every < 0:
-            raise ConfigError("every", f"must not be negative, is {self.every}")
         for name in self.sinks or ():
             if name not in SINKS:
                 hint = choices_hint(name, SINKS)
@@ -100,15 +97,12 @@ class WatchOptions:
         Args:
             records_every_step: The schedule captures all steps.
         """
-        if not self.enable:
-            return (
-                [f"{self.idle}: does nothing, as watch.enable is false; set it to true"] if self.idle else []
-            )
-        found = []
-        if self.trigger is not None and records_every_step:
-            found.append(
+        if self.idle:
+            return [f"{self.idle}: does nothing, as watch.enable is false; set it to true"]
+        if self.enable and self.trigger is not None and records_every_step:
+            return [
                 "watch.trigger: never asks for a capture, as the schedule captures every step, and captured "
                 "steps are not judged; set schedule.steps=[] to capture only what is asked for, or "
                 "schedule.every"
-            )
-        return found
+            ]
+        return []
