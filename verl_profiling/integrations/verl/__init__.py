@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from wrapt import register_post_import_hook
-
 from verl_profiling.integrations.hooks import Hook
 
 __all__ = ["HOOKS", "TESTED", "untested"]
@@ -131,9 +129,6 @@ _RECORDS = {
     "transfer_queue": {
         "trainer:hook_transfer_queue": "waiting for TransferQueue, in the trainer and in agent loops",
     },
-    "verl.utils.transferqueue_utils": {
-        "workers:hook_transfer_queue": "waiting for TransferQueue, in training workers",
-    },
 }
 """What is recorded: by module of verl, and by function of this package that is called with the module."""
 
@@ -152,7 +147,6 @@ _USED_BY = {
     "verl.trainer.ppo.v1.agent_loop_tq": _v1,
     "verl.trainer.ppo.v1.replay_buffer": _v1,
     "transfer_queue": _v1,
-    "verl.utils.transferqueue_utils": _v1,
 }
 """Which runs import a module, if not all do, by their configuration."""
 
@@ -179,12 +173,5 @@ def untested() -> str | None:
     return f"verl {version} was not tested with this package, {' and '.join(TESTED)} were"
 
 
-def _shorten_stops(module: Any) -> None:
-    from verl_profiling.integrations.verl.servers import hook_vllm_profiler
-
-    hook_vllm_profiler(module)
-
-
 for _hook in HOOKS:
     _hook.await_module()
-register_post_import_hook(_shorten_stops, "vllm.profiler.wrapper")  # without it, only time is lost

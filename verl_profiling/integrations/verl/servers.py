@@ -10,12 +10,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl_profiling.engines.adapter import is_spool
 from verl_profiling.integrations.hooks import misfits, wrap
 from verl_profiling.integrations.verl.processes import add_capture_methods
 from verl_profiling.workers import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
-__all__ = ["SETTINGS_KEY", "hook_vllm_profiler", "settings_of"]
+__all__ = ["SETTINGS_KEY", "settings_of"]
 
 SETTINGS_KEY = "verl_profiling"
 
@@ -38,24 +37,6 @@ def hook_versions(module: Any) -> None:
     """Note the policy version of each request of a server."""
     name = "vLLMHttpServer" if hasattr(module, "vLLMHttpServer") else "SGLangHttpServer"
     wrap(getattr(module, name), "set_global_steps", _noted_version)
-
-
-def hook_vllm_profiler(module: Any) -> None:
-    """Have vLLM's profiler print no table of operators when it stops, if it records for this package.
-
-    Where only the CPU is recorded, vLLM computes one, which takes ten times as long as writing the trace,
-    and has no setting against it.
-    """
-    if hasattr(module, "TorchProfilerWrapper"):
-        wrap(module.TorchProfilerWrapper, "__init__", _without_table)
-
-
-def _without_table(
-    init: Callable[..., Any], self: Any, profiler_config: Any, *args: Any, **kwargs: Any
-) -> None:
-    init(self, profiler_config, *args, **kwargs)
-    if is_spool(profiler_config.torch_profiler_dir):
-        self.dump_cpu_time_total = False
 
 
 def settings_of(holder: Any) -> Mapping[str, Any] | None:

@@ -36,13 +36,6 @@ _OFFLOADING = {
     "offload_{}_optimizer": "offload_optimizer",
 }
 
-_TRANSFER_QUEUE = {
-    "kv_batch_meta2batch_meta": "transfer_queue_get",
-    "_meta_to_realdata": "transfer_queue_get",
-    "_update_meta_with_output": "transfer_queue_put",
-    "batch_meta2kv_batch_meta": "transfer_queue_put",
-}
-
 WORKER_STAGES = frozenset(
     {_OLD, _REFERENCE, _MINI_BATCH, _MICRO_BATCH, *_CHECKPOINTS}
     | {*_ACTOR_STAGES.values(), *_CRITIC_STAGES.values(), *_OFFLOADING.values()}
@@ -96,12 +89,6 @@ def hook_offloading(module: Any) -> None:
     framework = "megatron" if ".megatron." in module.__name__ else "fsdp"
     for name, stage_name in _OFFLOADING.items():
         mark(module, name.format(framework), partial(stage, stage_name))
-
-
-def hook_transfer_queue(module: Any) -> None:
-    """Mark what training workers get and put around the methods that the trainer calls."""
-    for name, stage_name in _TRANSFER_QUEUE.items():
-        mark(module, name, partial(stage, stage_name))
 
 
 def _marked_micro_batches(prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
