@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from verl_profiling.step_summary import ExposedStage, RankUse, StageUse, StepSummary
-from verl_profiling.watch.frontier import exposed
+from verl_profiling.watch.exposed import exposed
 
 S = 1_000_000_000
 COLORS = {
@@ -25,6 +25,9 @@ COLORS = {
     "update_actor": "#1f5fbf",
     "": "#c8c8c8",
 }
+
+
+STAGES = ("generate", "forward", "backward")
 
 
 def ranks_of_one_program() -> StepSummary:
@@ -40,8 +43,8 @@ def ranks_of_one_program() -> StepSummary:
                 role="actor",
                 rank=rank,
                 stages=[
-                    StageUse(stage, length * S)
-                    for stage, length in zip(("generate", "forward", "backward"), row, strict=True)
+                    StageUse(stage, length * S, 1, sum(row[:at]) * S)
+                    for at, (stage, length) in enumerate(zip(STAGES, row, strict=True))
                 ],
             )
             for rank, row in enumerate(durations)

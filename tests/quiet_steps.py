@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from verl_profiling.step_summary import RankUse, StageUse, StepSummary
-from verl_profiling.watch.frontier import exposed
+from verl_profiling.watch.exposed import exposed
 
 MS = 1_000_000
 USUAL = {"rollout": 500.0, "reward": 50.0, "update_actor": 300.0, "update_weights": 100.0}

@@ -27,7 +27,7 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch.frontier import exposed
+from verl_profiling.watch.exposed import exposed
 
 SLOW = {"rollout2_rank0": 2.5}
 

@@ -15,7 +15,7 @@ from quiet_steps import MS, RANKS, USUAL, longer, summary
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import RankUse, SpanTotal, StageUse, StepSummary
 from verl_profiling.watch.anomaly import Detector
-from verl_profiling.watch.frontier import exposed
+from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.suspicion import Suspicion
 
 

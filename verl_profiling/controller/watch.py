@@ -26,7 +26,7 @@ from verl_profiling.controller.watched_workers import PendingStep, WatchedWorker
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.step_summary import RankUse, StepSummary
-from verl_profiling.watch.frontier import exposed
+from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, OpenStage, StageSums, process_sums
 
 __all__ = ["Listener", "Watch"]

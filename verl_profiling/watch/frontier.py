@@ -1,118 +1,200 @@
-"""Where a step's time went: exposed time, stage by stage, and who led in each.
-
-The method is that of StageFrontier (arXiv 2606.06751): how far each rank is after each stage, by its own
-durations; the rank that is furthest along; and by how much each stage moved that. Where the loop is one
-process that calls workers, each of its stages is refined by what they did inside of it.
-"""
+"""How the furthest of some processes moves from stage to stage, and who it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.step_summary import ExposedStage, RankUse, StepSummary
-from verl_profiling.trajectories.spans import TRAJECTORY
-from verl_profiling.watch.advance import Advance, Standing, frontier, way_of
-from verl_profiling.watch.roles import working_in
+from verl_profiling.step_summary import RankUse
 
-__all__ = ["exposed", "standings"]
+__all__ = ["TIED", "Runs", "Standing", "frontier", "joined", "runs_of"]
+
+TIED = 0.05
+"""Share of a stage's longest duration within which processes count as equally far, and times as touching."""
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
 
 
-def exposed(
-    summary: StepSummary, before: StepSummary | None = None, has_workers: bool = True
-) -> list[ExposedStage]:
-    """Return where a step's time went, in order of the loop's stages; the last row lies in no stage.
+class Runs(NamedTuple):
+    """Runs of stages, as columns: number of the process and of the stage, begin, end and time in it (ns)."""
 
-    ``C_r(s)`` is how far process ``r`` of the loop is after stage ``s``, ``F(s)`` the largest of them, and
-    the exposed time ``F(s) - F(s-1)``. A frontier beyond the end of the step is cut off there, so the rows
-    add up to the step to the nanosecond, whatever the summary holds.
+    who: Whole
+    stage: Whole
+    begin: Floats
+    end: Floats
+    length: Floats
+
+    def at(self, rows: NDArray[np.bool_] | Whole) -> Runs:
+        """Return some of the rows."""
+        return Runs(*(column[rows] for column in self))  # type: ignore[arg-type]
+
+    def within(self, begin_ns: float, end_ns: float) -> Runs:
+        """Return what of them lies between two times."""
+        begin, end = np.maximum(self.begin, begin_ns), np.minimum(self.end, end_ns)
+        return self._replace(begin=begin, end=end, length=end - begin).at(begin < end)
+
+    def own_time(self) -> Runs:
+        """Return them by process and begin, each without the time in which one before it still runs."""
+        runs = self.at(np.lexsort((self.begin, self.who)))
+        if runs.who.size < 2:
+            return runs
+        width = runs.end.max() - runs.begin.min() + 1.0
+        busy = np.maximum.accumulate(runs.end + runs.who * width)[:-1] - runs.who[1:] * width
+        covered = np.maximum(busy - runs.begin[1:], 0.0) / np.maximum(runs.end - runs.begin, 1.0)[1:]
+        length = runs.length.copy()
+        length[1:] *= 1.0 - np.minimum(covered, 1.0)
+        return runs._replace(length=length)
+
+
+def joined(parts: Sequence[Runs]) -> Runs:
+    """Return the rows of all."""
+    return Runs(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def runs_of(
+    uses: Sequence[RankUse], origin_ns: int, numbers: Mapping[str, int], stages: dict[str, int]
+) -> Runs:
+    """Return what processes ran, in nanoseconds after an origin.
 
     Args:
-        summary: The summary of the step.
-        before: That of the step before, whose workers may have gone on in this one.
-        has_workers: Whether the loop calls any, so that they are missing where the summary has none.
+        uses: The processes.
+        origin_ns: The origin.
+        numbers: The number of each process, by lane.
+        stages: The number of each stage, by name; new ones are added.
     """
-    duration_ns = summary.duration_ns
-    advances = _advances(_loop_of(summary))
-    standing_in = _standings(summary, advances, before, has_workers)
-    rows: list[ExposedStage] = []
-    before_ns = 0
-    for advance in advances:
-        front_ns = min(advance.front_ns, duration_ns)
-        first = standing_in[advance.name][0]
-        rows.append(
-            ExposedStage(
-                name=advance.name,
-                exposed_ns=front_ns - before_ns,
-                role=first.role,
-                leader=first.leader if first.clear else "",
-                lead_ns=first.lead_ns if first.clear else 0,
-                imbalance=first.imbalance,
-            )
+    lanes = np.array([numbers[use.lane] for use in uses], dtype=np.int64)
+    who = np.repeat(lanes, np.array([len(use.stages) for use in uses], dtype=np.int64))
+    flat = [stage for use in uses for stage in use.stages]
+    names = [one.name for one in flat]
+    stages.update({name: number for number, name in enumerate(dict.fromkeys([*stages, *names]))})
+    stage = np.array([stages[name] for name in names], dtype=np.int64)
+    begin = np.array([one.begin_ns for one in flat], dtype=np.int64) - origin_ns
+    length = np.maximum(np.array([one.duration_ns for one in flat], dtype=np.float64), 0.0)
+    end = begin + length
+    if periods := [(at, *period) for at, one in enumerate(flat) for period in one.periods]:
+        at, begins, ends = np.array(periods, dtype=np.int64).T
+        took = np.maximum(ends - begins, 0)
+        share = took / np.maximum(np.bincount(at, took, len(flat)), 1.0)[at]
+        once = np.bincount(at, minlength=len(flat)) == 0
+        rows = np.concatenate([np.flatnonzero(once), at])
+        who, stage = who[rows], stage[rows]
+        begin, end = (
+            np.concatenate([begin[once], begins - origin_ns]),
+            np.concatenate([end[once], ends - origin_ns]),
         )
-        before_ns = front_ns
-    if before_ns < duration_ns:
-        role = summary.loop[0].role if summary.loop else "controller"
-        rows.append(ExposedStage(name="", exposed_ns=duration_ns - before_ns, role=role))
-    return rows
+        length = np.concatenate([length[once], length[at] * share])
+    return Runs(who, stage, begin.astype(float), end.astype(float), length)
 
 
-def standings(summary: StepSummary, before: StepSummary | None = None) -> dict[str, list[Standing]]:
-    """Return, for each stage of the loop, how those who worked in it stand; whom its row names, first."""
-    return _standings(summary, _advances(_loop_of(summary)), before)
+class Standing(NamedTuple):
+    """How the processes of one role stand to each other in one stage of the loop.
+
+    Attributes:
+        role: The role.
+        lanes: Its processes.
+        durations: How long each of them was in the stage, in nanoseconds.
+        leader: Lane of the process that was furthest along; empty if that is not known.
+        lead_ns: By how much it was longer there than the median of the others; 0 where it waited for them.
+        imbalance: Longest duration over the mean of all.
+        clear: Whether it is the one that the others waited for; it is, where there are no others.
+        ran: Names of the stages that these processes ran there, where they are others than the loop.
+    """
+
+    role: str
+    lanes: Sequence[str]
+    durations: Floats
+    leader: str
+    lead_ns: int
+    imbalance: float
+    clear: bool
+    ran: tuple[str, ...] = ()
+
+    def by_lane(self) -> dict[str, float]:
+        """Return the durations by lane."""
+        return dict(zip(self.lanes, self.durations.tolist(), strict=True))
 
 
-def _standings(
-    summary: StepSummary,
-    advances: Iterable[Advance],
-    before: StepSummary | None,
-    has_workers: bool = True,
-) -> dict[str, list[Standing]]:
-    found = {advance.name: [advance.standing] for advance in advances}
-    if len(summary.loop) != 1 or not (summary.workers or has_workers):
-        return found
-    [loop] = _loop_of(summary)
-    if not summary.workers:
-        return {name: [own._replace(clear=False)] for name, [own] in found.items()}
-    working = working_in(loop.stages, summary.workers, before.workers if before is not None else ())
-    # When trajectories in no stage were is not known: engines, and the loop, may have waited for them.
-    unknown = any(not use.stages and TRAJECTORY in (one.name for one in use.spans) for use in summary.workers)
-    unclear = {ROLLOUT_ROLE, loop.role} if unknown else set()
-    for name, [own] in found.items():
-        first, *others = (
-            one._replace(leader="", lead_ns=0, clear=False) if one.role in unclear else one
-            for one in working.get(name, [own])
+def frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int, float, Standing]]:
+    """Yield, stage by stage, how far the furthest of some processes is after it, and how they stand in it.
+
+    Ranks leave a collective together, and who came first is in it for longest: nobody leads there who ends
+    together with the others. Engines have no collectives.
+
+    Args:
+        role: Their role.
+        lanes: Their names.
+        runs: What they ran, as :meth:`Runs.own_time` returns it.
+    """
+    many = len(lanes)
+    order, conflicts = _order(runs)
+    reached, front_ns = np.zeros(many), 0.0
+    ran_all = np.ones(many, dtype=bool)
+    for stage in order:
+        those = runs.at(runs.stage == stage)
+        here = np.bincount(those.who, those.length, many).astype(float)
+        ends = np.full(many, np.nan)
+        ends[those.who] = those.end
+        reached += here
+        before_ns, front_ns = front_ns, float(reached.max())
+        near = np.flatnonzero(front_ns - reached <= TIED * here.max())
+        leader = int(near[here[near].argmax()])
+        lead_ns, known = 0.0, True
+        if many > 1:
+            # Where all are near, they wait for each other; where orders differ, none is further than another.
+            known = stage not in conflicts and near.size < many and bool(near.size > 1 or ran_all[leader])
+            lead_ns = max(0.0, float(here[leader] - np.median(np.delete(here, leader))))
+            others = np.delete(ends, leader)
+            others = others[~np.isnan(others)]
+            if lead_ns and others.size and role != ROLLOUT_ROLE:
+                known &= bool(2 * (ends[leader] - np.median(others)) >= lead_ns)
+        if front_ns > before_ns:
+            ran_all &= ~np.isnan(ends)
+        mean_ns = here.mean()
+        yield (
+            stage,
+            front_ns,
+            Standing(
+                role=role,
+                lanes=lanes,
+                durations=here,
+                leader=lanes[leader],
+                lead_ns=round(lead_ns) if known else 0,
+                imbalance=max(1.0, float(here.max() / mean_ns)) if mean_ns else 1.0,
+                clear=known and near.size == 1,
+            ),
         )
-        found[name] = [first._replace(clear=own.clear and first.clear), *others]
-    return found
 
 
-def _loop_of(summary: StepSummary) -> list[RankUse]:
-    """Return the processes of the loop without what runs beside its steps: that is exposed as waiting."""
-    return [
-        msgspec.structs.replace(
-            use, stages=[stage for stage in use.stages if stage.name not in summary.beside]
-        )
-        if summary.beside
-        else use
-        for use in summary.loop
-    ]
+def _order(runs: Runs) -> tuple[list[int], set[int]]:
+    """Return one order of all stages, and those before which a process ran others than the order says.
 
-
-def _advances(uses: Sequence[RankUse]) -> list[Advance]:
-    """Return what each stage of some processes did to their frontier."""
-    ways = [way_of(use.lane, use.stages) for use in uses]
-    covered = {
-        stage.name
-        for use, way in zip(uses, ways, strict=True)
-        for stage in use.stages
-        if way.durations[stage.name] < stage.duration_ns
-    }
-    return [
-        advance._replace(standing=advance.standing._replace(clear=False))
-        if advance.name in covered
-        else advance
-        for advance in frontier(uses[0].role if uses else "", ways)
-    ]
+    It is the most frequent order, and before its stages what only others ran.
+    """
+    if not runs.stage.size or (runs.stage == runs.stage[0]).all():
+        return runs.stage[:1].tolist(), set()
+    ways: dict[int, list[int]] = {}
+    for who, stage in dict.fromkeys(zip(runs.who.tolist(), runs.stage.tolist(), strict=True)):
+        ways.setdefault(who, []).append(stage)
+    counted = Counter(map(tuple, ways.values())).most_common()
+    order: list[int] = []
+    for way, _ in counted:
+        at = len(order)
+        for stage in reversed(way):
+            if stage in order:
+                at = order.index(stage)
+            else:
+                order.insert(at, stage)
+    place = {stage: at for at, stage in enumerate(order)}
+    conflicts: set[int] = set()
+    for way, _ in counted:
+        places = np.array([place[stage] for stage in way])
+        late = np.maximum.accumulate(places) > places
+        early = np.minimum.accumulate(places[::-1])[::-1] < places
+        conflicts.update(np.array(way)[late | early].tolist())
+    return order, conflicts

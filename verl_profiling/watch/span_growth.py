@@ -11,7 +11,7 @@ from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import SpanTotal, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import duration
-from verl_profiling.watch.frontier import standings
+from verl_profiling.watch.exposed import standings
 from verl_profiling.watch.suspicion import Suspicion
 
 __all__ = ["SpanGrowth"]
@@ -57,9 +57,7 @@ class SpanGrowth:
         if found.sign not in ("slow_stage", "slow_step"):
             return found
         working = {
-            lane
-            for standing in standings(summary, before).get(found.stage, ())
-            for lane in standing.durations
+            lane for standing in standings(summary, before).get(found.stage, ()) for lane in standing.lanes
         }
         roles = {process.role for process in (*summary.loop, *summary.workers) if process.lane in working}
         enough_ns = _OF_THE_EXCESS * (found.value - found.median) * 1e9

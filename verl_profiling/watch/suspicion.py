@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from verl_profiling.capture_request import Sign, Trigger
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch.advance import TIED, Standing
-from verl_profiling.watch.frontier import standings
+from verl_profiling.watch.exposed import standings
+from verl_profiling.watch.frontier import TIED, Standing
 
 __all__ = ["Suspicion", "healthiest", "stand_out"]
 
@@ -67,11 +69,11 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
         working = standings(summary, before).get(self.stage, [])
         for standing in working:
             found = stand_out(standing)
-            peers += healthiest(standing.durations, found) if found else []
+            peers += healthiest(standing.by_lane(), found) if found else []
             suspects += [lane for lane in found if lane not in suspects]
             ran |= dict.fromkeys(standing.ran) if found else {}
         suspects = suspects[:MOST_SUSPECTS]
-        everyone = list(working[0].durations) if working and not suspects else []
+        everyone = list(working[0].lanes) if working and not suspects else []
         ran |= dict.fromkeys(working[0].ran) if everyone else {}
         who = f"longest there: {', '.join(suspects)}" if suspects else "no process stands out there"
         says_who = self.sign == "leader" and len(suspects) <= 1
@@ -87,7 +89,7 @@ def stand_out(standing: Standing) -> list[str]:
     They are the leader, if it leads by more than what counts as equal, and those that are behind the median
     by half as much or more. The only process of a role is one, too.
     """
-    durations = standing.durations
+    durations = standing.by_lane()
     if len(durations) == 1:
         return [standing.leader] if standing.leader else []
     if standing.lead_ns <= TIED * max(durations.values()):
@@ -99,7 +101,7 @@ def stand_out(standing: Standing) -> list[str]:
     return [standing.leader, *beside][:MOST_SUSPECTS]
 
 
-def healthiest(values: dict[str, int], suspects: list[str]) -> list[str]:
+def healthiest(values: Mapping[str, float], suspects: list[str]) -> list[str]:
     """Return the lane that is nearest to the median of all, and no suspect; none if there is no other."""
     ordered = sorted(values, key=values.__getitem__)
     middle = values[ordered[(len(ordered) - 1) // 2]]

@@ -1,0 +1,212 @@
+"""Where a step's time went: exposed time, stage by stage, and who led in each.
+
+The method is that of StageFrontier (arXiv 2606.06751): how far each rank is after each stage, by its own
+durations; the rank that is furthest along; and by how much each stage moved that. Where the loop is one
+process that calls workers, each of its stages is refined by what they did inside of it.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.step_summary import ExposedStage, StepSummary
+from verl_profiling.trajectories.spans import TRAJECTORY
+from verl_profiling.watch.frontier import TIED, Runs, Standing, frontier, joined, runs_of
+
+__all__ = ["exposed", "standings"]
+
+WAIT = "wait:"
+"""How the names of stages begin in which the loop does nothing but wait for a role."""
+
+
+def exposed(
+    summary: StepSummary, before: StepSummary | None = None, has_workers: bool = True
+) -> list[ExposedStage]:
+    """Return where a step's time went, in order of the loop's stages; the last row lies in no stage.
+
+    ``C_r(s)`` is how far process ``r`` of the loop is after stage ``s``, ``F(s)`` the largest of them, and
+    the exposed time ``F(s) - F(s-1)``. A frontier beyond the end of the step is cut off there, so the rows
+    add up to the step to the nanosecond, whatever the summary holds.
+
+    Args:
+        summary: The summary of the step.
+        before: That of the step before, whose workers may have gone on in this one.
+        has_workers: Whether the loop calls any, so that they are missing where the summary has none.
+    """
+    rows: list[ExposedStage] = []
+    done_ns = 0
+    for name, (front_ns, [first, *_]) in _stages(summary, before, has_workers).items():
+        reached_ns = min(round(front_ns), summary.duration_ns)
+        rows.append(
+            ExposedStage(
+                name=name,
+                exposed_ns=reached_ns - done_ns,
+                role=first.role,
+                leader=first.leader if first.clear else "",
+                lead_ns=first.lead_ns if first.clear else 0,
+                imbalance=first.imbalance,
+            )
+        )
+        done_ns = reached_ns
+    if done_ns < summary.duration_ns:
+        role = summary.loop[0].role if summary.loop else "controller"
+        rows.append(ExposedStage(name="", exposed_ns=summary.duration_ns - done_ns, role=role))
+    return rows
+
+
+def standings(summary: StepSummary, before: StepSummary | None = None) -> dict[str, list[Standing]]:
+    """Return, for each stage of the loop, how those who worked in it stand; whom its row names, first."""
+    return {name: found for name, (_, found) in _stages(summary, before, True).items()}
+
+
+def _stages(
+    summary: StepSummary, before: StepSummary | None, has_workers: bool
+) -> dict[str, tuple[float, list[Standing]]]:
+    """Return how far the loop is after each of its stages, and how those who worked in it stand."""
+    if not summary.loop:
+        return {}
+    stages: dict[str, int] = {}
+    lanes = [use.lane for use in summary.loop]
+    loop = runs_of(summary.loop, summary.begin_ns, {lane: at for at, lane in enumerate(lanes)}, stages)
+    names = list(stages)
+    # What runs beside the steps is exposed as the wait for it.
+    loop = loop.at(~np.isin(loop.stage, [stages[name] for name in summary.beside if name in stages]))
+    own = loop.own_time()
+    covered = set(own.stage[own.length < loop.at(np.lexsort((loop.begin, loop.who))).length])
+    calls = len(summary.loop) == 1 and bool(summary.workers or has_workers)
+    workers = _Workers(summary, before, loop, stages) if calls and summary.workers else None
+    found = {}
+    for stage, front_ns, standing in frontier(summary.loop[0].role, lanes, own):
+        clear = standing.clear and stage not in covered and (workers is not None or not calls)
+        first, *others = workers.standings(stage, standing) if workers is not None else [standing]
+        found[names[stage]] = front_ns, [first._replace(clear=clear and first.clear), *others]
+    return found
+
+
+class _Work(NamedTuple):
+    """What one role did inside one stage of the loop."""
+
+    standing: Standing
+    begin_ns: float
+    end_ns: float
+
+    @property
+    def busy_ns(self) -> float:
+        """How long the process was in it that was in it longest."""
+        return float(self.standing.durations.max())
+
+
+class _Workers:
+    """The workers of a loop of one process, in a step and the one before.
+
+    A worker's run belongs to the stage of the loop in which its middle lies.
+    """
+
+    def __init__(
+        self, summary: StepSummary, before: StepSummary | None, loop: Runs, stages: dict[str, int]
+    ) -> None:
+        self._before = before.workers if before is not None else []
+        self._lanes: dict[str, list[str]] = {}
+        for lane, role in {use.lane: use.role for use in (*self._before, *summary.workers)}.items():
+            self._lanes.setdefault(role, []).append(lane)
+        self._numbers = {lane: number for number, lane in enumerate(chain(*self._lanes.values()))}
+        self._origin_ns, self._stages, self._loop = summary.begin_ns, stages, loop
+        self._runs = runs_of(summary.workers, self._origin_ns, self._numbers, stages)
+        middle = (self._runs.begin + self._runs.end) / 2
+        self._home = np.full(middle.shape, -1)
+        for row in np.argsort(loop.begin, kind="stable"):
+            self._home[(loop.begin[row] <= middle) & (middle < loop.end[row])] = loop.stage[row]
+        # When trajectories in no stage were is not known: engines, and the loop, may have waited for them.
+        hidden = any(
+            not use.stages and TRAJECTORY in (one.name for one in use.spans) for use in summary.workers
+        )
+        self._unclear = {ROLLOUT_ROLE, summary.loop[0].role} if hidden else set()
+
+    def standings(self, stage: int, own: Standing) -> list[Standing]:
+        """Return who worked in a stage of the loop; of several roles first the one that it waited for.
+
+        In a stage in which no worker's run has its middle, the loop may have waited for what was under way
+        already; in one that says that it is a wait, for all that went on meanwhile. In one without any it
+        worked itself.
+        """
+        name, loop = list(self._stages)[stage], self._loop.at(self._loop.stage == stage)
+        periods = list(zip(loop.begin, loop.end, strict=True))
+        inside = self._runs.at(self._home == stage)
+        if name.startswith(WAIT):
+            inside = joined([self._under_way.within(begin, end) for begin, end in periods])
+        elif not inside.who.size:
+            inside = joined([_ended_in(self._under_way, begin, end) for begin, end in periods])
+        works = self._works(inside.own_time(), loop.length.sum())
+        found = _by_weight(name, loop, works) if works else [own]
+        return [
+            one._replace(leader="", lead_ns=0, clear=False) if one.role in self._unclear else one
+            for one in found
+        ]
+
+    @cached_property
+    def _under_way(self) -> Runs:
+        """What the workers ran in the step and the one before."""
+        return joined([runs_of(self._before, self._origin_ns, self._numbers, self._stages), self._runs])
+
+    def _works(self, runs: Runs, room_ns: float) -> list[_Work]:
+        """Return what each role did; the leader is that of the part in which one led by most.
+
+        Runs side by side in one process, such as requests, can add up to more than the stage took. Then the
+        times of all are scaled so that the longest is as long as the stage.
+        """
+        works, names = [], list(self._stages)
+        for role, lanes in self._lanes.items():
+            first = self._numbers[lanes[0]]
+            mine = runs.at((runs.who >= first) & (runs.who < first + len(lanes)))
+            if not mine.who.size:
+                continue
+            mine = mine._replace(who=mine.who - first)
+            totals = np.bincount(mine.who, mine.length, len(lanes)).astype(float)
+            if totals.max() > (1 + TIED) * room_ns:
+                mine = mine._replace(length=mine.length * (room_ns / totals.max()))
+                totals *= room_ns / totals.max()
+            tied_ns = TIED * totals.max()
+            standing = max(
+                (standing for _, _, standing in frontier(role, lanes, mine)),
+                key=lambda one: (one.lead_ns if one.lead_ns > tied_ns else 0, one.durations.max()),
+            )
+            ran = tuple(names[stage] for stage in dict.fromkeys(mine.stage.tolist()))
+            standing = standing._replace(durations=totals, ran=ran)
+            works.append(_Work(standing, float(mine.begin.min()), float(mine.end.max())))
+        return works
+
+
+def _ended_in(runs: Runs, begin_ns: float, end_ns: float) -> Runs:
+    """Return what lies between two times of runs that were under way at the first and ended by the second."""
+    late_ns = end_ns + TIED * (end_ns - begin_ns)
+    ended = (runs.begin < begin_ns) & (begin_ns < runs.end) & (runs.end <= late_ns)
+    return runs.at(ended).within(begin_ns, end_ns)
+
+
+def _by_weight(name: str, loop: Runs, works: list[_Work]) -> list[Standing]:
+    """Return who worked in a stage of the loop, first the role that it waited for.
+
+    Where roles ran a stage of its name, the others only worked beside it. A role that went on after the stage
+    was not waited for. Of the others it is the one that was busy longest, or, of those that worked beside
+    that one, the one that ended last.
+    """
+    works = [work for work in works if name in work.standing.ran] or works
+    slack_ns = TIED * loop.length.sum()
+    awaited = [work for work in works if work.end_ns <= loop.end.max() + slack_ns] or works
+    first = max(awaited, key=lambda work: work.busy_ns)
+    beside = [
+        work
+        for work in awaited
+        if work is not first
+        and min(work.end_ns, first.end_ns) - max(work.begin_ns, first.begin_ns) > slack_ns
+    ]
+    if beside:
+        first = max([first, *beside], key=lambda work: work.end_ns)
+    others = sorted((work for work in works if work is not first), key=lambda work: -work.busy_ns)
+    standing = first.standing._replace(clear=first.standing.clear and not beside)
+    return [standing, *(work.standing for work in others)]
