@@ -9,9 +9,10 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from io import BufferedWriter
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 from isal import igzip
@@ -134,12 +135,12 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
         trace = target.with_suffix(".nsys.json.gz")
         path = f"{noted.folder}/{trace.name}"
         try:
-            converted = convert_nsys(database, trace, {"range": noted.number})
+            events, problem = convert_nsys(database, trace, {"range": noted.number})
         except TraceFormatError as error:
             yield Collected(path=path, fate="missing", reason=str(error))
             return
-        reason = reason or converted.problem
-        _enter(folder, noted, trace, reason, converted.events)
+        reason = reason or problem
+        _enter(folder, noted, trace, reason, events)
         yield Collected(path=path, fate="truncated" if reason else "ok", reason=reason)
 
 
@@ -200,31 +201,51 @@ def _with_range(
     return msgspec.structs.replace(worker, artifacts=artifacts, status=status, reason=why)
 
 
-_RUNTIME_THREAD = 1 << 24  # globalTid = hardware and VM id, then 24 bits of process, then 24 of thread
-_COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
+_DEVICE = "deviceId, streamId, deviceId AS device, streamId AS stream, correlationId AS correlation"
+_THREAD = "globalTid >> 24 & 0xFFFFFF, globalTid & 0xFFFFFF"  # behind the hardware's and the VM's id
+_COPY = (
+    "CASE copyKind WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP' ELSE copyKind"
+)
 _PUSH_POP, _START_END = 59, 60
-_BATCH = 10_000
+_TABLES = {
+    "CUPTI_ACTIVITY_KIND_KERNEL": (
+        "kernel",
+        f"COALESCE(value, 'kernel'), start, end, {_DEVICE} "
+        "FROM CUPTI_ACTIVITY_KIND_KERNEL LEFT JOIN StringIds ON id = demangledName",
+    ),
+    "CUPTI_ACTIVITY_KIND_MEMCPY": (
+        "gpu_memcpy",
+        f"'Memcpy ' || {_COPY} END, start, end, {_DEVICE}, bytes FROM CUPTI_ACTIVITY_KIND_MEMCPY",
+    ),
+    "CUPTI_ACTIVITY_KIND_MEMSET": (
+        "gpu_memset",
+        f"'Memset', start, end, {_DEVICE} FROM CUPTI_ACTIVITY_KIND_MEMSET",
+    ),
+    "CUPTI_ACTIVITY_KIND_RUNTIME": (
+        "cuda_runtime",
+        f"COALESCE(value, 'cuda call'), start, end, {_THREAD}, correlationId AS correlation "
+        "FROM CUPTI_ACTIVITY_KIND_RUNTIME LEFT JOIN StringIds ON id = nameId",
+    ),
+    "NVTX_EVENTS": (
+        "user_annotation",
+        f"COALESCE(text, value, 'range'), start, end, {_THREAD} "
+        "FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId "
+        f"WHERE eventType IN ({_PUSH_POP}, {_START_END}) AND end IS NOT NULL",
+    ),
+}
+"""By table, the category of its events, and their name, begin, end, process, thread and arguments."""
 
 
-class Converted(NamedTuple):
-    """What was written.
-
-    Attributes:
-        events: Number of events.
-        problem: What is not among them, as a sentence; empty if all rows are.
-    """
-
-    events: int
-    problem: str
-
-
-def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> Converted:
+def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> tuple[int, str]:
     """Write a compressed Chrome trace of an exported report.
 
     Args:
         database: The SQLite file.
         output: The trace, ending in ``.json.gz``.
         metadata: Plain values kept under ``verl_profiling`` in the trace.
+
+    Returns:
+        The number of events, and a sentence on rows that are not among them; empty if all are.
 
     Raises:
         TraceFormatError: The file is not an export of Nsight Systems.
@@ -236,41 +257,30 @@ def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> C
     connection.text_factory = lambda text: text.decode("utf-8", "replace")
     try:
         with whole_file(output) as file:
-            converted = _write(connection, file, metadata)
+            return _write(connection, file, metadata)
     except (sqlite3.Error, OverflowError) as error:
         raise TraceFormatError(database, f"is not an export of Nsight Systems ({error})") from error
     finally:
         connection.close()
-    return converted
 
 
-def _write(connection: sqlite3.Connection, output: BinaryIO, metadata: Mapping[str, Any]) -> Converted:
-    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+def _write(connection: sqlite3.Connection, output: BinaryIO, metadata: Mapping[str, Any]) -> tuple[int, str]:
     head = {
         "verl_profiling": dict(metadata),
         "baseTimeNanoseconds": _session_start_ns(connection),
         "traceEvents": [],
     }
     count = skipped = 0
-    with igzip.open(output, "wb", compresslevel=1) as file:
+    with igzip.open(output, "wb", compresslevel=1) as packed, BufferedWriter(packed, 1 << 18) as file:
         file.write(msgspec.json.encode(head)[:-2])
-        batch: list[dict[str, Any]] = []
-        for event in _events(connection, tables):
+        for event in _events(connection):
             if event is None:
                 skipped += 1
                 continue
-            batch.append(event)
-            if len(batch) == _BATCH:
-                file.write(_joined(batch, count))
-                count += len(batch)
-                batch = []
-        file.write(_joined(batch, count) + b"]}")
-    problem = f"skipped {skipped:,} rows that are no events" if skipped else ""
-    return Converted(count + len(batch), problem)
-
-
-def _joined(batch: list[dict[str, Any]], before: int) -> bytes:
-    return (b"," if before and batch else b"") + msgspec.json.encode(batch)[1:-1]
+            file.write((b"," if count else b"") + msgspec.json.encode(event))
+            count += 1
+        file.write(b"]}")
+    return count, f"skipped {skipped:,} rows that are no events" if skipped else ""
 
 
 def _session_start_ns(connection: sqlite3.Connection) -> int:
@@ -282,84 +292,17 @@ def _session_start_ns(connection: sqlite3.Connection) -> int:
     raise sqlite3.DataError(f"{start!r:.40} is not the time of its start")
 
 
-def _events(connection: sqlite3.Connection, tables: set[str]) -> Iterator[dict[str, Any] | None]:
-    """Yield an event for each row; ``None`` for a row that is none."""
-    for table, (columns, make) in _TABLES.items():
-        if table in tables:
-            for row in connection.execute(f"SELECT {columns}"):
-                try:
-                    yield make(*row)
-                except (TypeError, ValueError):  # a cell may hold anything, whatever its column is
-                    yield None
-
-
-def _kernel(name: Any, begin: int, end: int, device: int, stream: int, correlation: Any) -> dict[str, Any]:
-    return _on_device(name or "kernel", "kernel", begin, end, device, stream, {"correlation": correlation})
-
-
-def _copy(
-    kind: Any, begin: int, end: int, device: int, stream: int, correlation: Any, size: Any
-) -> dict[str, Any]:
-    args = {"correlation": correlation, "bytes": size}
-    return _on_device(f"Memcpy {_COPIES.get(kind, kind)}", "gpu_memcpy", begin, end, device, stream, args)
-
-
-def _memset(begin: int, end: int, device: int, stream: int, correlation: Any) -> dict[str, Any]:
-    return _on_device("Memset", "gpu_memset", begin, end, device, stream, {"correlation": correlation})
-
-
-def _call(name: Any, begin: int, end: int, thread: int, correlation: Any) -> dict[str, Any]:
-    event = _on_thread(name or "cuda call", "cuda_runtime", begin, end, thread)
-    return {**event, "args": {"correlation": correlation}}
-
-
-def _range(name: Any, begin: int, end: int, thread: int) -> dict[str, Any]:
-    return _on_thread(name or "range", "user_annotation", begin, end, thread)
-
-
-_TABLES: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
-    "CUPTI_ACTIVITY_KIND_KERNEL": (
-        "s.value, k.start, k.end, k.deviceId, k.streamId, k.correlationId "
-        "FROM CUPTI_ACTIVITY_KIND_KERNEL k LEFT JOIN StringIds s ON s.id = k.demangledName",
-        _kernel,
-    ),
-    "CUPTI_ACTIVITY_KIND_MEMCPY": (
-        "copyKind, start, end, deviceId, streamId, correlationId, bytes FROM CUPTI_ACTIVITY_KIND_MEMCPY",
-        _copy,
-    ),
-    "CUPTI_ACTIVITY_KIND_MEMSET": (
-        "start, end, deviceId, streamId, correlationId FROM CUPTI_ACTIVITY_KIND_MEMSET",
-        _memset,
-    ),
-    "CUPTI_ACTIVITY_KIND_RUNTIME": (
-        "s.value, r.start, r.end, r.globalTid, r.correlationId "
-        "FROM CUPTI_ACTIVITY_KIND_RUNTIME r LEFT JOIN StringIds s ON s.id = r.nameId",
-        _call,
-    ),
-    "NVTX_EVENTS": (
-        "COALESCE(n.text, s.value), n.start, n.end, n.globalTid "
-        "FROM NVTX_EVENTS n LEFT JOIN StringIds s ON s.id = n.textId "
-        f"WHERE n.eventType IN ({_PUSH_POP}, {_START_END}) AND n.end IS NOT NULL",
-        _range,
-    ),
-}
-
-
-def _on_device(
-    name: Any, category: str, begin: int, end: int, device: int, stream: int, args: dict[str, Any]
-) -> dict[str, Any]:
-    if not type(device) is type(stream) is int:
-        raise TypeError
-    args = {"device": device, "stream": stream, **args}
-    return {**_span(name, category, begin, end), "pid": device, "tid": stream, "args": args}
-
-
-def _on_thread(name: Any, category: str, begin: int, end: int, thread: int) -> dict[str, Any]:
-    process = thread // _RUNTIME_THREAD % _RUNTIME_THREAD
-    return {**_span(name, category, begin, end), "pid": process, "tid": thread % _RUNTIME_THREAD}
-
-
-def _span(name: Any, category: str, begin: int, end: int) -> dict[str, Any]:
-    if abs(begin) > MAX_NS or not 0 <= end - begin <= LONGEST_US * 1000:
-        raise ValueError
-    return {"ph": "X", "name": str(name), "cat": category, "ts": begin / 1000, "dur": (end - begin) / 1000}
+def _events(connection: sqlite3.Connection) -> Iterator[dict[str, Any] | None]:
+    """Yield an event for each row; ``None`` for a row that is none, as a cell may hold anything."""
+    known = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    for category, columns in (_TABLES[name] for name in _TABLES if name in known):
+        rows = connection.execute(f"SELECT {columns}")
+        arguments = [column for column, *_ in rows.description[5:]]
+        for name, begin, end, pid, tid, *values in rows:
+            is_span = type(begin) is type(end) is type(pid) is type(tid) is int and abs(begin) <= MAX_NS
+            if not (is_span and 0 <= end - begin <= LONGEST_US * 1000):
+                yield None
+                continue
+            event = {"ph": "X", "name": str(name), "cat": category, "pid": pid, "tid": tid}
+            event |= {"ts": begin / 1000, "dur": (end - begin) / 1000}
+            yield {**event, "args": dict(zip(arguments, values, strict=True))} if values else event
