@@ -105,7 +105,6 @@ def test_every_time_is_exact_whatever_the_offset(
         index=3,
         pid=10_000,
         lane_index=0,
-        title="a",
         base_ns=base_ns + begins[0][0] - first_ns,
         keep=Keep(),
         limits=Limits(),

@@ -68,6 +68,6 @@ def test_the_threshold_keeps_at_most_the_share(step: StepInputs) -> None:
     path = step.sources[0].path
     durations = [event["dur"] for event in read_events(path) if event["ph"] == "X"]
     for share in (0.5, 0.1, 0.01):
-        threshold = min_us_for_share(step, share)
+        threshold = min_us_for_share(path, share)
         assert sum(duration >= threshold for duration in durations) <= share * len(durations)
-    assert min_us_for_share(step, 1.0) == 0.0
+    assert min_us_for_share(path, 1.0) == 0.0

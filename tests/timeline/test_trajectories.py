@@ -17,7 +17,7 @@ from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.processes import LANE_PIDS, TRAJECTORIES_PID
-from verl_profiling.timeline.requests import packed_rows
+from verl_profiling.timeline.rows import packed_rows
 from verl_profiling.timeline.step import Keep
 from verl_profiling.trajectory_log import (
     Block,
@@ -283,7 +283,7 @@ def test_on_every_row_slices_nest(
 def test_rows_are_as_many_as_overlap(spans: list[tuple[int, int]]) -> None:
     """No two on a row overlap, and there are no more rows than the most at once."""
     begins, ends = [begin for begin, _ in spans], [begin + length for begin, length in spans]
-    rows = packed_rows(begins, ends)
+    rows = packed_rows(list(zip(begins, ends, strict=True)))
     for row in set(rows):
         own = sorted((b, e) for b, e, r in zip(begins, ends, rows, strict=True) if r == row)
         assert all(before[1] <= after[0] for before, after in pairwise(own))
@@ -325,8 +325,8 @@ def test_a_log_that_is_cut_damaged_or_missing_costs_what_is_not_there(tmp_path: 
     assert 100 < shown < 5_000
     assert len(result.problems) == 3
     assert "agent_loop_rank1.trajectories.jsonl.gz is missing" in result.problems[0]
-    assert "not a gzip file" in result.problems[1]
-    assert result.problems[2] == f"{path.name}: was cut behind line {shown + 2}"
+    assert result.problems[1] == f"{path.name}: was cut behind line {shown + 2}"
+    assert "not a gzip file" in result.problems[2]
     inputs.limits = Limits(memory_bytes=1)
     limited = merge(inputs)
     assert any("--max-memory raises it" in problem and path.name in problem for problem in limited.problems)

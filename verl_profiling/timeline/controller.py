@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-
-import msgspec
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from verl_profiling.manifest import Manifest, StageSpan
-from verl_profiling.timeline.processes import STAGES_TID, TOOL_TID, name_thread
+from verl_profiling.timeline.processes import STAGES_TID, TOOL_TID, draw, name_thread
 from verl_profiling.timeline.trace import Event
 
 CONTROLLER = "controller"
@@ -25,64 +24,51 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
         pids: Process id by the name of a worker (and of ``controller``).
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
     """
-    own = pids[CONTROLLER]
-    stages = {CONTROLLER: _stages([*manifest.stages, *manifest.outside], own, base_ns)}
-    events = list(_steps(manifest, own, base_ns))
+    own = partial(draw, base_ns, pids[CONTROLLER])
+    stages = {CONTROLLER: _stages([*manifest.stages, *manifest.outside], own)}
+    events = []
+    if len(manifest.step_spans) > 1:
+        events.append(name_thread(pids[CONTROLLER], _STEPS_TID, "steps"))
+        for step in manifest.step_spans:
+            version = step.policy_version
+            about = {} if version is None else {"policy_version": version}
+            events.append(
+                own(_STEPS_TID, "step", f"step {step.step}", step.begin_ns, step.end_ns, about=about)
+            )
     threads: dict[str, int] = {}
     for rpc in manifest.rpcs:
         if rpc.worker not in threads:
             threads[rpc.worker] = _FIRST_RPC_TID + len(threads)
-            events.append(name_thread(own, threads[rpc.worker], f"rpc {rpc.worker}"))
-        about = {"worker": rpc.worker, "ok": rpc.ok}
-        span = (rpc.begin_ns - base_ns, rpc.end_ns - base_ns)
-        events.append(_span(rpc.method, "rpc", own, threads[rpc.worker], span, about))
+            events.append(name_thread(pids[CONTROLLER], threads[rpc.worker], f"rpc {rpc.worker}"))
+        called = {"worker": rpc.worker, "ok": rpc.ok}
+        events.append(own(threads[rpc.worker], "rpc", rpc.method, rpc.begin_ns, rpc.end_ns, about=called))
     for worker in manifest.workers:
         if not (worker.stages or worker.tool_spans):
             continue
         pid = pids[worker.name]
-        stages[worker.name] = _stages(worker.stages, pid, base_ns)
+        stages[worker.name] = _stages(worker.stages, partial(draw, base_ns, pid))
         if worker.tool_spans:
             events.append(name_thread(pid, TOOL_TID, "tool"))
         for tool in worker.tool_spans:
-            about = {"stage": tool.stage} if tool.stage else {}
-            span = (tool.begin_ns - base_ns, tool.end_ns - base_ns)
-            events.append(_span(f"{tool.name} the tool", "capture", pid, TOOL_TID, span, about))
+            name, of = f"{tool.name} the tool", {"stage": tool.stage} if tool.stage else {}
+            events.append(draw(base_ns, pid, TOOL_TID, "capture", name, tool.begin_ns, tool.end_ns, about=of))
     for spans in stages.values():
         events += [*spans, *_spread(spans)]
     return events + _arrows(stages)
 
 
-def _steps(manifest: Manifest, pid: int, base_ns: int) -> Iterator[Event]:
-    """Yield a thread with the steps, where there are several."""
-    if len(manifest.step_spans) < 2:
-        return
-    yield name_thread(pid, _STEPS_TID, "steps")
-    for step in manifest.step_spans:
-        about = {} if step.policy_version is None else {"policy_version": step.policy_version}
-        span = (step.begin_ns - base_ns, step.end_ns - base_ns)
-        yield _span(f"step {step.step}", "step", pid, _STEPS_TID, span, about)
-
-
-def _stages(spans: Iterable[StageSpan], pid: int, base_ns: int) -> list[Event]:
+def _stages(spans: Iterable[StageSpan], draw: Callable[..., Event]) -> list[Event]:
     return [
-        _span(
-            span.name,
-            "stage",
-            pid,
+        draw(
             STAGES_TID,
-            (span.begin_ns - base_ns, span.end_ns - base_ns),
-            {"failed": True} if span.failed else {},
+            "stage",
+            span.name,
+            span.begin_ns,
+            span.end_ns,
+            about={"failed": True} if span.failed else {},
         )
         for span in spans
     ]
-
-
-def _span(
-    name: str, category: str, pid: int, tid: int, span: tuple[int, int], about: Mapping[str, object]
-) -> Event:
-    begin_ns, end_ns = span
-    args = msgspec.Raw(msgspec.json.encode(about))
-    return Event("X", category, name, pid, tid, begin_ns / 1000, (end_ns - begin_ns) / 1000, args=args)
 
 
 def _spread(spans: list[Event]) -> list[Event]:

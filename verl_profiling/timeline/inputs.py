@@ -248,7 +248,6 @@ def _from_manifest(directory: Path) -> StepInputs:
         unfinished=unfinished(manifest),
     )
     found: list[Source] = []
-    logs: list[Source] = []
     for worker in manifest.workers:
         if worker.status not in ("ok", "skipped") and not worker.artifacts:
             inputs.absent.append(f"{worker.identity}: {worker.reason or worker.status}")
@@ -265,11 +264,9 @@ def _from_manifest(directory: Path) -> StepInputs:
                 state = "empty" if artifact.status == "empty" else "missing"
                 inputs.absent.append(f"{artifact.path} is {state}{because}")
                 continue
-            if path.name.endswith(LOG_SUFFIX):
-                logs.append(_source(manifest, worker, artifact, path))
-            for trace in _traces_in(path):
-                found.append(_source(manifest, worker, artifact, trace))
-    inputs.sources, inputs.logs = sorted_sources(found), sorted_sources(logs)
+            found += (_source(manifest, worker, artifact, file) for file in _files_in(path))
+    inputs.sources = sorted_sources(source for source in found if not source.is_log)
+    inputs.logs = sorted_sources(source for source in found if source.is_log)
     return inputs
 
 
@@ -311,10 +308,10 @@ def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path:
     )
 
 
-def _traces_in(path: Path) -> Iterator[Path]:
-    """Yield the Chrome traces of an artifact: itself, or what torch_npu put into its folder."""
+def _files_in(path: Path) -> Iterator[Path]:
+    """Yield the log or the Chrome traces of an artifact: itself, or what torch_npu put into its folder."""
     if path.is_dir():
         for found in sorted(path.rglob("trace_view.json")):
             yield named_file(path, str(found.relative_to(path)))
-    elif path.name.endswith((".json", ".json.gz")):
+    elif path.name.endswith((".json", ".json.gz", LOG_SUFFIX)):
         yield path

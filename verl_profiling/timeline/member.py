@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from isal import isal_zlib
@@ -43,10 +43,11 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
         index: Place among all members, from 1: flow ids become unique with it.
         pid: First process id of the lane.
         lane_index: Place among the members of the same lane.
-        title: Name of the lane, to be shown.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
         keep: What is kept.
         limits: How much of the trace is read.
+        requests: For a log: the requests of the step, by the engine's id of them.
+        fates: For a log: what became of trajectories later.
     """
 
     source: Source
@@ -54,22 +55,11 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     pid: int
     lane_index: int
-    title: str
     base_ns: int
     keep: Keep
     limits: Limits
-
-
-class LogJob(MemberJob, frozen=True, kw_only=True):
-    """What a process needs to know to write the member of a log.
-
-    Attributes:
-        requests: The requests of the step, by the engine's id of them.
-        fates: What became of trajectories later.
-    """
-
-    requests: dict[str, list[Request]]
-    fates: LaterFates
+    requests: dict[str, list[Request]] = {}
+    fates: LaterFates = LaterFates()
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,13 +71,15 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         left_out: Events that :class:`Keep` left out.
         problems: What could not be read.
         arrows: What leads from it to requests.
+        is_readable: Whether anything of it could be read.
     """
 
     path: Path
-    events: int
-    left_out: int
-    problems: list[str]
+    events: int = 0
+    left_out: int = 0
+    problems: list[str] = []
     arrows: list[Arrow] = []
+    is_readable: bool = True
 
 
 def compressor() -> Any:
@@ -98,28 +90,22 @@ def compressor() -> Any:
 class MemberFile:
     """A gzip member of events while it is written, with a comma before each."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._gzip = compressor()
-        self._file = path.open("wb")
+        self._file = file
 
     def __enter__(self) -> MemberFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._file:
-            self._file.write(self._gzip.flush())
+        self._file.write(self._gzip.flush())
 
-    def write(self, events: list[Event]) -> None:
-        """Write some events."""
-        if events:
-            self._file.write(self._gzip.compress(b",\n"))
-            self._file.write(self._gzip.compress(memoryview(_utf8(_ENCODER.encode(events)))[1:-1]))
-
-    def write_all(self, events: Iterable[Event]) -> int:
+    def write(self, events: Iterable[Event]) -> int:
         """Write events, some thousands at a time; return how many there were, without metadata."""
         left, count = iter(events), 0
         while batch := list(islice(left, _BATCH)):
-            self.write(batch)
+            self._file.write(self._gzip.compress(b",\n"))
+            self._file.write(self._gzip.compress(memoryview(_utf8(_ENCODER.encode(batch)))[1:-1]))
             count += sum(event.ph != "M" for event in batch)
         return count
 
@@ -131,14 +117,12 @@ def write_member(job: MemberJob) -> Member:
         TraceFormatError: The trace cannot be read at all.
         OSError: The member cannot be written.
     """
-    bytes(
-        _KEPT_BYTES
-    )  # glibc keeps the memory of blocks up to the largest that was freed, and gives more back
+    bytes(_KEPT_BYTES)  # glibc keeps blocks up to the largest that was freed, and gives larger ones back
     trace = Trace(job.source.path, job.limits)
-    processes = Processes(job.pid, job.title, job.lane_index)
+    processes = Processes(job.pid, job.source.title, job.lane_index)
     written = left_out = 0
     problems = []
-    with MemberFile(job.output) as file:
+    with job.output.open("wb") as output, MemberFile(output) as file:
         try:
             for events in trace.chunks():
                 if not processes.known:

@@ -23,9 +23,9 @@ from verl_profiling.manifest import SCHEMA_VERSION
 from verl_profiling.ranks import parse_ranks
 from verl_profiling.run_files import scratch_folder
 from verl_profiling.timeline.controller import CONTROLLER, controller_events
-from verl_profiling.timeline.member import LogJob, Member, MemberFile, MemberJob, compressor, write_member
+from verl_profiling.timeline.member import Member, MemberFile, MemberJob, compressor, write_member
 from verl_profiling.timeline.processes import LANE_PIDS, STAGES_TID, name_process
-from verl_profiling.timeline.requests import RequestEvents, requests_by_id
+from verl_profiling.timeline.requests import Arrow, request_events, requests_by_id
 from verl_profiling.timeline.step import (
     TIMELINE_MARK,
     TIMELINE_NAME,
@@ -35,11 +35,11 @@ from verl_profiling.timeline.step import (
     sorted_sources,
 )
 from verl_profiling.timeline.trace import Event, Trace
-from verl_profiling.trajectory_log import LOG_SUFFIX, LaterFates, open_log, read_log
+from verl_profiling.timeline.trajectories import write_log_member
+from verl_profiling.trajectory_log import LaterFates
 
 _SLACK_NS = 3_600_000_000_000  # the clock starts an hour before the step, so that no ts is negative
 _LONGEST_US = 1e6  # longer events are never dropped to reduce the size
-_HEAD_BYTES = 1 << 14
 _THREADS = Path("/proc/self/task")  # those of libraries, too
 _SPAWN_BYTES = 8 << 20  # for fewer bytes, starting processes takes longer than it saves
 
@@ -90,9 +90,8 @@ def merge(
     """
     output = output or inputs.output(TIMELINE_NAME)
     keep = keep or Keep()
-    inputs, problems, base_ns = _readable(inputs)
-    if not (inputs.sources or inputs.logs or inputs.manifest):
-        raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
+    begins = [source.begin_ns for source in (*inputs.sources, *inputs.logs)]
+    base_ns = zero_ns(inputs.manifest.begin_ns if inputs.manifest else min(begins, default=0))
     with scratch_folder(output) as scratch:
         while True:
             plan = _plan(inputs, scratch, base_ns, keep)
@@ -101,48 +100,48 @@ def merge(
                 members.append(member)
                 if on_progress:
                     on_progress(job.source)
-            result = _join(scratch, inputs, plan, members, problems, base_ns, keep)
+            result = _join(scratch / "timeline", inputs, plan, members, base_ns, keep)
             if max_bytes is None or result.bytes <= max_bytes or keep.min_us > _LONGEST_US:
                 break
-            share = max_bytes / result.bytes * result.events / (result.events + result.left_out)
-            fitting = min_us_for_share(inputs, share)
+            share = max_bytes / result.bytes
+            fitting = min_us_for_share(result.path, share)
             keep = msgspec.structs.replace(keep, min_us=max(fitting, 2 * keep.min_us, 1.0))
         result.path.chmod(0o644)
         return msgspec.structs.replace(result, path=result.path.replace(output))
 
 
 def _join(
-    scratch: Path,
-    inputs: StepInputs,
-    plan: list[MemberJob],
-    members: list[Member],
-    problems: list[str],
-    base_ns: int,
-    keep: Keep,
+    path: Path, inputs: StepInputs, plan: list[MemberJob], members: list[Member], base_ns: int, keep: Keep
 ) -> MergeResult:
-    """Concatenate the head, the requests, the members and the footer into one file in ``scratch``."""
-    problems = [*problems, *(f"{m.path.name}: {problem}" for m in members for problem in m.problems)]
+    """Concatenate the loop's events, the requests, the members and the footer into one file.
+
+    Raises:
+        TraceFormatError: No member could be read, and there is no manifest.
+    """
+    named = (f"{member.path.name}: {problem}" for member in members for problem in member.problems)
+    problems = [*inputs.absent, *named]
+    if inputs.manifest is None and not any(member.is_readable for member in members):
+        raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
     pids = _WorkerPids({CONTROLLER: LANE_PIDS})
     for job in plan:
         pids.setdefault(job.source.worker, job.pid)
     opening = _opening(inputs, plan, pids, base_ns)
-    parts = [job.output for job in plan]
-    events = sum(member.events for member in members) + sum(event.ph != "M" for event in opening)
+    leading: dict[tuple[str, int], list[Arrow]] = {}
+    for arrow in (arrow for member in members for arrow in member.arrows):
+        leading.setdefault(arrow.request, []).append(arrow)
     left_out = sum(member.left_out for member in members)
-    if inputs.manifest:
-        arrows = (arrow for member in members for arrow in member.arrows)
-        requests = RequestEvents(inputs.manifest, pids, base_ns, keep, arrows)
-        parts.insert(0, scratch / "requests")
-        with MemberFile(parts[0]) as file:
-            events += file.write_all(requests)
-        left_out += requests.left_out
-    path = scratch / "timeline"
+    events = sum(member.events for member in members) + sum(event.ph != "M" for event in opening)
     with path.open("wb") as timeline:
         timeline.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
-        for part in parts:
-            with part.open("rb") as member:
-                shutil.copyfileobj(member, timeline, 1 << 20)
-            part.unlink()
+        with MemberFile(timeline) as requests:
+            for worker in inputs.manifest.workers if inputs.manifest else ():
+                slices, omitted = request_events(worker, pids[worker.name], base_ns, keep, leading)
+                left_out += omitted
+                events += requests.write(slices)
+        for job in plan:
+            with job.output.open("rb") as member_file:
+                shutil.copyfileobj(member_file, timeline, 1 << 20)
+            job.output.unlink()
         timeline.write(_gzip(_footer(inputs, plan, members, problems)))
     return MergeResult(
         path=path,
@@ -154,46 +153,9 @@ def _join(
     )
 
 
-def _readable(inputs: StepInputs) -> tuple[StepInputs, list[str], int]:
-    """Return the traces that can be opened, the problems of the others, and the timeline's clock base."""
-    sources = []
-    problems, begins = list(inputs.absent), []
-    for source in inputs.sources:
-        try:
-            trace = Trace(source.path, inputs.limits)
-            if inputs.manifest is None:
-                begins.append(_begin_ns(trace) - source.offset_ns)
-        except TraceFormatError as error:
-            problems.append(str(error))
-            continue
-        sources.append(source)
-    logs = []
-    for log in inputs.logs:
-        try:
-            begins.append(open_log(log.path)[0].begin_ns - log.offset_ns)
-        except TraceFormatError as error:
-            problems.append(str(error))
-            continue
-        logs.append(log)
-    begin_ns = inputs.manifest.begin_ns if inputs.manifest else min(begins, default=0)
-    return (
-        msgspec.structs.replace(inputs, sources=sources, logs=logs),
-        problems,
-        zero_ns(begin_ns),
-    )
-
-
 def zero_ns(begin_ns: int) -> int:
     """Return what a timeline counts its times from (unix ns), of a step that begins at ``begin_ns``."""
     return (begin_ns - _SLACK_NS) // 1_000_000_000 * 1_000_000_000
-
-
-def _begin_ns(trace: Trace) -> int:
-    """Return roughly when a trace begins: the time of its first event."""
-    first = next(
-        (event.ts for events in trace.chunks(_HEAD_BYTES) for event in events if event.ts is not None), 0.0
-    )
-    return trace.base_ns + round(first * 1000)
 
 
 def _plan(inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep) -> list[MemberJob]:
@@ -213,13 +175,12 @@ def _plan(inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep) -> list[M
             index=index,
             pid=lanes[source.lane],
             lane_index=lane_index,
-            title=source.title,
             base_ns=base_ns,
             keep=keep,
             limits=inputs.limits,
         )
-        if source.path.name.endswith(LOG_SUFFIX):
-            job = LogJob(**msgspec.structs.asdict(job), requests=requests, fates=fates)
+        if source.is_log:
+            job = msgspec.structs.replace(job, requests=requests, fates=fates)
         plan.append(job)
     return plan
 
@@ -233,12 +194,12 @@ def _run(plan: list[MemberJob], jobs: int) -> Iterator[tuple[MemberJob, Member]]
 
 
 def _write(job: MemberJob) -> Member:
-    """Write a member; only a log of trajectories needs the modules that read one."""
-    if isinstance(job, LogJob):
-        from verl_profiling.timeline.trajectories import write_log_member
-
-        return write_log_member(job)
-    return write_member(job)
+    """Write the member of a log or a trace; that of a file that cannot be read is empty."""
+    try:
+        return write_log_member(job) if job.source.is_log else write_member(job)
+    except TraceFormatError as error:
+        job.output.touch()
+        return Member(path=job.source.path, problems=[error.problem], is_readable=False)
 
 
 def _start_method() -> Literal["fork", "spawn"]:
@@ -262,9 +223,7 @@ class _WorkerPids(dict[str, int]):
 
 def _opening(inputs: StepInputs, plan: list[MemberJob], pids: _WorkerPids, base_ns: int) -> list[Event]:
     """Return the events that come before all others: the controller's lanes and the workers' stages."""
-    titles: dict[str, str] = {}
-    for job in plan:
-        titles.setdefault(job.source.worker, job.title)
+    titles = {job.source.worker: job.source.title for job in reversed(plan)}
     events = controller_events(inputs.manifest, pids, base_ns) if inputs.manifest else []
     used = {event.pid for event in events} or {plan[0].pid}
     for worker, pid in pids.items():
@@ -344,21 +303,14 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
     return msgspec.structs.replace(inputs, sources=sources, logs=logs)
 
 
-def min_us_for_share(inputs: StepInputs, share: float) -> float:
-    """Return the power of two that, as ``min_us``, keeps at most this share of a step's events."""
-    counts: Counter[int] = Counter()
-    for source in inputs.sources:
-        for events in Trace(source.path, inputs.limits).chunks():
-            counts.update(math.frexp(event.dur or 0.0)[1] for event in events if event.ph == "X")
-    for request in (
-        r for worker in (inputs.manifest.workers if inputs.manifest else ()) for r in worker.requests
-    ):
-        spans = [(request.begin_ns, request.end_ns), *(part[1:] for part in request.parts())]
-        counts.update(math.frexp((end - begin) / 1000)[1] for begin, end in spans)
-    for log in inputs.logs:
-        found = read_log(log.path, inputs.limits.reached)
-        lasting = (line for part in (found.spans, found.trajectories, found.blocks) for line in part)
-        counts.update(math.frexp((line.end_ns - line.begin_ns) / 1000)[1] for line in lasting)
+def min_us_for_share(path: Path, share: float) -> float:
+    """Return the power of two that, as ``min_us``, keeps at most this share of a timeline's slices."""
+    counts = Counter(
+        math.frexp(event.dur or 0.0)[1]
+        for events in Trace(path).chunks()
+        for event in events
+        if event.ph == "X"
+    )
     budget = share * counts.total()
     for exponent in sorted(counts, reverse=True):
         budget -= counts[exponent]

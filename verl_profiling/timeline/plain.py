@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -151,7 +152,7 @@ def _steps(directory: Path, label: str, traces: list[_PlainTrace], together: boo
     only = traces[0].name if label and len(traces) == 1 else ""
     for step, of_step in sorted(steps.items(), key=lambda item: -1 if item[0] is None else item[0]):
         numbered = f"step_{step:06d}" if step is not None and len(traces) > 1 else ""
-        logs = [trace for trace in of_step if _is_log(trace.source.path)]
+        logs = [trace for trace in of_step if trace.source.is_log]
         yield StepInputs(
             directory=directory,
             step=step,
@@ -173,12 +174,13 @@ def _described(path: Path, name: str) -> _PlainTrace:
     Raises:
         TraceFormatError: It cannot be read, or is not a trace.
     """
-    if _is_log(path):
+    if path.name.endswith(LOG_SUFFIX):
         return _described_log(path, name)
     trace = Trace(path)
     if TIMELINE_MARK in trace.metadata:
         raise TraceFormatError(path, "is a timeline that merge wrote; name the traces that it was made of")
-    head = next(trace.chunks(_HEAD_BYTES), [])
+    chunks = trace.chunks(_HEAD_BYTES)
+    head = next(chunks, [])
     if not head and not trace.metadata:
         raise TraceFormatError(path, "not a Chrome trace: holds no events")
     process = _process(trace, head)
@@ -190,12 +192,17 @@ def _described(path: Path, name: str) -> _PlainTrace:
     replica = (int(replica_match[1]) if replica_match else 0) if role == "rollout" else None
     worker = f"{role}{replica}" if replica is not None else f"{role}_rank{rank}"
     lane = f"{worker}_rank{rank}" if replica is not None else worker
-    source = Source(path=path, lane=lane, worker=worker, role=role, rank=rank, replica=replica)
+    first_us = next((e.ts for events in chain([head], chunks) for e in events if e.ts is not None), 0.0)
+    source = Source(
+        path=path,
+        lane=lane,
+        worker=worker,
+        role=role,
+        rank=rank,
+        replica=replica,
+        begin_ns=trace.base_ns + round(first_us * 1000),
+    )
     return _PlainTrace(source, process, name)
-
-
-def _is_log(path: Path) -> bool:
-    return path.name.endswith(LOG_SUFFIX)
 
 
 def _described_log(path: Path, name: str) -> _PlainTrace:
@@ -204,7 +211,12 @@ def _described_log(path: Path, name: str) -> _PlainTrace:
     role, _, rank = lane.rpartition("_rank")
     known = bool(role) and rank.isdecimal()
     source = Source(
-        path=path, lane=lane, worker=lane, role=role if known else lane, rank=int(rank[:9]) if known else 0
+        path=path,
+        lane=lane,
+        worker=lane,
+        role=role if known else lane,
+        rank=int(rank[:9]) if known else 0,
+        begin_ns=header.begin_ns,
     )
     return _PlainTrace(source, ("", name, None), name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 
@@ -63,6 +64,35 @@ def name_row(pid: int, row: int, name: str) -> list[Event]:
 def name_thread(pid: int, tid: int, name: str) -> Event:
     """Return the metadata that names a thread."""
     return Event("M", name="thread_name", pid=pid, tid=tid, args=msgspec.Raw(_ENCODER.encode({"name": name})))
+
+
+def draw(
+    base_ns: int,
+    pid: int,
+    tid: int | None,
+    category: str,
+    name: str,
+    *ends_ns: int,
+    about: Mapping[str, object] | None = None,
+) -> Event:
+    """Return a slice from one instant to another, or the value of a counter at one.
+
+    Args:
+        base_ns: Unix nanoseconds of ``ts == 0`` in the timeline; what begins before begins then.
+        pid: Process.
+        tid: Thread, or row.
+        category: Category.
+        name: Name, in bounded length.
+        ends_ns: Begin and end, or the instant (unix ns).
+        about: Its arguments.
+    """
+    begin, *end = (max(at_ns - base_ns, 0) for at_ns in ends_ns)
+    event = Event("X" if end else "C", category, shortened(name), pid, tid, begin / 1000)
+    if end:
+        event.dur = (end[0] - begin) / 1000
+    if about is not None:
+        event.args = msgspec.Raw(_ENCODER.encode(about))
+    return event
 
 
 class Processes:

@@ -6,18 +6,18 @@ spans of trajectories that wait for them.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import msgspec
 
-from verl_profiling.manifest import Manifest, Request
-from verl_profiling.timeline.processes import REQUESTS_PID, name_process, name_row
+from verl_profiling.manifest import CaptureResult, Manifest, Request
+from verl_profiling.timeline.processes import REQUESTS_PID, draw, name_process, name_row
+from verl_profiling.timeline.rows import packed_rows
 from verl_profiling.timeline.step import Keep
 from verl_profiling.timeline.trace import Event
 
-_ARROW = "generate"
 _APART_NS = 1_000  # Perfetto may cut off a nanosecond of a time
 
 
@@ -80,66 +80,36 @@ def _common(request: Request, begin: int, end: int) -> int:
     return min(request.end_ns, end) - max(request.begin_ns, begin)
 
 
-class RequestEvents:
-    """The requests of every engine, as slices of a separate process next to the engine's.
-
-    Attributes:
-        left_out: Number of slices that were not wanted, of those that were asked for so far.
+def request_events(
+    worker: CaptureResult, pid: int, base_ns: int, keep: Keep, leading: Mapping[tuple[str, int], list[Arrow]]
+) -> tuple[list[Event], int]:
+    """Return the requests of an engine as slices of a process of their own, and how many are left out.
 
     Args:
-        manifest: The capture.
-        pids: Process id by the name of a worker.
+        worker: The engine.
+        pid: First process id of its lane.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
-        keep: What is wanted.
-        arrows: What leads to the requests.
+        keep: Which slices are wanted.
+        leading: The arrows that lead to each request.
     """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        pids: Mapping[str, int],
-        base_ns: int,
-        keep: Keep,
-        arrows: Iterable[Arrow] = (),
-    ) -> None:
-        self.left_out = 0
-        self._manifest = manifest
-        self._pids = pids
-        self._base_ns = base_ns
-        self._keep = keep
-        self._leading: dict[tuple[str, int], list[Arrow]] = {}
-        for arrow in arrows:
-            self._leading.setdefault(arrow.request, []).append(arrow)
-
-    def __iter__(self) -> Iterator[Event]:
-        for worker in self._manifest.workers:
-            if not worker.requests:
-                continue
-            pid = self._pids[worker.name] + REQUESTS_PID
-            yield from name_process(pid, f"{worker.name} requests")
-            rows = packed_rows([r.begin_ns for r in worker.requests], [r.end_ns for r in worker.requests])
-            for row in range(max(rows) + 1):
-                yield from name_row(pid, row, f"requests {row}")
-            for request, row in zip(worker.requests, rows, strict=True):
-                place = _Place(pid, row + 1, self._base_ns)
-                slices = list(_slices(request, place))
-                kept = self._keep.select(slices, self._base_ns)
-                self.left_out += len(slices) - len(kept)
-                yield from kept
-                if kept:
-                    for arrow in self._leading.get((request.id, request.begin_ns), ()):
-                        yield _head(request, place, arrow)
+    pid += REQUESTS_PID
+    rows = packed_rows([(request.begin_ns, request.end_ns) for request in worker.requests])
+    events = name_process(pid, f"{worker.name} requests") if rows else []
+    for row in range(max(rows, default=-1) + 1):
+        events += name_row(pid, row, f"requests {row}")
+    left_out = 0
+    for request, row in zip(worker.requests, rows, strict=True):
+        slices = list(_slices(request, partial(draw, base_ns, pid, row + 1, "request")))
+        kept = keep.select(slices, base_ns)
+        left_out += len(slices) - len(kept)
+        events += kept
+        if kept:
+            arrows = leading.get((request.id, request.begin_ns), ())
+            events += (_head(request, arrow, base_ns, pid, row + 1) for arrow in arrows)
+    return events, left_out
 
 
-class _Place(msgspec.Struct, frozen=True):
-    """The row of a request, and what to subtract from its times."""
-
-    pid: int
-    tid: int
-    base_ns: int
-
-
-def _slices(request: Request, place: _Place) -> Iterator[Event]:
+def _slices(request: Request, draw: Callable[..., Event]) -> Iterator[Event]:
     """Yield the slice of a request and inside it those of its parts, where any of them is known apart."""
     facts = {
         "prompt_tokens": request.prompt_tokens,
@@ -151,41 +121,21 @@ def _slices(request: Request, place: _Place) -> Iterator[Event]:
         "policy_version": request.policy_version,
     }
     known = {name: value for name, value in facts.items() if value is not None}
-    whole = _event(place, f"request ({request.response_tokens} tokens)", request.begin_ns, request.end_ns)
-    whole.args = msgspec.Raw(msgspec.json.encode(known))
-    yield whole
+    name = f"request ({request.response_tokens} tokens)"
+    yield draw(name, request.begin_ns, request.end_ns, about=known)
     parts = request.parts()
     if len(parts) > 1:
-        yield from (_event(place, *part) for part in parts)
+        yield from (draw(*part) for part in parts)
 
 
-def _event(place: _Place, name: str, begin_ns: int, end_ns: int) -> Event:
-    ts, duration = (begin_ns - place.base_ns) / 1000, (end_ns - begin_ns) / 1000
-    return Event("X", "request", name, place.pid, place.tid, ts, duration)
-
-
-def _head(request: Request, place: _Place, arrow: Arrow) -> Event:
+def _head(request: Request, arrow: Arrow, base_ns: int, pid: int, tid: int) -> Event:
     """Return the end of an arrow, which points to the next slice: a microsecond earlier that is the request.
 
     Perfetto binds what has the request's own time to its first part. An arrow that leaves later than that,
     because clocks differ, ends inside the request.
     """
-    event = Event("f", "request", _ARROW, place.pid, place.tid, id=arrow.id)
-    at_ns, from_ns = request.begin_ns - place.base_ns - _APART_NS, arrow.from_ns - place.base_ns
-    if at_ns <= from_ns:
-        at_ns, event.bp = from_ns + _APART_NS, "e"
-    event.ts = at_ns / 1000
-    return event
-
-
-def packed_rows(begins: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """Return a row for each of some spans: as many as overlap at once, and of those free the first."""
-    rows = [0] * len(begins)
-    busy: list[tuple[int, int]] = []  # until when, row
-    free: list[int] = []
-    for place in sorted(range(len(begins)), key=begins.__getitem__):
-        while busy and busy[0][0] <= begins[place]:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        rows[place] = heapq.heappop(free) if free else len(busy)
-        heapq.heappush(busy, (ends[place], rows[place]))
-    return rows
+    at_ns, inside = request.begin_ns - _APART_NS, None
+    if at_ns <= arrow.from_ns:
+        at_ns, inside = arrow.from_ns + _APART_NS, "e"
+    ts = (at_ns - base_ns) / 1000
+    return Event("f", "request", "generate", pid, tid, ts, id=arrow.id, bp=inside)

@@ -23,6 +23,7 @@ from verl_profiling.manifest import (
 )
 from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.trace import Event
+from verl_profiling.trajectory_log import LOG_SUFFIX
 
 _ROLE_ORDER = ("controller", "actor", "critic", "ref", "reward", "rollouter", "agent_loop", "rollout")
 
@@ -41,6 +42,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         offset_ns: Subtracted from its times, gives the controller's.
         error_ns: Bound of that offset's error.
         stage: Stage it holds, in discrete mode.
+        begin_ns: When its first event begins, for a file without a manifest.
     """
 
     path: Path
@@ -53,6 +55,12 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     offset_ns: int = 0
     error_ns: int = 0
     stage: str | None = None
+    begin_ns: int = 0
+
+    @property
+    def is_log(self) -> bool:
+        """Whether it is a log of trajectories."""
+        return self.path.name.endswith(LOG_SUFFIX)
 
     @property
     def title(self) -> str:
