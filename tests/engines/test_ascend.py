@@ -25,7 +25,7 @@ from verl_profiling import ConfigError, ProfilingConfig
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.adapter import EngineAdapter, EngineTrace, check_device, engine_tool
 from verl_profiling.engines.ascend import is_recording, rank_of_recording
-from verl_profiling.engines.recording import TraceRecording
+from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.report.build import build_report
@@ -162,33 +162,41 @@ def recording(folder: Path, rank: int | None = None, data: bytes = b"range") -> 
     return path
 
 
-def test_each_rank_gets_its_folder(tmp_path: Path) -> None:
+def recorder(engine: Folders, analysis: bool = False) -> EngineRecorder:
+    """Return what records an engine on NPUs."""
+    config = settings(tools={"npu": {"analysis": analysis}})
+    return EngineRecorder(engine, NpuTool(NpuOptions(analysis=analysis)), IDENTITY, config, RequestLog())
+
+
+async def test_each_rank_gets_its_folder(tmp_path: Path) -> None:
     """Only what appeared since the start counts; each is moved into its rank's folder of the step."""
     step = tmp_path / "step_000001"
-    step.mkdir()
     engine = Folders(tmp_path / ".engines" / "1")
     engine.spool.mkdir(parents=True)
     recording(engine.spool, 9)
     request = CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(step))
-    window = TraceRecording(engine, NpuTool(NpuOptions(analysis=False)), IDENTITY, request, range(2))
+    recording_engine = recorder(engine)
+    await recording_engine.start(request)
     for rank in (1, 0):
         recording(engine.spool, rank)
     (engine.spool / "discarded").mkdir()
-    for rank, output in enumerate(window.gather(1, "")):
-        assert (output.artifact.path, output.artifact.status) == (f"rollout0_rank{rank}.npu", "ok")
-        [moved] = (step / output.artifact.path).iterdir()
+    for rank, artifact in enumerate((await recording_engine.stop("c", 0.0)).result.artifacts):
+        assert (artifact.path, artifact.status) == (f"rollout0_rank{rank}.npu", "ok")
+        [moved] = (step / artifact.path).iterdir()
         assert rank_of_recording(moved) == rank
     assert not engine.spool.exists()
 
 
-def test_a_recording_without_data_is_empty(tmp_path: Path) -> None:
+async def test_a_recording_without_data_is_empty(tmp_path: Path) -> None:
     """torch_npu made its folder and recorded nothing."""
     request = CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path))
     engine = Folders(tmp_path / ".engines" / "1")
-    window = TraceRecording(engine, NpuTool(NpuOptions()), IDENTITY, request, [0])
+    engine.ranks = 1
+    recording_engine = recorder(engine, analysis=True)
+    await recording_engine.start(request)
     recording(engine.spool, data=b"")
-    [output] = window.gather(1, "")
-    assert (output.artifact.status, output.finish) == ("empty", None)
+    [artifact] = (await recording_engine.stop("c", 0.0)).result.artifacts
+    assert artifact.status == "empty"
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ import pytest
 
 from tests.engines.contract import request, stop
 from tests.engines.server import settings
-from verl_profiling.engines.adapter import EngineAdapter, EngineTrace
-from verl_profiling.engines.death import how_processes_ended
+from verl_profiling.engines.adapter import EngineAdapter, EngineTrace, how_processes_ended
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.sglang import ManagerCalls
@@ -150,7 +149,7 @@ def test_the_log_is_the_file_that_the_output_goes_to(run_python: Any, tmp_path: 
     """In a Ray worker, say: its two files are named; with a pipe, the process and the host are."""
     code = """
     import os, sys
-    from verl_profiling.engines.death import _log_of_this_process
+    from verl_profiling.engines.recorder import _log_of_this_process
     for stream, path in ((1, sys.argv[1]), (2, sys.argv[2])):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
     print(_log_of_this_process(), flush=True)
@@ -159,7 +158,7 @@ def test_the_log_is_the_file_that_the_output_goes_to(run_python: Any, tmp_path: 
     run_python(code, out, err)
     assert out.read_text().strip() == f"{out} and {err}"
     printed = run_python(
-        "from verl_profiling.engines.death import _log_of_this_process as f; print(f())"
+        "from verl_profiling.engines.recorder import _log_of_this_process as f; print(f())"
     ).stdout
     assert printed.startswith("the output of process ")
 

@@ -13,7 +13,7 @@ import pytest
 from step_folders import build_step
 
 from verl_profiling.devices import VARIABLE
-from verl_profiling.engines.recording import output_of
+from verl_profiling.engines.window import output_of
 from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult
 from verl_profiling.report.build import build_report
 from verl_profiling.report.check import check

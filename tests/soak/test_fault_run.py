@@ -15,7 +15,7 @@ import pytest
 from tests.soak.fault_run import KINDS, FaultRun, Outcome, faults
 from tests.soak.killed_loop import PLACES, finished
 from verl_profiling.cli import main
-from verl_profiling.engines import death
+from verl_profiling.engines import recorder
 from verl_profiling.report.check import check
 
 COLUMNS = "| fault | times | steps completed | undamaged artifacts kept | exit code of `check` right |"
@@ -61,7 +61,7 @@ def test_every_step_is_done_and_what_was_not_damaged_is_whole(
 ) -> None:
     """`make test-soak SOAK_SEED=...` repeats a plan; the seed is printed in any case."""
     print(f"SOAK_SEED={seed}")
-    monkeypatch.setattr(death, "_DYING_S", 0.2)
+    monkeypatch.setattr(recorder, "_DYING_S", 0.2)
     run = FaultRun(tmp_path, faults(seed, kinds, steps), timeout_s=5.0)
     try:
         outcomes = run.train()

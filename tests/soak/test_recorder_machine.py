@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 from verl_profiling import CaptureStateError, ProfilingConfig
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.engines import death
+from verl_profiling.engines import recorder
 from verl_profiling.engines.adapter import SPOOL_PARENT, EngineAdapter, EngineTrace
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
@@ -352,8 +352,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecorderMachine]:
 
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for a dead engine often, and do not wait for it to end."""
-    monkeypatch.setattr(death, "_DYING_S", 0.0)
-    monkeypatch.setattr(death, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(recorder, "_DYING_S", 0.0)
+    monkeypatch.setattr(recorder, "_LOOK_EVERY_S", 0.01)
 
 
 def test_a_stop_that_comes_while_the_engine_starts_ends_the_capture(machine: RecorderMachine) -> None:

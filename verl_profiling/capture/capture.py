@@ -42,6 +42,7 @@ class Capture:
 
     Attributes:
         state: ``armed`` waits for a stage that is selected.
+        completions: Enter into the result what other parts of the process know.
 
     Args:
         request: The callback's request.
@@ -65,6 +66,7 @@ class Capture:
         self.identity = identity
         self.roles = [identity.role]
         self.notes: list[str] = []
+        self.completions: list[Callable[[CaptureResult], CaptureResult]] = []
         self.state: Literal["armed", "recording", "closed"] = "armed"
         self._role = role
         self._handover_s = handover_s

@@ -192,6 +192,11 @@ class Session:
                     logger.warning("%s", result.reason)
         return StopReply(self._slot.settle(result, capture_id, finish_s), received_ns)
 
+    def complete_result(self, change: Callable[[CaptureResult], CaptureResult]) -> None:
+        """Have the open capture's result completed by another part of this process, when it is stopped."""
+        if self._capture is not None:
+            self._capture.completions.append(change)
+
     def amend(
         self, capture_id: str, change: Callable[[CaptureResult], CaptureResult]
     ) -> CaptureResult | None:
@@ -261,6 +266,8 @@ class Session:
             self._pass_stages_to(None)
             termination.release()
             clock.release()
+        for complete in capture.completions:
+            result = complete(result)
         if failed:
             result = msgspec.structs.replace(result, status="failed", reason=failed)
         return self._slot.file.close(result)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, NamedTuple, NoReturn
 from uuid import uuid4
 
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.ascend import RECORDED_OPTIONS
 from verl_profiling.errors import ConfigError
-from verl_profiling.settings.config import RoleConfig
+from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.rollout import EngineStage, RolloutOptions
 from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.nsys import NsysTool
@@ -23,9 +25,11 @@ __all__ = [
     "EngineTrace",
     "check_device",
     "engine_tool",
+    "how_processes_ended",
     "is_spool",
     "new_spool",
     "refuse_option",
+    "role_of_capture",
 ]
 
 SPOOL_PARENT = ".engines"
@@ -95,6 +99,18 @@ class EngineAdapter(ABC):
         return ""
 
 
+def how_processes_ended(codes: Mapping[str, int]) -> str:
+    """Return how processes ended, from their exit codes: ``EngineCore ended with SIGKILL``."""
+    return ", ".join(f"{name} ended with {_code(code)}" for name, code in codes.items())
+
+
+def _code(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"exit code {code}"
+
+
 def new_spool(folder: Path) -> Path:
     """Return a folder name for one engine's raw traces, on the file system of the step folders."""
     return folder / SPOOL_PARENT / uuid4().hex[:12]
@@ -135,6 +151,21 @@ def engine_tool(role: RoleConfig, engine: str, *, opens_ranges: bool = False) ->
     if isinstance(tool, NpuTool):
         _check_npu_options(tool, role.role, engine)
     return tool
+
+
+def role_of_capture(config: ProfilingConfig, role: str, request: CaptureRequest, engine: str) -> RoleConfig:
+    """Return the settings of one capture of an engine, whose tool was chosen when the engine was started.
+
+    Raises:
+        ConfigError: The capture is aimed at another tool.
+    """
+    own, aimed = (config.for_role(role, aim) for aim in (None, request.aim))
+    tools, wanted = ([(tool.name, tool.options) for tool in one.tools if tool.suffix] for one in (own, aimed))
+    if aimed.enable and tools != wanted:
+        names = ", ".join(name for name, _ in tools)
+        how = f"to record with {names} alone" if names else "to be recorded without a trace"
+        raise ConfigError(f"roles.{role}.tool", f"{engine} was started {how}")
+    return aimed
 
 
 def check_device(tool: EngineTool, engine: EngineAdapter, role: str) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,13 +25,11 @@ from verl_profiling.capture.messages import (
     cannot_be_had,
     result_of,
 )
-from verl_profiling.capture.recordings import CostMeter
-from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile, Slot
+from verl_profiling.capture.result_file import NOT_STOPPED, Slot
 from verl_profiling.devices import Device
-from verl_profiling.engines.adapter import EngineAdapter, EngineTool
-from verl_profiling.engines.death import death_of, while_alive
-from verl_profiling.engines.recording import RangeRecording, TraceRecording
+from verl_profiling.engines.adapter import EngineAdapter, EngineTool, role_of_capture
 from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.window import RangeWindow, TraceWindow, Window
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, worst_fate
@@ -43,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _SHARE_OF_TIMEOUT = 0.9
 _RECORD_LESS = "record less: rollout.count, rollout.max_window_s, tools.torch.stack=false"
+_LOOK_EVERY_S = 0.5
+_DYING_S = 3.0  # an engine whose worker has died answers with some error first, and then ends
 
 
 class EngineRecorder:
@@ -73,9 +74,9 @@ class EngineRecorder:
         self._requests = requests
         self._devices = list(devices)
         self._stop_s = min(config.rollout.stop_s, _SHARE_OF_TIMEOUT * config.timeouts.stop_s)
-        self._window: _Window | None = None
+        self._window: Window | None = None
         self._halting: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
+        self._lock = asyncio.Lock()  # held while a window is opened or closed
         self._slot = Slot(config.after)
 
     async def start(self, request: CaptureRequest) -> StartReply:
@@ -87,20 +88,20 @@ class EngineRecorder:
         """
         received_ns, who = clock.now_ns(), self._identity
         try:
-            role = self._role_for(request)
+            role = role_of_capture(self._config, who.role, request, self._engine.name)
         except ConfigError as error:
             return StartReply(who, "refused", received_ns, cannot_be_had(request, error))
         ranks = [rank for rank in range(self._engine.ranks) if role.selects(who.rank + rank, who.replica)]
         if not ranks:
             self._slot.hooks.begun(request, who, recorded=False)
             return StartReply(who, "skipped", received_ns, "not selected")
-        async with self._starting:
+        async with self._lock:
             if self._window is not None:
                 if self._window.request.capture_id == request.capture_id:
                     return StartReply(who, "joined", received_ns)
                 logger.warning("%s: step %d was never stopped", who, self._window.request.step)
-                await self._closed(self._window, NOT_STOPPED)
-            if death := death_of(self._engine):
+                await self._close(self._window, NOT_STOPPED)
+            if death := _death_of(self._engine):
                 raise CaptureStateError(f"start_capture(step={request.step}): {death} ({who})")
             if self._halting is not None and not self._halting.done():
                 raise CaptureStateError(
@@ -109,58 +110,40 @@ class EngineRecorder:
                 )
             window = await self._open(request, role, ranks)
             self._slot.hooks.begun(request, who)
-        return StartReply(who, "recording", received_ns, expected=window.recording.expected)
+        return StartReply(who, "recording", received_ns, expected=window.expected)
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         """Stop a capture; never raises for one that is not open."""
         received_ns = clock.now_ns()
-        async with self._starting:  # a capture that is being opened ends once it is open
+        async with self._lock:
             window = self._window
-        if window is not None and capture_id in (None, window.request.capture_id):
-            result = await self._closed(window)
-        else:
-            result = self._slot.result(capture_id, self._identity, window.request if window else None)
+            if window is not None and capture_id in (None, window.request.capture_id):
+                result = await self._close(window)
+            else:
+                result = self._slot.result(capture_id, self._identity, window.request if window else None)
         if finish_s:
             result = await asyncio.to_thread(self._slot.settle, result, capture_id, finish_s)
         else:
             result = self._slot.settle(result, capture_id, 0.0)
         return StopReply(result, received_ns)
 
-    def _role_for(self, request: CaptureRequest) -> RoleConfig:
-        """Return the settings of a capture.
-
-        Raises:
-            ConfigError: It is aimed at what the engine was not started for.
-        """
-        own, role = (self._config.for_role(self._identity.role, aim) for aim in (None, request.aim))
-        tools, wanted = (
-            [(tool.name, tool.options) for tool in one.tools if tool.suffix] for one in (own, role)
-        )
-        if role.enable and tools != wanted:
-            names = ", ".join(name for name, _ in tools)
-            raise ConfigError(
-                f"roles.{role.role}.tool", f"{self._engine.name} was started to record with {names} alone"
-            )
-        return role
-
-    async def _open(self, request: CaptureRequest, role: RoleConfig, ranks: Sequence[int]) -> _Window:
+    async def _open(self, request: CaptureRequest, role: RoleConfig, ranks: Sequence[int]) -> Window:
         if request.keep:
             Path(request.folder).mkdir(parents=True, exist_ok=True)
         file = self._slot.file.opened(request, role, self._identity)
-        recording: TraceRecording | RangeRecording
+        window: Window
         if isinstance(self._tool, NsysTool):
-            recording = RangeRecording(self._identity, request)
+            window = RangeWindow(request, role, file, self._identity)
         else:
-            recording = TraceRecording(self._engine, self._tool, self._identity, request, ranks)
-        window = _Window(request, role, recording, file)
+            window = TraceWindow(request, role, file, self._engine, self._tool, self._identity, ranks)
         try:
             with window.meter.measured("start", request.stage):
-                await while_alive(self._engine, self._engine.start(recording.label))
+                await _while_alive(self._engine, self._engine.start(window.label))
         except BaseException:
-            recording.drop()
+            window.drop()
             raise
         try:
-            recording.opened()
+            window.opened()
         except OSError:
             await self._engine.stop()
             raise
@@ -172,37 +155,30 @@ class EngineRecorder:
             window.timer = asyncio.get_running_loop().call_later(limit_s, self._end_by_time, window, limit_s)
         return window
 
-    def _end_by_time(self, window: _Window, limit_s: float) -> None:
+    def _end_by_time(self, window: Window, limit_s: float) -> None:
         if self._halting is None:
-            window.recording.notes.append(
+            window.notes.append(
                 f"{self._identity.name}: recording ended after {limit_s:g} s (rollout.max_window_s)"
             )
             self._halt(window)
 
-    def _halt(self, window: _Window) -> asyncio.Task[None]:
+    def _halt(self, window: Window) -> asyncio.Task[None]:
         """Start the task that stops the engine's profiler, once; return it."""
         if self._halting is None:
             window.end_ns = clock.now_ns()
             self._halting = asyncio.create_task(self._stop_engine(window))
         return self._halting
 
-    async def _stop_engine(self, window: _Window) -> None:
+    async def _stop_engine(self, window: Window) -> None:
         with window.meter.measured("stop", window.request.stage):
-            await while_alive(self._engine, self._engine.stop())
+            await _while_alive(self._engine, self._engine.stop())
 
-    async def _closed(self, window: _Window, failed: str = "") -> CaptureResult:
-        """Close a window, once however many wait for that; return its result."""
-        if window.closing is None:
-            window.closing = asyncio.create_task(self._close(window, failed))
-        return await asyncio.shield(window.closing)
-
-    async def _close(self, window: _Window, failed: str) -> CaptureResult:
+    async def _close(self, window: Window, failed: str = "") -> CaptureResult:
+        """Stop recording, and wait for the traces; return the result."""
         if window.timer is not None:
             window.timer.cancel()
         halting = self._halt(window)
-        begin = time.perf_counter()
         await asyncio.wait([halting], timeout=self._stop_s)
-        waited_s = time.perf_counter() - begin
         if halting.done():
             artifacts = self._artifacts(window, self._problem(halting))
         else:
@@ -212,7 +188,7 @@ class EngineRecorder:
             logger.error("%s: step %d: %s", self._identity, window.request.step, reason)
             artifacts = window.failed(reason)
             halting.add_done_callback(lambda task: self._enter_late(window, task, reason))
-        result = self._result(window, artifacts, waited_s)
+        result = self._result(window, artifacts)
         if failed:
             result = msgspec.structs.replace(result, status="failed", reason=failed)
         self._window = None
@@ -225,23 +201,23 @@ class EngineRecorder:
         if error is None:
             return ""
         logger.error("%s: stopping the profiler failed: %s", self._identity, error)
-        return death_of(self._engine) or f"stopping it raised {type(error).__name__}: {error}"
+        return _death_of(self._engine) or f"stopping it raised {type(error).__name__}: {error}"
 
-    def _enter_late(self, window: _Window, halting: asyncio.Task[None], reason: str) -> None:
+    def _enter_late(self, window: Window, halting: asyncio.Task[None], reason: str) -> None:
         """Enter what the engine has written after its deadline."""
         self._problem(halting)
         for artifact in self._artifacts(window, reason):
             if artifact.status != "pending":
                 window.file.finished(artifact)
 
-    def _artifacts(self, window: _Window, problem: str) -> list[Artifact]:
+    def _artifacts(self, window: Window, problem: str) -> list[Artifact]:
         """Move what was recorded into the step folder; return all expected artifacts with their status."""
         request = window.request
         try:
-            outputs = window.recording.gather(window.end_ns, problem)
+            outputs = window.gather(problem)
         except OSError as error:
             logger.error("%s: step %d: %s", self._identity, request.step, error)
-            window.recording.drop()
+            window.drop()
             return window.failed(f"{self._engine.name} recorded it, but it cannot be moved: {error}")
         return [
             finish(
@@ -255,9 +231,9 @@ class EngineRecorder:
             for output in outputs
         ]
 
-    def _result(self, window: _Window, artifacts: list[Artifact], waited_s: float) -> CaptureResult:
+    def _result(self, window: Window, artifacts: list[Artifact]) -> CaptureResult:
         status, reason = worst_fate(artifacts)
-        if death := death_of(self._engine):  # the workers may have written whole traces before they ended
+        if death := _death_of(self._engine):  # the workers may have written whole traces before they ended
             status, reason = "failed", death
         if not window.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
@@ -271,38 +247,52 @@ class EngineRecorder:
             reason=reason,
             artifacts=artifacts,
             anchors=[window.anchor, clock.read_anchor()],
-            cost=msgspec.structs.replace(cost, stop_s=cost.stop_s or waited_s),
+            cost=msgspec.structs.replace(cost, stop_s=cost.stop_s or self._stop_s),
             tool_spans=list(window.meter.spans),
             cores=os.cpu_count() or 0,
-            notes=window.recording.notes,
+            notes=window.notes,
             devices=self._devices,
         )
-        return self._requests.end_in_result(self._identity.name)(result)
+        return self._requests.end_in_result(self._identity.name, result)
 
 
-class _Window:
-    """One open capture."""
+def _death_of(engine: EngineAdapter) -> str:
+    """Return a sentence on how an engine died and where its log is; empty while it lives."""
+    how = engine.died()
+    if not how:
+        return ""
+    remedy = "look there for the cause (PYTHONFAULTHANDLER=1 shows crashes), and start the engine anew"
+    return f"{engine.name} died ({how}); its log is {_log_of_this_process()}: {remedy}"
 
-    def __init__(
-        self,
-        request: CaptureRequest,
-        role: RoleConfig,
-        recording: TraceRecording | RangeRecording,
-        file: ResultFile,
-    ) -> None:
-        self.request = request
-        self.role = role
-        self.recording = recording
-        self.file = file
-        self.meter = CostMeter()
-        self.anchor = clock.read_anchor()
-        self.end_ns = 0
-        self.timer: asyncio.TimerHandle | None = None
-        self.closing: asyncio.Task[CaptureResult] | None = None
 
-    def failed(self, reason: str) -> list[Artifact]:
-        """Return the artifacts if nothing of them is there."""
-        return [
-            msgspec.structs.replace(artifact, status="failed", reason=reason, end_ns=self.end_ns)
-            for artifact in self.recording.expected
-        ]
+async def _while_alive(engine: EngineAdapter, call: Awaitable[None]) -> None:
+    """Await a call to an engine, but give up if the engine dies, because no answer would come.
+
+    Raises:
+        CaptureStateError: The engine died.
+        Exception: Whatever the call raised while the engine lives.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        while not task.done() and not _death_of(engine):
+            await asyncio.wait([task], timeout=_LOOK_EVERY_S)
+    finally:
+        task.cancel()
+    if task.done() and task.exception() is None:
+        return
+    deadline = time.monotonic() + _DYING_S
+    while not (death := _death_of(engine)) and time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_EVERY_S)
+    if death:
+        raise CaptureStateError(death) from (task.exception() if task.done() else None)
+    await task
+
+
+def _log_of_this_process() -> str:
+    """Return where an engine's processes write: to this process's output, unless told otherwise."""
+    files = []
+    for stream in (1, 2):
+        path = Path(f"/proc/self/fd/{stream}")
+        if path.is_file() and (target := str(path.readlink())) not in files:
+            files.append(target)
+    return " and ".join(files) or f"the output of process {os.getpid()} on {socket.gethostname()}"

@@ -6,8 +6,11 @@ that knows its version reports every change; otherwise the version is the one th
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import msgspec
 
@@ -93,30 +96,57 @@ class RequestLog:
         self.pending_since_ns = sorted(request.begin_ns for request in list(noted.open))
         return noted.ended
 
-    def end_in_result(self, name: str) -> Callable[[CaptureResult], CaptureResult]:
-        """Stop logging; return what enters the requests into a result.
+    def end_in_result(self, name: str, result: CaptureResult) -> CaptureResult:
+        """Stop logging; return the capture's result with the requests.
 
         Args:
             name: The replica's name.
+            result: The result of the process that recorded the replica.
         """
         requests, versions = self.end(), list(self.policy_versions)
-        pending, updates = self.pending_since_ns, _weight_updates(name, versions, requests)
+        return msgspec.structs.replace(
+            result,
+            requests=[*result.requests, *requests],
+            policy_versions=list(dict.fromkeys([*result.policy_versions, *versions])),
+            requests_logged=result.requests_logged or self.enabled,
+            pending_since_ns=[*result.pending_since_ns, *self.pending_since_ns],
+            notes=[*result.notes, *_weight_updates(name, versions, requests)],
+        )
 
-        def entered(result: CaptureResult) -> CaptureResult:
-            return msgspec.structs.replace(
-                result,
-                requests=[*result.requests, *requests],
-                policy_versions=list(dict.fromkeys([*result.policy_versions, *versions])),
-                requests_logged=result.requests_logged or self.enabled,
-                pending_since_ns=[*result.pending_since_ns, *pending],
-                notes=list(dict.fromkeys([*result.notes, *updates])),
-                artifacts=[
-                    msgspec.structs.replace(one, policy_versions=one.policy_versions or versions)
-                    for one in result.artifacts
-                ],
-            )
+    def watch_calls(self, engine: Any, logged: Callable[..., Any]) -> None:
+        """Wrap the ``generate`` of an engine that returns a whole batch.
 
-        return entered
+        Args:
+            engine: The engine.
+            logged: Calls the original, its first argument, with the others, and logs the requests.
+        """
+        generate = engine.generate
+
+        @functools.wraps(generate)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self.busy or nullcontext():
+                return logged(generate, *args, **kwargs) if self.noting else generate(*args, **kwargs)
+
+        engine.generate = watched
+
+    def watch_streams(self, engine: Any, method: str, logged: Callable[..., Any]) -> None:
+        """Wrap the method of an engine that returns the stream of a request.
+
+        Args:
+            engine: The engine.
+            method: Name of the method.
+            logged: Returns the stream that stands for the original, its first argument, given the call's.
+        """
+        generate = getattr(engine, method)
+
+        @functools.wraps(generate)
+        def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+            stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
+            if self.busy is not None:
+                self.busy.while_alive(stream)
+            return logged(stream, *args, **kwargs) if self.noting else stream
+
+        setattr(engine, method, watched)
 
     def open(self, prompt_tokens: int = 0, id: str = "") -> OpenRequest:
         """Return a record of a request that begins now, to be used in a ``with`` block.

@@ -7,7 +7,6 @@ What each version offers is read from its own code; docs/engines.md has the tabl
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import json
 import re
@@ -17,13 +16,18 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_profiling.engines.adapter import EngineAdapter, EngineTrace, new_spool, refuse_option
+from verl_profiling.engines.adapter import (
+    EngineAdapter,
+    EngineTrace,
+    how_processes_ended,
+    new_spool,
+    refuse_option,
+)
 from verl_profiling.engines.ascend import (
     check_sglang_reaches_torch_npu,
     is_recording,
     rank_of_recording,
 )
-from verl_profiling.engines.death import how_processes_ended
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
@@ -412,21 +416,14 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
     scheduled it is there only with ``enable_metrics`` (0.5.6), and when its prompt was done from 0.5.12 on:
     in unix seconds of the scheduler's host. They are kept only where all schedulers run on this one.
     """
-    generate = manager.generate_request
     arguments = getattr(manager, "server_args", None)
     shares_clock = min(getattr(arguments, "nnodes", 1), getattr(arguments, "dp_size", 1)) == 1
 
-    @functools.wraps(generate)
-    def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
-        if log.busy is not None:
-            log.busy.while_alive(stream)
-        if not log.noting:
-            return stream
+    def logged(stream: AsyncGenerator[Any, None], *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         rid = getattr(kwargs.get("obj", args[0] if args else None), "rid", None)
         return _noting(stream, log.open(id=rid if isinstance(rid, str) else ""), shares_clock)
 
-    manager.generate_request = watched
+    log.watch_streams(manager, "generate_request", logged)
 
 
 async def _noting(

@@ -5,22 +5,25 @@ vLLM's profiler has to be configured before the engine starts (:mod:`~verl_profi
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import re
 import time
-from collections.abc import AsyncGenerator
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 from isal import igzip
 
 from verl_profiling import clock
-from verl_profiling.engines.adapter import EngineAdapter, EngineTool, EngineTrace, new_spool
+from verl_profiling.engines.adapter import (
+    EngineAdapter,
+    EngineTool,
+    EngineTrace,
+    how_processes_ended,
+    new_spool,
+)
 from verl_profiling.engines.ascend import is_recording
-from verl_profiling.engines.death import how_processes_ended
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.engines.vllm_start import (
     CUDA_VARIABLE,
@@ -181,43 +184,16 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
     monotonic clock in the process of the engine core, and from 0.30 the number of preemptions. They are
     those of one sample, so of a request for several only the id is known.
     """
-    if hasattr(engine, "llm_engine"):
-        _watch_llm(engine, log)
-    else:
-        _watch_async_llm(engine, log)
-
-
-def _watch_async_llm(engine: Any, log: RequestLog) -> None:
-    """Log every request of an ``AsyncLLM``."""
-    generate = engine.generate
     shares_clock = _shares_clock(engine)
 
-    @functools.wraps(generate)
-    def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
-        if log.busy is not None:
-            log.busy.while_alive(stream)
-        if not log.noting:
-            return stream
+    def logged_stream(
+        stream: AsyncGenerator[Any, None], *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
         record = log.open(id=kwargs.get("request_id", args[2] if len(args) > 2 else ""))
         parameters = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
         return _noting(stream, record, parameters, shares_clock)
 
-    engine.generate = watched
-
-
-def _watch_llm(engine: Any, log: RequestLog) -> None:
-    """Log every request of an ``LLM``, which returns a whole batch, so that they end together."""
-    generate = engine.generate
-
-    @functools.wraps(generate)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with log.busy or nullcontext():
-            return noted(*args, **kwargs)
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        if not log.noting:
-            return generate(*args, **kwargs)
+    def logged_batch(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batch = log.open()
         outputs = generate(*args, **kwargs)
         for output in outputs:
@@ -226,7 +202,10 @@ def _watch_llm(engine: Any, log: RequestLog) -> None:
             batch.close(_prompt_tokens(output), sum(_lengths(output).values()))
         return outputs
 
-    engine.generate = watched
+    if hasattr(engine, "llm_engine"):
+        log.watch_calls(engine, logged_batch)
+    else:
+        log.watch_streams(engine, "generate", logged_stream)
 
 
 async def _noting(

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +16,7 @@ from verl_profiling.devices import lost_kernels
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Output
 
-__all__ = ["CUDA", "EventCount", "output_of_raw_trace", "without_device"]
+__all__ = ["CUDA", "output_of_compressed_trace", "output_of_raw_trace"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ _VALUES = rb"(?:,\s*" + _TEXT + rb":\s*(?:" + _TEXT + rb"|[-+.\w]+))*"
 _END = re.compile(rb'(?:"traceName":\s*' + _TEXT + _VALUES + rb"\s*|\])\}\s*\Z")
 
 
-class EventCount:
+class _EventCount:
     """Counts what a trace in Kineto's text holds while it is read.
 
     Args:
@@ -81,22 +80,14 @@ class EventCount:
         return piece
 
 
-@dataclass(frozen=True)
-class _RawTrace:
-    bytes: int
-    whole: bool
-
-
-def _look_at(path: Path) -> _RawTrace | None:
-    """Return the state of a raw trace, judged by its last bytes, or ``None`` if there is none."""
+def _tail(path: Path) -> bytes:
+    """Return the last bytes of a file; none if it cannot be read."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            tail = file.read()
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return file.read()
     except OSError:
-        return None
-    return _RawTrace(size, _ends(tail))
+        return b""
 
 
 def _ends(tail: bytes) -> bool:
@@ -104,21 +95,49 @@ def _ends(tail: bytes) -> bool:
     return _END.search(tail) is not None
 
 
-def without_device(artifact: Artifact, device: str) -> Artifact:
-    """Return the artifact of a whole trace, which says so if events of a device should be in it and none is.
+def _judged(pending: Artifact, count: _EventCount, size: int) -> Artifact:
+    """Return the artifact of a whole trace, by what it holds.
 
     CUPTI, by which torch records kernels, serves one subscriber in a process. Where another one was first,
     torch says nothing, and records the host alone.
+    """
+    artifact = msgspec.structs.replace(pending, status="ok", bytes=size, events=count.events)
+    if not count.spans:
+        return msgspec.structs.replace(artifact, status="empty", reason="the trace holds no spans")
+    if not count.lost_device:
+        return artifact
+    reason = f"{count.lost_device} was in use, and no event of it was recorded: {lost_kernels()}"
+    logger.warning("%s: %s", artifact.path, reason)
+    return msgspec.structs.replace(artifact, unrecorded_device=count.lost_device, reason=reason)
+
+
+def output_of_compressed_trace(final: Path, expected: Artifact, device: str) -> Output:
+    """Return the artifact of a trace that an engine compressed itself; it is read through in the background.
 
     Args:
-        artifact: The artifact.
-        device: Kind of the device that was in use, and of which the trace has no event; empty for none.
+        final: The file, under its final name.
+        expected: The artifact as expected.
+        device: Kind of the device that was in use and to be recorded; empty for none.
     """
-    if not device or artifact.status != "ok":
-        return artifact
-    reason = f"{device} was in use, and no event of it was recorded: {lost_kernels()}"
-    logger.warning("%s: %s", artifact.path, reason)
-    return msgspec.structs.replace(artifact, unrecorded_device=device, reason=reason)
+    pending = msgspec.structs.replace(expected, status="pending")
+
+    def verify() -> Artifact:
+        count = _EventCount(device)
+        size = final.stat().st_size
+        try:
+            with igzip.open(final, "rb") as file:
+                for _ in count.read(file):
+                    pass
+            if count.whole:
+                return _judged(pending, count, size)
+        except (OSError, EOFError):
+            pass  # cut off inside of the compression
+        reason = f"cut off after {size} bytes: the engine did not write it to the end"
+        return msgspec.structs.replace(
+            pending, status="truncated", bytes=size, events=count.events, reason=reason
+        )
+
+    return Output(pending, verify)
 
 
 def output_of_raw_trace(
@@ -147,19 +166,18 @@ def output_of_raw_trace(
     unfinished = part.with_name(f"{part.name}.tmp")  # torch renames the file once it is written completely
     if not part.exists() and unfinished.exists():
         unfinished.replace(part)
-    raw = _look_at(part)
-    if raw is None or raw.bytes == 0:
+    tail = _tail(part)
+    if not tail:
         part.unlink(missing_ok=True)
         reason = f"the profiler wrote no file into {final.parent} ({_why_not_writable(final.parent)})"
         return Output(msgspec.structs.replace(expected, status="failed", reason=reason))
     kept = final.with_suffix("")
     part.replace(kept)
-    if not raw.whole:
-        reason = f"cut off after {raw.bytes} bytes ({_why_not_writable(final.parent)})"
+    if not _ends(tail):
+        size = kept.stat().st_size
+        reason = f"cut off after {size} bytes ({_why_not_writable(final.parent)})"
         return Output(
-            msgspec.structs.replace(
-                expected, path=kept.name, status="truncated", bytes=raw.bytes, reason=reason
-            )
+            msgspec.structs.replace(expected, path=kept.name, status="truncated", bytes=size, reason=reason)
         )
     pending = msgspec.structs.replace(expected, status="pending")
     names = sorted(set(ranges))
@@ -212,18 +230,14 @@ def _compress(
             bytes=raw.stat().st_size if raw.exists() else None,
             reason=f"left uncompressed: {error}",
         )
-    status, reason = ("ok", "") if count.spans else ("empty", "the trace holds no spans")
-    artifact = msgspec.structs.replace(
-        pending, status=status, reason=reason, bytes=final.stat().st_size, events=count.events
-    )
-    return without_device(artifact, count.lost_device)
+    return _judged(pending, count, final.stat().st_size)
 
 
 def _copy_counting(
     raw: Path, part: Path, annotations: re.Pattern[bytes] | None, device: str
-) -> tuple[int, EventCount]:
+) -> tuple[int, _EventCount]:
     """Compress a file; return the size of its content, and what it holds."""
-    size, count = 0, EventCount(device)
+    size, count = 0, _EventCount(device)
     with raw.open("rb") as source, igzip.open(part, "wb", compresslevel=_LEVEL) as target:
         for piece in count.read(source):
             content = (
