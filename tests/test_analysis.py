@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -251,17 +250,6 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
         open_run(tmp_path).steps()
     with pytest.raises(TraceFormatError, match="no trace files"):
         open_run(tmp_path).check()
-
-
-def test_a_report_of_before_these_tables_is_read(folder: Path, tmp_path: Path) -> None:
-    """Fields that were added later are empty in an older file."""
-    saved = tmp_path / "report.json"
-    content = json.loads(msgspec.json.encode(open_step(folder).report()))
-    for added in ("measures", "costs"):
-        del content[added]
-    saved.write_text(json.dumps(content))
-    [report] = load_reports(saved)
-    assert (report.step, report.measures, report.costs) == (STEP, [], [])
 
 
 def test_merging_loads_no_numerical_library(

@@ -33,15 +33,6 @@ def test_merge_writes_a_timeline_per_step(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.count("timeline.json.gz") == 2
 
 
-def test_merging_twice_gives_the_same(tmp_path: Path) -> None:
-    """A timeline in the folder does not count as a trace."""
-    folder = build_step(tmp_path)
-    main(["merge", str(folder)])
-    first = (folder / "timeline.json.gz").read_bytes()
-    main(["merge", str(folder)])
-    assert (folder / "timeline.json.gz").read_bytes() == first
-
-
 def test_report_fits_100_columns_and_has_no_colour_when_piped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,15 +79,6 @@ def test_bad_input_is_one_line_and_exit_2(
     assert printed.err.startswith("verl-profiling: error: ")
     assert "nowhere: no such file or folder" in printed.err
     assert printed.err.count("\n") == 1
-
-
-def test_an_unwritable_output_is_one_line_and_exit_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The error names the folder that cannot be written."""
-    folder = build_step(tmp_path)
-    assert main(["merge", str(folder), "-o", str(tmp_path / "no" / "t.json.gz")]) == EXIT_BAD_INPUT
-    assert "No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
@@ -192,15 +174,6 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureF
     wanted = tmp_path / "no" / "out.json.gz"
     assert main(["merge", str(build_step(tmp_path)), "-o", str(wanted)]) == EXIT_BAD_INPUT
     assert capsys.readouterr().err == f"verl-profiling: error: {wanted}: No such file or directory\n"
-
-
-def test_report_writes_every_face(tmp_path: Path) -> None:
-    """Page, JSON, CSV and TensorBoard come from one reading."""
-    folder = build_step(tmp_path)
-    assert main(["report", str(folder), "--csv", str(tmp_path / "csv"), "--save"]) == EXIT_OK
-    assert json.loads((folder / "report.json").read_text())["step"] == 12
-    assert (folder / "report.html").read_text().startswith("<!doctype html>")
-    assert (tmp_path / "csv" / "workers.csv").exists()
 
 
 def test_diff_fails_only_when_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

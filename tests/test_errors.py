@@ -49,18 +49,6 @@ def test_errors_travel_between_processes(error: Exception) -> None:
     assert vars(again) == vars(error)
 
 
-def test_a_config_error_leads_with_its_key() -> None:
-    """The dotted key comes first; an error about the whole has none."""
-    assert str(ConfigError("a.b", "is wrong")) == "a.b: is wrong"
-    assert str(ConfigError("", "is wrong")) == "is wrong"
-
-
-def test_a_trace_error_says_which_file_and_where() -> None:
-    """The path always, the byte where it is known."""
-    assert str(TraceFormatError("x.json", "is cut off", 12)) == "x.json at byte 12: is cut off"
-    assert str(TraceFormatError("x.json", "is cut off")) == "x.json: is cut off"
-
-
 def test_a_hint_guesses_only_what_is_close() -> None:
     """A near miss is named; all choices are listed in any case."""
     assert choices_hint("stak", ["shapes", "stack"]) == "did you mean 'stack'? choose from: shapes, stack"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_profiling import clock
-from verl_profiling.identity import WorkerIdentity, artifact_name, safe_name, step_folder_name
+from verl_profiling.identity import WorkerIdentity, artifact_name, safe_name
 
 
 def test_a_worker_is_called_by_role_and_rank() -> None:
@@ -47,13 +45,6 @@ def test_a_worker_that_never_answered_has_no_process() -> None:
     assert str(silent) == "rollout replica 0 node 0 (which has never answered)"
 
 
-def test_processes_of_one_machine_share_a_clock_domain() -> None:
-    """The domain does not depend on the process, and an identity carries it through pickling."""
-    worker = WorkerIdentity(role="actor")
-    assert worker.clock_domain == clock.domain() != ""
-    assert pickle.loads(pickle.dumps(worker)) == worker
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -67,12 +58,6 @@ def test_processes_of_one_machine_share_a_clock_domain() -> None:
 def test_artifact_names_are_canonical(arguments: tuple[str, ...], expected: str) -> None:
     """Lane, stage, and which run of it when it ran again."""
     assert artifact_name(*arguments) == expected
-
-
-def test_step_folders_sort_by_step() -> None:
-    """Names are padded, and may grow beyond the padding."""
-    assert step_folder_name(12) == "step_000012"
-    assert step_folder_name(12_345_678) == "step_12345678"
 
 
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=2, unique=True))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,38 +63,6 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_json_atomically(tmp_path / MANIFEST_NAME, example())
     assert read_manifest(tmp_path) == example()
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST_NAME]
-
-
-def test_a_manifest_of_a_later_version_with_more_keys_is_read(tmp_path: Path) -> None:
-    """Keys that this version does not know are passed over."""
-    write_json_atomically(tmp_path / MANIFEST_NAME, example())
-    text = (tmp_path / MANIFEST_NAME).read_text().replace('"run_id"', '"new_key": [1], "run_id"', 1)
-    (tmp_path / MANIFEST_NAME).write_text(text)
-    assert read_manifest(tmp_path) == example()
-
-
-def test_a_manifest_of_before_tools_were_timed_is_read(tmp_path: Path) -> None:
-    """What was not recorded then is empty, or unknown."""
-    write_json_atomically(tmp_path / MANIFEST_NAME, example())
-    content = json.loads((tmp_path / MANIFEST_NAME).read_text())
-    for worker in content["workers"]:
-        del worker["tool_spans"], worker["cores"]
-    (tmp_path / MANIFEST_NAME).write_text(json.dumps(content))
-    [worker] = read_manifest(tmp_path).workers
-    assert (worker.tool_spans, worker.cores) == ([], 0)
-
-
-def test_a_manifest_of_before_requests_had_ids_is_read(tmp_path: Path) -> None:
-    """What the engine knows of a request is unknown then, not zero."""
-    write_json_atomically(tmp_path / MANIFEST_NAME, example())
-    content = json.loads((tmp_path / MANIFEST_NAME).read_text())
-    [old] = content["workers"][0]["requests"]
-    for key in ("id", "arrival_ns", "scheduled_ns", "last_token_ns", "cached_tokens", "preemptions"):
-        del old[key]
-    (tmp_path / MANIFEST_NAME).write_text(json.dumps(content))
-    [request] = read_manifest(tmp_path).workers[0].requests
-    assert (request.id, request.arrival_ns, request.scheduled_ns, request.last_token_ns) == ("", 0, 0, 0)
-    assert (request.cached_tokens, request.preemptions) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -209,26 +175,3 @@ def test_times_of_a_host_are_corrected_by_its_clock() -> None:
 def test_the_worst_artifact_decides(fates: list[str], status: str) -> None:
     """A result is as good as its worst artifact, whose reason it takes."""
     assert worst_fate(artifact(fate) for fate in fates)[0] == status
-
-
-def test_the_reason_of_the_worst_artifact_is_told() -> None:
-    """Its own, or which one it is."""
-    assert worst_fate([artifact("failed", reason="no disk"), artifact("empty")]) == ("failed", "no disk")
-    assert worst_fate([artifact("missing")]) == ("failed", "missing.json is missing")
-
-
-def test_a_recording_is_known_by_lane_tool_stage_and_occurrence() -> None:
-    """Not by its path, which changes when it stays uncompressed."""
-    one = artifact("pending", stage="update_actor", occurrence=2)
-    assert one.is_run_of(artifact("ok", stage="update_actor", occurrence=2))
-    assert not one.is_run_of(artifact("ok", stage="update_actor", occurrence=1))
-    assert not one.is_run_of(artifact("ok", stage="rollout", occurrence=2))
-
-
-def test_two_processes_write_without_meeting(tmp_path: Path) -> None:
-    """The temporary name is the process's own."""
-    other = tmp_path / f".{MANIFEST_NAME}.{os.getpid() + 1}.part"
-    other.write_text("of another process")
-    write_json_atomically(tmp_path / MANIFEST_NAME, example())
-    assert other.read_text() == "of another process"
-    other.unlink()

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from verl_profiling.units import byte_size, duration, time_unit
-
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+from verl_profiling.units import byte_size, duration
 
 
 @pytest.mark.parametrize(
@@ -36,27 +30,9 @@ def test_a_time_has_three_digits_and_the_unit_that_fits(seconds: float, text: st
     assert duration(seconds) == text
 
 
-@given(st.floats(min_value=1e-9, max_value=1e9))
-def test_a_time_can_be_read_back(seconds: float) -> None:
-    """To half a percent, whatever its size; so it is never shown as nothing."""
-    match = re.fullmatch(r"([\d,.]+) (s|ms|us|ns)", duration(seconds))
-    assert match is not None
-    assert float(match[1].replace(",", "")) * SECONDS[match[2]] == pytest.approx(seconds, rel=0.005)
-
-
 def test_a_change_has_a_sign() -> None:
     """Both ways; no change has none."""
     assert [duration(s, signed=True) for s in (0.01, -0.01, 0.0)] == ["+10.0 ms", "-10.0 ms", "0 s"]
-
-
-def test_an_axis_has_one_unit() -> None:
-    """That of its longest time; an empty axis is in seconds."""
-    assert [time_unit(seconds) for seconds in (80.0, 0.08, 8e-6, 0.0)] == [
-        ("s", 1.0),
-        ("ms", 1e-3),
-        ("us", 1e-6),
-        ("s", 1.0),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import inspect
 import pickle
 import threading
-import weakref
 from collections.abc import AsyncIterator, Iterator
 from enum import Enum
 from pathlib import Path
@@ -18,7 +16,6 @@ import pytest
 from example_loops import settings
 
 from verl_profiling import ProfilingCallback, stage
-from verl_profiling.capture.stage import LONG_NS, SpanLog
 from verl_profiling.manifest import StageSpan
 from verl_profiling.testing import RecordedStep, record_step
 
@@ -74,13 +71,6 @@ def test_nothing_is_recorded_without_a_capture(tmp_path: Path) -> None:
     assert found == []
 
 
-def test_one_object_serves_every_use_of_a_name() -> None:
-    """Stages hold no state, so they are shared."""
-    assert stage("update_actor") is stage("update_actor")
-    assert stage("update_actor") is not stage("update_critic")
-    assert repr(stage("update_actor")) == "stage('update_actor')"
-
-
 def test_stages_nest(tmp_path: Path) -> None:
     """Each span knows how deep it lies; they come in the order of their begin."""
     with recorded_stages(tmp_path) as found:
@@ -113,18 +103,6 @@ def test_a_decorated_function_keeps_its_result_and_its_looks(recording: Recorded
     assert (decorated.__name__, decorated.__doc__) == ("double", "Double it.")
     assert inspect.signature(decorated) == inspect.signature(double)
     assert decorated.mark == "kept"  # type: ignore[attr-defined]
-
-
-def test_a_decorated_function_is_a_span_per_call(tmp_path: Path) -> None:
-    """Recursion included: each call nests in its caller."""
-
-    @stage("factorial")
-    def factorial(n: int) -> int:
-        return 1 if n < 2 else n * factorial(n - 1)
-
-    with recorded_stages(tmp_path) as found:
-        assert factorial(3) == 6
-    assert shape(found) == [("factorial", 0, False), ("factorial", 1, False), ("factorial", 2, False)]
 
 
 async def test_a_decorated_coroutine_function_is_a_span_until_it_is_done(tmp_path: Path) -> None:
@@ -361,21 +339,6 @@ def test_a_stage_that_is_left_after_the_capture_is_cut_off(tmp_path: Path) -> No
     assert shape(later) == [("c", 0, False), ("d", 0, False)]
 
 
-def test_copied_contexts_do_not_confuse_the_nesting(tmp_path: Path) -> None:
-    """Work handed to another thread with its context lies inside the stage that handed it over."""
-
-    def work() -> None:
-        with stage("inner"):
-            pass
-
-    with recorded_stages(tmp_path) as found, stage("outer"):
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(work,))
-        thread.start()
-        thread.join()
-    assert shape(found) == [("outer", 0, False), ("inner", 1, False)]
-
-
 def test_a_hot_loop_cannot_fill_the_memory(tmp_path: Path) -> None:
     """Only the first twenty thousand spans are kept, and the result says so."""
     with record_step(SPANS, tmp_path) as recorded:
@@ -465,33 +428,3 @@ def test_stages_that_nobody_ends_end_with_the_one_around_them(tmp_path: Path) ->
         with stage("next"):
             pass
     assert shape(found) == [("outer", 0, False), ("never left", 1, True), ("next", 0, False)]
-
-
-def test_only_a_long_stage_in_no_other_is_worth_a_system_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``long_stage_ended`` is called from a millisecond on, and not for what lies inside."""
-    now_ns = 1
-    monkeypatch.setattr("verl_profiling.clock.now_ns", lambda: now_ns)
-    log, told = SpanLog(), []
-    log.long_stage_ended = told.append
-    for name, took_ns in (("short", LONG_NS - 1), ("long", LONG_NS)):
-        log.begin(name)
-        log.begin("inside")
-        now_ns += took_ns
-        log.end("inside", failed=False)
-        log.end(name, failed=False)
-    assert told == ["long"]
-
-
-def test_a_closed_log_goes_without_the_garbage_collector() -> None:
-    """Its spans are not tracked, so nothing may be left in a circle once they have been handed over."""
-    log = SpanLog()
-    log.long_stage_ended = log.end
-    log.begin("outer")
-    log.begin("inner")
-    assert [span.name for span in log.close()] == ["outer", "inner"]
-    gone = weakref.ref(log)
-    later = SpanLog()
-    later.begin("later")
-    later.close()
-    del log
-    assert gone() is None

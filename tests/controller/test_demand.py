@@ -26,12 +26,8 @@ from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import Aim, Demand
 from verl_profiling.cli import main
 from verl_profiling.commands.asking import Answer, find_job
-from verl_profiling.controller.step_folder import StepFolders
-from verl_profiling.errors import TraceFormatError
 from verl_profiling.run_files import read_manifest
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
-
-Loop = Callable[[int], None]
 
 
 def wait_until(holds: Callable[[], object], seconds: float = 30.0) -> None:
@@ -263,38 +259,6 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, session: Session) -> 
     job.callback.on_train_end()
 
 
-def test_a_capture_that_cannot_begin_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder cannot be made: who asked does not wait for the end of training."""
-    answer = job.ask()
-    with monkeypatch.context() as full:
-        full.setattr(Path, "mkdir", _no_space)
-        job.step()
-    assert (answer().state, "could not begin: [Errno 28]" in answer().reason) == ("refused", True)
-    job.step()
-    assert job.captured() == []
-
-
-def _no_space(*given: object, **others: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def test_training_ends_also_where_its_last_capture_cannot_be_written(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who asks hears that, no request is left open, and the signal has its default action again."""
-    job = Job(configured(tmp_path))
-    job.step()
-    captured, later = job.ask(), job.ask(at=9)
-    job.callback.on_step_begin(2)
-    monkeypatch.setattr(StepFolders, "write", _no_space)
-    job.callback.on_train_end()
-    assert ("could not be written" in captured().reason, later().state) == (True, "refused")
-    with pytest.raises(TraceFormatError, match="training ended"):
-        find_job(job.run)
-    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
-    assert len((job.run / "watch.jsonl").read_text().splitlines()) == 2, "a line a step"
-
-
 def test_no_room_is_said_to_who_asked(tmp_path: Path, session: Session) -> None:
     """As it is logged for the schedule."""
     job = Job(configured(tmp_path, limits={"min_free_bytes": "1000000TB"}))
@@ -490,51 +454,17 @@ def test_a_folder_that_is_gone_ends_nothing(job: Job) -> None:
     assert job.captured() == [5]
 
 
-def test_a_folder_that_cannot_be_made_is_said(
-    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A file is in its place."""
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "requests").write_text("")
-    job = Job(settings(save_path=str(run), schedule={"steps": [1]}, watch={"enable": True}, tool="spans"))
-    job.step()
-    job.callback.on_train_end()
-    assert job.captured() == [1]
-    assert len([message for message in caplog.messages if "cannot be asked for" in message]) == 1
-
-
 # Whether a job runs
 
 
 def test_a_job_is_alive_then_ended(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     """The command says so at once."""
-
-    def shortest_s(code: int) -> float:
-        """Return how long the command takes where nothing interrupts it."""
-        took = []
-        for _ in range(3):
-            begin = time.monotonic()
-            assert main(["trigger", str(job.run)]) == code
-            took.append(time.monotonic() - begin)
-        return min(took)
-
     job.step(2)
-    assert shortest_s(0) < 1
+    assert main(["trigger", str(job.run)]) == 0
     assert "the job runs (pid" in capsys.readouterr().out
     job.callback.on_train_end()
-    assert shortest_s(2) < 1
+    assert main(["trigger", str(job.run)]) == 2
     assert "no job runs here: training ended after step 2" in capsys.readouterr().err
-
-
-def test_many_folders_are_one_short_line(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first and the last of them, and how many."""
-    job.step(2)
-    with job.stepping_once_asked(31):
-        assert main(["trigger", str(job.run), "--steps", "30", "--wait", "60"]) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith(f"done: {job.run}/step_000003 to step_000032, 30 in all; policy version ")
-    assert len(line) < len(str(job.run)) + 150
 
 
 def test_the_answer_names_a_worker_that_could_not(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -581,15 +511,6 @@ def test_what_is_known_to_be_wrong_is_said_at_once(
     assert main(["trigger", str(job.run), *options]) == 2
     assert said in capsys.readouterr().err
     assert find_job(job.run).waiting() == []
-
-
-def test_the_command_writes_nothing_behind_a_link(job: Job, tmp_path: Path) -> None:
-    """No request is left where nobody takes it."""
-    requests = job.run / "requests"
-    requests.rename(tmp_path / "elsewhere")
-    requests.symlink_to(tmp_path / "elsewhere")
-    assert main(["trigger", str(job.run)]) == 2
-    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 LOOP = """
@@ -673,8 +594,7 @@ def test_a_killed_loop_is_seen_at_once(
     assert "done: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where", ["run", "none"])
-def test_asking_imports_nothing_heavy(job: Job, run_python: Callable[..., Any], where: str) -> None:
+def test_asking_imports_nothing_heavy(job: Job, run_python: Callable[..., Any]) -> None:
     """So that the answer comes in a fraction of a second, also beside other work."""
     run_python(
         """
@@ -684,7 +604,7 @@ def test_asking_imports_nothing_heavy(job: Job, run_python: Callable[..., Any], 
         heavy = {"torch", "ray", "rich", "fsspec", "numpy", "verl_profiling.report"}
         assert not heavy & set(sys.modules), heavy & set(sys.modules)
         """,
-        job.run.parent / where,
+        job.run,
     )
 
 

@@ -40,18 +40,16 @@ def holds_after(folder: Path, scenario: str, *address: str) -> None:
     assert verdict(forgotten)[0] == 1
 
 
-@pytest.mark.parametrize("scenario", ["interrupted", "dropped"])
-def test_the_next_callback_takes_over_a_worker_of_this_process(tmp_path: Path, scenario: str) -> None:
-    """A cell that was interrupted in a step and is run again, or a callback that is made anew."""
-    holds_after(tmp_path, scenario)
+def test_the_next_callback_takes_over_a_worker_of_this_process(tmp_path: Path) -> None:
+    """A cell that was interrupted in a step and is run again."""
+    holds_after(tmp_path, "interrupted")
 
 
-@pytest.mark.parametrize("scenario", ["interrupted", "dropped"])
-def test_the_next_callback_takes_over_a_ray_actor(tmp_path: Path, ray_cluster: None, scenario: str) -> None:
-    """The same, with the worker in a process of its own."""
+def test_the_next_callback_takes_over_a_ray_actor(tmp_path: Path, ray_cluster: None) -> None:
+    """A callback that is dropped in a step and made anew, with the worker in a process of its own."""
     import ray
 
-    holds_after(tmp_path, scenario, ray.get_runtime_context().gcs_address)
+    holds_after(tmp_path, "dropped", ray.get_runtime_context().gcs_address)
 
 
 THREADS = """
@@ -106,8 +104,7 @@ THREADS = """
 """
 
 
-@pytest.mark.parametrize("strict", ["no", "yes"])
-@pytest.mark.parametrize("together", ["no", "yes"])
+@pytest.mark.parametrize(("together", "strict"), [("no", "yes"), ("yes", "no")])
 def test_a_second_thread_gets_an_error_and_harms_nothing(
     tmp_path: Path, run_python: RunPython, together: str, strict: str
 ) -> None:

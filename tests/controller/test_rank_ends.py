@@ -42,15 +42,7 @@ def train(folder: Path, ending: str) -> str:
             job.terminate()  # it ends its ranks, where they have not ended
 
 
-@pytest.mark.parametrize(
-    "ending",
-    [
-        "raises",
-        "raises, and is caught",
-        "sys.exit",
-        "os._exit",
-    ],
-)
+@pytest.mark.parametrize("ending", ["raises", "os._exit"])
 def test_a_step_that_another_rank_left_early_is_not_called_whole(tmp_path: Path, ending: str) -> None:
     """``check`` fails and names rank 1, with the error if there was one; rank 0 keeps what it recorded."""
     said = train(tmp_path, ending)
@@ -64,13 +56,12 @@ def test_a_step_that_another_rank_left_early_is_not_called_whole(tmp_path: Path,
     assert (second.name, is_ok(manifest)) == ("actor_rank1", False), said
     assert status == 1, said
     assert re.search("rank ?1", not_ok), not_ok
-    assert "out of memory" in reasons(manifest) or not ending.startswith("raises")
+    assert "out of memory" in reasons(manifest) or ending != "raises"
 
 
-@pytest.mark.parametrize("ending", ["killed", "cancelled"])
-def test_rank_0_that_is_ended_while_it_waits_for_another_writes_the_step(tmp_path: Path, ending: str) -> None:
-    """A rank on another host is killed, or the job is cancelled while a rank hangs: torchrun ends rank 0."""
-    said = train(tmp_path, ending)
+def test_rank_0_that_is_ended_while_it_waits_for_another_writes_the_step(tmp_path: Path) -> None:
+    """The job is cancelled while a rank hangs: torchrun ends rank 0."""
+    said = train(tmp_path, "cancelled")
     step = tmp_path / "run" / "step_000002"
     manifest = recorded(step)
     first, second = sorted(manifest.workers, key=lambda worker: worker.identity.rank)
@@ -78,16 +69,5 @@ def test_rank_0_that_is_ended_while_it_waits_for_another_writes_the_step(tmp_pat
     assert manifest.state == "written", said
     assert manifest.complete or re.search("SIGTERM|SystemExit: 143", reasons(manifest)), reasons(manifest)
     assert second.name == "actor_rank1"
-    assert second.reason or (ending == "cancelled" and second.status == "ok")
+    assert second.reason or second.status == "ok"
     assert verdict(step)[0] == 1
-
-
-def test_ranks_that_are_started_again_record_a_run_of_their_own(tmp_path: Path) -> None:
-    """With the process group's store and without a name of the run: both ranks go to ``run_2``."""
-    said = [train(tmp_path, "none") for _ in range(2)]
-    for run in (tmp_path / "run", tmp_path / "run" / "run_2"):
-        for step in (1, 2):
-            manifest = recorded(run / f"step_{step:06d}")
-            assert sorted(worker.name for worker in manifest.workers) == ["actor_rank0", "actor_rank1"], said
-            assert is_ok(manifest), said
-    assert not list(tmp_path.rglob("step_*.2"))

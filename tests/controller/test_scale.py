@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from test_callback import configured, manifest, run
 
-from verl_profiling import AsyncProfilingCallback, ProfilingCallback
+from verl_profiling import ProfilingCallback
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.clock import now_ns
 from verl_profiling.controller.targets import Call
@@ -98,16 +97,6 @@ def test_a_thousand_workers_are_called_side_by_side(tmp_path: Path) -> None:
     assert {worker.status for worker in manifest(config).workers} == {"ok"}
 
 
-async def test_a_thousand_workers_of_an_event_loop_are_called_side_by_side(tmp_path: Path) -> None:
-    """The asynchronous callback's loop runs them all at once too."""
-    gathering = Gathering(THOUSAND)
-    callback = AsyncProfilingCallback(configured(tmp_path))
-    callback.add_workers("actor", [Fake(rank, gathering) for rank in range(THOUSAND)])
-    await callback.on_step_begin(2)
-    await callback.on_step_end()
-    assert gathering.most == {"start_capture": THOUSAND, "stop_capture": THOUSAND}
-
-
 @pytest.mark.parametrize("own_loop", [False, True], ids=["new loop", "the caller's loop"])
 def test_one_that_hangs_and_one_that_dies_cost_themselves_alone(tmp_path: Path, own_loop: bool) -> None:
     """Of 1,024 local coroutines the late ones are given up at the timeout, and the rest is whole."""
@@ -147,28 +136,6 @@ def test_a_driver_keeps_nothing_of_captures_that_are_written(tmp_path: Path) -> 
         counts.append(kept())
     callback.on_train_end()
     assert counts[1:] == [counts[1]] * 5
-
-
-def test_many_local_objects_with_plain_methods_are_called_side_by_side(tmp_path: Path) -> None:
-    """Each stands for another process, so all starts are under way at once, and so are all stops."""
-    here = threading.Barrier(MANY)
-
-    class Plain(Fake):
-        def start_capture(self, request: CaptureRequest) -> StartReply:  # type: ignore[override]
-            here.wait(15)
-            return StartReply(self.identity, "recording", now_ns())
-
-        def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:  # type: ignore[override]
-            if capture_id is not None:
-                here.wait(15)
-            result = CaptureResult(identity=self.identity, capture_id=capture_id or "", status="ok", step=1)
-            return StopReply(result, received_ns=now_ns())
-
-    config = configured(tmp_path)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", [Plain(rank) for rank in range(MANY)])
-    run(callback, lambda step: None)
-    assert [worker.status for worker in manifest(config).workers] == ["ok"] * MANY
 
 
 @pytest.mark.parametrize("hosts", [4, 16])

@@ -106,12 +106,6 @@ def test_a_late_rank_leads_in_the_accounts_of_rank_0_training_after_training(tmp
             assert own == [(step, LANES[rank]) for step in range(1, 9)]
 
 
-def test_ranks_that_end_after_rank_0_end_well(tmp_path: Path) -> None:
-    """It waits for what they tell, and not for what else they do; strict settings raise what goes wrong."""
-    logs = run(tmp_path, "ends late", all={"strict": True})
-    assert logs == ["", "", ""]
-
-
 def test_workers_that_are_added_when_training_has_begun_are_of_one_loop(tmp_path: Path) -> None:
     """They tell that there are other ranks: until then no rank takes a folder, or listens, for itself."""
     logs = run(

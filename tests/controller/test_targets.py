@@ -11,7 +11,6 @@ import pytest
 import ray
 from conftest import Pool
 from example_loops import settings
-from fleet import WorkerGroup
 
 from verl_profiling import ConfigError, ProfilingCallback
 from verl_profiling.controller.targets import Call, Round, make_targets
@@ -43,69 +42,11 @@ def outcome(call: Call, waited_s: float = 1.0) -> Any:
     return call.reply() if call.reply() is not None else call.problem(waited_s)
 
 
-def test_a_local_object_is_one_target() -> None:
-    """Its methods are called at once, on this thread."""
-    worker = Local()
-    [target] = make_targets("actor", worker)
-    [call] = target.call("start_capture", 5)
-    assert worker.calls == [5]
-    assert (call.reply(), target.size, target.roles) == (5, 1, ["actor"])
-    assert call.sent_ns <= call.returned_ns <= time.time_ns()
-
-
-def test_what_a_worker_raises_is_told_in_one_line() -> None:
-    """Calling never raises."""
-    [target] = make_targets("actor", [Local()])
-    [call] = target.call("start_capture", ValueError("bad\nmore"))
-    assert outcome(call) == "start_capture raised ValueError: bad"
-    [call] = target.call("no_such_method")
-    assert "AttributeError" in outcome(call)
-
-
-def test_an_iterable_is_one_target_each_in_order() -> None:
-    """Lists, tuples and generators alike; the index becomes the rank."""
-    workers = [Local(), Local()]
-    for given in (workers, tuple(workers), (worker for worker in workers)):
-        assert [target.first for target in make_targets("actor", given)] == [0, 1]
-
-
-def test_equal_keys_mean_the_same_workers(pool: Pool) -> None:
-    """However they are wrapped; other workers have other keys."""
-    worker = Local()
-    [one], [other], [again] = (make_targets("a", w) for w in (worker, Local(), worker))
-    assert one.key == again.key != other.key
-    group, same, rest = (
-        make_targets("a", WorkerGroup(actors))[0] for actors in (pool.sync[:2], pool.sync[:2], pool.sync[1:])
-    )
-    assert group.key == same.key != rest.key
-    assert make_targets("a", pool.sync[0])[0].key == make_targets("b", [pool.sync[0]])[0].key
-
-
 @pytest.mark.parametrize("workers", [[], (), object(), 3, [Local(), object()]])
 def test_what_has_no_capture_methods_is_refused(workers: Any) -> None:
     """The error names the role, and the worker's class."""
     with pytest.raises(ConfigError, match="role 'actor'"):
         make_targets("actor", workers)
-
-
-def test_coroutines_run_without_a_loop_or_on_the_given_one() -> None:
-    """An ordinary loop can drive async workers."""
-    worker = Local()
-    [target] = make_targets("rollout", worker)
-    assert outcome(target.call("later", 3)[0]) == 3
-    loop = asyncio.new_event_loop()
-    [target] = make_targets("rollout", worker, loop)
-    assert outcome(target.call("later", 4)[0]) == 4
-    loop.close()
-
-
-async def test_coroutines_run_on_the_loop_that_calls() -> None:
-    """And ordinary methods at once."""
-    [target] = make_targets("rollout", Local())
-    for method in ("later", "start_capture"):
-        [call] = target.call(method, 5)
-        await asyncio.to_thread(Round([call], 5).wait)
-        assert call.reply() == 5
 
 
 def test_ray_actors_are_called_all_at_once(pool: Pool, tmp_path: Path) -> None:
@@ -136,23 +77,6 @@ def test_a_round_waits_no_longer_than_told(pool: Pool, tmp_path: Path) -> None:
     (switches / "work").unlink()
     Round([call], 10).wait()
     assert call.future.done()
-
-
-def test_a_group_binds_its_own_methods_first() -> None:
-    """Colocated workers have a method under another name; the group knows it."""
-
-    class Group:
-        workers = [1, 2]
-
-        def start_capture(self, value: int) -> list[int]:
-            return [value, value + 1]
-
-        def execute_all_async(self, method: str, *args: Any) -> list[Any]:
-            raise AssertionError("not needed")
-
-    [target] = make_targets("actor", Group())
-    assert [call.reply() for call in target.call("start_capture", 3)] == [3, 4]
-    assert target.size == 2
 
 
 @pytest.mark.parametrize(("first", "second"), [("my/role", "my role"), ("x" * 80 + "a", "x" * 80 + "b")])

@@ -66,13 +66,3 @@ def test_all_names_of_a_group_are_in_its_result(tmp_path: Path) -> None:
     manifest = read_manifest(callback.last_folder)
     assert [worker.roles for worker in manifest.workers] == [["actor", "ref"]]
     assert [rpc.method for rpc in manifest.rpcs] == ["start_capture", "stop_capture"]
-
-
-def test_late_metrics_join_their_step(tmp_path: Path) -> None:
-    """Numbers that the loop computes after the step are added to its manifest, and to no other step's."""
-    config = settings(tool="spans", save_path=str(tmp_path))
-    callback = run_step(config, make_group(config))
-    callback.add_metrics(1, {"reward": 0.5, "text": "left out"})
-    callback.add_metrics(2, {"reward": 9.0})
-    assert callback.last_folder is not None
-    assert read_manifest(callback.last_folder).metrics == {"loss": 1.0, "reward": 0.5}

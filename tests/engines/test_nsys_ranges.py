@@ -131,22 +131,6 @@ async def test_a_range_inside_of_a_range(recorder: EngineRecorder, engine: Engin
     assert engine.calls == []
 
 
-async def test_notes_that_cannot_be_written(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
-    """The engine is stopped again, and the start says why."""
-    (tmp_path / "nsys").rmdir()
-    with pytest.raises(FileNotFoundError):
-        await recorder.start(request(tmp_path, 1))
-    assert engine.calls == ["start", "stop"]
-
-
-async def test_an_engine_that_does_not_stop(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
-    """The artifact is failed and says so."""
-    await recorder.start(request(tmp_path, 1))
-    engine.fails = "stop"
-    [artifact] = (await recorder.stop("c1", 0)).result.artifacts
-    assert (artifact.status, "the engine is gone" in artifact.reason) == ("failed", True)
-
-
 def test_nsys_records_an_engine_alone() -> None:
     """Another tool in an engine's processes is refused by name."""
     config = ProfilingConfig.from_any({"enable": True, "tool": ["nsys", "torch_memory"]})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,21 +66,6 @@ def test_what_the_user_raises_passes_through_and_fails_the_request(log: RequestL
     assert (noted.response_tokens, noted.failed) == (2, True)
 
 
-async def test_a_cancelled_request_failed(log: RequestLog) -> None:
-    """A client that goes away cancels the task of its request."""
-
-    async def answer() -> None:
-        with log.open(5):
-            await asyncio.sleep(60)
-
-    task = asyncio.create_task(answer())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert [noted.failed for noted in log.end()] == [True]
-
-
 def test_a_stream_that_is_given_up_failed(log: RequestLog) -> None:
     """Closing the generator ends the request."""
 
@@ -103,21 +87,6 @@ def test_a_batch_closes_one_record_for_each_of_its_requests(log: RequestLog) -> 
         for length in (1, 2, 3):
             batch.close(4, length)
     assert [noted.response_tokens for noted in log.end()] == [1, 2, 3]
-
-
-async def test_requests_of_many_tasks_do_not_mix(log: RequestLog) -> None:
-    """Each keeps its own lengths and times, in any order."""
-
-    async def answer(length: int) -> None:
-        with log.open(length) as request:
-            for _ in range(length):
-                await asyncio.sleep(0)
-                request.response_tokens += 1
-
-    await asyncio.gather(*(answer(length) for length in range(200, 0, -1)))
-    noted = log.end()
-    assert [request.prompt_tokens for request in noted] == list(range(1, 201))
-    assert all(request.prompt_tokens == request.response_tokens for request in noted)
 
 
 def test_threads_lose_no_request(log: RequestLog) -> None:

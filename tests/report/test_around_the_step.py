@@ -14,7 +14,7 @@ from drawn_steps import Worker, ns, report_of
 from rich.console import Console
 
 from verl_profiling.analysis import open_step
-from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, Rpc, StageSpan
+from verl_profiling.manifest import MANIFEST_NAME, Rpc, StageSpan
 from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.diff import compare
 from verl_profiling.report.files import write_csv
@@ -161,31 +161,3 @@ def test_the_controllers_lane_shows_them(report: Report) -> None:
     assert spans["capture_stop"] == (10.0, 3.2)
     assert spans["write"] == (13.0, 0.2)
     assert spans["validate"] == (21.0, 6.0)
-
-
-def test_the_terminal_names_what_took_longest(tmp_path: Path) -> None:
-    """Of many stages four are named, in order of time; the tables have all of them."""
-    stages = [StageSpan(f"stage{n}", ns(20 + n), ns(20.1 + n + n % 7 / 10)) for n in range(1000)]
-    report = reported(tmp_path / "step", stages)
-    assert "after the step: stage6 700 ms, stage13 700 ms, stage20 700 ms, stage27 700 ms and 996 more" in (
-        printed(report)
-    )
-    assert len(report.outside) == 1000
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        [StageSpan("write", ns(1), ns(2), depth=1)],
-        [StageSpan("validate", ns(3), ns(1))],
-        [StageSpan("capture_stop", -MAX_NS, MAX_NS), StageSpan("x" * 9999, ns(1), ns(2), depth=7)],
-        [StageSpan("[red]\x1b[31m</script>", ns(10), ns(11)), StageSpan("", ns(11), ns(12))],
-    ],
-    ids=["a part of nothing", "backwards", "huge", "names"],
-)
-def test_hostile_spans_are_reported_or_left_out(tmp_path: Path, spans: list[StageSpan]) -> None:
-    """No face fails, and a name stays text."""
-    report = reported(tmp_path / "step", spans)
-    assert "\x1b" not in printed(report)
-    assert "[31m</script>" not in render_html(report)
-    dict(scalars(report))

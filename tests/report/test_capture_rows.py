@@ -110,30 +110,6 @@ def test_nothing_recorded_shows_nothing(tmp_path: Path) -> None:
     assert "Measures" not in text.getvalue() + render_html(plain)
 
 
-def test_hostile_names_stay_text(tmp_path: Path) -> None:
-    """Markup of a terminal and of a page is shown as it is, and a name may hold any number of slashes."""
-    folder = build_step(tmp_path)
-    manifest = read_manifest(folder)
-    metrics = {"stage/a/<b>[red]/peak_bytes": 1.0, "stage/": 2.0, "/": 3.0, "": 4.0, "[/red]<script>": 5.0}
-    first = msgspec.structs.replace(manifest.workers[0], metrics=metrics)
-    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=[first]))
-    report = open_step(folder).report()
-    assert [(row.stage, row.name) for row in report.measures] == [
-        ("a/<b>[red]", "peak_bytes"),
-        ("", ""),
-        ("", "/"),
-        ("", ""),
-        ("", "[/red]<script>"),
-    ]
-    text = io.StringIO()
-    print_report(report, Console(file=text), everything=True)
-    assert "a/<b>[red]" in text.getvalue()
-    assert "[/red]<script>" in text.getvalue()
-    page = render_html(report)
-    assert page.count("<script>") == 2
-    assert "a/&lt;b&gt;[red]" in page
-
-
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [

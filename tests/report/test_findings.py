@@ -8,13 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from drawn_steps import STAGES, Drawn, Worker, drawn_inputs, ns, report_of
-from step_folders import build_step
 
 from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.manifest import MANIFEST_NAME
-from verl_profiling.report.findings import LIMIT, find
+from verl_profiling.report.findings import LIMIT
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.run_files import read_manifest, write_json_atomically
 
@@ -245,22 +244,6 @@ def test_on_cpus_advice_speaks_of_cpus(tmp_path: Path) -> None:
     assert note.startswith("3 lanes share the 2 cores of node1: ")
 
 
-@pytest.mark.parametrize(("lanes", "cores"), [(2, 2), (3, 0)])
-def test_enough_cores_are_not_noted(lanes: int, cores: int, tmp_path: Path) -> None:
-    """Nor is a host whose cores an older capture did not record."""
-    workers = [
-        Worker("actor", rank, operators=[("aten::mm", 0, 10)], cores=cores, host="node1")
-        for rank in range(lanes)
-    ]
-    assert report_of(tmp_path, WHOLE, workers).notes == []
-
-
-def test_lanes_on_devices_do_not_share_cores(tmp_path: Path) -> None:
-    """Eight GPUs of a host with four cores wait for no core."""
-    workers = [Worker("actor", rank, kernels=[("k", 0, 10)], cores=1, host="node1") for rank in range(3)]
-    assert report_of(tmp_path, WHOLE, workers).notes == []
-
-
 @pytest.mark.parametrize("on_device", [True, False])
 def test_plain_traces_have_no_stages_to_speak_of(on_device: bool, tmp_path: Path) -> None:
     """Without a manifest nothing is said of stages, of the loop or of the capture."""
@@ -325,15 +308,6 @@ def test_there_are_at_most_five_and_each_has_seconds_and_lanes(tmp_path: Path) -
         assert finding.advice
         assert finding.lanes
         assert set(finding.lanes) <= names
-
-
-def test_nothing_to_divide_by_is_no_problem(tmp_path: Path) -> None:
-    """An empty step, one without workers and one of no length."""
-    report = open_step(build_step(tmp_path)).report()
-    empty = msgspec.structs.replace(
-        report, workers=[], devices=[], stages=[], stragglers=[], lost=[], span_us=0.0
-    )
-    assert [finding.rule for finding in find(empty).findings] in ([], ["coverage"])
 
 
 def test_advice_to_record_more_stands_behind_a_culprit(

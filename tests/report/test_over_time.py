@@ -6,18 +6,13 @@ from pathlib import Path
 
 import pytest
 from drawn_steps import STAGES, Worker, report_of
-from hypothesis import given
-from hypothesis import strategies as st
 from step_folders import build_step, with_facts
 
 from verl_profiling.analysis import open_step
-from verl_profiling.report.intervals import EMPTY, spans_of
-from verl_profiling.report.over_time import PARTS, percent, requests_running
-from verl_profiling.report.rows import RequestRow, WorkerRow
-from verl_profiling.report.tables import fields_of
+from verl_profiling.report.over_time import PARTS, requests_running
+from verl_profiling.report.rows import RequestRow
 
 SECOND = 1_000_000_000
-PART = SECOND  # a step of PARTS seconds has parts of one second
 
 
 def request(begin_s: float, end_s: float, replica: int = 0, **engine: float) -> RequestRow:
@@ -35,25 +30,6 @@ def request(begin_s: float, end_s: float, replica: int = 0, **engine: float) -> 
         failed=False,
         **engine,  # type: ignore[arg-type]
     )
-
-
-def test_a_part_is_busy_for_the_share_that_is_covered() -> None:
-    """A half covered part is 50, whatever begins before the step or ends after it."""
-    begin = 1_790_000_000 * SECOND
-    spans = spans_of([(begin - 5, begin + PART // 2), (begin + 2 * PART, begin + (PARTS + 9) * PART)])
-    assert percent(spans, begin, begin + PARTS * PART) == [50, 0, *[100] * (PARTS - 2)]
-    assert percent(EMPTY, begin, begin + PARTS * PART) == [0] * PARTS
-    assert percent(EMPTY, begin, begin) == [0] * PARTS
-
-
-@given(st.lists(st.tuples(st.integers(0, 10**12), st.integers(0, 10**11)), max_size=30))
-def test_the_parts_add_up_to_what_ran(pairs: list[tuple[int, int]]) -> None:
-    """No request is counted twice or lost, however they overlap."""
-    whole_s = 2e12 / 1e9
-    rows = requests_running((request(b / 1e9, (b + took) / 1e9) for b, took in pairs), whole_s * 1e6)
-    running = sum(sum(row.requests) for row in rows) * whole_s / PARTS
-    rounding = 0.005 * whole_s + 1e-6
-    assert running == pytest.approx(sum(took for _, took in pairs) / 1e9, abs=rounding)
 
 
 def test_each_replica_has_a_curve_of_its_requests() -> None:
@@ -110,8 +86,3 @@ def test_a_step_has_its_curves_and_its_place_in_the_timeline(tmp_path: Path) -> 
     assert sum(row.requests) / PARTS * report.span_us == pytest.approx(300, rel=0.05)
     assert report.timeline_begin_ns is not None
     assert 3_600 * SECOND <= report.timeline_begin_ns < 3_601 * SECOND
-
-
-def test_curves_are_in_no_flat_table() -> None:
-    """A column of 240 numbers is none."""
-    assert not {"load", "communication_load"} & set(fields_of(WorkerRow))

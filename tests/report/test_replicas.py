@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from drawn_steps import whole_step
-from hypothesis import given
-from hypothesis import strategies as st
-from rich.console import Console
 
 from verl_profiling.analysis import open_step
 from verl_profiling.identity import WorkerIdentity
@@ -23,7 +18,6 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.replicas import replica_rows
 from verl_profiling.report.rows import ReplicaRow
-from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import write_json_atomically
 
 BEGIN = 1_790_000_000_000_000_000
@@ -117,65 +111,10 @@ def test_what_the_engine_does_not_tell_is_unknown() -> None:
     assert replica_rows([]) == []
 
 
-NS = st.integers(-(10**12), 10**12).map(lambda offset: BEGIN + offset) | st.just(0)
-COUNT = st.integers(0, 1 << 53)
-
-
-@given(
-    st.lists(
-        st.builds(
-            Request,
-            replica=st.integers(0, 2),
-            begin_ns=NS,
-            arrival_ns=NS,
-            scheduled_ns=NS,
-            first_token_ns=NS,
-            last_token_ns=NS,
-            end_ns=NS,
-            prompt_tokens=COUNT,
-            response_tokens=COUNT,
-            cached_tokens=st.none() | COUNT,
-            preemptions=st.none() | COUNT,
-            failed=st.booleans(),
-        ),
-        max_size=8,
-    )
-)
-def test_no_request_makes_a_negative_time(served: list[Request]) -> None:
-    """Whatever a damaged manifest says; percentiles are in order, shares are shares, and none is lost."""
-    rows = replica_rows(requests(manifest(served)))
-    assert sum(row.requests for row in rows) == len(served)
-    for row in rows:
-        for name in ("queued", "to_first_token", "per_token"):
-            times = [getattr(row, f"{name}_{share}_us") for share in ("p50", "p90", "p99")]
-            if times != [None] * 3:
-                assert np.isfinite(times).all()
-                assert 0 <= times[0] <= times[1] * (1 + 1e-9) <= times[2] * (1 + 1e-9) ** 2
-        assert row.cache_hit_share is None or 0 <= row.cache_hit_share <= 1
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The report of a step of two ranks and two replicas."""
     return whole_step(tmp_path_factory.mktemp("run") / "step_000001", ranks=2, replicas=2)
-
-
-def test_every_face_shows_the_replicas(report: Report) -> None:
-    """Terminal, in 80 columns, page and frame."""
-    text = io.StringIO()
-    print_report(report, Console(file=text, width=80), everything=True)
-    shown = text.getvalue()
-    lines = shown[shown.index("Replicas") :].splitlines()
-    assert [line.split()[0] for line in lines[4:6]] == ["rollout0", "rollout1"]
-    assert max(map(len, lines[:6])) <= 80
-    page = render_html(report)
-    for heading in ("Replicas", "queued p90", "1st token p50", "a token p99", "cached"):
-        assert heading in page
-    assert "How long requests were queued is not known" not in page
-    pytest.importorskip("pandas")
-    frame = open_step(report.directory).to_frame("replicas")
-    assert frame["cache_hit_share"].tolist() == [0.5, 0.5]
-    assert frame["worker"].tolist() == ["rollout0", "rollout1"]
 
 
 def test_the_page_says_that_the_queue_is_not_known(report: Report) -> None:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_profiling.manifest import Request
-from verl_profiling.report.rollout import axes
 from verl_profiling.report.rollout.axes import Sharing
 from verl_profiling.report.rollout.pieces import LOOP_LAG, OWN_CODE, UNEXPLAINED, trajectory_pieces
 from verl_profiling.report.rollout.records import Records, read_records
@@ -125,12 +124,6 @@ def test_what_outlives_the_span_around_it_is_still_inside_the_next() -> None:
     ]
     (found,) = causes_of(records_of(log_of([trajectory(0, 0, 100)], spans)))
     assert found == {"tool:a": 40, "left behind": 30, "later": 10, "turn": 20}
-
-
-def test_a_name_that_is_a_cause_stays_apart() -> None:
-    """Whoever calls a span ``decode`` does not change what engines did."""
-    (found,) = causes_of(records_of(log_of([trajectory(0, 0, 10)], [span(0, 0, "decode", 0, 10)])))
-    assert found == {"span decode": 10}
 
 
 def request(begin: float, end: float, **marks: float) -> Request:
@@ -273,21 +266,6 @@ def workloads(draw: st.DrawFn) -> TrajectoryLog:
                 span(len(spans), number, name, begin, begin + draw(st.integers(0, 30)), parent=parent)
             )
     return log_of(trajectories, spans)
-
-
-def test_times_that_leave_no_room_for_an_axis_each_are_counted_in_their_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As for millions of spans in a step of years: the places of instants stand for them."""
-    spans = [span(i, i % 3, "tool:a", 7 * i, 7 * i + 30 + i, parent=i - 3 if i > 2 else -1) for i in range(9)]
-    blocks = [Block(0, 30 * MS, 95 * MS, 4, "t", "f"), Block(0, 96 * MS, 130 * MS, 5, "t", "f")]
-    records = records_of(log_of([trajectory(i, 0, 120) for i in range(3)], spans, blocks))
-    found = causes_of(records)
-    assert all(LOOP_LAG in one for one in found)
-    monkeypatch.setattr(axes, "_LARGEST", 0)
-    assert causes_of(records) == [
-        {cause: pytest.approx(took.expected) for cause, took in one.items()} for one in found
-    ]
 
 
 @settings(max_examples=150, deadline=None)

@@ -24,7 +24,7 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.rollout.findings import rollout_findings
 from verl_profiling.report.rollout.records import OTHERS
-from verl_profiling.report.rows import CallRow, CauseRow, Polling, Rollout
+from verl_profiling.report.rows import CallRow, Polling, Rollout
 from verl_profiling.report.scalars import scalars
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.report.tables import TABLES
@@ -261,33 +261,6 @@ def test_the_last_trajectories_are_those_behind_the_bend(tmp_path: Path) -> None
     assert last.share == pytest.approx((10 - 3 - 38 / 39) / 10)
     assert seconds(last.parts) == {"tool:sandbox": 5, "tool:search": pytest.approx(1 + 1 / 39)}
     assert sum(part.share for part in last.parts) == pytest.approx(1)
-
-
-def test_a_tail_of_nothing_is_not_mentioned_and_one_is_singular(tmp_path: Path) -> None:
-    """Trajectories that all end at once have no last ones; neither terminal nor page speak of them."""
-    for folder in ("one", "together", "late"):
-        (tmp_path / folder).mkdir()
-    log = DrawnLog()
-    log.trajectory(0, 4, min_version=1, max_version=2)
-    log.trajectory(1, 4, fate="running", validate=True)
-    sentences = list(rollout_sentences(rollout_of(report_with(tmp_path / "one", log))))
-    assert sentences[0].startswith("1 trajectory, 1 of validation: p50 4.00 s")
-    assert "1 trajectory was recorded, or is in the step, in part: that part counts" in sentences
-    assert "1 of 1 trajectory was made with several versions of the weights" in sentences
-    log = DrawnLog()
-    for _ in range(4):
-        log.trajectory(0, 4)
-    report = report_with(tmp_path / "together", log)
-    assert not any("last: " in sentence for sentence in rollout_sentences(rollout_of(report)))
-    assert "The last 1 of 4" not in render_html(report)
-    log.trajectory(0, 8)
-    report = report_with(tmp_path / "late", log)
-    late = [sentence for sentence in rollout_sentences(rollout_of(report)) if "last: " in sentence]
-    assert late == [
-        "last: 1 of 5 trajectories (20.0%) takes 4.00 s, 50.0% of the 8.00 s from the first trajectory's "
-        "begin to the last one's end: own code 100%"
-    ]
-    assert "The last 1 of 5" in render_html(report)
 
 
 def test_tools_have_percentiles_and_concurrency(tmp_path: Path) -> None:
@@ -579,33 +552,6 @@ def test_thousands_of_names_make_a_page_of_bounded_size(tmp_path: Path) -> None:
     assert sum(row.trajectories for row in rollout.fates) == 1_500
     assert len(rollout.fates) == 21
     assert len(render_html(report)) < 600_000
-
-
-@pytest.mark.parametrize("far", [0, 10**12, 4 * 10**18])
-def test_times_outside_of_the_step_do_no_harm(tmp_path: Path, far: int) -> None:
-    """What is not in the step does not count, however far away it is."""
-    log = DrawnLog()
-    log.trajectory(1, 2, ("tool:a", 1, 2))
-    log.log.trajectories.append(TrajectoryRecord(1, "g", 1, far, far, "done", 9, "", {"validate": "yes"}))
-    log.log.spans.append(SpanRecord(1, 1, 7, "tool:b", far, far, 7, 9, False, "x", {}))
-    log.log.blocks.append(Block(9, far, far, 99, "t", "f"))
-    report = report_with(tmp_path, log)
-    assert (rollout_of(report).trajectories, rollout_of(report).seconds) == (1, pytest.approx(1))
-
-
-@pytest.mark.parametrize("cause", ["to the engine", "from the engine"])
-def test_the_way_to_an_engine_is_no_tool(cause: str, busy: Report) -> None:
-    """Neither a time limit nor a cache makes requests arrive sooner."""
-    rollout = busy.rollout
-    assert rollout is not None
-    row = CauseRow(validate=False, cause=cause, seconds=9.0, share=0.9, trajectories=2)
-    only = msgspec.structs.replace(rollout, causes=[row], blocks=[], last=None)
-    [finding] = [
-        found
-        for found in rollout_findings(msgspec.structs.replace(busy, rollout=only))
-        if found.rule == "trajectory_cause"
-    ]
-    assert "the server's process" in finding.advice
 
 
 def test_every_share_of_a_rollout_says_of_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

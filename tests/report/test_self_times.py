@@ -14,28 +14,6 @@ from verl_profiling.report import intervals
 from verl_profiling.report.intervals import nested_times
 
 
-def times(*calls: tuple[int, int, int]) -> list[int]:
-    """Return the self time of calls, given as begin, end and thread."""
-    spans = np.array([(begin, end) for begin, end, _ in calls], np.int64)
-    return nested_times(spans, np.array([thread for _, _, thread in calls], np.int64)).tolist()
-
-
-def test_a_call_loses_what_is_directly_inside_it() -> None:
-    """A grandchild is taken from its parent only; order does not matter."""
-    assert times((0, 100, 1), (10, 50, 1), (20, 30, 1), (60, 70, 1)) == [50, 30, 10, 10]
-    assert times((20, 30, 1), (60, 70, 1), (0, 100, 1), (10, 50, 1)) == [10, 10, 50, 30]
-
-
-def test_threads_do_not_nest_in_each_other() -> None:
-    """What runs at the same time elsewhere is not inside."""
-    assert times((0, 100, 1), (10, 50, 2)) == [100, 40]
-
-
-def test_neighbours_do_not_nest() -> None:
-    """A call that begins when another ends is beside it."""
-    assert times((0, 10, 1), (10, 20, 1)) == [10, 10]
-
-
 @pytest.mark.parametrize("length", [1, 7, 1 << 16])
 def test_self_times_of_a_real_trace_add_up(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     """On each thread they add up to the time with any operator running, however they are sliced."""

@@ -20,12 +20,10 @@ from rich.console import Console
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.report.build import build_report
-from verl_profiling.report.captures_so_far import CaptureSoFar
 from verl_profiling.report.files import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Asked, Report
 from verl_profiling.report.sentences import asked_sentences
-from verl_profiling.report.sparkline import sparkline
 from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
@@ -212,53 +210,6 @@ def test_kernels_of_a_suspect_and_its_peer_are_of_one_range(
     assert rows[""] == {"aten::mm": (pytest.approx(5.0), 0), "aten::copy_": (pytest.approx(0.2), 0)}
 
 
-def test_times_under_a_hundredth_of_the_step_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Stages, parts and kernels of both that are shorter than 80 ms of 8 s are no rows."""
-    small: list[Drawn] = [("copy", 6.0, 6.07), ("ncclDevKernel_Broadcast", 7.0, 7.07)]
-    workers = [rank(0, [("gemm", 2, 4)]), rank(1, [("gemm", 2, 5), *small])]
-    for worker in workers:
-        worker.stages.append(("update_weights", 7.9, 7.95))
-    drawn_inputs(tmp_path, STAGES, workers, 8.0)
-    told = reported(tmp_path, SLOW_STAGE, capsys)
-    assert {row["name"] for row in told["suspects"] if row["kind"] == "kernel"} == {"gemm"}
-    assert all(max(row["value"], row["peer_value"]) >= 0.08 for row in told["suspects"])
-
-
-def test_a_process_without_operators_did_not_record_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its artifacts are ``ok`` and have events; what both measured is compared."""
-    workers = [Worker("agent_loop", index, iterations=[("turn", 0, 2)] * 128) for index in range(2)]
-    drawn_inputs(tmp_path, [("rollout", 0.0, 8.0)], workers, 8.0)
-    for path in tmp_path.glob("agent_loop*.torch.json.gz"):
-        trace = json.loads(gzip.decompress(path.read_bytes()))
-        recording = {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": "P"}
-        trace["traceEvents"].append({**recording, "ts": 0.0, "dur": 8e6})
-        path.write_bytes(gzip.compress(json.dumps(trace).encode()))
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    for worker, peak in zip(manifest["workers"], (379e6, 572e6), strict=True):
-        worker["metrics"] = {"process_peak_rss_bytes": peak}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    names = {"suspects": ["agent_loop_rank1"], "peers": ["agent_loop_rank0"]}
-    told = reported(tmp_path, msgspec.structs.replace(SLOW_STAGE, stage="rollout", **names), capsys)
-    assert [(row["kind"], row["value"], row["peer_value"]) for row in told["suspects"]] == [
-        ("memory", 572e6, 379e6)
-    ]
-    assert main(["report", str(tmp_path)]) == 0
-    assert "recorded nothing" not in capsys.readouterr().out
-
-
-def test_who_asked_is_said_once(tmp_path: Path) -> None:
-    """The reason of a request begins with it; what it was aimed at follows when it was captured."""
-    aimed = Trigger(kind="demand", by="root@node1", request="ab12", reason="asked for by root@node1: ranks=1")
-    line = printed(two_ranks(tmp_path, aimed)).splitlines()[1]
-    assert line.count("root@node1") == 1
-    assert line.endswith(": ranks=1")
-    assert CaptureSoFar(folder="step_000001", step=1, trigger=aimed).asked == f"demand: {aimed.reason}"
-
-
 def test_who_asked_is_the_first_line(tmp_path: Path) -> None:
     """Of a capture on demand the person is named and when; of a scheduled one there is nothing to say."""
     demand = Trigger(kind="demand", by="root@node1", request="ab12", reason="looks slow")
@@ -288,28 +239,6 @@ def test_every_face_has_the_comparison(tmp_path: Path) -> None:
     first, *rows = (tmp_path / "csv/suspects.csv").read_text().splitlines()
     assert first.startswith("title,directory,step,suspect,peers,kind,name,unit,value,peer_value")
     assert len(rows) == len(report.suspects)
-
-
-def test_hostile_names_do_no_harm(tmp_path: Path) -> None:
-    """A manifest comes from anybody: names are shown, and neither markup nor control characters work."""
-    name = "<script>alert(1)</script>[red]\x1b[2J\u202e"
-    trigger = Trigger(
-        kind="anomaly", sign="leader", reason=name, stage=name, suspects=[name] * 500, peers=[name], by=name
-    )
-    report = two_ranks(tmp_path, trigger)
-    assert "<script>alert" not in render_html(report)
-    assert "\x1b" not in printed(report)
-    assert "\u202e" not in printed(report)
-
-
-@pytest.mark.parametrize(
-    ("values", "bars"),
-    [([], ""), ([0.0, 0.0], "▁▁"), ([1.0, -5.0, 2.0], "▅▁█"), ([1e308, 1e-308], "█▁")],
-)
-def test_a_history_of_any_numbers_has_bars(values: list[float], bars: str) -> None:
-    """Nothing, zeros, negative and huge numbers are drawn; of a long history the end is."""
-    assert sparkline(values, 60) == bars
-    assert len(sparkline([1.0] * 1000, 60)) == 60
 
 
 def test_a_scheduled_step_that_the_watch_had_asked_for_is_compared_too(tmp_path: Path) -> None:

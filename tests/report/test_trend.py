@@ -34,16 +34,6 @@ def with_lost(report: Report, **seconds: float) -> Report:
     return msgspec.structs.replace(report, lost=rows)
 
 
-def test_a_step_has_its_outermost_stages_and_its_causes(healthy: Report) -> None:
-    """They add up to the step and to the lost time."""
-    assert sum(stage_seconds(healthy).values()) == pytest.approx(healthy.span_us / 1e6)
-    assert healthy.lost_s["waiting_for_rollout"] > 0
-    nested = msgspec.structs.replace(healthy.stages[0], name="mini_batch", depth=1)
-    assert "mini_batch" not in stage_seconds(
-        msgspec.structs.replace(healthy, stages=[*healthy.stages, nested])
-    )
-
-
 def test_equal_steps_have_no_change(healthy: Report) -> None:
     """Nor have those that stay in their range, or leave it by little."""
     assert first_change([healthy]) is None
@@ -53,11 +43,6 @@ def test_equal_steps_have_no_change(healthy: Report) -> None:
     change = first_change([*around, with_times(healthy, rollout=11.0)])
     assert change is not None
     assert change.index == 6
-
-
-def test_two_steps_say_nothing_of_change(healthy: Report) -> None:
-    """Of one step before no range is known."""
-    assert first_change([healthy, with_times(healthy, rollout=99.0)]) is None
 
 
 def test_the_first_step_that_differs_is_named_with_its_largest_stage(healthy: Report) -> None:
@@ -70,15 +55,6 @@ def test_the_first_step_that_differs_is_named_with_its_largest_stage(healthy: Re
     faster = first_change([slow, slow, healthy])
     assert faster is not None
     assert (faster.name, faster.seconds) == ("rollout", pytest.approx(4.4))
-
-
-def test_a_new_stage_is_a_change(healthy: Report) -> None:
-    """It took no time before."""
-    row = msgspec.structs.replace(healthy.stages[0], name="validate", duration_us=5e6)
-    new = msgspec.structs.replace(healthy, stages=[*healthy.stages, row])
-    change = first_change([healthy, healthy, new])
-    assert change is not None
-    assert (change.name, change.before) == ("validate", 0.0)
 
 
 def test_lost_time_counts_where_no_stage_changed(healthy: Report) -> None:

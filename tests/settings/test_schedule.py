@@ -46,11 +46,6 @@ def test_step_zero_is_a_step_like_any_other() -> None:
     assert drawn(Schedule(), steps=3, first=-1) == "..R"
 
 
-def test_steps_before_the_first_one_are_off() -> None:
-    """A cycle does not reach backwards."""
-    assert drawn(Schedule(first_step=10, wait=1), steps=9, first=0) == "." * 9
-
-
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 @given(
     skip_first=st.integers(0, 5),
@@ -105,11 +100,6 @@ def test_a_warmup_is_a_capture_apart() -> None:
     assert schedule.step_range(6) is None
 
 
-def test_cycles_that_touch_are_one_continuous_capture() -> None:
-    """Without waiting between them, the active steps of all cycles follow each other."""
-    assert Schedule(active=2, repeat=2, continuous=True).step_range(1) == StepRange(1, 4)
-
-
 @given(
     st.builds(
         Schedule,
@@ -147,16 +137,6 @@ def test_a_continuous_capture_needs_an_end(endless: dict[str, int]) -> None:
     """A capture that would never be written is refused."""
     with pytest.raises(ConfigError, match="bound it with steps or repeat"):
         Schedule(continuous=True, **endless)
-
-
-def test_a_bounded_continuous_capture_is_accepted() -> None:
-    """``repeat`` bounds it."""
-    assert Schedule(active=5, repeat=1, continuous=True).step_range(1) == StepRange(1, 5)
-
-
-def test_repeated_and_unordered_steps_mean_the_set() -> None:
-    """Listing a step twice or out of order changes nothing."""
-    assert drawn(Schedule(steps=(7, 2, 2, 3))) == drawn(Schedule(steps=(2, 3, 7)))
 
 
 def test_a_huge_continuous_capture_is_found_at_once() -> None:

@@ -49,38 +49,29 @@ def everything(path: Path) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        *(
-            '"ts":1e308',
-            '"ts":-1e308',
-            '"ts":"nan"',
-            '"ts":"inf"',
-            '"ts":1e999999999',
-            '"ts":1e18',
-            '"ts":NaN',
-        ),
-        *('"ts":"three"', '"ts":[]', '"ts":true', f'"ts":{"9" * 40}'),
-        *('"ts":3,"dur":-1', '"ts":3,"dur":1e308', '"ts":3,"dur":"inf"', '"ts":3,"dur":{}'),
-        *('"ts":3,"name":5', '"ts":3,"name":null', '"ts":3,"cat":[]', '"ts":3,"pid":[]', '"ts":3,"id":1.5'),
-    ],
-)
+FIELDS = [
+    *('"ts":1e308', '"ts":-1e308', '"ts":"nan"', '"ts":"inf"', '"ts":1e999999999', '"ts":1e18', '"ts":NaN'),
+    *('"ts":"three"', '"ts":[]', '"ts":true', f'"ts":{"9" * 40}'),
+    *('"ts":3,"dur":-1', '"ts":3,"dur":1e308', '"ts":3,"dur":"inf"', '"ts":3,"dur":{}'),
+    *('"ts":3,"name":5', '"ts":3,"name":null', '"ts":3,"cat":[]', '"ts":3,"pid":[]', '"ts":3,"id":1.5'),
+]
+
+
 def test_what_is_no_event_is_skipped_and_check_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its neighbours are read by every command, and ``check`` finds the file unreadable."""
-    path = between(tmp_path, f'{{"ph":"X","cat":"kernel","name":"bad","pid":0,"tid":7,{field}}}')
+    """Their neighbours are read by every command, and ``check`` finds the file unreadable."""
+    bad = [f'{{"ph":"X","cat":"kernel","name":"bad","pid":0,"tid":7,{field}}}' for field in FIELDS]
+    path = write(tmp_path, *(event for one in bad for event in (GOOD % 1, one)), GOOD % 5)
     assert everything(path)[0] == 1
-    printed = capsys.readouterr().out
-    assert printed.startswith("unreadable")
-    trace = Trace(path)
-    timed = [event.name for events in trace.chunks() for event in events if event.ts is not None]
-    assert timed == ["good", "good"]
+    assert capsys.readouterr().out.startswith("unreadable")
+    for one in bad:
+        trace = Trace(between(tmp_path, one))
+        timed = [event.name for events in trace.chunks() for event in events if event.ts is not None]
+        assert timed == ["good", "good"], one
 
 
-@pytest.mark.parametrize("time", ["1e999999999", '"NaN"', '"-Infinity"', "9" * 40])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("time", "first"), [("1e999999999", True), ('"NaN"', False), ("9" * 40, True)])
 def test_an_absolute_time_that_is_none_is_skipped(tmp_path: Path, time: str, first: bool) -> None:
     """In a trace without a base, times are decimals of any size, and the first one sets the base."""
     bad = f'{{"ph":"X","cat":"cpu_op","name":"bad","pid":1,"tid":1,"ts":{time},"dur":1}}'
@@ -92,14 +83,15 @@ def test_an_absolute_time_that_is_none_is_skipped(tmp_path: Path, time: str, fir
     assert everything(path)[0] == 1
 
 
-@pytest.mark.parametrize(
-    "arguments", ["[]", '"x"', "5", '{"name":5}', '{"name":{}}', '{"name":"\\ud800"}', "NaN"]
-)
-@pytest.mark.parametrize("name", ["process_name", "thread_name", "process_labels"])
-def test_names_of_processes_may_be_anything(tmp_path: Path, name: str, arguments: str) -> None:
+def test_names_of_processes_may_be_anything(tmp_path: Path) -> None:
     """Metadata that names nothing leaves its process unnamed."""
-    path = between(tmp_path, f'{{"ph":"M","name":"{name}","pid":1,"tid":1,"args":{arguments}}}')
-    assert everything(path) == [0, 0, 0]
+    anything = ("[]", '"x"', "5", '{"name":5}', '{"name":{}}', '{"name":"\\ud800"}', "NaN")
+    events = [
+        f'{{"ph":"M","name":"{name}","pid":1,"tid":1,"args":{arguments}}}'
+        for name in ("process_name", "thread_name", "process_labels")
+        for arguments in anything
+    ]
+    assert everything(write(tmp_path, GOOD % 1, *events, GOOD % 5)) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["\\ud800", "\ud800", "\\udfff\\ud800"])
@@ -110,8 +102,10 @@ def test_half_a_surrogate_pair_costs_one_character(tmp_path: Path, name: str) ->
     assert sum(len(events) for events in Trace(path).chunks()) == 3
 
 
-@pytest.mark.parametrize("base", ["9" * 40, "-1", '"x"', "true", "[1]", "null", "1.5", "9" * 5000, "NaN"])
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize(
+    ("base", "behind"),
+    [*((base, False) for base in ("9" * 40, "-1", '"x"', "null", "NaN")), ("1.5", True), ("9" * 5000, True)],
+)
 def test_a_base_that_is_no_time_is_refused(tmp_path: Path, base: str, behind: bool) -> None:
     """All times of the trace would be wrong."""
     given = f'"baseTimeNanoseconds":{base}'
@@ -120,7 +114,7 @@ def test_a_base_that_is_no_time_is_refused(tmp_path: Path, base: str, behind: bo
     assert everything(path)[0] != 0
 
 
-@pytest.mark.parametrize("rank", ['"x"', "-1", "true", "9" * 40, "1.5"])
+@pytest.mark.parametrize("rank", ['"x"', "-1", "9" * 40])
 def test_a_rank_that_is_none_is_not_believed(tmp_path: Path, rank: str) -> None:
     """The rank then follows from the name of the file, as for a trace without any."""
     path = write(tmp_path, GOOD % 1, head=HEAD.replace("{", f'{{"distributedInfo":{{"rank":{rank}}},', 1))
@@ -146,9 +140,7 @@ def test_damage_without_end_is_counted(tmp_path: Path, content: list[str], kept:
     assert everything(trace.path)[0] == 1
 
 
-@pytest.mark.parametrize(
-    "tail", ["]", "],", '],"a":{', '],"a":1', "]}}", "]} and more", '],"traceEvents":[]}']
-)
+@pytest.mark.parametrize("tail", ["]", '],"a":{', "]}}", "]} and more", '],"traceEvents":[]}'])
 def test_what_follows_the_events_shows_whether_the_file_is_whole(tmp_path: Path, tail: str) -> None:
     """A file that ends behind its events may have lost the base of their times."""
     path = write(tmp_path, GOOD % 1, tail=tail)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,6 @@ from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.processes import LANE_PIDS, TRAJECTORIES_PID
-from verl_profiling.timeline.rows import packed_rows
 from verl_profiling.timeline.step import Keep
 from verl_profiling.trajectory_log import (
     Block,
@@ -225,21 +223,6 @@ def test_a_selection_holds_for_trajectories_too(tmp_path: Path) -> None:
     assert len([e for e in timeline.events if e["ph"] in "sf" and e["cat"] == "request"]) == 2
 
 
-def test_a_size_is_kept_by_leaving_out_the_shortest_spans(tmp_path: Path) -> None:
-    """Logs and requests count as traces do."""
-    drawn = Drawn(tmp_path)
-    for number in range(300):
-        one = drawn.trajectory(number, number + 1_000, sample=number)
-        for part in range(20):
-            drawn.span(f"tool:{part}", number + part, number + part + (part + 1) / 20, one)
-    add_log(drawn.folder, drawn.log)
-    (inputs,) = find_steps(drawn.folder)
-    whole = merge(inputs)
-    slimmed = merge(inputs, max_bytes=whole.bytes // 3)
-    assert slimmed.bytes <= whole.bytes // 3
-    assert slimmed.events + slimmed.left_out == whole.events
-
-
 SPAN = st.tuples(st.integers(-1, 6), st.integers(-1, 11), st.integers(0, 30), st.integers(0, 30))
 
 
@@ -277,20 +260,6 @@ def test_on_every_row_slices_nest(
                 opened.pop()
             assert not opened or end <= opened[-1]
             opened.append(end)
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=30))
-def test_rows_are_as_many_as_overlap(spans: list[tuple[int, int]]) -> None:
-    """No two on a row overlap, and there are no more rows than the most at once."""
-    begins, ends = [begin for begin, _ in spans], [begin + length for begin, length in spans]
-    rows = packed_rows(list(zip(begins, ends, strict=True)))
-    for row in set(rows):
-        own = sorted((b, e) for b, e, r in zip(begins, ends, rows, strict=True) if r == row)
-        assert all(before[1] <= after[0] for before, after in pairwise(own))
-    at_once = max(
-        (sum(b <= at < max(e, b + 1) for b, e in zip(begins, ends, strict=True)) for at in begins), default=0
-    )
-    assert max(rows, default=-1) < max(at_once, 0) or not spans
 
 
 def test_a_hostile_log_costs_its_own_lane(tmp_path: Path) -> None:

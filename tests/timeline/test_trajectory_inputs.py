@@ -11,7 +11,6 @@ from step_folders import build_step
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.check import check
-from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.logs import read_logs
 from verl_profiling.timeline.merge import merge, select_ranks
@@ -71,17 +70,6 @@ def test_what_is_wrong_with_a_log_is_a_sentence(tmp_path: Path) -> None:
         f"agent_loop_rank3.trajectories.jsonl.gz: trajectories {full}: 2",
         f"agent_loop_rank3.trajectories.jsonl.gz: spans {full}: 1,500",
     ]
-
-
-def test_reading_ends_at_a_limit(tmp_path: Path) -> None:
-    """With what was read before it, and the option that raises it."""
-    folder = build_step(tmp_path)
-    add_log(folder, log_of(0, spans=SPANS))
-    (inputs,) = find_steps(folder)
-    inputs.limits = Limits(memory_bytes=1)
-    (read,) = read_logs(inputs)
-    assert read.log is not None
-    assert "--max-memory raises it" in read.problems[0]
 
 
 def span(number: int, owner: int, parent: int, begin: int, end: int) -> SpanRecord:
@@ -147,20 +135,6 @@ def test_what_became_of_a_group_may_be_said_by_another_process(tmp_path: Path) -
     first, _ = read_logs(inputs)
     assert first.log is not None
     assert [t.fate for t in first.log.trajectories] == ["filtered", "aborted", "done", "done"]
-
-
-def test_a_line_that_is_damaged_costs_what_follows(tmp_path: Path) -> None:
-    """What stood before it is read, and the line is named."""
-    folder = build_step(tmp_path)
-    path = add_log(folder, log_of(0, spans=SPANS[:10]))
-    lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
-    lines[5] = b'["s",oops]\n'
-    path.write_bytes(gzip.compress(b"".join(lines)))
-    (inputs,) = find_steps(folder)
-    (read,) = read_logs(inputs)
-    assert read.log is not None
-    assert read.log.spans == SPANS[:4]
-    assert "jsonl.gz: line 6: is not a log of trajectories" in read.problems[0]
 
 
 def checked(folder: Path) -> dict[str, tuple[str, str]]:

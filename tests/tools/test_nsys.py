@@ -228,18 +228,6 @@ class TestUnderRay:
             zip(STAGES, [False, True], strict=True)
         )
 
-    def test_more_ranges_than_announced(self, cluster: Path, tmp_path: Path) -> None:
-        """Nsight Systems would not record it: the artifact says so, training goes on."""
-        config = config_of(tmp_path, tools={TOOL: {"ranges": 1}})
-        pid = run_steps(config)
-        assert cuda_calls(tmp_path, pid) == ["start", "stop"]
-        [worker] = read_manifest(tmp_path / "step_000003").workers
-        assert worker.status == "failed"
-        assert "told to expect 1" in worker.reason
-        assert collected(tmp_path, lambda: reports(tmp_path) == 1) == 0
-        [artifact] = artifacts_of(tmp_path, 2)
-        assert artifact.status == "ok"
-
     def test_a_worker_that_dies_inside_a_range(self, cluster: Path, tmp_path: Path) -> None:
         """Whole ranges are collected, the one it died in is marked as cut short, the worker stays failed.
 

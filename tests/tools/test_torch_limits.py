@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -132,12 +131,11 @@ def test_a_warm_up_has_no_limits(tmp_path: Path, session: Session, large: None) 
     assert result_of(recorded).status == "skipped"
 
 
-@pytest.mark.parametrize("options", [{}, {"shapes": True}, {"stack": True}])
-def test_the_estimate_is_near(run_python: Any, tmp_path: Path, options: dict[str, bool]) -> None:
+def test_the_estimate_is_near(run_python: Any, tmp_path: Path) -> None:
     """The memory that the stop takes, estimated by the growth of the process."""
     run_python(
         """
-        import json, sys
+        import sys
         from pathlib import Path
         import torch
         from example_loops import settings
@@ -145,7 +143,7 @@ def test_the_estimate_is_near(run_python: Any, tmp_path: Path, options: dict[str
         from verl_profiling.tools.process_memory import own_bytes
 
         one = torch.ones(1)
-        [tool] = settings(tools={"torch": json.loads(sys.argv[2])}).for_role("actor").tools
+        [tool] = settings(tools={"torch": {"shapes": True}}).for_role("actor").tools
         for times in (10, 150_000):
             recording = tool.start(Destination(folder=Path(sys.argv[1]), lane="a", metadata={}))
             for _ in range(times):
@@ -157,7 +155,6 @@ def test_the_estimate_is_near(run_python: Any, tmp_path: Path, options: dict[str
         assert 0.4 < expected / taken < 2.5, (expected, taken)
         """,
         tmp_path,
-        json.dumps(options),
     )
 
 
@@ -184,10 +181,3 @@ def test_available_memory_is_the_least_that_any_limit_leaves(tmp_path: Path) -> 
     write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "350\n")
     write("sys/fs/cgroup/memory/job/memory.stat", "total_inactive_file 10\n")
     assert available_bytes(tmp_path) == 60
-
-
-def test_this_machine_has_memory() -> None:
-    """What is read of the real files is a sensible number."""
-    here = available_bytes()
-    assert here is not None
-    assert 1 << 20 < here < 1 << 50

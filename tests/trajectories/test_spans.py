@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
-import gc
 import os
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -145,25 +143,6 @@ def test_what_leaves_a_trajectory_is_its_fate(error: BaseException, fate: str, t
     assert [found.failed for found in log.spans] == [True, True]
 
 
-def test_a_cancelled_task_ends_what_it_began() -> None:
-    """Its trajectory is cancelled when its task is."""
-
-    async def one() -> None:
-        async with trajectory(group="g"), span("tool:slow"):
-            await asyncio.sleep(60)
-
-    async def cancelled() -> None:
-        task = asyncio.create_task(one())
-        await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    log = ran(cancelled())
-    assert only(log).fate == "cancelled"
-    assert named(log, "tool:slow").failed
-    assert only(log).end_ns - only(log).begin_ns < 30 * 10**9
-
-
 def test_the_loop_says_the_fate() -> None:
     """Before the end, whatever leaves it; and afterwards, for a sample or for a group."""
 
@@ -237,20 +216,6 @@ def test_a_generator_may_end_whenever_it_likes() -> None:
     assert named(log, "second").parent == -1
     assert named(log, "third").parent == -1
     assert all(found.end_ns >= found.begin_ns for found in log.spans)
-
-
-def test_a_span_that_is_entered_again_lasts_to_its_last_end() -> None:
-    """One record, from its first begin."""
-
-    def body() -> None:
-        again = span("again")
-        with again:
-            time.sleep(0.001)
-        with again:
-            time.sleep(0.001)
-
-    (found,) = recorded(body).spans
-    assert found.end_ns - found.begin_ns >= 2_000_000
 
 
 def test_what_is_open_when_recording_ends_is_kept() -> None:
@@ -373,21 +338,6 @@ def test_facts_of_any_kind_are_kept_as_far_as_json_has_them(tmp_path: Path) -> N
     assert len(log.spans[0].name) == 200
     assert log.spans[1].name == "3"
     assert step.path.stat().st_size < 10_000
-
-
-def test_the_collector_has_nothing_to_do_with_spans() -> None:
-    """Thousands of them do not make it run, and all are freed when the log is written."""
-
-    def body() -> None:
-        for _ in range(1_000):
-            with span("x"):
-                pass
-
-    gc.collect()
-    recorded(body)
-    before = len(gc.get_objects())
-    recorded(body)
-    assert len(gc.get_objects()) - before < 100
 
 
 def test_a_forked_child_records_nothing() -> None:

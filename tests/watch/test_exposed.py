@@ -82,13 +82,6 @@ def test_a_rank_that_is_late_is_counted_once_where_it_was_late() -> None:
     assert [row.leader for row in rows[1:]] == ["", "", ""]
 
 
-def test_a_late_rank_stays_the_leader_until_the_others_meet_it() -> None:
-    """It is furthest along after the next stage too, where it was no longer than the others."""
-    rows = exposed(summary(300, ranks((100, 50), (100, 50), (140, 50))))
-    assert [row.leader for row in rows[:2]] == ["actor_rank2"] * 2
-    assert [row.lead_ns for row in rows[:2]] == [40 * MS, 0]
-
-
 def test_two_late_ranks_are_tied() -> None:
     """Neither is the one that the others waited for."""
     [first, *_] = exposed(summary(300, ranks((100, 1), (140, 1), (141, 1))))
@@ -119,15 +112,6 @@ def test_a_stage_of_one_rank_alone_is_that_ranks() -> None:
     rows = exposed(summary(40, loop))
     assert in_ms(rows) == [("log", 30), ("forward", 10)]
     assert (rows[0].leader, rows[1].leader) == ("actor_rank0", "")
-
-
-def test_ranks_that_share_no_stage_are_not_compared() -> None:
-    """Half of them generate and half of them train, side by side: no way leads through both."""
-    loop = [use(f"actor_rank{rank}", ("generate", 0, 40)) for rank in range(2)]
-    loop += [use(f"actor_rank{rank}", ("train", 0, length)) for rank, length in ((2, 50), (3, 70))]
-    rows = exposed(summary(80, loop))
-    assert in_ms(rows) == [("generate", 40), ("train", 30), ("", 10)]
-    assert [row.leader for row in rows] == ["", "", ""]
 
 
 def test_a_stage_of_the_controller_names_who_worked_in_it() -> None:
@@ -166,13 +150,6 @@ def test_parts_of_a_workers_stage_tell_who_was_waited_for() -> None:
     assert (row.leader, row.lead_ns) == ("actor_rank1", 39 * MS)
 
 
-def test_an_idle_replica_does_not_make_the_busy_one_doubtful() -> None:
-    """All prompts went to one engine."""
-    workers = [use("rollout0_rank0", ("generate", 1, 80)), use("rollout1_rank0")]
-    [row, _] = exposed(summary(100, controller(("rollout", 0, 90)), *workers))
-    assert (row.leader, row.lead_ns, row.imbalance) == ("rollout0_rank0", 80 * MS, 2.0)
-
-
 def test_workers_that_were_not_read_are_not_guessed() -> None:
     """The loop's own times are exact all the same."""
     rows = exposed(summary(100, controller(("rollout", 0, 90))))
@@ -194,17 +171,6 @@ def test_of_roles_side_by_side_the_row_has_the_last() -> None:
     assert (row.role, row.leader, row.lead_ns) == ("agent_loop", "", 0)
     [_, engines] = standings(step)["rollout"]
     assert (engines.leader, engines.lead_ns) == ("rollout0_rank0", 30 * MS)
-
-
-def test_of_roles_one_after_another_the_longer_is_named() -> None:
-    """The loop waited for both."""
-    workers = [
-        use(f"{role}_rank{rank}", (f"update_{role}", begin, length + rank * extra))
-        for role, begin, length, extra in (("critic", 1, 20, 4), ("actor", 30, 40, 20))
-        for rank in range(2)
-    ]
-    [row, _] = exposed(summary(100, controller(("update", 0, 95)), *workers))
-    assert (row.role, row.leader) == ("actor", "actor_rank1")
 
 
 def test_in_an_asynchronous_loop_rollout_is_exposed_as_the_waiting_of_the_trainer() -> None:
@@ -244,20 +210,6 @@ def in_periods(lane: str, name: str, *periods: tuple[int, int]) -> RankUse:
     return msgspec.structs.replace(found, stages=[stage])
 
 
-def test_of_roles_inside_of_each_other_the_row_has_the_outer() -> None:
-    """Rewards come and go inside of the trajectories, which ended last; the loop looked a while later."""
-    [row, _] = exposed(
-        summary(
-            200,
-            controller(("rollout", 0, 190)),
-            use("agent_loop_rank0", ("trajectories", 5, 100), role="agent_loop"),
-            use("rollout0_rank0", ("generate", 6, 80)),
-            in_periods("reward_rank0", "reward", (50, 52), (80, 84), (90, 104)),
-        )
-    )
-    assert (row.role, row.leader) == ("agent_loop", "")
-
-
 def test_of_two_batches_that_were_generated_in_a_step_the_wait_names_the_first_ones_engine() -> None:
     """One step off: the next batch has begun since; it waited for the end of replica 1's first one."""
     [wait, update, _] = exposed(
@@ -283,18 +235,6 @@ def test_a_stage_that_says_it_waits_names_an_engine_that_goes_on() -> None:
         "controller",
         "actor_rank0",
     ]
-
-
-def test_a_wait_has_all_that_went_on_meanwhile() -> None:
-    """A reward that was given in it is not what it waited for alone: the trajectories went on, too."""
-    loop = controller(("wait:rollout", 0, 60), ("update_actor", 60, 100))
-    workers = [
-        use("agent_loop_rank0", ("trajectories", -100, 700), role="agent_loop"),
-        in_periods("reward_rank0", "reward", (-40, -30), (20, 40)),
-        use("actor_rank0", ("update_actor", 61, 98)),
-    ]
-    wait, update = exposed(summary(160, loop, *workers))
-    assert (wait.role, wait.leader, update.role) == ("agent_loop", "", "actor")
 
 
 def test_generation_beside_the_steps_is_exposed_as_the_wait_alone() -> None:

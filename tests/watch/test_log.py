@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 from drawn_summaries import summary
 
-from verl_profiling import watch_log
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MAX_NS
 from verl_profiling.step_summary import SpanTotal
@@ -188,20 +186,6 @@ class TestReading:
         assert steps(reader) == [1, 2]
         assert reader.skipped == 1
 
-    def test_a_huge_log_is_read_from_near_its_end(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """So that one that somebody blew up costs no more than any other."""
-        monkeypatch.setattr(watch_log, "MAX_BYTES", 5000)
-        log = WatchLog(tmp_path)
-        for number in range(50):
-            log(summary(number))
-        reader = WatchLogReader(tmp_path)
-        found = steps(reader)
-        assert found == list(range(50 - len(found), 50))
-        assert 3 < len(found) < 10
-        assert reader.skipped == 0
-
     def test_a_line_without_end_takes_no_memory(self, tmp_path: Path) -> None:
         """Gigabytes without a line break are passed over piece by piece."""
         with (tmp_path / WATCH_LOG).open("wb") as file:
@@ -228,10 +212,3 @@ class TestReading:
         os.mkfifo(tmp_path / WATCH_LOG)
         with pytest.raises(TraceFormatError, match="neither a regular file"):
             steps(WatchLogReader(tmp_path))
-
-    def test_fields_of_a_later_version_are_passed_over(self, tmp_path: Path) -> None:
-        """An old reader shows what it knows."""
-        WatchLog(tmp_path)(summary(1))
-        line = json.loads((tmp_path / WATCH_LOG).read_text())
-        (tmp_path / WATCH_LOG).write_text(json.dumps({**line, "weather": "fine"}) + "\n")
-        assert steps(WatchLogReader(tmp_path)) == [1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -113,14 +112,3 @@ def test_a_fork_of_a_process_that_uses_the_real_torch_on_a_gpu_tells_of_the_host
     if not child:
         os._exit(0 if is_of_the_host(process_memory()) else 1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_the_real_torch_has_what_is_read() -> None:
-    """Names of functions, and of statistics as torch documents them; their numbers need a GPU."""
-    torch = pytest.importorskip("torch")
-    assert callable(torch.cuda.is_initialized)
-    assert isinstance(torch.cuda.memory.memory_stats_as_nested_dict(), dict)
-    documented = re.search(r'allocated_bytes\.\{(.*?)\}\.\{(.*?)\}"', torch.cuda.memory_stats.__doc__ or "")
-    assert documented is not None
-    assert "all" in documented[1].split(",")
-    assert {"current", "peak"} <= set(documented[2].split(","))

@@ -24,11 +24,10 @@ from verl_profiling.step_summary import MOST_SPANS, OTHERS, RankUse, SpanTotal, 
 from verl_profiling.trajectories import spans as recorder
 from verl_profiling.trajectories.spans import OpenLog, start_log, stop_log, total_spans
 from verl_profiling.watch.reading import WatchQuestion
-from verl_profiling.watch.span_sums import MOST_NAMES, MOST_PIECES, SpanSums
+from verl_profiling.watch.span_sums import MOST_NAMES, SpanSums
 from verl_profiling.workers import AgentLoopCaptureMixin
 
 MS, S = 1_000_000, 1_000_000_000
-WORKER = WorkerIdentity(role="agent_loop")
 WATCHED = {"enable": True, "watch": {"enable": True, "steps": 10}, "schedule": {"steps": [10**6]}}
 
 
@@ -129,28 +128,6 @@ def test_what_a_capture_records_is_added_up_as_well(tally: SpanSums, time_passes
     assert [found.name for found in log.spans] == ["before", "inside", "outlasting"]
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_span_that_is_entered_again_is_added_up_without_the_pause(
-    tally: SpanSums, time_passes: Time, recorded: bool
-) -> None:
-    """Whether a capture records it or not: two runs, and only the first of them failed."""
-    log = OpenLog(100)
-    if recorded:
-        start_log(log)
-    try:
-        tool = span("tool:search")
-        with suppress(ValueError), tool:
-            time_passes.passes(2 * S)
-            raise ValueError
-        time_passes.passes(60 * S)
-        with tool:
-            time_passes.passes(3 * S)
-    finally:
-        stop_log(log)
-        log.end()
-    assert everything(tally) == {"tool:search": SpanTotal("tool:search", 2, 5 * S, 1)}
-
-
 def test_async_spans_of_tasks_that_are_cancelled_are_counted(tally: SpanSums) -> None:
     """In whatever way they end; an exception passes through, and counts as failed."""
 
@@ -217,24 +194,6 @@ def test_any_name_is_counted_and_memory_is_bounded(tally: SpanSums) -> None:
     assert grown < 400_000
 
 
-def test_a_long_wait_for_a_reader_costs_sharpness_and_no_span() -> None:
-    """An hour of steps of a minute: each has nearly its own, and together they have all."""
-    tally = SpanSums()
-    for step in range(60):
-        for at in range(400):  # the rollout takes 40 s of the minute
-            tally.add("generate", 0, step * 60 * S + at * 100 * MS, False)
-    found = totals(tally, *(step * 60 * S for step in range(61)))
-    assert [of_step["generate"].runs for of_step in found] == [400] * 60
-
-
-def test_a_clock_that_is_set_back_again_and_again_needs_no_more_memory() -> None:
-    """Nor does it raise."""
-    tally = SpanSums()
-    for number in range(10 * MOST_PIECES):
-        tally.add("generate", 0, (10 * MOST_PIECES - number) * S, False)
-    assert everything(tally)["generate"].runs >= MOST_PIECES // 2
-
-
 def test_a_reading_carries_them_and_a_fork_forgets_them(session: Session) -> None:
     """In an agent loop or reward; another worker counts nothing, nor does one whose watch is off."""
     worker = AgentLoopCaptureMixin()
@@ -257,38 +216,6 @@ def test_a_reading_carries_them_and_a_fork_forgets_them(session: Session) -> Non
     assert [(found.name, found.runs) for found in use.spans] == [("generate", 1)]
     session.reset()
     assert recorder._make_span is None
-
-
-def test_nothing_is_left_of_spans_without_the_watch() -> None:
-    """What stands for a span is one object, made once."""
-    assert span("generate") is span("tool:search")
-
-
-def test_the_accounts_of_a_loop_have_them(tmp_path: Path, session: Session) -> None:
-    """Of each process, and of all together, in the steps in which they were."""
-    worker = AgentLoopCaptureMixin()
-    config = {**WATCHED, "save_path": str(tmp_path), "watch": {"enable": True, "every": 2}}
-    worker.init_capture(config)
-    callback = ProfilingCallback(config)
-    callback.add_workers("agent_loop", [worker])
-    summaries: list[StepSummary] = []
-    assert callback.watch is not None
-    callback.watch.listeners.append(summaries.append)
-    for step in range(1, 6):
-        callback.on_step_begin(step)
-        with callback.stage("rollout"):
-            for _ in range(step):
-                with trajectory(), span("tool:search"):
-                    time.sleep(0.001)
-        time.sleep(0.03)
-        callback.on_step_end()
-    callback.on_train_end()
-    assert [summary.step for summary in summaries] == [1, 2, 3, 4, 5]
-    for summary in summaries:
-        totals = {total.name: total for total in summary.spans}
-        assert totals["tool:search"].runs == totals["trajectory"].runs == summary.step
-        assert totals["trajectory"].duration_ns >= totals["tool:search"].duration_ns >= summary.step * MS
-        assert [use.lane for use in summary.workers if use.spans] == ["agent_loop_rank0"]
 
 
 def test_spans_of_one_name_in_two_roles_are_not_counted_twice() -> None:

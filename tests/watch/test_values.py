@@ -11,7 +11,7 @@ from drawn_summaries import MS, summary
 
 from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.errors import ConfigError
-from verl_profiling.step_summary import ExposedStage, SpanTotal
+from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.values import values_of
 from verl_profiling.watch_log import WATCH_LOG, WatchLogReader
 
@@ -43,13 +43,6 @@ class TestValues:
             "profiling/watch/spans/tool:search/count": 480.0,
             "profiling/watch/spans/tool:search/failed": 6.0,
         }
-
-    def test_exposed_times_add_up_to_the_step(self) -> None:
-        """Also where a stage has several rows."""
-        rows = [ExposedStage(name="a", exposed_ns=3), ExposedStage(name="a", exposed_ns=4)]
-        step = msgspec.structs.replace(summary(1), begin_ns=0, end_ns=7, exposed=rows)
-        values = values_of(step)
-        assert values["profiling/watch/a/exposed_s"] == pytest.approx(values["profiling/watch/step_s"])
 
     def test_a_step_in_which_the_clock_was_set_back_took_no_time(self) -> None:
         """It is no step of minus an hour, which would be all that is seen of the curve."""
