@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from verl_profiling.capture.finishing import BackgroundWork, finish
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools import Output
 
@@ -25,14 +26,8 @@ def submit(
     background: BackgroundWork, work: Callable[[], Artifact], news: Callable[[Artifact], object]
 ) -> None:
     """Queue the rest of the work on an artifact."""
-    now = finish(
-        Output(PENDING, work),
-        background,
-        folder="",
-        upload=None,
-        complete=lambda one: one,
-        done=news,
-    )
+    request = CaptureRequest(capture_id="1", run_id="run", step=1, folder="")
+    now = finish(Output(PENDING, work), background, request, news)
     assert now.status == "pending"
 
 

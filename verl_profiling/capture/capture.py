@@ -1,4 +1,4 @@
-"""One capture in one process: its recordings, its stage spans, and its result."""
+"""One capture in one process: its tools, its stage spans, and its result."""
 
 from __future__ import annotations
 
@@ -9,26 +9,36 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, NamedTuple
+
+import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.finishing import BackgroundWork
+from verl_profiling.capture.finishing import BackgroundWork, finish
 from verl_profiling.capture.messages import CaptureRequest, result_of
-from verl_profiling.capture.recordings import Recordings
+from verl_profiling.capture.result_file import CostMeter
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.devices import given_devices, used_devices
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, worst_fate
 from verl_profiling.settings.config import RoleConfig
+from verl_profiling.tools import Destination, Output, Recording, Tool
 from verl_profiling.tools.peaks import process_peak_bytes
+from verl_profiling.tools.process_memory import memory_overrun
 from verl_profiling.trajectories.spans import unrecorded_trajectories
 
-__all__ = ["Capture"]
+__all__ = ["HANDOVER_S", "Capture"]
 
 logger = logging.getLogger(__name__)
 
 HANDOVER_S = 30.0
-LOOK_AGAIN_S = 0.2
+_LOOK_S = 0.2
+
+
+class _Running(NamedTuple):
+    tool: Tool
+    recording: Recording
+    destination: Destination
 
 
 class Capture:
@@ -36,13 +46,14 @@ class Capture:
 
     In e2e mode the tools record from :meth:`open` to :meth:`close`. In discrete mode they
     record inside each outermost selected stage; a stage inside it is a span of that artifact.
+    They start and stop together, and each fails alone.
 
     Some tools must be stopped on the thread that started them, the owner. A stop that arrives elsewhere
     waits until the owner passes a stage.
 
     Attributes:
-        state: ``armed`` waits for a stage that is selected.
         completions: Enter into the result what other parts of the process know.
+        whole: Whether the tools record the whole capture, not each stage apart.
 
     Args:
         request: The callback's request.
@@ -67,23 +78,30 @@ class Capture:
         self.roles = [identity.role]
         self.notes: list[str] = []
         self.completions: list[Callable[[CaptureResult], CaptureResult]] = []
-        self.state: Literal["armed", "recording", "closed"] = "armed"
+        self.whole = role.mode == "e2e" or request.stage is not None
         self._role = role
+        self._background = background
+        self._done = done
         self._handover_s = handover_s
-        self._whole = role.mode == "e2e" or request.stage is not None
-        self._spans = SpanLog()
-        self._spans.long_stage_ended = self._stage_ended
+        self._lock = threading.RLock()
+        self._running: list[_Running] = []
         self._recorded: OpenSpan | None = None
         self._owner = 0
         self._stop_asked = False
         self._stopped = threading.Event()
-        self._stages: list[StageSpan] = []
         self._occurrences: Counter[str] = Counter()
         self._skipped: set[str] = set()
+        self._artifacts: dict[str, Artifact] = {}
+        self._metrics: dict[str, float] = {}
+        self._truncated = ""
+        self._looked_s = 0.0
+        self._cost = CostMeter()
+        self._spans = SpanLog()
+        self._spans.long_stage_ended = self._stage_ended
+        self._stages: list[StageSpan] = []
         self._anchors = [clock.read_anchor()]
         self._unrecorded = unrecorded_trajectories()
         self._given = given_devices()
-        self._tools = Recordings(request, role, identity, self._spans, background, done)
 
     def open(self) -> list[Artifact]:
         """Start recording, or arm; return the expected artifacts, as far as they are known.
@@ -93,167 +111,294 @@ class Capture:
         """
         if self.request.keep:
             Path(self.request.folder).mkdir(parents=True, exist_ok=True)
-        if self._whole:
-            self._owner = threading.get_native_id()
-            self._tools.start(self.request.stage, self.request.occurrence)
-            self.state = "recording"
-        return self._tools.artifacts()
+        if self.whole:
+            self._start_tools(self.request.stage, self.request.occurrence)
+        return list(self._artifacts.values())
 
     @property
     def sink(self) -> StageSink:
         """The receiver of stages: the span log itself, if stages do not start and stop tools."""
         bound = any(not tool.any_thread for tool in self._role.tools)
-        return self._spans if self._whole and not bound else self
+        return self._spans if self.whole and not bound else self
 
     def close(self) -> CaptureResult:
         """Stop recording and return the result, of which the tools' errors are a part."""
-        if problem := self._stop_on_owner_thread():
-            logger.error("%s: %s", self.identity, problem)
-            with self._tools.lock:
-                self._tools.give_up(problem)
-                self._stop_for_good()
+        self._stop_asked = True
+        self._stop_for_good()
+        if not self._stopped.wait(self._handover_s):
+            with self._lock:
+                if not self._stopped.is_set():
+                    self._give_up()
         self._anchors.append(clock.read_anchor())
         return self._result()
 
     def step(self) -> None:
         """Note that a mini-batch is done."""
-        self._serve()
-        self._tools.step()
+        if self._stop_asked:
+            self._stop_for_good()
+        with self._lock:
+            for tool, recording, _ in self._running:
+                try:
+                    recording.step()
+                except Exception:
+                    logger.exception("%s: tool %s failed in step()", self.identity, tool.name)
         self._end_what_is_too_large()
 
     def begin(self, name: str) -> None:
         """Begin a stage; in discrete mode, start the tools for it."""
         if self._stop_asked:
-            self._serve()
-        records = self.state == "armed" and self._begin_recorded_stage(name)
-        span = self._spans.begin(name)
-        if records:
-            self._recorded = span
-        elif self._misses(span):
-            self._skip(name)
+            self._stop_for_good()
+        if self.whole or not self._selects(name):
+            self._spans.begin(name)
+            return
+        with self._lock:
+            starts = self._recorded is None and not self._stopped.is_set() and self._start_stage(name)
+            span = self._spans.begin(name)
+            if starts:
+                self._recorded = span
+            elif self._recorded is not None:
+                self._note_missed(span, self._recorded)
 
     def end(self, name: str, failed: bool) -> None:
         """End a stage; in discrete mode, stop the tools that were started for it."""
         span = self._spans.end(name, failed)
         if self._stop_asked:
-            self._serve()
+            self._stop_for_good()
         if span is not None and span is self._recorded and self._may_stop_here():
-            with self._tools.lock:
+            with self._lock:
                 self._stop_tools()
                 self._recorded = None
-                if self.state == "recording":
-                    self.state = "armed"
 
-    def _selects(self, name: str) -> bool:
-        return self._role.stages is None or name in self._role.stages
+    def _selects(self, stage: str) -> bool:
+        return self._role.stages is None or stage in self._role.stages
 
-    def _misses(self, span: OpenSpan) -> bool:
-        """Return whether a selected stage begins beside the one that is recorded, not inside of it.
-
-        Runs of one stage at once share a recording.
-        """
-        recorded = self._recorded
-        if self._whole or recorded is None or recorded.end_ns or recorded.name == span.name:
+    def _start_stage(self, name: str) -> bool:
+        """Start the tools for a stage; return whether they record."""
+        self._occurrences[name] += 1
+        try:
+            self._start_tools(name, self._occurrences[name])
+        except Exception:
             return False
-        if not self._selects(span.name):
-            return False
-        outer = span.parent
+        return True
+
+    def _note_missed(self, span: OpenSpan, recorded: OpenSpan) -> None:
+        """Enter, once, a stage that begins beside the recorded one; runs of one stage share a recording."""
+        outer: OpenSpan | None = span
         while outer is not None and outer is not recorded:
             outer = outer.parent
-        return outer is None
-
-    def _skip(self, name: str) -> None:
-        """Say, once of each stage, that it was not recorded because another thread's or task's was."""
-        with self._tools.lock:
-            if name in self._skipped:
-                return
-            self._skipped.add(name)
-            recorded = self._recorded
-            self._occurrences[name] += 1
-            other = recorded.name if recorded is not None else "another stage"
-            reason = f"stage {other!r} of another thread or task was being recorded; a process records one"
-            self._tools.skip(name, self._occurrences[name], reason)
-
-    def _begin_recorded_stage(self, name: str) -> bool:
-        """Start the tools if the stage is selected and no other thread did; return whether."""
-        if not self._selects(name):
-            return False
-        with self._tools.lock:
-            if self.state != "armed":
-                return False
-            self._occurrences[name] += 1
-            self._owner = threading.get_native_id()
-            try:
-                self._tools.start(name, self._occurrences[name])
-            except Exception:
-                return False
-            self.state = "recording"
-            return True
-
-    def _stop_for_good(self) -> None:
-        with self._tools.lock:
-            self._stop_tools()
-            self.state = "closed"
-
-    def _stop_tools(self) -> None:
-        self._spans.stop_marking()
-        if self._whole:
-            self._stages += self._spans.close()
-        self._tools.stop()
-
-    def _stage_ended(self, stage: str) -> None:
-        if self._whole:  # else the recording ends now anyway
-            self._end_what_is_too_large()
-        self._tools.metrics[f"stage/{stage}/process_peak_rss_bytes"] = float(process_peak_bytes())
-
-    def _end_what_is_too_large(self) -> None:
-        if self._may_stop_here():
-            self._tools.end_what_is_too_large()
+        name = span.name
+        if outer is not None or recorded.end_ns or name in (recorded.name, *self._skipped):
+            return
+        self._skipped.add(name)
+        self._occurrences[name] += 1
+        reason = (
+            f"stage {recorded.name!r} of another thread or task was being recorded; a process records one"
+        )
+        destination = self._destination(name, self._occurrences[name])
+        for tool in self._role.tools:
+            self._enter(tool, destination, status="skipped", reason=reason)
 
     def _may_stop_here(self) -> bool:
-        return self._owner == threading.get_native_id() or self._tools.any_thread
+        any_thread = all(running.tool.any_thread for running in self._running)
+        return any_thread or self._owner == threading.get_native_id()
 
-    def _serve(self) -> None:
-        """Stop, if that was asked for on another thread, and this one may."""
-        if self._stop_asked and self._may_stop_here():
-            self._stop_asked = False
-            self._stop_for_good()
-            self._stopped.set()
+    def _stop_for_good(self) -> None:
+        """Stop for good, if this thread may."""
+        with self._lock:  # a stage may be starting a recording on another thread
+            if self._may_stop_here() and not self._stopped.is_set():
+                self._stop_tools()
+                self._stopped.set()
 
-    def _stop_on_owner_thread(self) -> str:
-        """Stop here, or wait for the thread that owns the recording; return why neither was possible."""
-        deadline_s = time.monotonic() + self._handover_s
-        while True:
-            with self._tools.lock:  # a stage may be starting a recording on another thread
-                if self._may_stop_here():
-                    self._stop_for_good()
-                    return ""
-                self._stop_asked = True
-            if self._stopped.wait(LOOK_AGAIN_S):
-                return ""
-            tasks = Path("/proc/self/task")  # by its native id, because Python's own are reused at once
-            ended = tasks.exists() and not (tasks / str(self._owner)).exists()
-            if not ended and time.monotonic() < deadline_s:
-                continue
-            with self._tools.lock:
-                self._stop_asked = False
-            why = "which has ended" if ended else f"which passed no stage for {self._handover_s:.1f} s"
-            return (
-                f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
-                f"started recording, {why} ({self.identity}); start and stop on one thread"
-            )
+    def _give_up(self) -> None:
+        """Discard recordings that no thread has stopped, so that the process can record again."""
+        problem = (
+            f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
+            f"started recording, which passed no stage for {self._handover_s:.1f} s ({self.identity}); "
+            "start and stop on one thread"
+        )
+        logger.error("%s: %s", self.identity, problem)
+        for tool, _, destination in self._running:
+            self._enter(tool, destination, status="failed", reason=problem)
+        self._discard()
+        self._stop_tools()
+        self._stopped.set()
+
+    def _start_tools(self, stage: str | None, occurrence: int) -> None:
+        """Start all tools.
+
+        Raises:
+            Exception: What one of them raised. Those already started are discarded, and each has its reason.
+        """
+        self._owner = threading.get_native_id()
+        destination = self._destination(stage, occurrence)
+        with self._cost.measured("start", stage), self._lock:
+            for tool in self._role.tools:
+                writes = tool.suffix and self.request.keep
+                if writes and (refusal := self._role.limits.no_room(destination.folder)):
+                    logger.warning(
+                        "%s: step %d: %s: %s", self.identity, self.request.step, tool.name, refusal
+                    )
+                    self._enter(tool, destination, status="skipped", reason=refusal)
+                    continue
+                self._enter(tool, destination)
+                try:
+                    self._running.append(_Running(tool, tool.start(destination), destination))
+                except Exception as error:
+                    self._failed(tool, destination, "start", error)
+                    self._discard()
+                    for other in self._role.tools:
+                        if other is not tool and other.suffix:
+                            reason = f"not recorded, because tool {tool.name} failed to start beside it"
+                            self._enter(other, destination, status="failed", reason=reason)
+                    raise
+            self._mark_spans()
+            begin_ns = clock.now_ns()
+            for running in self._running:
+                self._enter(running.tool, destination, begin_ns=begin_ns)
+
+    def _stop_tools(self) -> None:
+        """Stop all tools; an error of one is its artifact's."""
+        self._spans.stop_marking()
+        if self.whole:
+            self._stages += self._spans.close()
+        stopping, self._running = self._running, []
+        if stopping:
+            with self._cost.measured("stop", stopping[0].destination.stage):
+                for running in stopping:
+                    self._stop(running)
+
+    def _stage_ended(self, stage: str) -> None:
+        if self.whole:  # else the recording ends now anyway
+            self._end_what_is_too_large()
+        self._metrics[f"stage/{stage}/process_peak_rss_bytes"] = float(process_peak_bytes())
+
+    def _end_what_is_too_large(self) -> None:
+        """Stop tools that would need more memory to be written than there is: ``limits.memory_share``.
+
+        Stages are noted as before, and other tools go on.
+        """
+        now_s = time.monotonic()
+        if not self.request.keep or now_s < self._looked_s + _LOOK_S or not self._may_stop_here():
+            return
+        self._looked_s = now_s
+        with self._lock:
+            for running in list(self._running):
+                if reason := self._overrun(running):
+                    logger.warning(
+                        "%s: step %d: recording ends: %s", self.identity, self.request.step, reason
+                    )
+                    self._running.remove(running)
+                    self._spans.stop_marking()
+                    self._truncated = reason
+                    with self._cost.measured("stop", running.destination.stage):
+                        self._stop(running, reason)
+                    self._mark_spans()
+
+    def _overrun(self, running: _Running) -> str:
+        try:
+            needed = running.recording.bytes_to_stop()
+        except Exception:
+            logger.exception("%s: tool %s failed in bytes_to_stop()", self.identity, running.tool.name)
+            return ""
+        return memory_overrun(needed, self._role.limits.memory_share, self.request.workers) if needed else ""
+
+    def _stop(self, running: _Running, truncated: str = "") -> None:
+        """Stop one tool; ``truncated`` says why it ends before its time."""
+        tool, recording, destination = running
+        end_ns = clock.now_ns()
+        try:
+            if not self.request.keep:
+                recording.discard()
+                return
+            for output in recording.stop():
+                self._cost.export_s += output.export_s
+                self._keep(output, end_ns, truncated)
+            for name, value in recording.metrics().items():
+                self._metrics[name] = max(value, self._metrics.get(name, value))
+        except Exception as error:
+            self._failed(tool, destination, "stop", error)
+
+    def _keep(self, output: Output, end_ns: int, truncated: str) -> None:
+        """Enter what a recording wrote, and queue the rest of the work for the background."""
+        written, known = output.artifact, self._artifacts.values()
+        expected = next((one for one in known if one.status == "missing" and one.is_run_of(written)), written)
+
+        def complete(artifact: Artifact) -> Artifact:
+            """Add what the tool does not know."""
+            artifact = msgspec.structs.replace(artifact, begin_ns=expected.begin_ns, end_ns=end_ns)
+            if truncated and artifact.status == "ok":
+                artifact = msgspec.structs.replace(artifact, status="truncated", reason=truncated)
+            return artifact
+
+        artifact = finish(output, self._background, self.request, self._done, complete)
+        if artifact.path != expected.path:
+            self._artifacts.pop(expected.path, None)
+        self._artifacts[artifact.path] = artifact
+        if artifact.stage is not None:  # more follows, and this process may be killed meanwhile
+            self._done(artifact)
+
+    def _discard(self) -> None:
+        """Discard all recordings, the last one first, whatever one of them raises."""
+        discarded, self._running = self._running, []
+        for tool, recording, _ in reversed(discarded):
+            try:
+                recording.discard()
+            except Exception:
+                logger.exception("%s: tool %s cannot be stopped", self.identity, tool.name)
+
+    def _mark_spans(self) -> None:
+        """Show stages in the artifacts of the tools that can."""
+        kinds = [marks for running in self._running if (marks := running.recording.marks) is not None]
+        if len(kinds) == 1:
+            self._spans.begin_mark, self._spans.end_mark = kinds[0]
+        elif kinds:
+            self._spans.begin_mark = lambda name: [kind.begin(name) for kind in kinds]
+            self._spans.end_mark = lambda marks: [
+                kind.end(mark) for kind, mark in zip(kinds, marks, strict=True)
+            ]
+
+    def _failed(self, tool: Tool, destination: Destination, doing: str, error: Exception) -> None:
+        """The one failure boundary around tools: log the error once and record it in the artifact."""
+        step = self.request.step
+        logger.error("%s: tool %s failed to %s in step %d: %s", self.identity, tool.name, doing, step, error)
+        reason = f"{doing} raised {type(error).__name__}: {error}"
+        self._enter(tool, destination, status="failed", reason=reason)
+
+    def _enter(self, tool: Tool, destination: Destination, **fields: Any) -> None:
+        """Enter what is known of a tool's artifact; one that writes none has no entry, unless it failed."""
+        if tool.suffix or fields.get("status") == "failed":
+            artifact = msgspec.structs.replace(destination.artifact(type(tool)), **fields)
+            self._artifacts[artifact.path] = artifact
+
+    def _destination(self, stage: str | None, occurrence: int) -> Destination:
+        request = self.request
+        metadata: dict[str, Any] = {
+            "run_id": request.run_id,
+            "capture_id": request.capture_id,
+            "step": request.step,
+            "policy_version": request.policy_version,
+            "stage": stage,
+            "worker": msgspec.to_builtins(self.identity),
+        }
+        return Destination(
+            folder=Path(request.folder),
+            lane=self.identity.lane(),
+            stage=stage,
+            occurrence=occurrence,
+            metadata=metadata,
+        )
 
     def _result(self) -> CaptureResult:
-        stages = self._stages if self._whole else self._spans.close()
-        artifacts = self._tools.artifacts()
+        stages = self._stages if self.whole else self._spans.close()
+        artifacts = list(self._artifacts.values())
         status, reason = worst_fate(artifacts)
-        if status == "ok" and self._tools.truncated:
-            status, reason = "truncated", self._tools.truncated
+        if status == "ok" and self._truncated:
+            status, reason = "truncated", self._truncated
         if not self.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
         elif artifacts and all(artifact.status == "skipped" for artifact in artifacts):
             status, reason = "skipped", artifacts[0].reason
-        elif not self._whole and not artifacts and any(tool.suffix for tool in self._role.tools):
+        elif not self.whole and not artifacts and any(tool.suffix for tool in self._role.tools):
             ran = ", ".join(sorted({span.name for span in stages})) or "none"
             wanted = "any" if self._role.stages is None else ", ".join(sorted(self._role.stages))
             asked = self.request.aim is not None and self.request.aim.stages is not None
@@ -269,10 +414,10 @@ class Capture:
             artifacts=artifacts,
             stages=stages,
             notes=[*self.notes, *self._spans.notes(), *self._trajectory_notes()],
-            metrics=self._tools.metrics,
+            metrics=self._metrics,
             anchors=self._anchors,
-            cost=self._tools.cost.cost(),
-            tool_spans=self._tools.cost.spans,
+            cost=self._cost.cost(),
+            tool_spans=self._cost.spans,
             cores=os.cpu_count() or 0,
             devices=used_devices() or self._given,
         )
@@ -281,8 +426,7 @@ class Capture:
         missed = unrecorded_trajectories() - self._unrecorded
         if not missed or any(tool.name == "trajectories" for tool in self._role.tools):
             return []
-        role = self.identity.role
         return [
             f"{missed:,} trajectories began here and were not recorded: inherit AgentLoopCaptureMixin, or "
-            f"add trajectories to the tool of role {role}"
+            f"add trajectories to the tool of role {self.identity.role}"
         ]

@@ -7,11 +7,11 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.manifest import Artifact
 from verl_profiling.remote import Upload, copy_line
 from verl_profiling.tools import Output
@@ -75,41 +75,36 @@ class BackgroundWork:
 def finish(
     output: Output,
     background: BackgroundWork,
-    *,
-    folder: str,
-    upload: Upload | None,
-    complete: Callable[[Artifact], Artifact],
+    request: CaptureRequest,
     done: Callable[[Artifact], object],
+    complete: Callable[[Artifact], Artifact] = lambda artifact: artifact,
 ) -> Artifact:
     """Return an artifact as it is now, and queue the rest of the work on it.
 
     Args:
         output: What was recorded.
         background: Does the work.
-        folder: The step folder.
-        upload: Where its files go, if it only stages them.
-        complete: Adds what the tool does not know.
+        request: The capture.
         done: Called with the artifact's final status, if there is work.
+        complete: Adds what the tool does not know.
     """
-    steps: list[Callable[[Artifact], Artifact]] = [complete]
-    if (compress := output.finish) is not None:
-        steps.insert(0, lambda _: compress())
-    if upload is not None and (compress or output.artifact.status in ("ok", "truncated")):
-        steps.append(partial(_uploaded, Path(folder), upload))
-    if steps == [complete]:
-        return complete(output.artifact)
-    pending = msgspec.structs.replace(complete(output.artifact), status="pending", reason="")
+    compress, upload = output.finish, request.upload
+    uploads = upload is not None and (compress or output.artifact.status in ("ok", "truncated"))
+    artifact = complete(output.artifact)
+    if not (compress or uploads):
+        return artifact
+    pending = msgspec.structs.replace(artifact, status="pending", reason="")
 
     def work() -> None:
-        artifact = output.artifact
         try:
-            for step in steps:
-                artifact = step(artifact)
+            final = complete(compress()) if compress is not None else artifact
+            if upload is not None:
+                final = _uploaded(Path(request.folder), upload, final)
         except Exception as error:
             logger.exception("finishing %s failed", pending.path)
             reason = f"finishing it raised {type(error).__name__}: {error}"
-            artifact = msgspec.structs.replace(pending, status="failed", reason=reason)
-        done(artifact)
+            final = msgspec.structs.replace(pending, status="failed", reason=reason)
+        done(final)
 
     background.submit(work)
     return pending

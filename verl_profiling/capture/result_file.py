@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
+from verl_profiling import clock
 from verl_profiling.capture.after import AfterHooks
 from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.capture.messages import CaptureRequest, result_of, skipped
@@ -18,6 +21,7 @@ from verl_profiling.manifest import (
     CaptureCost,
     CaptureResult,
     CaptureStatus,
+    ToolSpan,
     finite_numbers,
     worst_fate,
 )
@@ -25,7 +29,7 @@ from verl_profiling.run_files import RESULT_SUFFIX, write_json_atomically
 from verl_profiling.settings.after import AfterHook
 from verl_profiling.settings.role import RoleConfig
 
-__all__ = ["NOT_STOPPED", "ResultFile", "Slot"]
+__all__ = ["NOT_STOPPED", "CostMeter", "ResultFile", "Slot"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +84,35 @@ class Slot:
             self.hooks.drain(self.hooks.longest_s)
         same = result.capture_id and result.capture_id == self.file.result.capture_id
         return self.file.result if same else result
+
+
+class CostMeter:
+    """Measures the starts and stops of one capture's tools.
+
+    Attributes:
+        spans: When tools were started and stopped, in order of their end.
+        export_s: Seconds that writing took; a part of the stops.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[ToolSpan] = []
+        self.export_s = 0.0
+
+    @contextmanager
+    def measured(self, name: Literal["start", "stop"], stage: str | None) -> Iterator[None]:
+        """Measure a start or stop; ``stage`` is what is recorded, in discrete mode."""
+        begin_ns = clock.now_ns()
+        try:
+            yield
+        finally:
+            self.spans.append(ToolSpan(name, begin_ns, clock.now_ns(), stage))
+
+    def cost(self) -> CaptureCost:
+        """Return the seconds so far."""
+        seconds = {"start": 0.0, "stop": 0.0}
+        for span in self.spans:
+            seconds[span.name] += (span.end_ns - span.begin_ns) / 1e9
+        return CaptureCost(start_s=seconds["start"], stop_s=seconds["stop"], export_s=self.export_s)
 
 
 class ResultFile:

@@ -163,7 +163,7 @@ class Session:
             clock.hold()
             self._pass_stages_to(capture)
             self._slot.hooks.begun(request, identity)
-            status: StartStatus = "armed" if capture.state == "armed" else "recording"
+            status: StartStatus = "recording" if capture.whole else "armed"
         return StartReply(identity, status, received_ns, expected=expected)
 
     def stop(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:

@@ -219,17 +219,7 @@ class EngineRecorder:
             logger.error("%s: step %d: %s", self._identity, request.step, error)
             window.drop()
             return window.failed(f"{self._engine.name} recorded it, but it cannot be moved: {error}")
-        return [
-            finish(
-                output,
-                self._slot.background,
-                folder=request.folder,
-                upload=request.upload,
-                complete=lambda artifact: artifact,
-                done=window.file.finished,
-            )
-            for output in outputs
-        ]
+        return [finish(output, self._slot.background, request, window.file.finished) for output in outputs]
 
     def _result(self, window: Window, artifacts: list[Artifact]) -> CaptureResult:
         status, reason = worst_fate(artifacts)
