@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from verl_profiling.trajectories.spans import OpenLog, start_log, stop_log
+from verl_profiling.trajectories.log import OpenLog
+from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import TrajectoryLog
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]

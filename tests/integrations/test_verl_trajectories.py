@@ -14,7 +14,8 @@ from verl_profiling import ProfilingConfig, span
 from verl_profiling.integrations.hooks import noting
 from verl_profiling.integrations.verl import trajectories as hooked
 from verl_profiling.integrations.verl.processes import Processes
-from verl_profiling.trajectories.spans import OpenLog, start_log, stop_log
+from verl_profiling.trajectories.log import OpenLog
+from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
 
 INFO = {"step": 3, "sample_index": 5, "rollout_n": 0, "validate": False}

@@ -21,7 +21,8 @@ from verl_profiling.report.lanes import Step
 from verl_profiling.report.rollout.section import rollout_of
 from verl_profiling.report.rows import Rollout
 from verl_profiling.timeline.step import Source
-from verl_profiling.trajectories.spans import OpenLog, start_log, stop_log
+from verl_profiling.trajectories.log import OpenLog
+from verl_profiling.trajectories.spans import start_log, stop_log
 
 QUEUED, PREFILL = 0.05, 0.05
 BLOCK = 0.4

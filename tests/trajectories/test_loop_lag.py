@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from verl_profiling import span, trajectory
-from verl_profiling.trajectories.spans import OpenLog, start_log, stop_log
+from verl_profiling.trajectories.log import OpenLog
+from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import Block, TrajectoryLog
 
 Body = Coroutine[Any, Any, object]

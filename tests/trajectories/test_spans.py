@@ -21,7 +21,8 @@ from verl_profiling import current_trajectory, span, trajectory, trajectory_fate
 from verl_profiling.testing import record_step
 from verl_profiling.trajectories import count
 from verl_profiling.trajectories import spans as recorder
-from verl_profiling.trajectories.spans import OpenLog, start_log, stop_log
+from verl_profiling.trajectories.log import OpenLog
+from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord, read_log
 
 MOST = 1_000

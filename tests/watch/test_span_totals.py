@@ -22,7 +22,8 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.run_files import read_manifest
 from verl_profiling.step_summary import MOST_SPANS, OTHERS, RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories import spans as recorder
-from verl_profiling.trajectories.spans import OpenLog, start_log, stop_log, total_spans
+from verl_profiling.trajectories.log import OpenLog
+from verl_profiling.trajectories.spans import start_log, stop_log, total_spans
 from verl_profiling.watch.reading import WatchQuestion
 from verl_profiling.watch.span_sums import MOST_NAMES, SpanSums
 from verl_profiling.workers import AgentLoopCaptureMixin

@@ -13,7 +13,8 @@ import msgspec
 from verl_profiling.errors import ConfigError
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Output, Recording, Tool
-from verl_profiling.trajectories.spans import OpenLog, keep_trajectories, start_log, stop_log
+from verl_profiling.trajectories.log import OpenLog
+from verl_profiling.trajectories.spans import keep_trajectories, start_log, stop_log
 from verl_profiling.trajectory_log import LOG_SUFFIX, write_log
 
 __all__ = ["TrajectoriesOptions", "TrajectoriesTool"]

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import groupby
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
@@ -196,20 +197,13 @@ def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample]) -> Iter
     """Yield the blocks of a while, divided where what ran was seen to be another."""
     sure = {one[1:3] for one in samples if one.sure}
     samples = [one if one[1:3] in sure else _Sample(one.at_ns) for one in samples] or [_Sample(due_ns)]
-    begin_ns, first = due_ns, 0
-    for place in range(1, len(samples) + 1):
-        if place < len(samples) and _same(samples[first], samples[place]):
-            continue
-        until_ns = end_ns if place == len(samples) else samples[place].at_ns
-        who = samples[first]
+    alike = groupby(samples, lambda one: (id(one.task), id(one.span), bool(one.function)))
+    runs = [list(run) for _, run in alike]
+    borders = [due_ns, *(run[0].at_ns for run in runs[1:]), end_ns]
+    for run, begin_ns, until_ns in zip(runs, borders, borders[1:], strict=False):
+        who = run[0]
         task = "" if who.task is None else str(who.task.get_name())[:200]
-        yield SeenBlock(loop, begin_ns, until_ns, who.span, task, samples[place - 1].function)
-        begin_ns, first = until_ns, place
-
-
-def _same(one: _Sample, other: _Sample) -> bool:
-    alike = one.task is other.task and one.span is other.span
-    return alike and bool(one.function) == bool(other.function)
+        yield SeenBlock(loop, begin_ns, until_ns, who.span, task, run[-1].function)
 
 
 def _function(frame: FrameType | None) -> str:

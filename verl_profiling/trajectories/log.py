@@ -1,0 +1,184 @@
+"""The log of trajectories while it is open, and the records that are written of it."""
+
+from __future__ import annotations
+
+import numbers
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from verl_profiling import clock
+from verl_profiling.trajectories.loop_lag import LoopLag
+from verl_profiling.trajectories.spans import Span, Trajectory
+from verl_profiling.trajectory_log import (
+    NO_SPAN,
+    Block,
+    Counted,
+    Fact,
+    FateChange,
+    SpanRecord,
+    TrajectoryLog,
+    TrajectoryRecord,
+)
+
+__all__ = ["OpenLog"]
+
+_LONGEST_TEXT = 200
+_MOST_FACTS = 50
+
+
+class OpenLog:
+    """What a process has recorded so far: bounded, and without a lock per span.
+
+    Args:
+        max_spans: Spans that are kept at most; and as many trajectories, fates and counts.
+    """
+
+    def __init__(self, max_spans: int) -> None:
+        self.max_spans = max_spans
+        self.spans: list[Span] = []
+        self.trajectories: list[Trajectory] = []
+        self.fates: list[FateChange] = []
+        self.counts: list[Counted] = []
+        self.lag = LoopLag(self.span_of)
+        self._begin_ns = clock.now_ns()
+        self._end_ns = 0
+        self._threads: dict[int | None, int | None] = {}
+        self._spans_left_out = 0
+        self._trajectories_left_out = 0
+
+    def add_span(self, span: Span) -> None:
+        """Keep a span that begins."""
+        facts = span.facts
+        if facts:
+            _shorten(facts)
+        spans = self.spans
+        if len(spans) < self.max_spans:
+            spans.append(span)
+        else:
+            self._spans_left_out += 1
+
+    def add_trajectory(self, trajectory: Trajectory) -> None:
+        """Keep a trajectory that begins, or was open when recording began."""
+        _shorten(trajectory.facts)
+        if len(self.trajectories) < self.max_spans:
+            self.trajectories.append(trajectory)
+        else:
+            self._trajectories_left_out += 1
+        loop = trajectory.running_loop
+        if loop is not None and trajectory.thread == threading.get_ident() and loop.is_running():
+            trajectory.loop = self.lag.measure(loop)
+
+    def span_of(self, task: object) -> Span | None:
+        """Return the innermost open span of a task; another thread asks while the task blocks its loop."""
+        for span in reversed(self.spans[-20_000:]):
+            if span.task is task and not span.end_ns:
+                return span
+        return None
+
+    def end(self) -> None:
+        """Note the end of recording; what is still open has no end in the records."""
+        self._end_ns = clock.now_ns()
+        self.lag.end()
+        self._threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
+
+    def close(self, lane: str) -> TrajectoryLog:
+        """Return the records of a log that has ended, and let go of them; any thread may do so, once.
+
+        Args:
+            lane: Lane of the process.
+        """
+        spans, self.spans = self.spans, []
+        trajectories, self.trajectories = self.trajectories, []
+        numbers_of = {id(found): number for number, found in enumerate([*trajectories, *spans])}
+        first = len(trajectories)
+        return TrajectoryLog(
+            lane=lane,
+            begin_ns=self._begin_ns,
+            end_ns=self._end_ns,
+            loops=self.lag.loops(),
+            trajectories=[self._trajectory(number, found) for number, found in enumerate(trajectories)],
+            spans=[self._span(number, found, numbers_of, first) for number, found in enumerate(spans)],
+            lags=self.lag.lags,
+            blocks=[
+                Block(*seen[:3], numbers_of.get(id(seen.span), first + NO_SPAN) - first, *seen[4:])
+                for seen in self.lag.blocks
+            ],
+            fates=self.fates,
+            counts=self.counts,
+            spans_left_out=self._spans_left_out,
+            trajectories_left_out=self._trajectories_left_out,
+        )
+
+    def _trajectory(self, number: int, found: Trajectory) -> TrajectoryRecord:
+        ended = 0 < found.end_ns <= self._end_ns
+        return TrajectoryRecord(
+            number,
+            _text(found.group),
+            found.sample if isinstance(found.sample, int | None) else _text(found.sample),
+            found.begin_ns,
+            found.end_ns if ended else self._end_ns,
+            (_text(found.fate) or "done") if ended else "running",
+            self.lag.number(found.running_loop),
+            _text(found.error),
+            _facts(found.facts),
+        )
+
+    def _span(self, number: int, found: Span, numbers_of: Mapping[int, int], first: int) -> SpanRecord:
+        owner, around = found.trajectory, found.parent
+        limit_ns = self._end_ns
+        if owner is not None and owner.end_ns:
+            limit_ns = min(limit_ns, owner.end_ns)
+        ended = 0 < found.end_ns <= limit_ns
+        while around is not None and around is not owner and id(around) not in numbers_of:
+            around = around.parent
+        return SpanRecord(
+            number,
+            NO_SPAN if owner is None else numbers_of.get(id(owner), NO_SPAN),
+            NO_SPAN if around is None or around is owner else numbers_of[id(around)] - first,
+            _text(found.name),
+            found.begin_ns,
+            found.end_ns if ended else max(limit_ns, found.begin_ns),
+            self._threads.get(found.thread) or found.thread,
+            NO_SPAN if found.loop is None else found.loop.number,
+            found.failed and ended,
+            _text(found.request),
+            _facts(found.facts),
+            not ended,
+        )
+
+
+def _shorten(facts: dict[str, Any]) -> None:
+    """Keep no prompt in memory that somebody passes as a fact."""
+    for name, value in facts.items():
+        if type(value) is str and len(value) > _LONGEST_TEXT:
+            facts[name] = value[:_LONGEST_TEXT]
+
+
+def _facts(facts: Mapping[str, Any]) -> dict[str, Fact]:
+    return {_text(name): _fact(value) for name, value in list(facts.items())[:_MOST_FACTS]}
+
+
+def _fact(value: Any) -> Fact:
+    """Return a value that JSON has; of anything else, its text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _text(value)
+    try:
+        if isinstance(value, numbers.Integral):
+            return int(value) if abs(int(value)) < 1 << 63 else str(int(value))
+        if isinstance(value, numbers.Real):
+            return float(value)
+    except Exception:
+        return type(value).__name__
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    """Return a short text that can be written as UTF-8."""
+    try:
+        text = value if isinstance(value, str) else str(value)
+    except Exception:
+        text = type(value).__name__
+    return text[:_LONGEST_TEXT].encode("utf-8", "replace").decode()
