@@ -138,23 +138,26 @@ class Session:
                 raise not_set_up(request, identity, "")
             try:
                 role = self._role(identity, request.aim)
-            except ConfigError as error:
+                selected = role.selects(identity.rank, identity.replica, identity.topology, identity.sizes)
+                if selected and request.aim is not None:
+                    self._prepare(role)
+            except (ConfigError, ToolUnavailableError) as error:
                 return StartReply(identity, "refused", received_ns, cannot_be_had(request, error))
             if not role.enable:
                 reason = switched_off(identity) if request.aim is None else "not asked for"
                 return StartReply(identity, "skipped", received_ns, reason)
-            if not role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
+            if not selected:
                 self._slot.hooks.begun(request, identity, recorded=False)
                 return StartReply(identity, "skipped", received_ns, "not selected")
-            if self._capture is not None:
-                if self._capture.request.capture_id == request.capture_id:
-                    return self._join(self._capture, request, identity, received_ns)
-                self._forgotten(self._capture, request)
-            if request.aim is not None:
-                try:
-                    self._prepare(role)
-                except ToolUnavailableError as error:
-                    return StartReply(identity, "refused", received_ns, cannot_be_had(request, error))
+            capture = self._capture
+            if capture is not None and capture.request.capture_id == request.capture_id:
+                return self._join(capture, request, identity, received_ns)
+            if capture is not None:
+                logger.warning(
+                    "start_capture(step=%d): step %d was never stopped (%s); closing it",
+                    *(request.step, capture.request.step, capture.identity),
+                )
+                self._close(capture, NOT_STOPPED)
             file = self._slot.file.opened(request, role, identity)
             capture = Capture(request, role, identity, self._slot.background, file.finished, self._handover_s)
             expected = capture.open()
@@ -249,14 +252,6 @@ class Session:
             if tool not in self._prepared:
                 tool.prepare()
                 self._prepared.add(tool)
-
-    def _forgotten(self, capture: Capture, request: CaptureRequest) -> None:
-        """Close a capture that its loop has not stopped before it asked for another."""
-        logger.warning(
-            "start_capture(step=%d): step %d was never stopped (%s); closing it",
-            *(request.step, capture.request.step, capture.identity),
-        )
-        self._close(capture, NOT_STOPPED)
 
     def _close(self, capture: Capture, failed: str = "") -> CaptureResult:
         try:

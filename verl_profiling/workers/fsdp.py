@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl_profiling.errors import CaptureStateError
+from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers.base import CaptureMixin
 
@@ -41,16 +42,11 @@ class FSDPCaptureMixin(CaptureMixin):
             ConfigError: The settings are wrong.
             ToolUnavailableError: A tool cannot work on this machine.
         """
-        if rank is None or world_size is None:
-            import torch.distributed as dist
-
-            if not dist.is_initialized():
-                raise CaptureStateError(
-                    f"init_capture(role={role!r}): torch.distributed is not initialised; call it after "
-                    "init_process_group(), or pass rank and world_size"
-                )
-            rank = dist.get_rank() if rank is None else rank
-            world_size = dist.get_world_size() if world_size is None else world_size
+        if (rank is None or world_size is None) and process_rank() is None:
+            raise CaptureStateError(
+                f"init_capture(role={role!r}): torch.distributed is not initialised; call it after "
+                "init_process_group(), or pass rank and world_size"
+            )
         topology, sizes = {}, {}
         if mesh is not None:
             for index, name in enumerate(mesh.mesh_dim_names or ()):
