@@ -11,8 +11,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.result_file import CostMeter
-from verl_profiling.capture.result_file import ResultFile
+from verl_profiling.capture.result_file import CostMeter, ResultFile
 from verl_profiling.engines.adapter import EngineAdapter, EngineTrace, is_spool
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, expected_artifact
