@@ -23,7 +23,6 @@ from verl_profiling.trajectory_log import Counted, FateChange
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from verl_profiling.trajectories.log import OpenLog
     from verl_profiling.trajectories.loop_lag import LoopState
 
 __all__ = [
@@ -43,7 +42,7 @@ __all__ = [
 ]
 
 
-_log: OpenLog | None = None
+_log: Any = None
 _totals: Any = None
 _kept = False
 _unrecorded = 0
@@ -282,8 +281,12 @@ def keep_trajectories() -> None:
     _kept = True
 
 
-def start_log(log: OpenLog) -> None:
-    """Record from now on, what is open included: all trajectories, and the spans that were not idle."""
+def start_log(log: Any) -> None:
+    """Record from now on, what is open included: all trajectories, and the spans that were not idle.
+
+    Args:
+        log: A :class:`~verl_profiling.trajectories.log.OpenLog`.
+    """
     global _log
     keep_trajectories()
     for running in list(_open.values()):
@@ -296,7 +299,7 @@ def start_log(log: OpenLog) -> None:
     _choose_span()
 
 
-def stop_log(log: OpenLog) -> None:
+def stop_log(log: Any) -> None:
     """Record no more."""
     global _log
     if _log is log:
@@ -308,7 +311,7 @@ def total_spans(totals: Any) -> None:
     """Add up all spans and trajectories of this process from now on; ``None``: no more.
 
     Args:
-        totals: A :class:`~verl_profiling.watch.span_tally.SpanTally`.
+        totals: A :class:`~verl_profiling.watch.span_sums.SpanSums`.
     """
     global _totals
     if totals is not None:
