@@ -19,7 +19,7 @@ from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.remote import Upload
-from verl_profiling.settings.after import AfterHook
+from verl_profiling.settings.limits import AfterHook
 from verl_profiling.visible import visible
 
 __all__ = ["AfterHooks"]

@@ -26,7 +26,7 @@ from verl_profiling.manifest import (
     worst_fate,
 )
 from verl_profiling.run_files import RESULT_SUFFIX, write_json_atomically
-from verl_profiling.settings.after import AfterHook
+from verl_profiling.settings.limits import AfterHook
 from verl_profiling.settings.role import RoleConfig
 
 __all__ = ["NOT_STOPPED", "CostMeter", "ResultFile", "Slot"]

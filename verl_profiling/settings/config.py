@@ -18,12 +18,18 @@ from verl_profiling.capture_request import Aim
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.remote import check_url, is_url
-from verl_profiling.settings.after import AfterHook
-from verl_profiling.settings.limits import Limits, RemoteOptions, Timeouts
-from verl_profiling.settings.role import TRAJECTORIES, Mode, RoleConfig, RoleOverride, aimed
+from verl_profiling.settings.limits import AfterHook, Limits, RemoteOptions, Timeouts
+from verl_profiling.settings.role import (
+    TRAJECTORIES,
+    Mode,
+    RoleConfig,
+    RoleOverride,
+    Selection,
+    aimed,
+    choose,
+)
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
-from verl_profiling.settings.selection import Selection, choose
 from verl_profiling.settings.typed_values import build, field_types, value_of
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import TOOLS, Tool

@@ -71,7 +71,7 @@ _RECORDS = {
         "async_trainer:check_fully_async": "parameter versions of fully asynchronous trainers",
     },
     "verl.experimental.fully_async_policy.fully_async_rollouter": {
-        "rollouter:check_rollouter": "the rollouter's samples, queue and pauses (role rollouter)",
+        "async_trainer:check_rollouter": "the rollouter's samples, queue and pauses (role rollouter)",
     },
     "verl.utils.tracking": {
         "trainer:hook_tracking": "verl's metrics in manifests, and the reports' numbers in verl's trackers",

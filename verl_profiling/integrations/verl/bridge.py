@@ -21,8 +21,8 @@ from verl_profiling.engines.vllm import VLLMAdapter
 from verl_profiling.engines.vllm_start import check_vllm, vllm_engine_args
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.settings.after import EVERY_RANK
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.limits import EVERY_RANK
 from verl_profiling.tools import nsys
 from verl_profiling.tools.nsys import NsysTool
 

@@ -25,6 +25,8 @@ from verl_profiling.integrations.verl.async_trainer import (
     COROUTINES,
     AsyncTrainerProfiler,
     awaits_its_steps,
+    hook_rollouter,
+    is_rollouter,
 )
 from verl_profiling.integrations.verl.bridge import settings_of
 from verl_profiling.integrations.verl.launch import start_workers_under_nsys
@@ -36,7 +38,6 @@ from verl_profiling.integrations.verl.notices import (
     say_nothing_is_profiled,
 )
 from verl_profiling.integrations.verl.profiler import Profiler, active_profiler, say_fates, trainer_stage
-from verl_profiling.integrations.verl.rollouter import hook_rollouter, is_rollouter
 from verl_profiling.integrations.verl.servers import SETTINGS_KEY
 from verl_profiling.manifest import POLLING
 from verl_profiling.settings.config import ProfilingConfig
