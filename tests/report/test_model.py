@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from verl_profiling.report import model, rows
+from verl_profiling.report.findings import FINDINGS
 from verl_profiling.report.lost import CAUSES
-from verl_profiling.report.thresholds import FINDINGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
 STRUCTS = [

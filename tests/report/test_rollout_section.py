@@ -20,9 +20,9 @@ from verl_profiling.cli import main
 from verl_profiling.manifest import MANIFEST_NAME, POLLING, Request
 from verl_profiling.report.diff import compare
 from verl_profiling.report.files import data_frame, write_csv
+from verl_profiling.report.findings import all_findings
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.rollout.findings import rollout_findings
 from verl_profiling.report.rollout.records import OTHERS
 from verl_profiling.report.rows import CallRow, Polling, Rollout
 from verl_profiling.report.scalars import scalars
@@ -183,7 +183,7 @@ def test_polling_costs_what_the_trainer_sleeps_after_the_last_response(tmp_path:
         late_s=pytest.approx(0.9),
         late_share=pytest.approx(0.09),
     )
-    [finding] = [found for found in rollout_findings(report) if found.rule == "polling"]
+    [finding] = [found for found in all_findings(report) if found.rule == "polling"]
     assert finding.text == (
         "The trainer slept 900 ms (9% of the step) after the last response was there: "
         "it looks into its replay buffer every 2.00 s."
@@ -456,7 +456,7 @@ def busy(tmp_path: Path) -> Report:
 
 def test_findings_have_names_and_seconds(busy: Report) -> None:
     """The blocked loop, the tail and what was made for nothing."""
-    said = {finding.rule: finding for finding in rollout_findings(busy)}
+    said = {finding.rule: finding for finding in all_findings(busy)}
     assert said["loop_blocked"].text == (
         "Tool `blocking` blocked the event loop of agent_loop_rank0 for 1.30 s "
         "(in tools.search (tools.py:3)): 15 trajectories stood still, 19.5 s added up."
@@ -490,7 +490,7 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: in
             Block(0, ns(2.5), ns(3), -1, "Task-2", "json.loads (json.py:3)"),
         ]
     report = report_with(tmp_path, *logs)
-    said = [finding for finding in rollout_findings(report) if finding.rule == "loop_blocked"]
+    said = [finding for finding in all_findings(report) if finding.rule == "loop_blocked"]
     still = "trajectory" if processes == 1 else "trajectories"
     blocked = duration(processes)
     times = f", {processes} times" if processes > 1 else ""

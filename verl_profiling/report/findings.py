@@ -9,23 +9,67 @@ lanes that take no part in a stage are in the table of causes only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median_low
+from typing import NamedTuple
 
 import msgspec
 
+from verl_profiling.manifest import POLLING
 from verl_profiling.report.anatomy import CAPTURE_CALLS
-from verl_profiling.report.idle_findings import idle_findings, lanes_that_lost, of_cause, on_devices
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.report.rollout.findings import MARK_MORE, rollout_findings
-from verl_profiling.report.rows import StragglerRow
-from verl_profiling.report.thresholds import FINDINGS
+from verl_profiling.report.replicas import slow_replica
+from verl_profiling.report.rollout.outcomes import KEPT
+from verl_profiling.report.rollout.pieces import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED
+from verl_profiling.report.rollout.records import UNKNOWN
+from verl_profiling.report.rows import BlockRow, DeviceRow, Rollout, StragglerRow
 from verl_profiling.units import duration
 
-__all__ = ["LIMIT", "find"]
-
 LIMIT = 5
+_FEW_LANES = 3
 _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool"
+_AWAIT = "await it, or run it in a thread (asyncio.to_thread)"
+_TAIL = "or carry the tail over to the next step (partial rollout)"
+_MARK_MORE = "mark more of the agent loop with span(), so that this time gets a name"
+_ADVICE = {
+    "tool": "run more of it at once, give it a time limit, or cache what it answers",
+    "environment": "keep environments warm, start them ahead of time, or give them a time limit",
+    "reward": "score while other trajectories still run, or in more processes",
+    "wait": "add to what it waits for, or ask for less of it at once",
+    "queued": "more replicas, fewer requests at once, or less reserved memory for each (a larger KV cache)",
+    "decode": f"cap the response length, balance prompts by expected length, {_TAIL}",
+    "to the engine": "look at what is between the loop and the engine's scheduler: the load balancer, HTTP, "
+    "tokenizing and other work in the server's process",
+    "from the engine": "look at what is between the engine and the loop: detokenizing and other work in the "
+    "server's process, HTTP",
+    LOOP_LAG: f"see what blocks the event loops: {_AWAIT}",
+    OWN_CODE: _MARK_MORE,
+    BEFORE: "switch the watch on, which knows the spans that are open, or capture steps in a row",
+}
+"""What to try, by what trajectories wait for."""
+
+
+class _Found(NamedTuple):
+    """What a rule found.
+
+    Attributes:
+        share: What is compared with the rule's threshold.
+        seconds: Lane-seconds at stake.
+        lanes: The lanes that it is about.
+        text: A sentence with its number.
+        advice: What to try.
+    """
+
+    share: float
+    seconds: float
+    lanes: Sequence[str]
+    text: str
+    advice: str
+
+
+_Rule = tuple[str, float, Callable[[Report], Iterable[_Found]]]
+"""Name, share from which on it is said, and what finds it."""
 
 
 def find(report: Report) -> Report:
@@ -36,46 +80,32 @@ def find(report: Report) -> Report:
     comes behind what does. What is missing comes before all, because it makes them partial; what the
     capture itself cost comes last, because it is not about the training.
     """
-    rules = (rollout_findings, _stragglers, _idle_stages, idle_findings, _communication)
-    found = [finding for rule in rules for finding in rule(report)]
-    found.sort(
+    first, ranked, last = (all_findings(report, rules) for rules in (_FIRST, _RANKED, _LAST))
+    ranked.sort(
         key=lambda finding: (
             _names_no_culprit(finding, report),
             not _is_of_suspects(finding, report),
             -finding.seconds,
         )
     )
-    before, after = [*_comes_last(report), *_coverage(report)], [*_capture(report), *_pause(report)]
-    found = [*before, *found[: LIMIT - len(before) - len(after)], *after]
+    found = [*first, *ranked[: LIMIT - len(first) - len(last)], *last]
     return msgspec.structs.replace(report, findings=found)
 
 
-def _coverage(report: Report) -> Iterator[Finding]:
-    missing, lanes, lost = len(report.coverage.missing), report.coverage.lanes, report.coverage.unrecorded
-    if lost:
-        yield Finding(
-            rule="device_unrecorded",
-            text=f"No event of a device was recorded on {_listed(lost)}, although it was in use: the traces "
-            "hold the host alone, and nothing is known of what the device did.",
-            advice="another profiler or NVTX holds CUPTI: start workers with NVTX_INJECTION64_PATH set to a "
-            "file that does not exist (`verl-profiling doctor` looks for it), and without nsys beside",
-            seconds=len(lost) * report.span_us / 1e6,
-            lanes=lost,
-        )
-    if missing > len(lost):
-        yield Finding(
-            rule="coverage",
-            text=f"The capture is not whole ({missing} missing or damaged): the numbers are partial.",
-            advice="see what is missing below, and `verl-profiling check`",
-            seconds=len(lanes) * report.span_us / 1e6,
-            lanes=lanes,
-        )
+def all_findings(report: Report, rules: Iterable[_Rule] = ()) -> list[Finding]:
+    """Return what rules say of a report, by default those that are ranked, however much that is."""
+    return [
+        Finding(rule=rule, text=of.text, advice=of.advice, seconds=of.seconds, lanes=list(of.lanes))
+        for rule, least, quantities in rules or _RANKED
+        for of in quantities(report)
+        if of.share >= least
+    ]
 
 
 def _names_no_culprit(finding: Finding, report: Report) -> bool:
     """Return whether a finding asks to record more, or says of CPUs only that no operator ran."""
-    vague = ("unexplained", "between_stages", *(() if on_devices(report) else ("host_bound",)))
-    return finding.rule in vague or finding.advice == MARK_MORE
+    vague = ("unexplained", "between_stages", *(() if _on_devices(report) else ("host_bound",)))
+    return finding.rule in vague or finding.advice == _MARK_MORE
 
 
 def _is_of_suspects(finding: Finding, report: Report) -> bool:
@@ -87,126 +117,360 @@ def _is_of_suspects(finding: Finding, report: Report) -> bool:
     )
 
 
-def _listed(lanes: list[str]) -> str:
-    return f"{lanes[0]} and {len(lanes) - 1} more lanes" if len(lanes) > 2 else " and ".join(lanes)
+def _comes_last(report: Report) -> Iterator[_Found]:
+    if (asked := report.asked) and asked.last:
+        text = (
+            f"Of the captured ranks, {asked.last} comes last to the collectives of "
+            f"{asked.stage or 'the step'}: the others waited {duration(asked.waited_s)} for it."
+        )
+        advice = "see what it does before them, and how its kernels compare with those of the others"
+        yield _Found(1.0, asked.waited_s, [asked.last], text, advice)
 
 
-def _capture(report: Report) -> Iterator[Finding]:
-    costs = {row.worker: row.start_s + row.stop_s for row in report.costs}
-    lanes = sorted(costs, key=lambda name: -costs[name])
+def _missing(report: Report) -> Iterator[_Found]:
+    missing, lanes = len(report.coverage.missing), report.coverage.lanes
+    if missing > len(report.coverage.unrecorded):
+        text = f"The capture is not whole ({missing} missing or damaged): the numbers are partial."
+        advice = "see what is missing below, and `verl-profiling check`"
+        yield _Found(1.0, len(lanes) * report.span_us / 1e6, lanes, text, advice)
+
+
+def _unrecorded(report: Report) -> Iterator[_Found]:
+    if lost := report.coverage.unrecorded:
+        listed = f"{lost[0]} and {len(lost) - 1} more lanes" if len(lost) > 2 else " and ".join(lost)
+        text = (
+            f"No event of a device was recorded on {listed}, although it was in use: the traces hold the "
+            "host alone, and nothing is known of what the device did."
+        )
+        advice = (
+            "another profiler or NVTX holds CUPTI: start workers with NVTX_INJECTION64_PATH set to a "
+            "file that does not exist (`verl-profiling doctor` looks for it), and without nsys beside"
+        )
+        yield _Found(1.0, len(lost) * report.span_us / 1e6, lost, text, advice)
+
+
+def _capture(report: Report) -> Iterator[_Found]:
+    """Yield the time of the calls that start and stop the capture, else what was not recorded meanwhile."""
     for stage in report.stages:
         if stage.name == CAPTURE_CALLS and stage.share >= FINDINGS["capture"]:
-            yield Finding(
-                rule="capture",
-                text=f"Starting and stopping the capture took {_time(stage.duration_us)} of the step "
-                f"({stage.share:.0%}), which a step that is not profiled does not spend.",
-                advice=_RECORD_LESS,
-                seconds=stage.duration_us / 1e6 * max(len(report.counted), 1),
-                lanes=lanes,
+            text = (
+                f"Starting and stopping the capture took {_time(stage.duration_us)} of the step "
+                f"({stage.share:.0%}), which a step that is not profiled does not spend."
             )
+            seconds = _on_all(report, stage.duration_us / 1e6)
+            yield _Found(stage.share, seconds, _by_cost(report), text, _RECORD_LESS)
             return
-    yield from of_cause(
-        report, "capture", "were not recorded, while the capture started and stopped", _RECORD_LESS
-    )
+    text = "were not recorded, while the capture started and stopped"
+    yield _of_cause(report, "capture", text, _RECORD_LESS)
 
 
-def _pause(report: Report) -> Iterator[Finding]:
+def _pause(report: Report) -> Iterator[_Found]:
     """Yield the time that the loop waited before and after the step for the capture."""
-    if report.pause_us >= FINDINGS["pause"] * max(report.span_us, 1.0):
-        pause = max((row for row in report.outside if row.is_pause), key=lambda row: row.duration_us)
-        longest = next(iter(pause.parts), "")
-        costs = {row.worker: row.start_s + row.stop_s for row in report.costs}
-        yield Finding(
-            rule="pause",
-            text=f"The loop waited {_time(report.pause_us)} around the step "
-            f"({report.pause_us / max(report.span_us, 1.0):.0%} of it) for the capture to start and stop"
-            + (f", longest for {longest} ({duration(pause.parts[longest])})." if longest else "."),
-            advice=f"{_RECORD_LESS}; of engines, fewer iterations (rollout.count)"
-            if longest == ROLLOUT
-            else _RECORD_LESS,
-            seconds=report.pause_us / 1e6 * max(len(report.counted), 1),
-            lanes=sorted(costs, key=lambda name: -costs[name]),
+    pauses = sorted((row for row in report.outside if row.is_pause), key=lambda row: -row.duration_us)
+    for pause in pauses[:1]:
+        share, longest = report.pause_us / _span_us(report), next(iter(pause.parts), "")
+        most = f", longest for {longest} ({duration(pause.parts[longest])})" if longest else ""
+        text = (
+            f"The loop waited {_time(report.pause_us)} around the step ({share:.0%} of it) for the capture "
+            f"to start and stop{most}."
         )
+        fewer = "; of engines, fewer iterations (rollout.count)" if longest == ROLLOUT else ""
+        seconds = _on_all(report, report.pause_us / 1e6)
+        yield _Found(share, seconds, _by_cost(report), text, f"{_RECORD_LESS}{fewer}")
 
 
-def _comes_last(report: Report) -> Iterator[Finding]:
-    """Yield the rank that comes last to the collectives of the stage that was asked for."""
-    if (asked := report.asked) and asked.last:
-        yield Finding(
-            rule="straggler",
-            text=f"Of the captured ranks, {asked.last} comes last to the collectives of "
-            f"{asked.stage or 'the step'}: the others waited {duration(asked.waited_s)} for it.",
-            advice="see what it does before them, and how its kernels compare with those of the others",
-            seconds=asked.waited_s,
-            lanes=[asked.last],
-        )
-
-
-def _stragglers(report: Report) -> Iterator[Finding]:
-    """Yield one finding for each worker that is the slowest of its role, with the stage where it is worst."""
+def _stragglers(report: Report) -> Iterator[_Found]:
+    """Yield each worker that is the slowest of its role, with the stage where it is worst."""
     worst: dict[str, StragglerRow] = {}
     for row in _outermost(report):
         if row.stage != ROLLOUT or report.tail is None:  # the tail says who was late in the rollout
             worst.setdefault(row.slowest, row)
     for row in worst.values():
-        if row.behind_us >= FINDINGS["straggler"] * row.workers * max(report.span_us, 1.0):
-            others_us = row.slowest_us - row.behind_us / (row.workers - 1)
-            who = "the other one" if row.workers == 2 else "the others, on average,"
-            yield Finding(
-                rule="straggler",
-                text=f"{row.slowest} is slow in {row.stage}: it worked {_time(row.slowest_us)} there, {who} "
-                f"{_time(others_us)}, which is {report.lane_seconds(row.behind_us / 1e6)} of waiting.",
-                advice="balance the micro-batches by tokens, and compare its host with those of the others ("
-                + ("clocks of its device, other processes)" if on_devices(report) else "other processes)"),
-                seconds=row.behind_us / 1e6,
-                lanes=_lanes_of(row.slowest, report),
-            )
+        others_us = row.slowest_us - row.behind_us / (row.workers - 1)
+        who = "the other one" if row.workers == 2 else "the others, on average,"
+        text = (
+            f"{row.slowest} is slow in {row.stage}: it worked {_time(row.slowest_us)} there, {who} "
+            f"{_time(others_us)}, which is {report.lane_seconds(row.behind_us / 1e6)} of waiting."
+        )
+        clocks = "clocks of its device, " if _on_devices(report) else ""
+        advice = (
+            "balance the micro-batches by tokens, and compare its host with those of the others "
+            f"({clocks}other processes)"
+        )
+        several = (f"{row.slowest}_rank", f"{row.slowest} ")  # a replica's ranks, a process's devices
+        names = [one.name for one in report.workers]
+        lanes = [name for name in names if name == row.slowest or name.startswith(several)]
+        share = row.behind_us / (row.workers * _span_us(report))
+        yield _Found(share, row.behind_us / 1e6, lanes or [row.slowest], text, advice)
 
 
-def _lanes_of(worker: str, report: Report) -> list[str]:
-    """Return the lanes of a worker: a replica has one for each rank, a process one for each device."""
-    several = (f"{worker}_rank", f"{worker} ")
-    lanes = [row.name for row in report.workers if row.name == worker or row.name.startswith(several)]
-    return lanes or [worker]
-
-
-def _idle_stages(report: Report) -> Iterator[Finding]:
+def _idle_stages(report: Report) -> Iterator[_Found]:
+    lanes = [row.name for row in report.workers]
     for stage in report.stages:
-        if stage.idle_us >= FINDINGS["idle_stage"] * max(report.span_us, 1.0):
-            dispatched = any(s.name == stage.name and s.lane != "controller" for s in report.gantt)
-            yield Finding(
-                rule="idle_stage",
-                text=f"In {stage.name} no lane that was recorded did anything for {_time(stage.idle_us)} "
-                f"({stage.idle_us / report.span_us:.0%} of the step)"
-                + (": the loop called its workers, or took their results." if dispatched else "."),
-                advice="pass less to its workers and back, or by a faster way"
-                if dispatched
-                else "run it beside the rollout or the training, or spread it over more processes",
-                seconds=stage.idle_us / 1e6 * len(report.counted),
-                lanes=[row.name for row in report.workers],
-            )
+        share = stage.idle_us / _span_us(report)
+        text = (
+            f"In {stage.name} no lane that was recorded did anything for {_time(stage.idle_us)} "
+            f"({share:.0%} of the step)"
+        )
+        advice = "run it beside the rollout or the training, or spread it over more processes"
+        if any(span.name == stage.name and span.lane != "controller" for span in report.gantt):
+            text += ": the loop called its workers, or took their results"
+            advice = "pass less to its workers and back, or by a faster way"
+        yield _Found(share, stage.idle_us / 1e6 * len(report.counted), lanes, f"{text}.", advice)
 
 
-def _communication(report: Report) -> Iterator[Finding]:
+def _communication(report: Report) -> Iterator[_Found]:
     """Yield the communication with nothing beside it, without what a straggler adds to it."""
     busy = sum(row.busy_us for row in report.counted)
-    exposed = sum(row.exposed_communication_us for row in report.counted)
     slow = sum(row.behind_us for row in _outermost(report))
-    exposed = max(exposed - slow, 0.0)
-    if busy and exposed / busy >= FINDINGS["exposed_communication"]:
-        waiting = sum(row.waiting_us for row in report.counted)
-        waits = f"{report.lane_seconds(waiting / 1e6)} are waiting for other ranks"
-        said = f" (of all communication, {waits})" if waiting else ""
-        yield Finding(
-            rule="exposed_communication",
-            text=f"{report.lane_seconds(exposed / 1e6)} of the busy time ({exposed / busy:.0%}) are "
-            f"communication with no computation beside it{said}.",
-            advice="prefetch shards (FSDP), overlap gradient reduction, or use a smaller parallel group"
-            if on_devices(report)
-            else "fewer and larger collectives, or fewer ranks: on CPUs they take the cores that compute",
-            seconds=exposed / 1e6,
-            lanes=lanes_that_lost(report.counted, lambda row: row.exposed_communication_us),
+    exposed = max(sum(row.exposed_communication_us for row in report.counted) - slow, 0.0)
+    waiting = sum(row.waiting_us for row in report.counted)
+    waits = f"{report.lane_seconds(waiting / 1e6)} are waiting for other ranks"
+    said = f" (of all communication, {waits})" if waiting else ""
+    share = exposed / busy if busy else 0.0
+    text = (
+        f"{report.lane_seconds(exposed / 1e6)} of the busy time ({share:.0%}) are "
+        f"communication with no computation beside it{said}."
+    )
+    advice = "fewer and larger collectives, or fewer ranks: on CPUs they take the cores that compute"
+    if _on_devices(report):
+        advice = "prefetch shards (FSDP), overlap gradient reduction, or use a smaller parallel group"
+    lanes = _lanes_that_lost(report.counted, lambda row: row.exposed_communication_us)
+    yield _Found(share, exposed / 1e6, lanes, text, advice)
+
+
+def _of_cause(report: Report, cause: str, text: str, advice: str) -> _Found:
+    """Return what devices lost by a cause of idle time."""
+    return _lost(report, report.counted, lambda row: row.lost_us.get(cause, 0.0), text, advice)
+
+
+def _idle(cause: str, text: str, advice: str) -> Callable[[Report], Iterator[_Found]]:
+    """Return what finds a cause of idle time; the sentence has what most of it consists of."""
+
+    def found(report: Report) -> Iterator[_Found]:
+        yield _of_cause(report, cause, text + _mostly(report, cause), advice)
+
+    return found
+
+
+def _lost(
+    report: Report,
+    rows: Sequence[DeviceRow],
+    lost_us: Callable[[DeviceRow], float],
+    text: str,
+    advice: str,
+) -> _Found:
+    """Return what devices lost, as a share of the observed time of all devices."""
+    total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.counted) or 1.0
+    lost = f"{report.lane_seconds(total / 1e6)} ({total / observed:.0%} of all)"
+    text = f"{report.whose.title()}s {text}: {lost}."
+    return _Found(total / observed, total / 1e6, _lanes_that_lost(rows, lost_us), text, advice)
+
+
+def _tail(report: Report) -> Iterator[_Found]:
+    if tail := report.tail:
+        text = (
+            f"waited for the last replica of the rollout (rollout{tail.last_replica} was done after "
+            f"{_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)})"
         )
+        advice = f"balance prompts by expected length, cap the response length, {_TAIL}"
+        late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]
+        found = _of_cause(report, "long_tail", text, slow_replica(report.replicas) or advice)
+        yield found._replace(lanes=late or found.lanes)
+
+
+def _after_generation(report: Report) -> Iterator[_Found]:
+    """Yield the time after the last replica, unless another finding says that lanes wait for a poll."""
+    polls = any(found.share >= FINDINGS["polling"] for found in _polling(report))
+    if not (polls and next(iter(_parts(report, "after_generation")), "") == f"controller: {POLLING}"):
+        yield from _idle(
+            "after_generation",
+            "were idle in the rollout after the last replica was done",
+            "overlap what the loop does there (scoring, moving responses) with generation or training",
+        )(report)
+
+
+def _parts(report: Report, cause: str) -> Mapping[str, float]:
+    return next((row.parts for row in report.lost if row.cause == cause), {})
+
+
+def _mostly(report: Report, cause: str) -> str:
+    """Return what most of a cause consists of, as a part of a sentence."""
+    largest = sorted(_parts(report, cause).items(), key=lambda part: -part[1])
+    whole = sum(seconds for _, seconds in largest)
+    listed = [f"{seconds / whole:.0%} {_called(name)}" for name, seconds in largest[:3] if whole]
+    return f" ({', '.join(listed)})" if listed else ""
+
+
+def _host_bound(report: Report) -> Iterator[_Found]:
+    """Yield what all lanes of a role have in common; what one has more of is the straggler's."""
+    rows = [row for row in report.counted if row.device == _on_devices(report)]
+    by_role: dict[tuple[str, ...], list[float]] = {}
+    for row in rows:
+        by_role.setdefault(tuple(row.roles), []).append(row.host_bound_us)
+    usual = {roles: median_low(values) for roles, values in by_role.items()}
+    engines_us = sum(row.host_bound_us for row in report.workers if row.replica is not None)
+    engines = bool(report.replicas) and engines_us > sum(row.host_bound_us for row in report.workers) / 2
+    if engines:
+        where = "between iterations of engines that had requests"
+    elif any(span.lane != "controller" and span.kind == "stage" for span in report.gantt):
+        where = "inside their own stages"
+    else:
+        where = "between their iterations" if report.captured else "while operators ran on their hosts"
+    text = f"had nothing to run {where}: the host did not launch work in time"
+    larger = "more requests at once" if engines else "larger micro-batches"
+    advice = f"{larger}, graphs of kernels (CUDA graphs), torch.compile"
+    if not _on_devices(report):
+        text = f"ran no operator {where}: they were in Python between operators, or waited for a core"
+        larger += "" if engines else ", torch.compile"
+        advice = f"fewer, larger operators ({larger}), no more processes than cores"
+    elif any(row.graphs for row in rows):
+        advice = "do less on the host between the launches of graphs, or put more into each of them"
+    yield _lost(report, rows, lambda row: min(row.host_bound_us, usual[tuple(row.roles)]), text, advice)
+
+
+def _unexplained(report: Report) -> Iterator[_Found]:
+    text, advice = "were idle for no reason that the capture shows", "look at the lanes in the timeline"
+    if not report.captured and _on_devices(report):
+        text = "were idle while nothing ran on their hosts, as far as the traces show"
+        advice = "record Python stacks, which say what the hosts did (loading data, waiting for others)"
+    elif not report.captured:
+        text = "ran no operator: they were in Python, waited for data, or for a core"
+        advice = "record Python stacks, which say what it was"
+    yield _of_cause(report, "unexplained", text, advice)
+
+
+def _of_rollout(
+    found_in: Callable[[Report, Rollout], Iterator[_Found]],
+) -> Callable[[Report], Iterator[_Found]]:
+    """Return what finds something in the rollout, with seconds on all lanes."""
+
+    def found(report: Report) -> Iterator[_Found]:
+        if report.rollout is not None and report.rollout.seconds:
+            for one in found_in(report, report.rollout):
+                yield one._replace(seconds=_on_all(report, one.seconds))
+
+    return found
+
+
+@_of_rollout
+def _blocked(report: Report, rollout: Rollout) -> Iterator[_Found]:
+    """Yield what blocked event loops, of all processes together, while trajectories stood still."""
+    by_name: dict[str, list[BlockRow]] = {}
+    for row in rollout.blocks:
+        by_name.setdefault(row.what, []).append(row)
+    for what, rows in sorted(by_name.items(), key=lambda item: -_stood_still(item[1])):
+        longest = max(rows, key=lambda row: row.seconds)
+        blocks, stopped = sum(row.blocks for row in rows), sum(row.trajectories for row in rows)
+        lanes, name = [row.lane for row in rows], _called(what)
+        who, advice = f"{name[:1].upper()}{name[1:]}", f"{_AWAIT}, so that the others go on"
+        if what == UNKNOWN:
+            who = "Something unknown"
+            advice = "look for a thread that keeps the GIL, or for too few CPUs: no task was seen to block it"
+        many = f", {blocks} times" if blocks > 1 else ""
+        where = f" (in {longest.function})" if longest.function not in ("", what) else ""
+        text = (
+            f"{who} blocked the event {_loops(lanes)} for {duration(sum(row.seconds for row in rows))}"
+            f"{many}{where}: {stopped} trajector{'ies' if stopped > 1 else 'y'} stood still, "
+            f"{duration(_stood_still(rows))} added up."
+        )
+        seconds = min(longest.seconds, rollout.wall_s)
+        yield _Found(_stood_still(rows) / rollout.seconds, seconds, lanes, text, advice)
+
+
+def _stood_still(rows: Sequence[BlockRow]) -> float:
+    return sum(row.stood_still_s for row in rows)
+
+
+def _loops(lanes: Sequence[str]) -> str:
+    """Return ``loop of a``, ``loops of a and b``, or ``loops of a, b and 6 other processes``."""
+    if len(lanes) == 1:
+        return f"loop of {lanes[0]}"
+    if len(lanes) <= _FEW_LANES:
+        return f"loops of {', '.join(lanes[:-1])} and {lanes[-1]}"
+    return f"loops of {', '.join(lanes[:2])} and {len(lanes) - 2} other processes"
+
+
+@_of_rollout
+def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[_Found]:
+    if last := rollout.last:
+        most = last.parts[0] if last.parts else None
+        cause = most.cause if most else ""
+        who = "trajectory takes" if last.trajectories == 1 else f"{last.trajectories} trajectories take"
+        text = (
+            f"The last {who} {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories} "
+            f"({last.trajectories / last.of:.1%} of {last.of} trajectories)"
+            + (f": {most.share:.0%} of that is {_called(cause)}." if most else ".")
+        )
+        advice = (slow_replica(report.replicas) if cause == "decode" else "") or _advice(cause)
+        yield _Found(last.share - last.trajectories / last.of, last.seconds, [], text, advice)
+
+
+@_of_rollout
+def _one_cause(report: Report, rollout: Rollout) -> Iterator[_Found]:
+    """Yield the largest cause besides the engine's own work; lag is named once."""
+    blocked = any(found.share >= FINDINGS["loop_blocked"] for found in _blocked(report))
+    of_engines = ("decode", "generate", "prefill", "first token")
+    said = (*of_engines, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if blocked else ()))
+    for row in [row for row in rollout.causes if not row.validate and row.cause not in said][:1]:
+        calls = next((call for call in rollout.calls if call.name == row.cause), None)
+        each = calls and (
+            f" ({calls.calls:,} calls, p50 {duration(calls.p50_s)}, p99 {duration(calls.p99_s)}, up to "
+            f"{calls.most_running} at once)"
+        )
+        text = (
+            f"{row.share:.0%} of the trajectories' time ({duration(row.seconds)}) is "
+            f"{_called(row.cause)}{each or ''}."
+        )
+        yield _Found(row.share, row.share * rollout.wall_s, [], text, _advice(row.cause))
+
+
+@_of_rollout
+def _for_nothing(report: Report, rollout: Rollout) -> Iterator[_Found]:
+    rows = [row for row in rollout.fates if not row.validate and row.fate not in KEPT]
+    share = sum(row.share for row in rows)
+    text = (
+        f"{share:.0%} of the trajectories' time ({duration(sum(row.seconds for row in rows))}) went into "
+        "those that nothing is made of: " + ", ".join(f"{row.trajectories} {row.fate}" for row in rows[:4])
+    )
+    advice = "stop them sooner, filter prompts before the rollout, or repair what makes them fail"
+    yield _Found(share, share * rollout.wall_s, [], f"{text}.", advice)
+
+
+@_of_rollout
+def _polling(report: Report, rollout: Rollout) -> Iterator[_Found]:
+    if polling := rollout.polling:
+        text = (
+            f"The trainer slept {duration(polling.late_s)} ({polling.late_share:.0%} of the step) after the "
+            f"last response was there: it looks into its replay buffer every {duration(polling.interval_s)}."
+        )
+        advice = (
+            "look more often; with verl, name a replay buffer of your own with a smaller "
+            "poll_interval in trainer.v1.sampler.custom_sampler"
+        )
+        yield _Found(polling.late_share, polling.late_s, [], text, advice)
+
+
+def _called(cause: str) -> str:
+    """Return a cause as it is called in a sentence: ``tool `search```."""
+    family, _, name = cause.partition(":")
+    return f"{family} `{name}`" if name and family in ("tool", "wait") else cause
+
+
+def _advice(cause: str) -> str:
+    return _ADVICE.get(cause) or _ADVICE.get(cause.partition(":")[0]) or _ADVICE["tool"]
+
+
+def _lanes_that_lost(rows: Sequence[DeviceRow], lost_us: Callable[[DeviceRow], float]) -> list[str]:
+    """Return the names of the lanes that lost time, those of the device that lost most first."""
+    return [
+        name for row in sorted(rows, key=lambda row: -lost_us(row)) if lost_us(row) > 0 for name in row.lanes
+    ]
+
+
+def _by_cost(report: Report) -> list[str]:
+    """Return the workers, the one that the capture cost most first."""
+    return [row.worker for row in sorted(report.costs, key=lambda row: -(row.start_s + row.stop_s))]
 
 
 def _outermost(report: Report) -> list[StragglerRow]:
@@ -215,5 +479,70 @@ def _outermost(report: Report) -> list[StragglerRow]:
     return [row for row in report.stragglers if (row.slowest, row.stage) in outermost]
 
 
+def _on_devices(report: Report) -> bool:
+    return any(row.device for row in report.workers)
+
+
+def _on_all(report: Report, seconds: float) -> float:
+    """Return the lane-seconds of time that all lanes lose."""
+    return seconds * max(len(report.counted), 1)
+
+
+def _span_us(report: Report) -> float:
+    return max(report.span_us, 1.0)
+
+
 def _time(us: float) -> str:
     return duration(us / 1e6)
+
+
+_IDLE = {  # threshold, sentence and advice of causes that need no more
+    "no_requests": (
+        0.10,
+        "of engines waited for requests: none was on its way",
+        "more trajectories at once, so that some generate while others wait for tools; or shorten what they "
+        "wait for",
+    ),
+    "weight_sync": (
+        0.15,
+        "were idle while weights went to the engines",
+        "transfer in larger buckets or over a faster path, or synchronise less often",
+    ),
+    "host_blocked": (
+        0.10,
+        "were idle while their hosts were inside calls that copy, allocate or wait for the device",
+        "copy from pinned memory with non_blocking=True, and leave out calls that wait (.item(), .cpu())",
+    ),
+    "between_stages": (
+        0.20,
+        "were idle while the loop was in no stage",
+        "mark more of the loop with stage(), so that this time gets a name",
+    ),
+}
+_FIRST: tuple[_Rule, ...] = (
+    ("straggler", 0, _comes_last),
+    ("device_unrecorded", 0, _unrecorded),
+    ("coverage", 0, _missing),
+)
+_RANKED: tuple[_Rule, ...] = (
+    ("loop_blocked", 0.02, _blocked),  # of the trajectories' time
+    ("last_trajectories", 0.15, _last_trajectories),  # of the rollout, more than theirs
+    ("trajectory_cause", 0.25, _one_cause),  # of the trajectories' time
+    ("trajectories_for_nothing", 0.10, _for_nothing),
+    ("polling", 0.05, _polling),  # of the step
+    ("straggler", 0.05, _stragglers),  # of the role's time in the step
+    ("idle_stage", 0.10, _idle_stages),  # of the step
+    ("long_tail", 0.05, _tail),  # of the observed time of all devices, and so on
+    ("after_generation", 0.05, _after_generation),
+    *((cause, least, _idle(cause, text, advice)) for cause, (least, text, advice) in _IDLE.items()),
+    ("host_bound", 0.15, _host_bound),
+    ("unexplained", 0.20, _unexplained),
+    ("exposed_communication", 0.15, _communication),  # of the busy time of all devices
+)
+_LAST: tuple[_Rule, ...] = (
+    ("capture", 0.05, _capture),  # of the step, or of the observed time of all devices
+    ("pause", 0.25, _pause),  # of the step
+)
+
+FINDINGS = {rule: least for rule, least, _ in (*_RANKED, *_LAST)}
+"""Shares by the rule of a finding: above them, acting is usually worth the effort."""

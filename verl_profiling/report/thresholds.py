@@ -1,28 +1,4 @@
-"""From where on something stands out: a finding about a step, a lane of its picture, or a step of a run."""
-
-__all__ = ["FINDINGS", "Outlier", "Shift"]
-
-FINDINGS = {
-    "capture": 0.05,  # of the step, or of the observed time of all devices
-    "pause": 0.25,  # of the step
-    "straggler": 0.05,  # of the role's time in the step
-    "idle_stage": 0.10,  # of the step
-    "long_tail": 0.05,  # of the observed time of all devices, and so on
-    "after_generation": 0.05,
-    "no_requests": 0.10,
-    "weight_sync": 0.15,
-    "host_blocked": 0.10,
-    "host_bound": 0.15,
-    "between_stages": 0.20,
-    "unexplained": 0.20,
-    "exposed_communication": 0.15,  # of the busy time of all devices
-    "loop_blocked": 0.02,  # of the trajectories' time
-    "last_trajectories": 0.15,  # of the rollout, more than their share of the trajectories
-    "trajectory_cause": 0.25,  # of the trajectories' time
-    "trajectories_for_nothing": 0.10,
-    "polling": 0.05,  # of the step
-}
-"""Shares by the rule of a finding: above them, acting is usually worth the effort."""
+"""From where on something stands out: a lane of the picture, or a step of a run."""
 
 
 class Outlier:
