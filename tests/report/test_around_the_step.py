@@ -17,10 +17,9 @@ from verl_profiling.analysis import open_step
 from verl_profiling.manifest import MANIFEST_NAME, Rpc, StageSpan
 from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.diff import compare
-from verl_profiling.report.files import write_csv
+from verl_profiling.report.files import scalars, write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.scalars import scalars
 from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import read_manifest, write_json_atomically
 

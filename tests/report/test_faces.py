@@ -9,9 +9,8 @@ import pytest
 from step_folders import WORKERS, build_step
 
 from verl_profiling.report.build import build_report
-from verl_profiling.report.files import write_csv
+from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.model import Report
-from verl_profiling.report.scalars import write_tensorboard
 from verl_profiling.timeline.inputs import find_steps
 
 

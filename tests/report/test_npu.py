@@ -22,7 +22,7 @@ from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.step import StepInputs
+from verl_profiling.timeline.step import Source, StepInputs
 
 HOST = Path(__file__).parents[1] / "data" / "npu_trace_view.json"
 PROCESSES = {
@@ -195,8 +195,12 @@ def test_a_stage_is_no_operator(tmp_path: Path) -> None:
         "cat": "cpu_op",
     }
     (tmp_path / "marked.json").write_text(json.dumps([*events, mark]))
-    (plain,) = read_lane([(tmp_path / "plain.json", 0)]).activities
-    (marked,) = read_lane([(tmp_path / "marked.json", 0)], marks={"update_actor"}).activities
+    plain_source, marked_source = (
+        Source(path=tmp_path / name, lane="actor_rank0", worker="actor_rank0", role="actor")
+        for name in ("plain.json", "marked.json")
+    )
+    (plain,) = read_lane([plain_source]).lanes
+    (marked,) = read_lane([marked_source], marks={"update_actor"}).lanes
     assert marked.busy.tolist() == plain.busy.tolist()
     assert len(plain.busy)
 

@@ -19,13 +19,12 @@ from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.manifest import MANIFEST_NAME, POLLING, Request
 from verl_profiling.report.diff import compare
-from verl_profiling.report.files import data_frame, write_csv
+from verl_profiling.report.files import data_frame, scalars, write_csv
 from verl_profiling.report.findings import all_findings
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.rollout.records import OTHERS
 from verl_profiling.report.rows import CallRow, Polling, Rollout
-from verl_profiling.report.scalars import scalars
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.report.tables import TABLES
 from verl_profiling.report.terminal import print_report

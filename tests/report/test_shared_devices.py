@@ -19,14 +19,13 @@ from step_folders import build_step
 from verl_profiling.analysis import open_step
 from verl_profiling.devices import Device
 from verl_profiling.manifest import MANIFEST_NAME
-from verl_profiling.report.device_rows import lost_of_device
-from verl_profiling.report.files import write_csv
+from verl_profiling.report.files import scalars, write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.intervals import Spans, intersection, length, spans_of, subtract, union
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import Report
+from verl_profiling.report.numbers import lost_of_device
 from verl_profiling.report.page.picture import picture
-from verl_profiling.report.scalars import scalars
 from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import read_manifest, write_json_atomically
 
@@ -184,7 +183,7 @@ class DrawnLane:
     """What :func:`lost_of_device` looks at: when a lane was observed, and when it was busy."""
 
     def __init__(self, observed: Spans, busy: Spans) -> None:
-        self.observed, self.activity, self.busy = observed, self, busy
+        self.observed, self.busy = observed, busy
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=6).map(

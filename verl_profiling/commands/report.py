@@ -16,11 +16,10 @@ from verl_profiling.commands.arguments import add_communication, add_limits, add
 from verl_profiling.commands.common import StepByStep, progress, warn
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.report.columns import fitting_console
-from verl_profiling.report.files import write_csv
+from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, how_to_capture, is_uncaptured, render_run, runs_of
-from verl_profiling.report.scalars import write_tensorboard
 from verl_profiling.report.terminal import print_report
 from verl_profiling.report.watch_frame import Pulse, WatchFrame
 from verl_profiling.report.watch_history import WatchHistory, watch_sentence

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import compress, count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,12 +40,11 @@ from verl_profiling.report.kinds import (
     npu_kind,
     parse_iteration,
 )
+from verl_profiling.report.lanes import Lane, Window
 from verl_profiling.timeline.content import Limits
+from verl_profiling.timeline.step import Source
 from verl_profiling.timeline.trace import NO_ARGS, Event, Trace
 from verl_profiling.units import duration
-
-Window = tuple[str, int, int]
-"""Name, begin and end (ns) of a stage."""
 
 _CHUNK_BYTES = 2 << 20  # of JSON, taken at a time: long arrays, and events that stay in a cache
 _MOST_DEVICES = 64
@@ -66,67 +64,18 @@ _MOST_SHARE, _MOST_NS = 0.001, 1000  # by which our figures may differ from mspr
 _ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_COMMUNICATION)
 
 
-@dataclass(kw_only=True)
-class Activity:
-    """What one device of a lane, or its host where it has none, did at which times on the controller's clock.
-
-    Attributes:
-        paths: The traces.
-        host: Spans in which operators or runtime calls ran on the host.
-        blocked: Spans in which the host was in a call that copies, allocates or waits for the device.
-        graphs: Whether the host launched graphs of kernels.
-        iterations: The iterations of a rollout engine.
-        device: Name of the device; ``""`` for a CPU trace.
-        on_device: Whether it is that of a device (see :mod:`~verl_profiling.report.kinds`).
-        is_one_of_several: Whether the lane has other devices.
-        is_unknown: Whether nothing is known of its device: the trace ends before its first event, or none was
-            recorded although the device was in use.
-        compute: Spans of computation.
-        communication: Spans of communication.
-        memory: Spans in which memory was copied or set.
-        unrecognised: Spans of work of a device that is of no known kind, with nothing else beside it.
-        collectives: All runs of each collective by name and process group, in order of their begin.
-        ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
-        first_ns: Begin of the first event that counts.
-        last_ns: End of the last event that counts.
-    """
-
-    paths: list[Path]
-    host: Spans
-    blocked: Spans
-    graphs: bool
-    iterations: list[Iteration]
-    device: str = ""
-    on_device: bool = False
-    is_one_of_several: bool = False
-    is_unknown: bool = False
-    compute: Spans = field(default_factory=lambda: EMPTY)
-    communication: Spans = field(default_factory=lambda: EMPTY)
-    memory: Spans = field(default_factory=lambda: EMPTY)
-    unrecognised: Spans = field(default_factory=lambda: EMPTY)
-    collectives: Mapping[tuple[str, Group], Spans] = field(default_factory=dict)
-    ops: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    first_ns: int | None = None
-    last_ns: int | None = None
-
-    @cached_property
-    def busy(self) -> Spans:
-        """Spans in which it was busy with anything."""
-        return union(self.compute, self.communication, self.memory, self.unrecognised)
-
-
 class LaneRead(NamedTuple):
     """What was read of one lane.
 
     Attributes:
-        activities: What each of its devices did, or its host if it has none.
+        lanes: What each of its devices did, or its host if it has none.
         traces: Number of traces that could be read.
         events: Number of events read.
         problems: What could not be read.
         notes: What to know of the figures.
     """
 
-    activities: list[Activity]
+    lanes: list[Lane]
     traces: int
     events: int
     problems: list[str]
@@ -138,7 +87,7 @@ class NoOperatorsError(TraceFormatError):
 
 
 def read_lane(
-    traces: Iterable[tuple[Path, int]],
+    sources: Sequence[Source],
     marks: Collection[str] = (),
     windows: Sequence[Window] = (),
     limits: Limits | None = None,
@@ -149,7 +98,7 @@ def read_lane(
     """Read the traces of one lane.
 
     Args:
-        traces: Path of each, and the clock offset in ns that is subtracted from its times.
+        sources: The traces.
         marks: Names of the worker's stages, which torch_npu records as operators.
         windows: The stages to tell apart in ``ops``.
         limits: How much of each trace is read.
@@ -162,18 +111,17 @@ def read_lane(
         TraceFormatError: None of them can be read, or nothing in them is known to be work.
         ConfigError: A pattern is no regular expression.
     """
-    lane = _Lane(marks, patterns, between)
+    lane = _Reading(sources[0], marks, patterns, between)
     failure: TraceFormatError | None = None
-    for path, offset_ns in traces:
+    for source in sources:
         try:
-            lane.read(path, offset_ns, limits or Limits())
+            lane.read(source, limits or Limits())
         except TraceFormatError as error:
             failure = error
             lane.problems.append(str(error))
     if failure and not lane.paths:
         raise failure
-    activities = lane.activities(windows, unrecorded)
-    return LaneRead(activities, len(lane.paths), lane.events, lane.problems, lane.notes)
+    return LaneRead(lane.lanes(windows, unrecorded), len(lane.paths), lane.events, lane.problems, lane.notes)
 
 
 class _Key(NamedTuple):
@@ -195,12 +143,17 @@ class _Rows(NamedTuple):
         return _Rows(*(column[wanted] for column in self))
 
 
-class _Lane:
+class _Reading:
     """The traces of one lane while they are read."""
 
     def __init__(
-        self, marks: Collection[str], patterns: tuple[str, ...], between: tuple[int, int] | None
+        self,
+        source: Source,
+        marks: Collection[str],
+        patterns: tuple[str, ...],
+        between: tuple[int, int] | None,
     ) -> None:
+        self._source = source
         self.paths: list[Path] = []
         self.events = 0
         self.problems: list[str] = []
@@ -225,8 +178,9 @@ class _Lane:
         self._groups: set[Group | None] = set()
         self._cut_off: list[str] = []
 
-    def read(self, path: Path, offset_ns: int, limits: Limits) -> None:
+    def read(self, source: Source, limits: Limits) -> None:
         """Read one trace."""
+        path = source.path
         trace = Trace(path, limits)
         self.paths.append(path)
         self._groups.add(only_group(trace.metadata.get("distributedInfo")))
@@ -236,7 +190,7 @@ class _Lane:
         try:
             for events in trace.chunks(_CHUNK_BYTES):
                 _add_names(names, events)
-                waiting += self._add_chunk(events, trace.base_ns - offset_ns, tasks)
+                waiting += self._add_chunk(events, trace.base_ns - source.offset_ns, tasks)
         finally:
             self._add_tasks(waiting, tasks, names, path)
             self.events += trace.events
@@ -372,7 +326,7 @@ class _Lane:
         self._blocked.add(spans[waits])
         self._rows.append(rows.of(kinds <= UNKNOWN if self._has_device else kinds < ITERATION))
 
-    def activities(self, windows: Sequence[Window], unrecorded: str) -> list[Activity]:
+    def lanes(self, windows: Sequence[Window], unrecorded: str) -> list[Lane]:
         """Return what each device did, or what the host did if there is none.
 
         Raises:
@@ -384,6 +338,7 @@ class _Lane:
         kinds = self._kinds_of(rows.keys)
         devices = list(self._devices(rows, kinds))
         self._about: dict[str, Any] = {
+            "source": self._source,
             "paths": self.paths,
             "host": self._host.spans(),
             "blocked": self._blocked.spans(),
@@ -393,9 +348,8 @@ class _Lane:
             "is_one_of_several": len(devices) > 1,
         }
         if devices:
-            return [
-                self._reduced(rows.of(mine), _ON_DEVICE, windows, {"device": name}) for name, mine in devices
-            ]
+            found = ((rows.of(mine), {"accelerator": name}) for name, mine in devices)
+            return [self._reduced(mine, _ON_DEVICE, windows, about) for mine, about in found]
         if self._cut_off and (self._says_device or self._launches):
             return [self._lost_device("ends before the first event of its device")]
         if unrecorded:
@@ -440,7 +394,7 @@ class _Lane:
 
     def _reduced(
         self, rows: _Rows, wanted: Sequence[int], windows: Sequence[Window], about: dict[str, Any]
-    ) -> Activity:
+    ) -> Lane:
         """Return what rows are: the wanted kinds are computation, communication, copies and the rest.
 
         Collectives that name no group are of the only one that the headers list, if it is one.
@@ -459,7 +413,7 @@ class _Lane:
                 key = self._keys[rows.keys[one[0]]]
                 call = (key.name, key.group or only or Group())
                 runs[call] = np.concatenate((runs.get(call, EMPTY), rows.spans[one]))
-        return Activity(
+        return Lane(
             **(self._about | covers | about),
             collectives={call: spans[np.argsort(spans[:, 0], kind="stable")] for call, spans in runs.items()},
             ops=self._by_stage(rows, windows),
@@ -492,11 +446,11 @@ class _Lane:
     def _note(self, sentence: str) -> None:
         self.notes.append(f"{self.paths[0].name}: {sentence}")
 
-    def _lost_device(self, why: str) -> Activity:
+    def _lost_device(self, why: str) -> Lane:
         """Return what is known of a device without an event in the traces: nothing."""
         files = ", ".join(self._cut_off or [path.name for path in self.paths])
         self.problems.append(f"{files}: {why}: nothing is known of it")
-        return Activity(is_unknown=True, **self._about)
+        return Lane(is_unknown=True, **self._about)
 
     def _without_work(self) -> TraceFormatError:
         """Return what to say of traces without work; a whole one of torch's profiler had none to record."""

@@ -11,16 +11,28 @@ import numpy as np
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, Manifest
-from verl_profiling.report.activity import Activity, NoOperatorsError, read_lane
-from verl_profiling.report.anatomy import anatomy, capture_time
-from verl_profiling.report.capture_rows import anchors, clock_notes, core_notes, costs, measures, requests
-from verl_profiling.report.collectives import collective_rows, last_to, matched_calls, waiting_by_lane
-from verl_profiling.report.counters import Counters
-from verl_profiling.report.device_rows import device_row, lost_of_device, shared_devices, unknown_devices
+from verl_profiling.report.activity import NoOperatorsError, read_lane
+from verl_profiling.report.anatomy import anatomy, capture_time, outside_rows
+from verl_profiling.report.capture_rows import (
+    Counters,
+    anchors,
+    clock_notes,
+    core_notes,
+    costs,
+    measures,
+    replica_rows,
+    requests,
+)
+from verl_profiling.report.collectives import (
+    collective_rows,
+    last_to,
+    matched_calls,
+    stragglers,
+    waiting_by_lane,
+)
 from verl_profiling.report.findings import find
-from verl_profiling.report.gantt import gantt
 from verl_profiling.report.intervals import EMPTY, intersection, length
-from verl_profiling.report.lanes import Step
+from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import (
     BEHIND_TRAJECTORIES,
     WEIGHT_SYNC,
@@ -30,17 +42,18 @@ from verl_profiling.report.lost import (
 )
 from verl_profiling.report.model import Clock, Coverage, Report
 from verl_profiling.report.numbers import (
+    device_row,
     engine_row,
     kernels,
+    lost_of_device,
     rollout_tail,
+    shared_devices,
     throughput,
+    unknown_devices,
     worker_row,
 )
-from verl_profiling.report.outside import outside_rows
-from verl_profiling.report.over_time import requests_running
-from verl_profiling.report.replicas import replica_rows
+from verl_profiling.report.over_time import gantt, requests_running
 from verl_profiling.report.rollout.section import few_causes, rollout_of
-from verl_profiling.report.stragglers import stragglers
 from verl_profiling.report.suspects import Activities, asked_of
 from verl_profiling.timeline.logs import read_logs
 from verl_profiling.timeline.merge import zero_ns
@@ -91,19 +104,18 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
     )
     lost: list[str] = []
     traces = events = 0
-    read: list[tuple[Source, Activity]] = []
-    stages = Step(inputs.manifest, [])
+    read: list[Lane] = []
+    stages = Step(inputs.manifest)
     between = (
         (inputs.manifest.begin_ns, inputs.manifest.end_ns) if inputs.manifest and inputs.capture else None
     )
     for _, group in groupby(inputs.sources, key=lambda source: source.lane):
         sources = list(group)
         try:
-            traces_of_lane = ((source.path, source.offset_ns) for source in sources)
             marks, windows = _marks(inputs.manifest, sources[0]), stages.windows_of(sources[0])
             unrecorded = _unrecorded_device(stages, sources[0])
             found = read_lane(
-                traces_of_lane, marks, windows, inputs.limits, inputs.communication, between, unrecorded
+                sources, marks, windows, inputs.limits, inputs.communication, between, unrecorded
             )
         except NoOperatorsError as error:
             (missing if inputs.manifest is None else notes).append(f"{sources[0].path.name}: {error.problem}")
@@ -112,14 +124,14 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
             missing.append(str(error))
             incomplete.append(sources[0].lane)
         else:
-            if unrecorded and found.activities[0].is_unknown:
+            if unrecorded and found.lanes[0].is_unknown:
                 lost.append(sources[0].lane)
             if found.problems:
                 incomplete.append(sources[0].lane)
             missing += found.problems
             notes += found.notes
             traces, events = traces + found.traces, events + found.events
-            read += [(sources[0], activity) for activity in found.activities]
+            read += found.lanes
         for source in sources:
             if on_progress:
                 on_progress(source)
@@ -154,7 +166,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     waiting = waiting_by_lane(calls)
     lost = [lost_by_cause(lane, step, tail) for lane in step.lanes]
     workers = [
-        worker_row(lane, step, causes, waiting.get(lane.name, EMPTY), inputs.directory)
+        worker_row(lane, step, causes, waiting, inputs.directory)
         for lane, causes in zip(step.lanes, lost, strict=True)
     ]
     groups = shared_devices(step)
@@ -287,7 +299,7 @@ def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str
 
     Notes of the capture do not say which of its steps they are of.
     """
-    on_cpus = [lane.source.worker for lane in step.lanes if not lane.activity.on_device]
+    on_cpus = [lane.source.worker for lane in step.lanes if not lane.on_device]
     noted = [*manifest.notes, *(note for worker in manifest.workers for note in worker.notes)]
     if (more := len(noted) - _MOST_NOTES) > 0:
         noted[_MOST_NOTES:] = [f"{more:,} more notes are in {MANIFEST_NAME}"]

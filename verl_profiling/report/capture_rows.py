@@ -1,21 +1,25 @@
-"""Rows on the capture itself: numbers that workers recorded, its cost, clocks that were set."""
+"""Rows from the manifest and the logs: measures, costs, clocks, requests, replicas, counts."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
-from verl_profiling.report.intervals import holding, spans_of
+from verl_profiling.report.intervals import holding, percentiles, spans_of
 from verl_profiling.report.lanes import VALIDATE
-from verl_profiling.report.rows import AnchorRow, CostRow, MeasureRow, RequestRow
+from verl_profiling.report.outliers import Outlier
+from verl_profiling.report.rows import AnchorRow, CostRow, CounterRow, MeasureRow, ReplicaRow, RequestRow
 from verl_profiling.timeline.inputs import resolve_artifact
+from verl_profiling.timeline.step import Source
+from verl_profiling.trajectory_log import TrajectoryLog
 from verl_profiling.units import duration
-
-__all__ = ["anchors", "clock_notes", "core_notes", "costs", "measures", "requests"]
 
 _STAGE_PREFIX = "stage/"
 _SET_CLOCK_NS = 1_000_000
@@ -160,3 +164,118 @@ def _clock_set_ns(worker: CaptureResult) -> int:
     elapsed_ns = last.monotonic_ns - first.monotonic_ns
     ahead_ns = last.unix_ns - first.unix_ns - elapsed_ns
     return ahead_ns if abs(ahead_ns) > max(_SET_CLOCK_NS, _SET_CLOCK_SHARE * elapsed_ns) else 0
+
+
+class Counters:
+    """The counts of a step, from logs that are read one after the other.
+
+    A count holds until the next one of its name; the last one before the step holds at its begin.
+
+    Args:
+        begin_ns: Begin of the step, on the controller's clock.
+        end_ns: Its end.
+    """
+
+    def __init__(self, begin_ns: int, end_ns: int) -> None:
+        self._begin_ns, self._end_ns = begin_ns, end_ns
+        self._said: dict[tuple[str, str], list[tuple[int, float]]] = {}
+
+    def add(self, source: Source, log: TrajectoryLog) -> None:
+        """Keep what a log has."""
+        for one in log.counts:
+            if math.isfinite(one.value):
+                said = self._said.setdefault((source.lane, one.name), [])
+                said.append((one.at_ns - source.offset_ns, one.value))
+
+    def rows(self) -> list[CounterRow]:
+        """Return a row for each count of each process that was said in the step or before it."""
+        found = (self._row(lane, name, sorted(said)) for (lane, name), said in self._said.items())
+        return [row for row in found if row is not None]
+
+    def _row(self, lane: str, name: str, said: Iterable[tuple[int, float]]) -> CounterRow | None:
+        before: list[tuple[int, float]] = []
+        inside: list[tuple[int, float]] = []
+        for at_ns, value in said:
+            if at_ns <= self._begin_ns:
+                before = [(self._begin_ns, value)]
+            elif at_ns <= self._end_ns:
+                inside.append((at_ns, value))
+        held = [*before, *inside]
+        if not held:
+            return None
+        until = [*held, (self._end_ns, 0.0)]
+        time_ns = self._end_ns - held[0][0]
+        area = sum(value * (after - at_ns) for (at_ns, value), (after, _) in pairwise(until))
+        return CounterRow(
+            lane=lane,
+            name=name,
+            samples=len(inside),
+            last=held[-1][1],
+            mean=area / time_ns if time_ns else held[-1][1],
+            max=max(value for _, value in held),
+        )
+
+
+def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
+    """Return one row for each replica that noted requests, in their order."""
+    by_replica: dict[tuple[int, str], list[RequestRow]] = {}
+    for request in requests:
+        by_replica.setdefault((request.replica, request.worker), []).append(request)
+    return [_replica_row(by_replica[key]) for key in sorted(by_replica)]
+
+
+def slow_replica(rows: Iterable[ReplicaRow]) -> str:
+    """Return advice on the replica that takes longest for a token, if it stands out; else nothing."""
+    known = sorted((row.per_token_p50_us, row.worker) for row in rows if row.per_token_p50_us)
+    if len(known) < 2:
+        return ""
+    *others, (slowest_us, worker) = known
+    usual_us = median(us for us, _ in others)
+    if slowest_us <= Outlier.SLOWER * usual_us:
+        return ""
+    return (
+        f"compare the host and the device of {worker} with those of the others: it takes "
+        f"{duration(slowest_us / 1e6)} a token, the others {duration(usual_us / 1e6)}"
+    )
+
+
+def _replica_row(requests: list[RequestRow]) -> ReplicaRow:
+    first, every = requests[0], len(requests)
+    requests = [request for request in requests if not request.validate]
+    whole = [request for request in requests if not request.failed]
+    samples: dict[str, list[float | None]] = {
+        "queued": [
+            request.scheduled_us - request.arrival_us
+            for request in whole
+            if request.scheduled_us is not None and request.arrival_us is not None
+        ],
+        "to_first_token": [request.to_first_token_us for request in whole],
+        "per_token": [request.per_token_us for request in whole],
+    }
+    times: dict[str, float | None] = {}
+    for name, sample in samples.items():
+        known = [max(us, 0.0) for us in sample if us is not None]
+        keys = (f"{name}_p{which}_us" for which in (50, 90, 99))
+        times |= zip(keys, percentiles(known, 50, 90, 99), strict=True)
+    preemptions = [request.preemptions for request in requests if request.preemptions is not None]
+    return ReplicaRow(
+        worker=first.worker,
+        replica=first.replica,
+        requests=len(requests),
+        failed=len(requests) - len(whole),
+        **times,
+        cache_hit_share=_cache_hit_share(requests),
+        preemptions=sum(preemptions) if preemptions else None,
+        validation=every - len(requests),
+    )
+
+
+def _cache_hit_share(requests: list[RequestRow]) -> float | None:
+    """Return the share of prompt tokens that were cached, of the requests that tell; at most all of them."""
+    told = [
+        (min(request.cached_tokens, request.prompt_tokens), request.prompt_tokens)
+        for request in requests
+        if request.cached_tokens is not None
+    ]
+    prompts = sum(length for _, length in told)
+    return sum(cached for cached, _ in told) / prompts if prompts else None

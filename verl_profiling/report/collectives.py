@@ -1,4 +1,4 @@
-"""Collectives: which calls of different ranks belong together, and how long ranks wait in them.
+"""Collectives and stragglers: which calls of ranks belong together, how long ranks wait, and for whom.
 
 The ranks of a process group leave a collective together. So of the runs of one call the shortest is that of
 the rank which came last, and the call itself costs as long as that run. By what another rank's run is longer,
@@ -17,19 +17,31 @@ else of the runs is waiting, is unknown. So is all of a collective whose group i
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import chain
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_profiling.manifest import CaptureResult, StageSpan
 from verl_profiling.report.communication_kernels import Group
-from verl_profiling.report.intervals import EMPTY, Spans, holding, length, spans_of, subtract, union
+from verl_profiling.report.intervals import (
+    EMPTY,
+    Spans,
+    holding,
+    intersection,
+    length,
+    spans_of,
+    subtract,
+    union,
+)
 from verl_profiling.report.lanes import Lane, Step
-from verl_profiling.report.rows import CollectiveRow
-from verl_profiling.report.thresholds import Outlier
-
-__all__ = ["Calls", "collective_rows", "last_to", "matched_calls", "perhaps_waiting", "waiting_by_lane"]
+from verl_profiling.report.lost import until_last
+from verl_profiling.report.outliers import Outlier
+from verl_profiling.report.rows import CollectiveRow, StragglerRow
 
 _TOP_COLLECTIVES = 20
 _SMALL = 0.01
@@ -77,11 +89,11 @@ def matched_calls(step: Step) -> list[Calls]:
     """
     called = defaultdict(list)
     for lane in step.lanes:
-        for call in lane.activity.collectives:
+        for call in lane.collectives:
             called[lane.source.role, lane.source.replica, call].append(lane)
     found = []
     for (role, _, (name, group)), lanes in called.items():
-        runs = [lane.activity.collectives[name, group] for lane in lanes]
+        runs = [lane.collectives[name, group] for lane in lanes]
         if 1 < len(lanes) <= (group.size or len(lanes)) and len(set(map(len, runs))) == 1:
             found.append(Calls(role, name, group, lanes, np.stack(runs)))
     return found
@@ -103,9 +115,9 @@ def perhaps_waiting(step: Step, calls: Iterable[Calls], waiting: Mapping[str, Sp
         for lane, runs in zip(one.lanes, one.runs, strict=True):
             told[lane.name] += [runs] if one.is_whole else []
     found = {}
-    for name, activity in ((lane.name, lane.activity) for lane in step.lanes):
-        unseen = subtract(activity.communication, union(activity.compute, *told[name]))
-        found[name] = union(waiting.get(name, EMPTY), unseen)
+    for lane in step.lanes:
+        unseen = subtract(lane.communication, union(lane.compute, *told[lane.name]))
+        found[lane.name] = union(waiting.get(lane.name, EMPTY), unseen)
     return found
 
 
@@ -154,3 +166,62 @@ def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
             )
         )
     return sorted(rows, key=lambda row: -row.wait_us)[:_TOP_COLLECTIVES]
+
+
+def stragglers(step: Step, calls: Sequence[Calls], waiting: Mapping[str, Spans]) -> list[StragglerRow]:
+    """Return, for each stage that several workers of a role ran, how far apart their work is.
+
+    Workers that communicate end a stage together, so how long it lasted says nothing. What a worker
+    worked is the time in the stage less the time in which it waited in collectives. A stage that one of
+    them was still in when the capture ended is not compared. Nor is one in which another may have worked as
+    long, because a worker communicated and it is not known whether it waited.
+
+    Args:
+        step: The step.
+        calls: Its collectives.
+        waiting: When each lane waited in them, by its name.
+    """
+    perhaps = perhaps_waiting(step, calls, waiting)
+    rows: list[StragglerRow] = []
+    for role in dict.fromkeys(worker.identity.role for worker in step.workers):
+        stages: dict[str, dict[str, list[StageSpan]]] = {}  # by stage, then worker
+        waits: dict[str, tuple[Spans, Spans]] = {}
+        for worker in (worker for worker in step.workers if worker.identity.role == role):
+            waits[worker.name] = (_of(worker, step, waiting), _of(worker, step, perhaps))
+            for span in worker.stages:
+                stages.setdefault(span.name, {}).setdefault(worker.name, []).append(span)
+        for stage, runs in stages.items():
+            if len(runs) > 1 and not any(map(step.cut_off, chain.from_iterable(runs.values()))):
+                rows += _rows(stage, role, runs, waits)
+    return sorted(rows, key=lambda row: -row.behind_us)
+
+
+def _of(worker: CaptureResult, step: Step, waiting: Mapping[str, Spans]) -> Spans:
+    """Return when all lanes of a worker waited."""
+    lanes = [waiting.get(lane.name, EMPTY) for lane in step.lanes if lane.source.worker == worker.name]
+    return reduce(intersection, lanes) if lanes else EMPTY
+
+
+def _rows(
+    stage: str, role: str, runs: dict[str, list[StageSpan]], waits: dict[str, tuple[Spans, Spans]]
+) -> Iterator[StragglerRow]:
+    worked, surely, waited_ns = {}, {}, 0
+    for name, own in runs.items():
+        waiting, perhaps = waits[name]
+        time = spans_of((span.begin_ns, span.end_ns) for span in own)
+        worked[name] = length(subtract(time, waiting)) / 1000
+        surely[name] = length(subtract(time, perhaps)) / 1000
+        waited_ns += length(intersection(time, waiting)) + length(until_last(own, runs.values()))
+    slowest = max(surely, key=lambda name: surely[name])
+    worked[slowest] = surely[slowest]
+    if surely[slowest] == max(worked.values()):
+        yield StragglerRow(
+            stage=stage,
+            role=role,
+            workers=len(worked),
+            slowest=slowest,
+            slowest_us=worked[slowest],
+            median_us=median(worked.values()),
+            wait_us=waited_ns / 1000,
+            behind_us=sum(worked[slowest] - us for us in worked.values()),
+        )

@@ -17,17 +17,6 @@ import msgspec
 from verl_profiling.errors import ConfigError
 from verl_profiling.timeline.trace import UNDECODABLE
 
-__all__ = [
-    "HOST_COLLECTIVES",
-    "PATTERNS",
-    "Group",
-    "Pattern",
-    "communicates",
-    "group_of",
-    "only_group",
-    "own_name",
-]
-
 
 class Pattern(NamedTuple):
     """Names of the kernels of one library.

@@ -17,9 +17,9 @@ import msgspec
 
 from verl_profiling.manifest import POLLING
 from verl_profiling.report.anatomy import CAPTURE_CALLS
+from verl_profiling.report.capture_rows import slow_replica
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.report.replicas import slow_replica
 from verl_profiling.report.rollout.outcomes import KEPT
 from verl_profiling.report.rollout.pieces import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED
 from verl_profiling.report.rollout.records import UNKNOWN

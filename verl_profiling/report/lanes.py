@@ -1,68 +1,94 @@
-"""A lane as the report sees it: its source, its activity, and when it was observed."""
+"""What the devices of a lane did, and the step that it is part of; times are on the controller's clock."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 from verl_profiling.devices import Device
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, Manifest, StageSpan
-from verl_profiling.report.activity import Activity, Window
+from verl_profiling.report.communication_kernels import Group
 from verl_profiling.report.intervals import EMPTY, Spans, holding, intersection, length, spans_of, union
+from verl_profiling.report.kinds import Iteration
 from verl_profiling.timeline.step import Source
 from verl_profiling.units import duration
-
-__all__ = ["VALIDATE", "Lane", "Step"]
 
 VALIDATE = "validate"
 """The stage in which the loop rolls out to validate, not to train."""
 
+Window = tuple[str, int, int]
+"""Name, begin and end (ns) of a stage."""
 
+
+@dataclass(kw_only=True, eq=False)
 class Lane:
-    """One lane of the step, all times on the controller's clock.
+    """What one device of a lane did, or its host where it has none.
 
     Attributes:
-        source: The trace that it was read from.
-        activity: What it did.
+        source: The first trace that it was read from.
+        paths: All of them.
+        host: Spans in which operators or runtime calls ran on the host.
+        blocked: Spans in which the host was in a call that copies, allocates or waits for the device.
+        graphs: Whether the host launched graphs of kernels.
+        iterations: The iterations of a rollout engine.
+        accelerator: Name of the device in the traces; ``""`` for a CPU trace.
+        on_device: Whether it is that of a device (see :mod:`~verl_profiling.report.kinds`).
+        is_one_of_several: Whether the lane has other devices.
+        is_unknown: Whether nothing is known of its device: the trace ends before its first event, or none was
+            recorded although the device was in use.
+        compute: Spans of computation.
+        communication: Spans of communication.
+        memory: Spans in which memory was copied or set.
+        unrecognised: Spans of work of a device that is of no known kind, with nothing else beside it.
+        collectives: All runs of each collective by name and process group, in order of their begin.
+        ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
+        first_ns: Begin of the first event that counts.
+        last_ns: End of the last event that counts.
         stages: Runs of its worker's own stages.
-        observed: Spans in which it was observed: the set ``S`` of :mod:`~verl_profiling.report.numbers`.
         recorded: Spans in which its tool recorded.
+        observed: Spans in which it was observed: the set ``S`` of :mod:`~verl_profiling.report.numbers`.
         device: What it computed on, where that is known.
     """
 
-    def __init__(self, source: Source, activity: Activity, step: Step) -> None:
-        self.source = source
-        self.activity = activity
-        worker = step.worker_of(source)
-        self.stages = worker.stages if worker else []
-        windows = [
-            (a.begin_ns, a.end_ns)
-            for a in (worker.artifacts if worker else [])
-            if a.lane == source.lane and a.end_ns
-        ]
-        self.recorded = spans_of(windows)
-        self.device = _device_of(self, worker) if worker else None
-        self.observed = self._observed(step, worker)
-
-    def _observed(self, step: Step, worker: CaptureResult | None) -> Spans:
-        if worker is None:
-            busy = self.activity.busy
-            return spans_of([(int(busy[0, 0]), int(busy[-1, 1]))]) if len(busy) else EMPTY
-        if self.activity.is_unknown:
-            return EMPTY
-        whole = spans_of([(step.begin_ns, step.end_ns)])
-        return intersection(self.recorded, whole) if worker.mode == "discrete" else whole
+    source: Source
+    paths: list[Path]
+    host: Spans
+    blocked: Spans
+    graphs: bool
+    iterations: list[Iteration]
+    accelerator: str = ""
+    on_device: bool = False
+    is_one_of_several: bool = False
+    is_unknown: bool = False
+    compute: Spans = field(default_factory=lambda: EMPTY)
+    communication: Spans = field(default_factory=lambda: EMPTY)
+    memory: Spans = field(default_factory=lambda: EMPTY)
+    unrecognised: Spans = field(default_factory=lambda: EMPTY)
+    collectives: Mapping[tuple[str, Group], Spans] = field(default_factory=dict)
+    ops: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    first_ns: int | None = None
+    last_ns: int | None = None
+    stages: Sequence[StageSpan] = ()
+    recorded: Spans = field(default_factory=lambda: EMPTY)
+    observed: Spans = field(default_factory=lambda: EMPTY)
+    device: Device | None = None
 
     def __repr__(self) -> str:
-        busy_s, observed_s = (length(spans) / 1e9 for spans in (self.activity.busy, self.observed))
+        busy_s, observed_s = (length(spans) / 1e9 for spans in (self.busy, self.observed))
         return f"<lane {self.name}: busy {duration(busy_s)}, observed {duration(observed_s)}>"
+
+    @cached_property
+    def busy(self) -> Spans:
+        """Spans in which it was busy with anything."""
+        return union(self.compute, self.communication, self.memory, self.unrecognised)
 
     @property
     def name(self) -> str:
         """Name of the lane, with that of its device where the process has several."""
-        several = self.activity.is_one_of_several
-        return f"{self.source.lane} {self.activity.device}" if several else self.source.lane
+        return f"{self.source.lane} {self.accelerator}" if self.is_one_of_several else self.source.lane
 
     @property
     def is_engine(self) -> bool:
@@ -72,12 +98,12 @@ class Lane:
 
 def _device_of(lane: Lane, worker: CaptureResult) -> Device | None:
     """Return the device of a lane: by its number in the trace, or by the rank in a replica."""
-    devices, several = worker.devices, lane.activity.is_one_of_several
+    devices, several = worker.devices, lane.is_one_of_several
     if len(devices) == 1 and not several:
         return devices[0]
     if worker.identity.is_engine and not several:
         return devices[lane.source.rank] if lane.source.rank < len(devices) else None
-    number = re.search(r"\d+$", lane.activity.device)
+    number = re.search(r"\d+$", lane.accelerator)
     return next((device for device in devices if number and device.index == int(number[0])), None)
 
 
@@ -94,24 +120,35 @@ class Step:
     """
 
     def __init__(
-        self,
-        manifest: Manifest | None,
-        activities: Iterable[tuple[Source, Activity]],
-        capture: Manifest | None = None,
+        self, manifest: Manifest | None, lanes: Iterable[Lane] = (), capture: Manifest | None = None
     ) -> None:
-        read = list(activities)
+        read = list(lanes)
         self.manifest = manifest
         self.capture = capture or manifest
         self.workers = list(manifest.workers) if manifest else []
+        self.begin_ns = min((lane.first_ns for lane in read if lane.first_ns is not None), default=0)
+        self.end_ns = max((lane.last_ns for lane in read if lane.last_ns is not None), default=0)
         if manifest:
             self.begin_ns, self.end_ns = manifest.begin_ns, manifest.end_ns
-        else:
-            known = [
-                (a.first_ns, a.last_ns) for _, a in read if a.first_ns is not None and a.last_ns is not None
-            ]
-            self.begin_ns = min((first for first, _ in known), default=0)
-            self.end_ns = max((last for _, last in known), default=0)
-        self.lanes = [Lane(source, activity, self) for source, activity in read]
+        self.lanes = [self._observed(lane) for lane in read]
+
+    def _observed(self, lane: Lane) -> Lane:
+        """Return a lane with what the step says of it: its stages, its device, when it was observed."""
+        worker = self.worker_of(lane.source)
+        if worker is None:
+            whole = lane.busy.reshape(-1)[[0, -1]].reshape(1, 2) if len(lane.busy) else EMPTY
+            return replace(lane, observed=whole)
+        recorded = spans_of(
+            (a.begin_ns, a.end_ns) for a in worker.artifacts if a.lane == lane.source.lane and a.end_ns
+        )
+        whole = EMPTY if lane.is_unknown else spans_of([(self.begin_ns, self.end_ns)])
+        return replace(
+            lane,
+            stages=worker.stages,
+            recorded=recorded,
+            device=_device_of(lane, worker),
+            observed=intersection(recorded, whole) if worker.mode == "discrete" else whole,
+        )
 
     def worker_of(self, source: Source) -> CaptureResult | None:
         """Return the worker that recorded a trace; a replica on several nodes has several workers."""
@@ -174,7 +211,7 @@ class Step:
         served = {replica: spans_of(found) for replica, found in runs.items()}
         for lane in self.lanes:
             if (replica := lane.source.replica) in served:
-                iterations = lane.activity.iterations
+                iterations = lane.iterations
                 inside = holding(served[replica], [one.begin_ns for one in iterations])
                 ends = [one.end_ns for one, known in zip(iterations, inside, strict=True) if not known]
                 before = spans_of([(self.begin_ns, max(ends, default=self.begin_ns))])

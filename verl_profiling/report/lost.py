@@ -10,18 +10,6 @@ from verl_profiling.report.lanes import VALIDATE, Lane, Step
 from verl_profiling.report.model import OTHER_RANKS, Tail
 from verl_profiling.report.rows import DeviceRow, LostRow
 
-__all__ = [
-    "BEHIND_TRAJECTORIES",
-    "CAUSES",
-    "ROLLOUT",
-    "WEIGHT_SYNC",
-    "lost_by_cause",
-    "lost_total",
-    "unlogged_requests",
-    "until_last",
-    "working_span",
-]
-
 ROLLOUT, WEIGHT_SYNC = "rollout", "update_weights"
 CAUSES = (
     "capture",
@@ -90,13 +78,13 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
         claims["after_generation"] = intersection(rollout, spans_of([(all_done, step.end_ns)]))
         claims["waiting_for_rollout"] = rollout
         claims["straggler_wait"] = union(*(_after_stage(lane, name, step) for name in own))
-        claims["host_bound"] = union(own_time, lane.activity.host)
-    if lane.activity.on_device:
-        claims["host_blocked"] = lane.activity.blocked
+        claims["host_bound"] = union(own_time, lane.host)
+    if lane.on_device:
+        claims["host_blocked"] = lane.blocked
     claims["other_stages"] = step.during()
     claims["between_stages"] = subtract(whole, step.during()) if step.manifest else EMPTY
     claims["unexplained"] = lane.observed
-    left = subtract(lane.observed, lane.activity.busy)
+    left = subtract(lane.observed, lane.busy)
     result = {}
     for cause in CAUSES:
         result[cause] = intersection(left, claims[cause])
@@ -141,8 +129,8 @@ def _generating(lane: Lane, step: Step) -> Spans:
 
 def _work(lane: Lane) -> Spans:
     """Return an engine's iterations (or operators, if it has none)."""
-    work = spans_of((i.begin_ns, i.end_ns) for i in lane.activity.iterations)
-    return work if len(work) else lane.activity.busy
+    work = spans_of((i.begin_ns, i.end_ns) for i in lane.iterations)
+    return work if len(work) else lane.busy
 
 
 def _from_first_to_last(spans: Spans) -> Spans:

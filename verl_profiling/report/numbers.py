@@ -23,40 +23,89 @@ idle by cause          a partition of ``I``          ``lost.lost_by_cause``
 host-bound             ``|I & own stages|``          ``lost.lost_by_cause``
 straggler              ``|stage - collective wait|`` ``stragglers``
 ====================== ============================= ==================================
+
+In colocated training a GPU is used by a training rank and by a rank of a rollout engine in turn. Both are
+lanes; the numbers of the device are of all of its lanes together. Its idle time has the causes that its
+lanes' idle time has; where these differ, the cause of a lane that takes part in what goes on counts before
+that of one that waits its turn.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-
-import numpy as np
+from typing import Any
 
 from verl_profiling.manifest import Request
-from verl_profiling.report.intervals import Spans, holding, intersection, length, subtract, union
+from verl_profiling.report.intervals import (
+    EMPTY,
+    Spans,
+    holding,
+    intersection,
+    length,
+    percentiles,
+    subtract,
+    union,
+)
 from verl_profiling.report.lanes import VALIDATE, Lane, Step
-from verl_profiling.report.lost import ROLLOUT, working_span
+from verl_profiling.report.lost import CAUSES, ROLLOUT, working_span
 from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
 from verl_profiling.report.over_time import percent
-from verl_profiling.report.rows import EngineRow, KernelRow, WorkerRow
-
-__all__ = [
-    "engine_row",
-    "kernels",
-    "rollout_tail",
-    "throughput",
-    "worker_row",
-]
+from verl_profiling.report.rows import DeviceRow, EngineRow, KernelRow, WorkerRow
 
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
 _MOST_OPS = 10_000
 _OTHERS = "(all others)"
+_NAMED = 4
+_TURNS = (
+    *("capture", "weight_sync", "straggler_wait", "host_blocked", "host_bound"),
+    *("no_requests", "long_tail", "after_generation", "waiting_for_rollout"),
+    *("other_stages", "between_stages", "unexplained"),
+)
+"""The causes of idle time in order of precedence among the lanes of a device."""
+
+
+def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans], waiting: Mapping[str, Spans]) -> dict[str, Any]:
+    """Return how one lane, or all lanes that share a device, spent their time: the columns of ``UseRow``.
+
+    Args:
+        lanes: The lanes.
+        lost: Their idle time by cause.
+        waiting: When each lane waited in collectives, by its name.
+    """
+    observed = union(*(lane.observed for lane in lanes))
+    compute, communication, memory, unrecognised, busy = (
+        union(*(intersection(getattr(lane, kind), lane.observed) for lane in lanes))
+        for kind in ("compute", "communication", "memory", "unrecognised", "busy")
+    )
+    waits = {lane: intersection(waiting.get(lane.name, EMPTY), lane.observed) for lane in lanes}
+    works = (subtract(intersection(lane.busy, lane.observed), wait) for lane, wait in waits.items())
+    waited_us = length(subtract(union(*waits.values()), union(*works))) / 1000
+    exposed_ns = length(subtract(communication, compute))
+    lost_us = {cause: length(spans) / 1000 for cause, spans in lost.items()}
+    return {
+        "name": " + ".join(lane.name for lane in lanes),
+        "device": any(lane.on_device for lane in lanes),
+        "span_us": length(observed) / 1000,
+        "busy_us": length(busy) / 1000,
+        "idle_us": (length(observed) - length(busy)) / 1000,
+        "compute_us": length(compute) / 1000,
+        "communication_us": length(communication) / 1000,
+        "exposed_communication_us": exposed_ns / 1000,
+        "overlap_us": (length(communication) - exposed_ns) / 1000,
+        "memcpy_us": length(memory) / 1000,
+        "unrecognised_us": length(unrecognised) / 1000,
+        "waiting_us": waited_us,
+        "host_bound_us": lost_us["host_bound"],
+        "lost_us": {**lost_us, OTHER_RANKS: waited_us},
+        "graphs": any(lane.graphs for lane in lanes),
+    }
 
 
 def worker_row(
-    lane: Lane, step: Step, lost: Mapping[str, Spans], waiting: Spans, directory: Path
+    lane: Lane, step: Step, lost: Mapping[str, Spans], waiting: Mapping[str, Spans], directory: Path
 ) -> WorkerRow:
     """Return how one lane spent its time, in microseconds.
 
@@ -64,42 +113,37 @@ def worker_row(
         lane: The lane.
         step: Its step.
         lost: Its idle time by cause.
-        waiting: When the lane waited in collectives.
+        waiting: When each lane waited in collectives, by its name.
         directory: What the names of its traces are relative to.
     """
-    compute = intersection(lane.activity.compute, lane.observed)
-    communication = intersection(lane.activity.communication, lane.observed)
-    exposed = subtract(lane.activity.communication, lane.activity.compute)
-    memory = intersection(lane.activity.memory, lane.observed)
-    unrecognised = intersection(lane.activity.unrecognised, lane.observed)
-    busy_ns = length(union(compute, communication, memory, unrecognised))
-    overlap_ns = length(intersection(compute, communication))
-    waiting = intersection(waiting, lane.observed)
-    lost_us = {cause: length(spans) / 1000 for cause, spans in lost.items()}
+    exposed = subtract(lane.communication, lane.compute)
+    waits = intersection(waiting.get(lane.name, EMPTY), intersection(exposed, lane.observed))
+    load, communication_load, waiting_load = (
+        percent(spans, step.begin_ns, step.end_ns) for spans in (lane.busy, exposed, waits)
+    )
     return WorkerRow(
-        name=lane.name,
+        **_used([lane], lost, waiting),
         role=lane.source.role,
         rank=lane.source.rank,
         replica=lane.source.replica,
-        device=lane.activity.on_device,
-        accelerator=lane.activity.device,
-        traces=[os.path.relpath(path, directory) for path in lane.activity.paths],
-        span_us=length(lane.observed) / 1000,
-        busy_us=busy_ns / 1000,
-        idle_us=(length(lane.observed) - busy_ns) / 1000,
-        compute_us=length(compute) / 1000,
-        communication_us=length(communication) / 1000,
-        exposed_communication_us=(length(communication) - overlap_ns) / 1000,
-        overlap_us=overlap_ns / 1000,
-        memcpy_us=length(memory) / 1000,
-        unrecognised_us=length(unrecognised) / 1000,
-        host_bound_us=lost_us["host_bound"],
-        lost_us={**lost_us, OTHER_RANKS: length(waiting) / 1000},
-        load=percent(lane.activity.busy, step.begin_ns, step.end_ns),
-        waiting_us=length(waiting) / 1000,
-        communication_load=percent(exposed, step.begin_ns, step.end_ns),
-        waiting_load=percent(intersection(waiting, exposed), step.begin_ns, step.end_ns),
-        graphs=lane.activity.graphs,
+        load=load,
+        communication_load=communication_load,
+        waiting_load=waiting_load,
+        accelerator=lane.accelerator,
+        traces=[os.path.relpath(path, directory) for path in lane.paths],
+    )
+
+
+def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans], waiting: Mapping[str, Spans]) -> DeviceRow:
+    """Return how a device spent its time, in microseconds: its lanes and what :func:`worker_row` takes."""
+    known = [lane.device for lane in lanes if lane.device is not None]
+    return DeviceRow(
+        **_used(lanes, lost, waiting),
+        lanes=[lane.name for lane in lanes],
+        roles=list(dict.fromkeys(lane.source.role for lane in lanes)),
+        kind=known[0].kind if known else "",
+        uuid=next((device.uuid for device in known if device.uuid), ""),
+        place=next((device.place for device in known if device.place), ""),
     )
 
 
@@ -108,7 +152,7 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
 
     An iteration with prompt tokens is prefill.
     """
-    every = lane.activity.iterations
+    every = lane.iterations
     validating = holding(step.during(VALIDATE), [one.begin_ns for one in every])
     iterations = [one for one, validates in zip(every, validating, strict=True) if not validates]
     prefill = [i for i in iterations if i.prefill_tokens]
@@ -117,7 +161,7 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
     return EngineRow(
         name=lane.name,
         replica=lane.source.replica or 0,
-        busy_us=length(intersection(lane.activity.busy, lane.observed)) / 1000,
+        busy_us=length(intersection(lane.busy, lane.observed)) / 1000,
         queueing_us=int(work[0, 0] - rollout[0, 0]) / 1000 if known else None,
         iterations=len(iterations),
         prefill_us=sum(i.end_ns - i.begin_ns for i in prefill) / 1000,
@@ -177,10 +221,8 @@ def _rolled_out(step: Step) -> Iterator[Request]:
 
 
 def _percentiles(sample: list[float]) -> Percentiles | None:
-    if not sample:
-        return None
-    p50, p90, p99 = (float(value) for value in np.percentile(sample, (50, 90, 99)))
-    return Percentiles(p50=p50, p90=p90, p99=p99, max=max(sample))
+    p50, p90, p99 = percentiles(sample, 50, 90, 99)
+    return Percentiles(p50=p50, p90=p90, p99=p99, max=max(sample)) if sample else None
 
 
 def kernels(step: Step) -> list[KernelRow]:
@@ -190,7 +232,7 @@ def kernels(step: Step) -> list[KernelRow]:
     """
     totals: dict[tuple[str, str], tuple[int, int]] = {}
     for lane in step.lanes:
-        for place, (calls, self_ns) in lane.activity.ops.items():
+        for place, (calls, self_ns) in lane.ops.items():
             before = totals.get(place, (0, 0))
             totals[place] = (before[0] + calls, before[1] + self_ns)
     everything = sum(self_ns for _, self_ns in totals.values()) or 1
@@ -232,3 +274,44 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
         tokens_per_s_per_lane=rate / max(len(step.lanes), 1),
         tokens_per_s_per_device=rate / max(devices, 1),
     )
+
+
+def shared_devices(step: Step) -> list[list[Lane]]:
+    """Return the lanes of each device, in the order of the step's lanes.
+
+    Lanes are on one device if its UUID says so, or else its number on its host. A lane of which neither is
+    known is on a device of its own.
+    """
+    uuids = {lane.device.place: lane.device.uuid for lane in step.lanes if lane.device and lane.device.uuid}
+    found: dict[object, list[Lane]] = {}
+    for number, lane in enumerate(step.lanes):
+        device = lane.device
+        uuid = (device.uuid or (uuids.get(device.place) if device.place else "")) if device else ""
+        key = uuid or (device.place if device else "") or number
+        found.setdefault(key, []).append(lane)
+    return list(found.values())
+
+
+def lost_of_device(lanes: Sequence[Lane], lost: Sequence[Mapping[str, Spans]]) -> dict[str, Spans]:
+    """Partition the idle time of a device by cause.
+
+    Args:
+        lanes: Its lanes.
+        lost: The idle time of each by cause.
+    """
+    busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
+    left = subtract(union(*(lane.observed for lane in lanes)), busy)
+    found = {}
+    for cause in _TURNS:
+        found[cause] = intersection(left, union(*(causes[cause] for causes in lost)))
+        left = subtract(left, found[cause])
+    return {cause: found[cause] for cause in CAUSES}
+
+
+def unknown_devices(step: Step) -> Iterator[str]:
+    """Yield a note on lanes that may share a device with others, of which nothing says so."""
+    lanes = [lane for lane in step.lanes if lane.on_device]
+    unknown = [lane.name for lane in lanes if not (lane.device and (lane.device.uuid or lane.device.place))]
+    if unknown and len({lane.is_engine for lane in lanes}) == 2:
+        named = ", ".join(unknown[:_NAMED]) + (" and others" if len(unknown) > _NAMED else "")
+        yield f"which devices {named} computed on is not known: each counts as a device of its own"

@@ -7,10 +7,28 @@ from statistics import median
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Report
 from verl_profiling.report.rows import WorkerRow
-from verl_profiling.report.thresholds import Outlier
 from verl_profiling.units import duration
 
-__all__ = ["outliers"]
+
+class Outlier:
+    """When a lane stands out from the others of its role.
+
+    Attributes:
+        SLOWER: Times the median of the role that it takes for a stage.
+        OF_THE_STEP: Share of the step that this, or waiting for it, has to be.
+        LATE_SHARE: Share of a collective's calls at which it is last.
+        LATE_CALLS: Number of calls that say enough.
+        SPREADS: Robust standard deviations between its busy share and the median.
+        POINTS: The same, in busy share, at the least.
+    """
+
+    SLOWER = 1.2
+    OF_THE_STEP = 0.03
+    LATE_SHARE = 0.8
+    LATE_CALLS = 5
+    SPREADS = 3.0
+    POINTS = 0.05
+
 
 _NORMAL = 1.4826  # median absolute deviation of a normal distribution, in standard deviations
 

@@ -63,17 +63,14 @@ class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.name in (CAPTURE_START, CAPTURE_STOP)
 
 
-class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How one lane (a training rank, or a rank of a rollout engine) spent its time.
+class UseRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How a lane, or a device with all lanes that share it, spent its time.
 
     ``docs/report.md`` defines each number. All times lie inside the span.
 
     Attributes:
-        name: Name of the lane.
-        role: Role of the worker.
-        rank: Rank inside the role, or inside the replica.
-        replica: Index of the rollout replica.
-        device: ``False`` for a CPU trace, where operators are counted in place of kernels.
+        name: Name of the lane; of a device that lanes share, their names with ``+`` in between.
+        device: ``False`` for CPU traces, where operators are counted in place of kernels.
         span_us: Time for which it was observed.
         busy_us: Time in which anything ran.
         idle_us: ``span_us - busy_us``.
@@ -82,24 +79,15 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         exposed_communication_us: Communication with no computation at the same time.
         overlap_us: Computation and communication at the same time.
         memcpy_us: Time in which memory was copied or set.
-        host_bound_us: Idle time inside its own stages (also in ``lost_us``).
-        lost_us: Lost time by cause; adds up to ``idle_us`` and ``waiting_us``.
-        load: Busy percentage of each of equally long parts of the step, 0 to 100.
-        waiting_us: Part of the communication in which it waited for ranks that came later to a collective.
-        communication_load: Percentage of each part in which it communicated and computed nothing; a
-            part of ``load``.
-        waiting_load: Percentage of each part in which all that it did was wait in collectives, as in
-            ``waiting_us``; a part of ``communication_load``. A rank that is waited for has little of it.
-        graphs: Whether its host launched graphs (CUDA graphs, say) in place of single kernels.
         unrecognised_us: Time in which its device was busy with work of no known kind.
-        accelerator: Name of its device, such as ``GPU 0``; empty for a CPU trace.
-        traces: The files that it was read from, relative to the folder of the report.
+        waiting_us: Part of the communication in which all that it did was wait for ranks that came later to
+            a collective.
+        host_bound_us: Idle time with the cause ``host_bound`` (also in ``lost_us``).
+        lost_us: Lost time by cause; adds up to ``idle_us`` and ``waiting_us``.
+        graphs: Whether a host launched graphs (CUDA graphs, say) on it in place of single kernels.
     """
 
     name: str
-    role: str
-    rank: int
-    replica: int | None
     device: bool
     span_us: float
     busy_us: float
@@ -109,16 +97,11 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     exposed_communication_us: float
     overlap_us: float
     memcpy_us: float
+    unrecognised_us: float
+    waiting_us: float
     host_bound_us: float
     lost_us: dict[str, float]
-    load: list[int]
-    waiting_us: float = 0.0
-    communication_load: list[int] = []
-    waiting_load: list[int] = []
-    graphs: bool = False
-    unrecognised_us: float = 0.0
-    accelerator: str = ""
-    traces: list[str] = []
+    graphs: bool
 
     @property
     def busy_share(self) -> float:
@@ -126,47 +109,48 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.busy_us / self.span_us if self.span_us else 0.0
 
 
-class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerRow(UseRow, frozen=True, kw_only=True):
+    """How one lane (a training rank, or a rank of a rollout engine) spent its time.
+
+    Attributes:
+        role: Role of the worker.
+        rank: Rank inside the role, or inside the replica.
+        replica: Index of the rollout replica.
+        load: Busy percentage of each of equally long parts of the step, 0 to 100.
+        communication_load: Percentage of each part in which it communicated and computed nothing; a
+            part of ``load``.
+        waiting_load: Percentage of each part in which all that it did was wait in collectives, as in
+            ``waiting_us``; a part of ``communication_load``. A rank that is waited for has little of it.
+        accelerator: Name of its device, such as ``GPU 0``; empty for a CPU trace.
+        traces: The files that it was read from, relative to the folder of the report.
+    """
+
+    role: str
+    rank: int
+    replica: int | None
+    load: list[int]
+    communication_load: list[int]
+    waiting_load: list[int]
+    accelerator: str
+    traces: list[str]
+
+
+class DeviceRow(UseRow, frozen=True, kw_only=True):
     """How one device spent its time, all lanes that share it together; most often it is one.
 
     Attributes:
-        name: Name of its lane, or its lanes' names with ``+`` in between.
         lanes: Names of its lanes.
         roles: Their roles.
         kind: ``cuda``, ``npu``, ``cpu`` and so on; empty where it is not known.
         uuid: Its UUID, where that is known.
         place: Its host and its number there, likewise.
-        device: ``False`` if all that is known of it are CPU traces.
-        span_us: Time in which any of its lanes was observed.
-        busy_us: Time in which any of them was busy.
-        idle_us: ``span_us - busy_us``.
-        exposed_communication_us: Communication of any lane with no computation of any at the same time.
-        waiting_us: Time in which all that it did was wait in collectives.
-        host_bound_us: Idle time with the cause ``host_bound`` (also in ``lost_us``).
-        lost_us: Lost time by cause; adds up to ``idle_us`` and ``waiting_us``.
-        graphs: Whether a host launched graphs on it in place of single kernels.
     """
 
-    name: str
     lanes: list[str]
     roles: list[str]
     kind: str
     uuid: str
     place: str
-    device: bool
-    span_us: float
-    busy_us: float
-    idle_us: float
-    exposed_communication_us: float
-    waiting_us: float
-    host_bound_us: float
-    lost_us: dict[str, float]
-    graphs: bool = False
-
-    @property
-    def busy_share(self) -> float:
-        """Share of the observed time in which it was busy."""
-        return self.busy_us / self.span_us if self.span_us else 0.0
 
     @property
     def located(self) -> str:

@@ -20,8 +20,6 @@ from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import Asked
 from verl_profiling.report.rows import MeasureRow, SuspectRow
 
-__all__ = ["Activities", "asked_of"]
-
 _SMALL = 0.01
 """Share of the step under which a time is left out."""
 _KERNELS = 5
@@ -99,7 +97,7 @@ class _Process:
         self.step, self._activities = step, activities
         of_worker = [lane for lane in step.lanes if lane.source.worker == worker]
         named = [lane for lane in of_worker if name in (lane.name, lane.source.lane)]
-        self.lanes: list[Lane] = [lane for lane in named or of_worker if not lane.activity.is_unknown]
+        self.lanes: list[Lane] = [lane for lane in named or of_worker if not lane.is_unknown]
         results = [result for result in step.workers if result.name == worker]
         self.role = results[0].identity.role if results else worker
         spans = [span for result in results for span in result.stages] if results else step.stages
@@ -122,7 +120,7 @@ class _Process:
             waits = [self._activities.waiting.get(lane.name, EMPTY) for lane in self.lanes]
             waited = [length(intersection(window, waiting)) for waiting in waits]
             return (length(window) - (fmean(waited) if waited else 0)) / 1e9
-        busy = [length(intersection(lane.activity.busy, window)) for lane in self.lanes]
+        busy = [length(intersection(lane.busy, window)) for lane in self.lanes]
         return fmean(busy) / 1e9 if busy else None
 
     def parts_s(self, stage: str) -> dict[str, float]:
@@ -130,9 +128,8 @@ class _Process:
         totals: dict[str, float] = {}
         for lane in self.lanes:
             window = intersection(self._window(stage), lane.observed)
-            activity = lane.activity
-            work = union(activity.compute, activity.memory, activity.unrecognised)
-            exposed = subtract(activity.communication, work)
+            work = union(lane.compute, lane.memory, lane.unrecognised)
+            exposed = subtract(lane.communication, work)
             waiting = intersection(self._activities.waiting.get(lane.name, EMPTY), exposed)
             idle = self._activities.idle.get(lane.name, {})
             parts = {
@@ -150,7 +147,7 @@ class _Process:
         """Return the self time of its kernels that began in a stage, or in the whole step, by name."""
         totals: dict[str, float] = {}
         for lane in self.lanes:
-            for (place, name), (_, self_ns) in lane.activity.ops.items():
+            for (place, name), (_, self_ns) in lane.ops.items():
                 if stage in ("", place):
                     totals[name] = totals.get(name, 0.0) + self_ns / len(self.lanes) / 1e9
         return totals

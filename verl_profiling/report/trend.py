@@ -10,7 +10,21 @@ import msgspec
 
 from verl_profiling.report.model import Report
 from verl_profiling.report.sparkline import axis_top
-from verl_profiling.report.thresholds import Shift
+
+
+class Shift:
+    """When a stage or a cause of lost time left the range that it had in the steps before.
+
+    Attributes:
+        FEWEST: Steps before, of which a range is known.
+        OF_ITSELF: Share of its median before by which it changed.
+        OF_THE_STEP: The same, as a share of the step (for a cause, of all devices' time).
+    """
+
+    FEWEST = 2
+    OF_ITSELF = 0.1
+    OF_THE_STEP = 0.02
+
 
 __all__ = ["Change", "excess", "first_change", "slowest", "stage_seconds", "unaimed"]
 

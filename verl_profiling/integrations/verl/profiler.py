@@ -184,7 +184,7 @@ def log_reports(tracking: Any, folders: Mapping[int, Path], last_step: int) -> N
         last_step: Number of the last step that was logged.
     """
     from verl_profiling.report.build import build_report
-    from verl_profiling.report.scalars import scalars
+    from verl_profiling.report.files import scalars
     from verl_profiling.timeline.inputs import find_steps
     from verl_profiling.timeline.step import one_by_one
 
