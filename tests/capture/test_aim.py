@@ -67,7 +67,7 @@ def test_an_aim_takes_the_place_of_all_settings_of_a_role() -> None:
 def test_what_an_aim_does_not_name_is_as_the_settings_say() -> None:
     """An aim at a mode keeps the ranks, an aim at ranks the tools and the roles."""
     config = settings(select={"roles": ["actor"], "ranks": "1"}, tool="spans")
-    assert config.for_role("actor", Aim(mode="discrete")).chosen.ranks == {1}
+    assert config.for_role("actor", Aim(mode="discrete")).ranks == {1}
     assert names(config.for_role("actor", Aim(ranks=(2,)))) == ["spans"]
     assert not config.for_role("critic", Aim(ranks=(2,))).enable
 

@@ -158,11 +158,11 @@ def test_roles_and_ranks_are_bridged() -> None:
     actor, rollout = settings.for_role("actor"), settings.for_role("rollout")
     assert settings.enable
     assert settings.schedule.continuous
-    assert (actor.mode, actor.chosen.ranks) == ("discrete", frozenset({0, 8}))
-    assert (rollout.mode, rollout.chosen.ranks) == ("e2e", frozenset({0}))
+    assert (actor.mode, actor.ranks) == ("discrete", frozenset({0, 8}))
+    assert (rollout.mode, rollout.ranks) == ("e2e", frozenset({0}))
     assert not settings.for_role("ref").enable
     all_ranks = settings_from_verl(verl_config(actor=role(enable=True, all_ranks=True), steps=[1]))
-    assert all_ranks.for_role("actor").chosen.ranks is None
+    assert all_ranks.for_role("actor").ranks is None
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_the_torch_example_is_bridged() -> None:
     options: Any = tool.options
     assert settings.schedule.steps == (1, 2)
     assert settings.save_path == "here"
-    assert (actor.mode, actor.chosen.ranks) == ("e2e", frozenset({0}))
+    assert (actor.mode, actor.ranks) == ("e2e", frozenset({0}))
     assert (options.mini_batches.wait, options.mini_batches.warmup, options.mini_batches.active) == (0, 1, 2)
     assert (options.stack, options.shapes, options.memory) == (False, False, False)
     # In verl, the rollout is profiled where the actor is.
@@ -276,7 +276,7 @@ def test_the_npu_examples_are_bridged(discrete: bool) -> None:
         (tool,) = role_settings.tools
         options: Any = tool.options
         assert role_settings.mode == ("discrete" if discrete else "e2e")
-        assert role_settings.chosen.ranks == (frozenset({1, 2}) if discrete else None)
+        assert role_settings.ranks == (frozenset({1, 2}) if discrete else None)
         assert (tool.name, options.level, options.analysis) == ("npu", "level0", True)
         assert (options.stack, options.shapes, options.memory, options.modules) == (False,) * 4
 

@@ -281,19 +281,19 @@ def test_a_role_overrides_what_it_names_and_nothing_else() -> None:
         },
     )
     actor, rollout, ref, critic = (config.for_role(role) for role in ("actor", "rollout", "ref", "critic"))
-    assert (actor.mode, actor.chosen.ranks, actor.stages) == (
+    assert (actor.mode, actor.ranks, actor.stages) == (
         "e2e",
         frozenset(range(4)),
         frozenset({"update_actor"}),
     )
     assert actor.tools[0].options.stack
-    assert (rollout.mode, rollout.chosen.ranks) == ("discrete", frozenset({7}))
+    assert (rollout.mode, rollout.ranks) == ("discrete", frozenset({7}))
     assert rollout.tools[0].options.shapes
     assert not rollout.tools[0].options.stack
     assert not ref.enable
     assert critic.tools[0].name == "spans"
     assert critic.stages == frozenset({"update_critic"})
-    assert critic.chosen.ranks == frozenset(range(4))
+    assert critic.ranks == frozenset(range(4))
 
 
 def test_selected_roles_are_the_only_ones_enabled() -> None:
@@ -328,7 +328,7 @@ def test_a_hundred_thousand_ranks_are_no_problem() -> None:
     assert role.selects(200_000)
     assert not role.selects(100_000)
     as_list = on(select={"ranks": list(range(100_000))}).for_role("actor")
-    assert as_list.chosen.ranks == frozenset(range(100_000))
+    assert as_list.ranks == frozenset(range(100_000))
 
 
 def test_many_huge_ranges_are_refused_before_they_fill_the_memory() -> None:

@@ -234,7 +234,7 @@ def _role(config: ProfilingConfig, role: str) -> PlannedRole:
             ("all" if settings.stages is None else ", ".join(sorted(settings.stages))) if discrete else ""
         )
         each = len(settings.stages) if discrete and settings.stages is not None else (0 if discrete else 1)
-    ranks = len(settings.chosen.ranks) if settings.chosen.ranks is not None else 0
+    ranks = len(settings.ranks) if settings.ranks is not None else 0
     writing = sum(bool(tool.suffix) for tool in settings.tools)
     return PlannedRole(
         role=role,
@@ -249,9 +249,9 @@ def _role(config: ProfilingConfig, role: str) -> PlannedRole:
 
 def _workers(settings: RoleConfig) -> str:
     chosen = {
-        "ranks": settings.chosen.ranks,
-        **settings.chosen.coordinates,
-        "replicas": settings.chosen.replicas,
+        "ranks": settings.ranks,
+        **settings.coordinates,
+        "replicas": settings.replicas,
     }
     given = [f"{name} {_numbers(numbers)}" for name, numbers in chosen.items() if numbers is not None]
     return "; ".join(given) or "all"

@@ -194,7 +194,7 @@ class ProfilingConfig:
             enable=self.enable and override.enable and (select.roles is None or role in select.roles),
             tools=tools,
             mode=override.mode or self.mode,
-            chosen=choose(override, select, key),
+            **choose(override, select, key),
             stages=frozenset(stages) if stages is not None else None,
             limits=self.limits,
         )

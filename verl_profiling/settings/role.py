@@ -66,21 +66,6 @@ class Selection(Coordinates):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """The ranks of one role that take part. ``None`` means all.
-
-    Attributes:
-        ranks: Global ranks inside the role.
-        replicas: Rollout replicas.
-        coordinates: Coordinates by dimension; negative ones count from the end.
-    """
-
-    ranks: frozenset[int] | None
-    replicas: frozenset[int] | None
-    coordinates: dict[str, frozenset[int]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class RoleOverride(Coordinates):
     """Settings that differ for one role. ``None``: the same as for all roles.
 
@@ -105,13 +90,21 @@ class RoleOverride(Coordinates):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig:
-    """The configuration of one role: overrides applied, ranks parsed, tools built."""
+    """The configuration of one role: overrides applied, ranks parsed, tools built.
+
+    Attributes:
+        ranks: Global ranks that take part; ``None``: all.
+        replicas: Rollout replicas, likewise.
+        coordinates: Coordinates by dimension; negative ones count from the end.
+    """
 
     role: str
     enable: bool
     tools: tuple[Tool, ...]
     mode: Mode
-    chosen: Chosen
+    ranks: frozenset[int] | None
+    replicas: frozenset[int] | None
+    coordinates: dict[str, frozenset[int]]
     stages: frozenset[str] | None
     limits: Limits = field(default_factory=Limits)
 
@@ -135,15 +128,14 @@ class RoleConfig:
             topology: Its coordinates.
             sizes: Number of ranks along these dimensions, needed to count from the end.
         """
-        ranks, replicas = self.chosen.ranks, self.chosen.replicas
-        if not self.enable or (ranks is not None and rank not in ranks):
+        if not self.enable or (self.ranks is not None and rank not in self.ranks):
             return False
         for dimension, index in (topology or {}).items():
-            wanted = self.chosen.coordinates.get(dimension)
+            wanted = self.coordinates.get(dimension)
             from_end = index - sizes[dimension] if sizes and dimension in sizes else index
             if wanted is not None and wanted.isdisjoint((index, from_end)):
                 return False
-        return replica is None or replicas is None or replica in replicas
+        return replica is None or self.replicas is None or replica in self.replicas
 
 
 def aimed(
@@ -186,8 +178,8 @@ def aimed(
     return replace(override, **changes), select
 
 
-def choose(own: Coordinates, common: Selection, key: str) -> Chosen:
-    """Return what a role chose itself and, where it did not, what all roles have in common.
+def choose(own: Coordinates, common: Selection, key: str) -> dict[str, Any]:
+    """Return ranks, replicas and coordinates of a role: its own and, where it has none, those of all roles.
 
     Args:
         own: The role's settings.
@@ -211,8 +203,5 @@ def choose(own: Coordinates, common: Selection, key: str) -> Chosen:
     if ranks == _ONE_PER_PP_STAGE:
         ranks = None
         coordinates = {name: frozenset({0}) for name in _DIMENSIONS if name != "pp"} | coordinates
-    return Chosen(
-        ranks=parse_ranks(ranks, ranks_key),
-        replicas=parse_ranks(*chosen("replicas")),
-        coordinates=coordinates,
-    )
+    replicas = parse_ranks(*chosen("replicas"))
+    return {"ranks": parse_ranks(ranks, ranks_key), "replicas": replicas, "coordinates": coordinates}
