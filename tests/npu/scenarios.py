@@ -22,7 +22,7 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import process_session
 from verl_profiling.run_files import read_manifest
 from verl_profiling.tools.npu import Metrics, NpuOptions, NpuTool
-from verl_profiling.tools.torch_memory import _observer
+from verl_profiling.tools.torch_memory import _history
 from verl_profiling.workers import CaptureMixin
 
 OUTCOMES = "outcomes.json"
@@ -303,7 +303,7 @@ def memory_in_every_step(root: Path) -> Any:
     settings = {"enable": True, "tool": "torch_memory", "tools": {"torch_memory": options}}
     mixin.init_capture(settings, role="actor")
     recording = torch_npu._C._npu_isHistoryEnabled()
-    _observer._notice(0, 100, 80, 10)
+    _history._notice(0, 100, 80, 10)
     (snapshot,) = root.iterdir()
     return {"recording": recording, "keys": sorted(pickle.loads(snapshot.read_bytes()))}
 

@@ -99,7 +99,6 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     made = Allocator()
     monkeypatch.setattr(torch_memory, "_accelerator", lambda: made)
     monkeypatch.setattr(torch_memory, "_history", torch_memory._History())
-    monkeypatch.setattr(torch_memory, "_observer", torch_memory._Observer())
     return made
 
 

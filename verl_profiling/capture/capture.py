@@ -23,8 +23,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, worst_fate
 from verl_profiling.settings.config import RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
-from verl_profiling.tools.peaks import process_peak_bytes
-from verl_profiling.tools.process_memory import memory_overrun
+from verl_profiling.tools.process_memory import memory_overrun, process_peak_bytes
 from verl_profiling.trajectories.spans import unrecorded_trajectories
 
 __all__ = ["HANDOVER_S", "Capture"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from verl_profiling.capture.session import process_session
 from verl_profiling.devices import engine_devices
-from verl_profiling.engines.adapter import EngineAdapter, EngineTool, check_device, engine_tool
+from verl_profiling.engines.adapter import EngineAdapter, check_device, engine_tool
 from verl_profiling.engines.in_process import SessionRecorder, watch_transformers
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
@@ -65,8 +67,6 @@ def make_recorder(
             "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a transformers model; "
             "for an engine of your own, requests=RequestLog()"
         )
-    tool: EngineTool | None = None
-    elsewhere = ""
     adapter: EngineAdapter | None = None
     if package == "vllm" and not records_in_process(engine):
         elsewhere = VLLMAdapter.name
@@ -74,22 +74,18 @@ def make_recorder(
             adapter = VLLMAdapter(engine, config, identity, tool)
     elif package == "sglang":
         elsewhere = SGLangAdapter.name
-        tool = engine_tool(settings, elsewhere)
-        if tool is not None and not isinstance(tool, NsysTool):
+        if (tool := engine_tool(settings, elsewhere)) is not None and not isinstance(tool, NsysTool):
             adapter = SGLangAdapter(engine, config, identity, tool)
     else:
+        elsewhere, tool = "", None
         _refuse_window(config, settings, identity)
     if requests is None:
         _watch(engine, package, log, identity)
     if adapter is None or tool is None:
         return SessionRecorder(config, identity, log, elsewhere), identity, log
     check_device(tool, adapter, role)
-    identity = WorkerIdentity(
-        role=role,
-        rank=replica * adapter.ranks if rank is None else rank,
-        world_size=adapter.ranks,
-        replica=replica,
-    )
+    first = replica * adapter.ranks if rank is None else rank
+    identity = msgspec.structs.replace(identity, rank=first, world_size=adapter.ranks)
     if isinstance(tool, NsysTool):
         process_ranges().require()
     known = engine_devices(adapter.device, adapter.ranks, adapter.device_numbers, devices)

@@ -43,6 +43,17 @@ logger = logging.getLogger(__name__)
 
 DIR_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
 CUDA_VARIABLE = "VLLM_TORCH_CUDA_PROFILE"
+_VARIABLES = {
+    "delay_iterations": "VLLM_PROFILER_DELAY_ITERS",
+    "max_iterations": "VLLM_PROFILER_MAX_ITERS",
+    "torch_profiler_with_stack": "VLLM_TORCH_PROFILER_WITH_STACK",
+    "torch_profiler_record_shapes": "VLLM_TORCH_PROFILER_RECORD_SHAPES",
+    "torch_profiler_with_memory": "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY",
+    "torch_profiler_with_flops": "VLLM_TORCH_PROFILER_WITH_FLOPS",
+    "torch_profiler_use_gzip": "VLLM_TORCH_PROFILER_USE_GZIP",
+    "torch_profiler_dump_cuda_time_total": "VLLM_TORCH_PROFILER_DUMP_CUDA_TIME_TOTAL",
+    "ignore_frontend": "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM",
+}
 _ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
 
 
@@ -69,7 +80,7 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
     chosen = isinstance(tool, TorchTool) and tool.options.activities is not None
     all_recorded = f"vLLM {version()} records all that there is"
     if find_spec("vllm.config.profiler") is None:
-        known = _variables()
+        known = _known_variables()
         if chosen:
             refuse_option(role, "activities", "null", all_recorded)
         if isinstance(tool, NsysTool) and CUDA_VARIABLE not in known:
@@ -126,24 +137,12 @@ def profiler_settings(tool: EngineTool, window: RolloutOptions, spool: Path) -> 
 
 
 def profiler_variables(tool: EngineTool, window: RolloutOptions, spool: Path) -> dict[str, str]:
-    """Return the environment variables that configure the profiler before vLLM 0.13."""
-    switches = {
-        "VLLM_PROFILER_DELAY_ITERS": first_iteration(window, tool),
-        "VLLM_PROFILER_MAX_ITERS": window.count or 0,
+    """Return the same as environment variables, which configure the profiler before vLLM 0.13."""
+    settings = profiler_settings(tool, window, spool)
+    place = {CUDA_VARIABLE: "1"} if isinstance(tool, NsysTool) else {DIR_VARIABLE: str(spool)}
+    return place | {
+        name: str(int(settings[field])) for field, name in _VARIABLES.items() if field in settings
     }
-    if isinstance(tool, NsysTool):
-        return {name: str(value) for name, value in {CUDA_VARIABLE: 1, **switches}.items()}
-    options = recorded_options(tool)
-    switches |= {
-        "VLLM_TORCH_PROFILER_WITH_STACK": options.stack,
-        "VLLM_TORCH_PROFILER_RECORD_SHAPES": options.shapes,
-        "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY": options.memory,
-        "VLLM_TORCH_PROFILER_WITH_FLOPS": options.flops,
-        "VLLM_TORCH_PROFILER_USE_GZIP": False,
-        "VLLM_TORCH_PROFILER_DUMP_CUDA_TIME_TOTAL": False,
-        "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM": True,
-    }
-    return {DIR_VARIABLE: str(spool), **{name: str(int(value)) for name, value in switches.items()}}
 
 
 def first_iteration(window: RolloutOptions, tool: EngineTool) -> int:
@@ -202,10 +201,10 @@ def recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOption
 
 
 def _counts_iterations() -> bool:
-    return find_spec("vllm.config.profiler") is not None or "VLLM_PROFILER_MAX_ITERS" in _variables()
+    return find_spec("vllm.config.profiler") is not None or "VLLM_PROFILER_MAX_ITERS" in _known_variables()
 
 
-def _variables() -> set[str]:
+def _known_variables() -> set[str]:
     from vllm import envs
 
     return set(envs.environment_variables)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,13 +19,20 @@ import msgspec
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, folder_bytes, remove_folder
-from verl_profiling.tools.npu_analysis import analysed, has_data
 from verl_profiling.tools.torch_profiler import MiniBatchWindow
 
 __all__ = ["DOMAIN", "NpuOptions", "NpuTool", "import_torch_npu", "output_of_recording"]
 
 DOMAIN = "verl_profiling"
 """Domain of the mstx ranges of stages."""
+
+_ANALYSE = """\
+import sys
+from torch_npu.profiler.profiler import analyse
+analyse(sys.argv[1], export_type=sys.argv[2].split(","))
+"""
+_RESULTS = "ASCEND_PROFILER_OUTPUT"
+_DONE = "analyse.done"
 
 Level = Literal["none", "level0", "level1", "level2"]
 Metrics = Literal[
@@ -242,7 +253,7 @@ def output_of_recording(recorded: Path, artifact: Artifact, options: NpuOptions)
         options: Options of the tool.
     """
     folder = recorded.parent
-    if not has_data(recorded):
+    if not _has_data(recorded):
         reason = f"no operator ran on the thread that recorded, or torch_npu printed an [ERROR]: see {folder}"
         return Output(msgspec.structs.replace(artifact, status="empty", reason=reason))
     if not options.analysis:
@@ -250,12 +261,85 @@ def output_of_recording(recorded: Path, artifact: Artifact, options: NpuOptions)
         size = folder_bytes(folder)
         return Output(msgspec.structs.replace(artifact, status="ok", reason=reason, bytes=size))
     pending = msgspec.structs.replace(artifact, status="pending")
-    analyse = partial(
-        analysed,
-        recorded,
-        pending,
-        export=options.export,
-        deadline_s=options.analysis_s,
-        device="npu" in options.activities,
+    return Output(pending, lambda: _analysed(recorded, pending, options))
+
+
+def _has_data(recorded: Path) -> bool:
+    """Return whether torch_npu recorded anything into its folder, of the host or of the device."""
+    return any(
+        file.is_file() and file.stat().st_size
+        for part in ("FRAMEWORK", "PROF_*")
+        for found in recorded.glob(part)
+        for file in found.rglob("*")
     )
-    return Output(pending, analyse)
+
+
+def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifact:
+    """Run torch_npu's analysis on a recording, unless that was done, and return the artifact with its result.
+
+    A rollout engine may have analysed its recording itself. Where only the host was recorded that is done
+    again, because torch_npu converts these times with the wrong clock.
+    """
+    results, device = recorded / _RESULTS, "npu" in options.activities
+    printed, problem = "", ""
+    if not (device and (results / _DONE).exists()):
+        _correct_clock(recorded)
+        printed, problem = _run_analysis(recorded, options)
+    trace = results / "trace_view.json"
+    size = folder_bytes(recorded.parent)
+    if problem or not trace.is_file():
+        reason = (
+            f"the analysis {problem or 'wrote no trace_view.json'}{_last_error(printed)}; raw data is kept"
+        )
+        return msgspec.structs.replace(artifact, status="failed", reason=reason, bytes=size)
+    device_data = any(file.is_file() for prof in recorded.glob("PROF_*") for file in prof.rglob("*"))
+    if device and not device_data:
+        reason = f"the host was recorded, but no device data{_last_error(printed)}"
+        return msgspec.structs.replace(artifact, status="empty", reason=reason, bytes=size)
+    return msgspec.structs.replace(artifact, status="ok", bytes=size)
+
+
+def _correct_clock(recorded: Path) -> None:
+    """Give the analysis the clock reading that converts the host's times to wall-clock times.
+
+    The host's times come from ``CLOCK_MONOTONIC_RAW``. If CANN recorded nothing, torch_npu converts
+    them with a reading of ``CLOCK_MONOTONIC``, which NTP slews: after some hours of uptime the
+    result is off by tenths of a second.
+    """
+    for path in recorded.glob("profiler_info*.json"):
+        info = json.loads(path.read_text())
+        end = info.get("end_info", {})
+        if "collectionTimeEnd" in end and "MonotonicTimeEnd" in end:
+            since_ns = time.time_ns() - int(end["collectionTimeEnd"])
+            end["MonotonicTimeEnd"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW) - since_ns
+            path.write_text(json.dumps(info, indent=4))
+
+
+def _run_analysis(recorded: Path, options: NpuOptions) -> tuple[str, str]:
+    """Return what the analysis printed, and the reason if it did not finish.
+
+    It forks the process that calls it, and changes how that process starts others: so it has its own.
+    """
+    command = [sys.executable, "-c", _ANALYSE, str(recorded), ",".join(options.export)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=options.analysis_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            printed, _ = process.communicate()
+            return printed, f"took longer than tools.npu.analysis_s={options.analysis_s:g}"
+    if not (recorded / _RESULTS / _DONE).exists():
+        return printed, f"did not finish (exit code {process.returncode})"
+    return printed, ""
+
+
+def _last_error(printed: str) -> str:
+    errors = [line for line in printed.splitlines() if "[ERROR]" in line]
+    return f" ({errors[-1].partition('.py: ')[2] or errors[-1]})" if errors else ""

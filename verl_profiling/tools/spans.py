@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
-from verl_profiling.tools.peaks import StagePeaks, take_host_peak
+from verl_profiling.tools.process_memory import StagePeaks, take_host_peak
 
 __all__ = ["SpansOptions", "SpansTool"]
 

@@ -19,7 +19,7 @@ from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailabl
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
 from verl_profiling.tools.npu import import_torch_npu
-from verl_profiling.tools.peaks import StagePeaks
+from verl_profiling.tools.process_memory import StagePeaks
 
 __all__ = ["TorchMemoryOptions", "TorchMemoryTool"]
 
@@ -90,10 +90,8 @@ class TorchMemoryTool(Tool):
     def prepare(self) -> None:
         """Look for an accelerator; begin the history if it is to be recorded in every step."""
         accelerator = _accelerator()
-        if self.options.oom_folder and not _history.goes_on(accelerator):
-            _history.begin(accelerator, self.options, covers_step=False)
-            _observer.attach(accelerator)
-            _observer.folder = Path(self.options.oom_folder)
+        if self.options.oom_folder:
+            _history.record_every_step(accelerator, self.options)
 
     def start(self, destination: Destination) -> Recording:
         return _MemoryRecording(_accelerator(), destination, self.options)
@@ -112,8 +110,7 @@ class _MemoryRecording(Recording):
         self._metrics: dict[str, float] = {}
         _history.begin(accelerator, options, covers_step=destination.stage is None)
         if options.on_oom:
-            _observer.attach(accelerator)
-            _observer.recording = self
+            _history.recording = self
 
     @property
     def marks(self) -> Marks | None:
@@ -121,7 +118,7 @@ class _MemoryRecording(Recording):
 
     def stop(self) -> Sequence[Output]:
         begin = time.perf_counter()
-        _observer.recording = None
+        _history.recording = None
         self._metrics = {
             "memory/allocated_bytes": float(self._memory.memory_allocated()),
             "memory/reserved_bytes": float(self._memory.memory_reserved()),
@@ -134,7 +131,7 @@ class _MemoryRecording(Recording):
         return [*outputs, Output(self._oom)] if self._oom is not None else outputs
 
     def discard(self) -> None:
-        _observer.recording = None
+        _history.recording = None
         _history.end(self._accelerator, self._options)
 
     def metrics(self) -> Mapping[str, float]:
@@ -169,15 +166,19 @@ class _MemoryRecording(Recording):
 
 
 class _History:
-    """The history, of which a process has one. It may go on between recordings."""
+    """The history of this process, which has one, and may go on between recordings.
+
+    Attributes:
+        recording: The recording that gets a snapshot of a failed allocation, if any.
+        folder: Where such a snapshot is written otherwise, if anywhere.
+    """
 
     def __init__(self) -> None:
+        self.recording: _MemoryRecording | None = None
+        self.folder: Path | None = None
         self._ours = False
         self._covered = 0
-
-    def goes_on(self, accelerator: _Accelerator) -> bool:
-        """Return whether a history that we began is being recorded."""
-        return self._ours and accelerator.history_enabled()
+        self._observed: _Accelerator | None = None
 
     def begin(self, accelerator: _Accelerator, options: TorchMemoryOptions, *, covers_step: bool) -> None:
         """Begin an empty history, unless this step is one of those that the one at hand covers.
@@ -185,7 +186,7 @@ class _History:
         Raises:
             CaptureStateError: Somebody else records one.
         """
-        goes_on = self.goes_on(accelerator)
+        goes_on = self._ours and accelerator.history_enabled()
         if accelerator.history_enabled() and not goes_on:
             raise CaptureStateError(
                 "a memory history is being recorded already, and a second one would end it; call "
@@ -202,6 +203,9 @@ class _History:
             )
             self._ours, self._covered = True, 0
         self._covered += covers_step
+        if options.on_oom and self._observed is None:  # torch cannot remove an observer
+            accelerator.observe_oom(self._notice)
+            self._observed = accelerator
 
     def end(self, accelerator: _Accelerator, options: TorchMemoryOptions) -> None:
         """End it, unless it goes on until the next recording."""
@@ -209,25 +213,11 @@ class _History:
             accelerator.memory._record_memory_history(enabled=None)
             self._ours = False
 
-
-class _Observer:
-    """Is told of failed allocations. torch cannot remove an observer, so there is one.
-
-    Attributes:
-        recording: The recording that gets the snapshot, if any.
-        folder: Where it is written otherwise, if anywhere.
-    """
-
-    def __init__(self) -> None:
-        self.recording: _MemoryRecording | None = None
-        self.folder: Path | None = None
-        self._accelerator: _Accelerator | None = None
-
-    def attach(self, accelerator: _Accelerator) -> None:
-        """Be told from now on."""
-        if self._accelerator is None:
-            accelerator.observe_oom(self._notice)
-            self._accelerator = accelerator
+    def record_every_step(self, accelerator: _Accelerator, options: TorchMemoryOptions) -> None:
+        """Begin a history that is for failed allocations of any step, unless there is one."""
+        if not (self._ours and accelerator.history_enabled()):
+            self.begin(accelerator, options, covers_step=False)
+        self.folder = Path(options.oom_folder or "")
 
     def _notice(self, device: int, wanted_bytes: int, total_bytes: int, free_bytes: int) -> None:
         """Handle a failed allocation. The allocator calls this, so it must not raise."""
@@ -235,12 +225,12 @@ class _Observer:
         try:
             if recording is not None:
                 recording.on_oom(device, wanted_bytes)
-            elif self.folder is not None and self._accelerator is not None:
+            elif self.folder is not None and self._observed is not None:
                 path = self.folder / f"{socket.gethostname()}_{os.getpid()}{OOM_SUFFIX}"
                 if path.exists():
                     return
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _dump(self._accelerator.memory, path)
+                _dump(self._observed.memory, path)
                 logger.error(
                     "device %d could not allocate %d bytes, %d of %d are free: %s",
                     *(device, wanted_bytes, free_bytes, total_bytes, path),
@@ -250,7 +240,6 @@ class _Observer:
 
 
 _history = _History()
-_observer = _Observer()
 
 
 def _dump(memory: Any, path: Path) -> None:

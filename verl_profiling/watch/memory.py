@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from verl_profiling.tools.peaks import process_peak_bytes
-from verl_profiling.tools.process_memory import own_bytes
+from verl_profiling.tools.process_memory import own_bytes, process_peak_bytes
 
 __all__ = ["process_memory"]
 
