@@ -25,8 +25,8 @@ from results import record, row
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.controller.decision import Decisions
-from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.step_folder import StepFolders
+from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
 from verl_profiling.settings.config import ProfilingConfig
 

@@ -17,7 +17,7 @@ from test_callback import configured, local_worker, manifest, set_up
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture.session import Session
-from verl_profiling.controller.answers import Answers
+from verl_profiling.controller.open_capture import OpenCapture
 from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 
@@ -204,7 +204,7 @@ def test_a_hook_that_is_interrupted_leaves_no_worker_recording(tmp_path: Path, p
     assert any("_InterruptedError" in note for note in written.notes)
 
 
-@pytest.mark.parametrize("failing", ["take_starts", "take_stops", "clocks"])
+@pytest.mark.parametrize("failing", ["_take_start", "_take_stop", "manifest"])
 def test_a_hook_that_fails_leaves_no_worker_recording(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -217,7 +217,7 @@ def test_a_hook_that_fails_leaves_no_worker_recording(
         raise RuntimeError("a bug of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Answers, failing, fail)
+        patch.setattr(OpenCapture, failing, fail)
         callback.on_step_begin(1)
         callback.on_step_end()
         assert session.sink is None

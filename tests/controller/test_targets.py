@@ -13,7 +13,8 @@ from conftest import Pool
 from example_loops import settings
 
 from verl_profiling import ConfigError, ProfilingCallback
-from verl_profiling.controller.targets import Call, Round, make_targets
+from verl_profiling.controller.calls import Call, Round
+from verl_profiling.controller.targets import make_targets
 from verl_profiling.workers import CaptureMixin
 
 

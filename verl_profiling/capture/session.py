@@ -54,6 +54,7 @@ class Session:
     Attributes:
         sink: Receives stages; ``None`` whenever nothing records and the watch is off.
         sums: What the watch keeps of every step; ``None`` if it is off.
+        identity: The first worker of this process.
     """
 
     def __init__(self) -> None:
@@ -63,6 +64,7 @@ class Session:
         """Forget everything. A forked child calls this: it inherits the slot, but records nothing."""
         self.sink: StageSink | None = None
         self.sums: StageSums | None = None
+        self.identity: WorkerIdentity | None = None
         forget_process_sums()
         total_spans(None)
         self._busy: dict[str, Busy] = {}
@@ -93,6 +95,7 @@ class Session:
                     multiprocessing.util.Finalize(None, self.leave, exitpriority=100)
                 self._slot = Slot(config.after)
             self._configs[identity.name] = config
+            self.identity = self.identity or identity
             self.keep_every_step(config.watch)
             if self.sums is not None and TRAJECTORIES in config.tool_names(identity.role):
                 self.sums.spans = self.sums.spans or SpanSums()

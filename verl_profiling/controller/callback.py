@@ -26,9 +26,9 @@ from types import TracebackType
 from typing import Any
 
 from verl_profiling.capture.stage import Stage, StageSink
+from verl_profiling.controller.calls import Waits
 from verl_profiling.controller.controller import Controller
 from verl_profiling.controller.spmd import in_a_line
-from verl_profiling.controller.targets import Waits
 from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ROLLOUT_ROLE
@@ -76,7 +76,7 @@ class _Callback:
             ConfigError: There are none, or one has no capture methods.
         """
         if self._controller is not None:
-            self._controller.add(role, workers, loop)
+            self._controller.roster.add(role, workers, loop)
 
     def add_rollout(self, replicas: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Add the rollout replicas, in order of their index, in the place of those that there are.
@@ -89,7 +89,7 @@ class _Callback:
             ConfigError: There are none, or one has no capture methods.
         """
         if self._controller is not None:
-            self._controller.add(ROLLOUT_ROLE, replicas, loop)
+            self._controller.roster.add(ROLLOUT_ROLE, replicas, loop)
 
     def stage(self, name: str) -> Stage:
         """Return a stage of the controller, as context manager or decorator.

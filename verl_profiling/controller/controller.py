@@ -10,7 +10,6 @@ import atexit
 import logging
 import os
 import sys
-from asyncio import AbstractEventLoop
 from collections.abc import Mapping
 from functools import partial
 from itertools import count
@@ -23,24 +22,21 @@ import msgspec
 from verl_profiling import clock, termination
 from verl_profiling.capture.after import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.session import process_session
 from verl_profiling.capture.stage import SpanLog, StageSink
-from verl_profiling.capture_request import Aim
-from verl_profiling.controller.answers import Answers
+from verl_profiling.controller.calls import Target, Waits
 from verl_profiling.controller.decision import Decisions
 from verl_profiling.controller.open_capture import OpenCapture, OpenStep
 from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.retention import Retention
-from verl_profiling.controller.roster import Roster
-from verl_profiling.controller.spmd import Ranks, find_ranks, in_a_line, knows_place, leads, nested
+from verl_profiling.controller.spmd import in_a_line, knows_place, leads
 from verl_profiling.controller.step_folder import StepFolders, is_pending
-from verl_profiling.controller.targets import Round, Waits, Worker
+from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
 from verl_profiling.controller.watch_outlet import WatchOutlet
 from verl_profiling.errors import ProfilingError
-from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, CaptureResult, Manifest, StageSpan
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, CaptureResult, Manifest
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action
 from verl_profiling.units import step_list
@@ -65,6 +61,7 @@ class Controller:
         watch: Summaries of every step; ``None`` if it is off.
         last_folder: Step folder of the last capture, once written.
         run_notes: What the loop has to say in every manifest.
+        roster: The workers.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
@@ -72,36 +69,26 @@ class Controller:
         self.live: OpenCapture | None = None
         self.last_folder: Path | None = None
         self.run_notes: list[str] = []
-        self._roster = Roster(config)
+        self.roster = Roster(config)
         self._folders = StepFolders(config)
-        self._retention = Retention(config.limits.keep_last)
+        keep_last = config.limits.keep_last
+        self._retention = Retention(keep_last) if keep_last is not None else None
         self._hooks = AfterHooks(config.after)
         self._decision: Decision | None = None
         self._scheduled = config.schedule.action
         self._watching = config.watch.enable
-        self.watch = Watch(config.watch, self._roster, config.timeouts.start_s) if self._watching else None
-        self.decisions = Decisions(config, self._roster, self.watch)
-        self._outlet = WatchOutlet(config, self._roster, self._folders, self.watch)
-        self._ranks: Ranks | None = None
-        self._unreached = ""
-        self._wait_for_run_s = config.timeouts.start_s
+        self.watch = Watch(config.watch, self.roster, config.timeouts.start_s) if self._watching else None
+        self.decisions = Decisions(config, self.roster, self.watch)
+        self._outlet = WatchOutlet(config, self.roster, self._folders, self.watch)
         self._identity = WorkerIdentity(role="controller")
-        self._owing: set[Worker] = set()
-        self._no_room: tuple[int, str] | None = None
+        self._owing: set[Target] = set()
+        self._no_room = ""
         self._warm_ups = count(1)
         self._after: SpanLog | None = None
         self._notes: list[str] = []
         self._order = LoopOrder()
         self._exit_of = 0
         self.sink: StageSink | None = self._receiver(None)
-
-    def add(self, role: str, workers: Any, loop: AbstractEventLoop | None) -> None:
-        """Register workers.
-
-        Raises:
-            ConfigError: As :meth:`Roster.add` raises it.
-        """
-        self._roster.add(role, workers, loop)
 
     # What the hooks note in every step, captured or not; they return whether there is more to do.
 
@@ -198,7 +185,7 @@ class Controller:
         self._check_selection()
         if self._folders.claimed is not None and self._leads:
             self._folders.claimed.amend(end_ns=None)  # the callback is entered again
-        if knows_place(self.config, self._roster.targets):  # else the first step does it
+        if knows_place(self.config, self.roster.targets):  # else the first step does it
             self.decisions.begin(self._folders)
             self._outlet.begin()
 
@@ -223,14 +210,14 @@ class Controller:
         outside = SpanLog()
         with outside.during(CAPTURE_START):
             try:
-                live = yield from self._open(decision, step, policy_version, outside)
+                opened = yield from self._open(decision, step, policy_version, outside)
             except Exception as error:
                 self.decisions.refused(decision.trigger, f"its capture could not begin: {error}")
                 self._folders.not_captured(step, f"{type(error).__name__}: {error}")
                 raise
-            if live is None:
+            live = self.live
+            if not opened or live is None:
                 return
-            self._set_live(live)
             yield from live.start(live.request)
         self._say_begun(live)
 
@@ -297,7 +284,7 @@ class Controller:
             self._set_live(None)
             for request in (live.request, live.rollout_request):
                 if request is not None:
-                    self._roster.send(self._roster.targets, "stop_capture", request.capture_id)
+                    self.roster.call(self.roster.targets, "stop_capture", request.capture_id)
 
     def end_train(self, why: str = "training ended inside it") -> Waits[None]:
         """Close what is open; wait for overdue stops, then for artifacts that are being compressed.
@@ -321,14 +308,13 @@ class Controller:
 
     @property
     def _leads(self) -> bool:
-        return leads(self.config, self._roster.targets)
+        return leads(self.config, self.roster.targets)
 
     def _decide(self, step: int) -> bool:
         """Decide on a step, unless the open capture goes on in it; return whether it is recorded."""
         if not self.decisions.complete:
             self.decisions.begin(self._folders)
-            self._find_ranks()
-            self.decisions.join(self._ranks)
+            self.decisions.find_ranks()
             self._outlet.begin()
             self.sink = self._receiver(None)
         self._decision = decision = self.decisions.at(step, self.live is not None and self.live.goes_on(step))
@@ -336,29 +322,27 @@ class Controller:
 
     def _check_selection(self, capturing: bool = False) -> None:
         """Warn of roles in the settings that no worker has; once a step is captured, of no workers at all."""
-        before, self._notes = self._notes, self._roster.cautions(capturing)
+        before, self._notes = self._notes, self.roster.cautions(capturing)
         for text in self._notes:
             if text not in before:
                 logger.warning("%s", text)
 
-    def _open(
-        self, decision: Decision, step: int, policy_version: int | None, outside: SpanLog
-    ) -> Waits[OpenCapture | None]:
-        policy_version, notes = _version(policy_version)
-        step_range, aim = decision.step_range, decision.aim
-        keep = step_range.action is Action.RECORD
-        self._find_ranks()
-        if self._unreached or not (yield from self._knows_run(step)):
-            return None
-        run = self._folders.run
-        if self._ranks is not None and self._ranks.leads:
-            self._ranks.publish(run)
+    def _open(self, decision: Decision, step: int, version: int | None, outside: SpanLog) -> Waits[bool]:
+        """Make the step folder, and open the capture; return whether there is one."""
+        policy_version, notes = _version(version)
+        keep, aim = decision.step_range.action is Action.RECORD, decision.aim
+        if not self.decisions.find_ranks() or not (yield from self._knows_run(step)):
+            return False
+        run, ranks = self._folders.run, self.decisions.ranks
+        if ranks is not None and ranks.leads:
+            ranks.publish(run)
         if keep and (why := self._refuses(step)):
             self.decisions.refused(decision.trigger, why)
-            return None
+            return False
         name = self._folders.name(step, keep)
-        folder = self._folders.make(name, self._ranks is not None) if keep else run.path / name
+        folder = self._folders.make(name, ranks is not None) if keep else run.path / name
         last_step = None if self._watching else self.config.schedule.last_step()
+        workers = sum(target.size for target in self.roster.driven(aim))
         request = CaptureRequest(
             capture_id=f"{run.token}-{name if keep else f'warm-up-{next(self._warm_ups)}'}",
             run_id=run.run_id,
@@ -366,69 +350,56 @@ class Controller:
             folder=str(folder),
             policy_version=policy_version,
             keep=keep,
-            workers=self._workers(aim),
-            last=last_step is not None and step_range.last >= last_step,
+            workers=max(1, workers * (ranks.world_size if ranks is not None else 1)),
+            last=last_step is not None and decision.step_range.last >= last_step,
             upload=run.upload_of(folder),
             aim=aim,
         )
         if keep and self._leads:
             self._hooks.begun(request, self._identity)
-        answers = Answers(self.config, self._roster.known, aim, self._ranks is None)
         steps = [OpenStep(step, policy_version, clock.now_ns())]
-        return OpenCapture(
-            decision, request, answers, steps, outside, notes, self._roster, self.config.timeouts
+        self._set_live(
+            OpenCapture(self.config, self.roster, decision, request, ranks is None, steps, outside, notes)
         )
-
-    def _find_ranks(self) -> None:
-        """Find the other ranks of the loop, if it has any; where they cannot be reached, say so once."""
-        said: list[str] = []
-        self._ranks = self._ranks or find_ranks(self.config, self._roster.targets, said.append)
-        if said and not self._unreached:
-            logger.error("%s", said[0])
-        self._unreached = said[0] if said else ""
+        return True
 
     def _knows_run(self, step: int) -> Waits[bool]:
         """Return whether it is known where the run records; a rank waits until rank 0 has said so."""
-        ranks = self._ranks
+        ranks, wait_s = self.decisions.ranks, self.config.timeouts.start_s
         if ranks is None or ranks.leads or self._folders.claimed is not None:
             return True
-        yield partial(ranks.wait_for_run, self._wait_for_run_s)
+        yield partial(ranks.wait_for_run, wait_s)
         self._folders.claimed = ranks.run()
         if self._folders.claimed is None:
             logger.error(
                 "step %d: rank %d is not captured: rank 0 has not begun a captured step within %g s; has it "
                 "a callback with workers and the same settings? Where it has none, set spmd: false",
-                *(step, ranks.rank, self._wait_for_run_s),
+                *(step, ranks.rank, wait_s),
             )
-            self._wait_for_run_s = 0.0
         return self._folders.claimed is not None
-
-    def _workers(self, aim: Aim | None) -> int:
-        """Return how many workers are asked, those of other ranks included."""
-        own = sum(target.size for target in self._roster.driven(aim))
-        return max(1, own * (self._ranks.world_size if self._ranks is not None else 1))
 
     def _refuses(self, step: int) -> str:
         """Return why the limits leave no room for a capture; said when it begins to be so."""
         why = self.config.limits.no_room(self._folders.run.path)
-        before, self._no_room = self._no_room, None
-        if why:
-            self._no_room = (step if before is None else before[0], why)
-            if before is None:
-                logger.warning("step %d is not captured, nor are others until there is room: %s", step, why)
-                self._folders.not_captured(step, f"{why}; nor were others until there was room")
-        elif before is not None:
-            self._notes.append(f"from step {before[0]} on nothing was captured until now: {before[1]}")
+        if why and not self._no_room:
+            logger.warning("step %d is not captured, nor are others until there is room: %s", step, why)
+            self._folders.not_captured(step, f"{why}; nor were others until there was room")
+            self._no_room = f"from step {step} on nothing was captured until now: {why}"
+        elif self._no_room and not why:
+            self._notes.append(self._no_room)
+            self._no_room = ""
         return why
+
+    def _manifest(self, live: OpenCapture, end_ns: int) -> Manifest:
+        return live.manifest(self._identity, end_ns, [*self.run_notes, *self._notes])
 
     def _say_begun(self, live: OpenCapture) -> None:
         """Write what is expected, and let the step begin now: what that took is no part of it."""
         live.step.begin_ns = clock.now_ns()
         if live.request.keep and self._leads:
-            manifest = live.manifest(self._identity, live.steps[0].begin_ns, [*self.run_notes, *self._notes])
-            workers = live.answers.expected(live.request, self._roster.driven(live.request.aim))
-            if self._ranks is not None:
-                workers += self._expected(self._ranks, live)
+            manifest, ranks = self._manifest(live, live.steps[0].begin_ns), self.decisions.ranks
+            others = ranks.expected(live.model(), live.request.aim) if ranks is not None else []
+            workers = [*live.expected(), *others]
             self._folders.begin(live.folder, msgspec.structs.replace(manifest, workers=workers))
         live.step.begin_ns = clock.now_ns()
         if self.watch is not None:
@@ -454,18 +425,23 @@ class Controller:
         """Stop all workers and write the manifest; return what they recorded."""
         stages = live.spans.close()
         results: list[CaptureResult] = []
+        ranks, keep = self.decisions.ranks, live.request.keep
         try:
             yield from live.stop()
-            self._owing |= live.answers.owing
-            results = live.answers.results()
-            manifest = live.manifest(self._identity, end_ns, [*self.run_notes, *self._notes])
-            if self._ranks is not None:
-                stages, results = self._joined(self._ranks, live, stages, why)
-            manifest = msgspec.structs.replace(manifest, complete=complete, stages=stages, workers=results)
-            if live.request.keep and self._leads:
+            self._owing |= live.owing
+            results = live.results()
+            manifest = self._manifest(live, end_ns)
+            if ranks is not None:
+                stages, results = ranks.joined(stages, results, [*self._notes, *live.notes], why)
+            if ranks is not None and ranks.leads:
+                results += ranks.expected(live.model(), live.request.aim)
+            if keep and self._leads:
+                manifest = msgspec.structs.replace(
+                    manifest, complete=complete, stages=stages, workers=results
+                )
                 self._write(live, manifest)
                 self.decisions.concluded(manifest)
-            if live.request.keep:
+            if keep:
                 self.last_folder = live.folder
             folder, upload = live.folder, live.request.upload
             self._hooks.ended(live.request.capture_id, lambda: not is_pending(folder, upload))
@@ -478,45 +454,12 @@ class Controller:
                 self.watch.capture_ended()
         return results
 
-    def _joined(
-        self, ranks: Ranks, live: OpenCapture, stages: list[StageSpan], why: str
-    ) -> tuple[list[StageSpan], list[CaptureResult]]:
-        """Enter into this process's result what its callback knows of the step, which is this rank's own.
-
-        Returns:
-            The loop's stages and the workers' results, for rank 0 with what stands for the other ranks.
-        """
-        own, results, joined = ProcessId.current(), live.answers.results(), []
-        noted = [] if ranks.leads else [*self._notes, *live.notes, *live.answers.notes]
-        for worker in results:
-            stages = nested(stages, worker.stages) if worker.process == own else stages
-        for worker in results:
-            if worker.process == own:
-                amended = process_session().amend(
-                    worker.capture_id,
-                    lambda result: msgspec.structs.replace(
-                        result,
-                        stages=nested(result.stages, stages),
-                        notes=[*result.notes, *(f"rank {ranks.rank}: {note}" for note in noted)],
-                        cut_short=why,
-                        clock=ranks.clock,
-                    ),
-                )
-                worker = amended or worker
-            joined.append(worker)
-        if ranks.leads:
-            joined += self._expected(ranks, live)
-        return stages, joined
-
-    def _expected(self, ranks: Ranks, live: OpenCapture) -> list[CaptureResult]:
-        """Return what stands for the other ranks."""
-        aim = live.request.aim
-        [target, *_] = self._roster.driven(aim) or self._roster.targets
-        return ranks.expected(live.answers.model(live.request, target), aim)
-
     def _write(self, live: OpenCapture, manifest: Manifest) -> None:
         """Write a manifest, and remove the captures that it takes the place of."""
-        leaving, notes = self._retention.take(self._folders.run.run_id, live.folder)
+        leaving: list[Path] = []
+        notes: list[str] = []
+        if self._retention is not None:
+            leaving, notes = self._retention.take(self._folders.run.run_id, live.folder)
         with live.outside.during("write"):
             notes = [*manifest.notes, *notes]
             self._folders.write(
@@ -524,7 +467,8 @@ class Controller:
             )
         upload, steps = live.request.upload, step_list([step.step for step in live.steps])
         logger.info("profiling: %s captured in %s", steps, upload.url if upload else live.folder)
-        self._retention.remove(leaving)
+        if self._retention is not None:
+            self._retention.remove(leaving)
 
     def _end_after(self) -> None:
         """End the record of the loop's stages after a captured step."""
@@ -558,27 +502,37 @@ class Controller:
     def _end_workers(self) -> Waits[None]:
         """Let processes finish what they are compressing: Ray ends them with the loop."""
         timeouts = self.config.timeouts
-        owing = {target for target, _ in self._owing}
-        targets = [one for one in self._roster.targets if one in owing or self._roster.runs_hooks(one)]
-        calls = self._roster.send(targets, "stop_capture", None, timeouts.finish_s)
-        for call in calls:
+        targets = [
+            target
+            for target in self.roster.targets
+            if target in self._owing or self.roster.runs_hooks(target)
+        ]
+        round_ = self.roster.call(
+            targets,
+            "stop_capture",
+            None,
+            timeouts.finish_s,
+            timeout_s=timeouts.finish_s + timeouts.start_s + self._hooks.longest_s,
+        )
+        for call in round_.calls:
             call.awaited = True
-        wait_s = self._at_most(timeouts.finish_s + timeouts.start_s + self._hooks.longest_s)
-        yield (round_ := Round(calls, wait_s)).wait
-        self._roster.remember_unanswered(round_)
+        yield round_.wait
         self._owing.clear()
 
     def _end_run(self) -> Waits[None]:
-        finish_s = self._at_most(self.config.timeouts.finish_s)
         self._folders.flush()
         if self._leads:
             self._put_end_on_record()
-        yield partial(self._folders.drain, finish_s)
-        yield self._retention.end
+        run, most_s = self._folders.claimed, self.roster.most_s
+        if run is not None:
+            yield partial(run.drain, min(self.config.timeouts.finish_s, most_s))
+        if self._retention is not None:
+            yield self._retention.end
         self._hooks.train_ends()
-        yield partial(self._hooks.drain, self._at_most(self._hooks.longest_s))
-        self._folders.leave()
-        ranks, self._ranks = self._ranks, None
+        yield partial(self._hooks.drain, min(self._hooks.longest_s, most_s))
+        if run is not None:
+            run.leave()
+        ranks, self.decisions.ranks = self.decisions.ranks, None
         if ranks is not None:
             ranks.end()
 
@@ -589,14 +543,11 @@ class Controller:
         if run is not None and (steps := self._order.steps) is not None:
             run.amend(first_step=steps[0], last_step=steps[1], end_ns=clock.now_ns(), never_came=never_came)
 
-    def _at_most(self, seconds: float) -> float:
-        return min(seconds, self._roster.most_s)
-
     def _holds_exit(self, holds: bool) -> None:
         """Close what is open when the process exits, or no more; a fork of it closes nothing."""
         if holds and not self._exit_of:
             atexit.register(self._exit)
-        elif not holds and self._exit_of:
+        elif not holds:
             atexit.unregister(self._exit)
         self._exit_of = os.getpid() if holds else 0
 
@@ -609,7 +560,7 @@ class Controller:
         why += ", and the loop did not say so"
         if self.live is not None:
             logger.warning("closing the capture: %s", why)
-        self._roster.most_s = EXIT_S
+        self.roster.most_s = EXIT_S
         try:
             for wait in self.end_train(why):
                 wait()

@@ -15,14 +15,17 @@ from functools import partial
 
 import msgspec
 
+from verl_profiling.capture.session import process_session
 from verl_profiling.capture_request import Trigger
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.requests import CapturesOnDemand, Decision, Requests
-from verl_profiling.controller.roster import Roster
-from verl_profiling.controller.spmd import PROBLEMS, Announced, Ranks, in_a_line, place_of
+from verl_profiling.controller.spmd import PROBLEMS, Announced, Ranks, find_ranks, in_a_line, place_of
 from verl_profiling.controller.step_folder import StepFolders
+from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
+from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest
+from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, StepRange
 
@@ -59,6 +62,7 @@ class Decisions:
         self.anomalies: Anomalies | None = None
         self.ranks: Ranks | None = None
         self.complete = watch is None
+        self._unreached = ""
         self._agreed: dict[int, Decision] = {}
         self._step: int | None = None
         self._decided = 0
@@ -88,12 +92,27 @@ class Decisions:
         else:
             logger.info("captures are asked for with verl-profiling trigger %s or SIGUSR2", place)
 
-    def join(self, ranks: Ranks | None) -> None:
-        """Decide together with the other ranks of the loop, if it has any."""
-        self.complete = ranks is not None or place_of(self._config, self._roster.targets) is None
-        self.ranks = ranks
-        if ranks is not None and self._watch is not None:
-            self._watch.begin_with(ranks, self._roster.identity_here())
+    def find_ranks(self) -> bool:
+        """Find the other ranks of the loop, if it has any, to decide together with them.
+
+        Returns:
+            Whether this process can be captured; where it cannot, the reason is said once.
+        """
+        if self.ranks is None:
+            self.ranks, why = find_ranks(self._config, self._roster.targets)
+            if why and not self._unreached:
+                logger.error("%s", why)
+            self._unreached = why
+            if self.ranks is not None and self._watch is not None:
+                self._watch.begin_with(self.ranks, self._who_is_here())
+        self.complete = self._watch is None or not self._unreached
+        return not self._unreached
+
+    def _who_is_here(self) -> WorkerIdentity:
+        """Return who this process is in manifests, as a rank of a loop: its worker."""
+        role = next((target.roles[0] for target in self._roster.driven(None)), "controller")
+        own = WorkerIdentity(role=role, rank=(process_rank() or (0, 1))[0])
+        return process_session().identity or own
 
     def end(self) -> None:
         """Let nobody ask any more, until training begins again; refuse what is left."""
@@ -103,7 +122,7 @@ class Decisions:
             self._inbox.end()
         if self._watch is not None and self.anomalies is not None:
             self._watch.listeners.remove(self.anomalies.listen)
-        self._inbox = self.requests = self.anomalies = self.ranks = None
+        self._inbox = self.requests = self.anomalies = None
         self.complete = self._watch is None
 
     def at(self, step: int, goes_on: bool) -> Decision | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextvars import copy_context
@@ -12,21 +13,24 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.stage import OpenSpan, SpanLog
-from verl_profiling.controller.answers import Answers
+from verl_profiling.clock import Handshake, best_handshake
+from verl_profiling.controller.calls import Call, Round, Target, Waits, Worker
 from verl_profiling.controller.requests import Decision
-from verl_profiling.controller.roster import Roster
-from verl_profiling.controller.targets import Round, Target, Waits
+from verl_profiling.controller.targets import Roster
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Manifest, StepSpan, finite_numbers
-from verl_profiling.settings.limits import Timeouts
+from verl_profiling.manifest import CaptureResult, HostClock, Manifest, Rpc, StepSpan, finite_numbers
+from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["ROLLOUT", "OpenCapture", "OpenStep"]
+
+logger = logging.getLogger(__name__)
 
 ROLLOUT = "rollout"
 """The stage that lies between ``on_rollout_begin`` and ``on_rollout_end``."""
 HANDSHAKES = 8
+NOT_WRITTEN = "the capture has begun, and nothing was written since"
 
 
 @dataclass
@@ -41,35 +45,65 @@ class OpenStep:
 
 
 @dataclass
+class _Answer:
+    """The answers of one worker.
+
+    Attributes:
+        target: Its target.
+        identity: Who it is.
+        started: Its answer to the last start; ``None`` if there is none.
+        is_open: It was started, and has not been stopped.
+        result: Its last result.
+        failure: What stands for a result that it owes; its first failure stays.
+    """
+
+    target: Target
+    identity: WorkerIdentity
+    started: StartReply | None = None
+    is_open: bool = False
+    result: CaptureResult | None = None
+    failure: CaptureResult | None = None
+
+
+@dataclass
 class OpenCapture:
     """The capture that is open.
 
     Attributes:
+        config: The settings.
+        roster: The workers.
         decision: The steps that it covers, and who asked for it.
         request: What the workers were asked for.
-        answers: The workers' answers.
+        is_alone: There are no workers of other ranks that it may be aimed at instead.
         steps: The steps that have begun.
         outside: The pauses in which the capture starts and stops, and the loop's stages after the step.
+        notes: What a user should know of it.
         spans: The controller's stages.
         metrics: Numbers of the loop.
-        notes: What a user should know of it.
+        rpcs: All calls made.
+        owing: Targets that may still write something when their stop has been answered, or should have been.
         rollout_request: The rollout window that is open.
         rollout_span: The stage of the rollout that runs.
     """
 
+    config: ProfilingConfig
+    roster: Roster
     decision: Decision
     request: CaptureRequest
-    answers: Answers
+    is_alone: bool
     steps: list[OpenStep]
     outside: SpanLog
     notes: list[str]
-    roster: Roster
-    timeouts: Timeouts
     spans: SpanLog = field(default_factory=SpanLog)
     metrics: dict[str, float] = field(default_factory=dict)
+    rpcs: list[Rpc] = field(default_factory=list)
+    owing: set[Target] = field(default_factory=set)
     rollout_request: CaptureRequest | None = None
     rollout_span: OpenSpan | None = None
     _windows: int = 0
+    _answers: dict[Worker, _Answer] = field(default_factory=dict)
+    _opening: dict[str, list[Handshake]] = field(default_factory=dict)
+    _closing: dict[str, list[Handshake]] = field(default_factory=dict)
 
     @property
     def step(self) -> OpenStep:
@@ -85,44 +119,7 @@ class OpenCapture:
         """Return whether the capture covers the step that begins, too."""
         return self.step.step < step <= self.decision.step_range.last
 
-    def start(self, request: CaptureRequest) -> Waits[None]:
-        """Start what a request is for: the engines of a rollout window, or all others that are driven."""
-        targets = self._concerned(request, self.roster.driven(request.aim))
-        self.answers.called(targets)
-        round_ = yield from self.roster.ask(targets, "start_capture", request, self.timeouts.start_s)
-        self.answers.take_starts(round_, request)
-        yield from self._shake_hands(
-            "start_capture", request, self.answers.remote_clocks(targets, HANDSHAKES)
-        )
-
-    def stop(self) -> Waits[None]:
-        """Stop all that was started, at the same time."""
-        window, self.rollout_request = self.rollout_request, None
-        yield from self._stop(*([window] if window is not None else []), self.request)
-
-    def begin_rollout(self) -> Waits[None]:
-        """Open a window on the rollout engines that are captured by stage."""
-        yield from self.end_rollout()
-        if any(
-            self.roster.has_windows(target, self.request.aim)
-            for target in self.roster.driven(self.request.aim)
-        ):
-            self._windows += 1
-            self.rollout_request = msgspec.structs.replace(
-                self.request,
-                capture_id=f"{self.request.capture_id}/{self._windows}",
-                stage=ROLLOUT,
-                occurrence=self._windows,
-                step=self.step.step,
-            )
-            yield from self.start(self.rollout_request)
-
-    def end_rollout(self) -> Waits[None]:
-        """Close that window, and end the stage."""
-        self.end_rollout_stage()
-        request, self.rollout_request = self.rollout_request, None
-        if request is not None:
-            yield from self._stop(request)
+    # The loop's part.
 
     def begin_rollout_stage(self, beside: bool = False) -> None:
         """Begin the rollout's stage; one that runs beside this task's has none of its stages inside."""
@@ -181,39 +178,283 @@ class OpenCapture:
             complete=False,
             controller=controller,
             outside=self.outside.so_far(),
-            rpcs=list(self.answers.rpcs),
-            clocks=self.answers.clocks(),
+            rpcs=list(self.rpcs),
+            clocks=self._clocks(),
             metrics=dict(self.metrics),
             trigger=self.decision.trigger,
-            notes=[*notes, *self.notes, *self.answers.notes, *self.spans.notes()],
+            notes=[*notes, *self.notes, *self.spans.notes()],
         )
 
+    # The calls.
+
+    def start(self, request: CaptureRequest) -> Waits[None]:
+        """Start what a request is for: the engines of a rollout window, or all others that are driven."""
+        targets = self._concerned(request, self.roster.driven(request.aim))
+        for worker in ((target, index) for target in targets for index in range(target.size)):
+            answer = self._answers.setdefault(worker, _Answer(worker[0], self._identity(worker)))
+            answer.started, answer.is_open = None, True  # whatever happens now, it has to be stopped
+        start_s = self.config.timeouts.start_s
+        round_ = self.roster.call(targets, "start_capture", request, timeout_s=start_s)
+        yield round_.wait
+        for call in round_.calls:
+            self._take_start(call, request, round_.timeout_s)
+        self._note_twins()
+        if self.is_alone or request.aim is None or request.aim.ranks is None:
+            self._note_idle_roles(round_)
+        yield from self._shake_hands("start_capture", request, targets)
+
+    def begin_rollout(self) -> Waits[None]:
+        """Open a window on the rollout engines that are captured by stage."""
+        yield from self.end_rollout()
+        aim = self.request.aim
+        if any(self.roster.has_windows(target, aim) for target in self.roster.driven(aim)):
+            self._windows += 1
+            self.rollout_request = msgspec.structs.replace(
+                self.request,
+                capture_id=f"{self.request.capture_id}/{self._windows}",
+                stage=ROLLOUT,
+                occurrence=self._windows,
+                step=self.step.step,
+            )
+            yield from self.start(self.rollout_request)
+
+    def end_rollout(self) -> Waits[None]:
+        """Close that window, and end the stage."""
+        self.end_rollout_stage()
+        request, self.rollout_request = self.rollout_request, None
+        if request is not None:
+            yield from self._stop(request)
+
+    def stop(self) -> Waits[None]:
+        """Stop all that was started, at the same time."""
+        window, self.rollout_request = self.rollout_request, None
+        yield from self._stop(*([window] if window is not None else []), self.request)
+
     def _stop(self, *requests: CaptureRequest) -> Waits[None]:
-        stop_s = min(self.timeouts.stop_s, self.roster.most_s)
-        remote = self.answers.remote_clocks(self.answers.targets, HANDSHAKES)
-        rounds = []
-        for request in requests:
-            targets = self._concerned(request, self.answers.targets)
-            rounds.append(Round(self.roster.send(targets, "stop_capture", request.capture_id), stop_s))
-        yield Round([call for round_ in rounds for call in round_.calls], stop_s).wait
+        targets = dict.fromkeys(target for target, _ in self._answers)
+        rounds = [
+            self.roster.call(
+                self._concerned(request, targets),
+                "stop_capture",
+                request.capture_id,
+                timeout_s=self.config.timeouts.stop_s,
+            )
+            for request in requests
+        ]
+        timeout_s = rounds[0].timeout_s
+        yield Round([call for round_ in rounds for call in round_.calls], timeout_s).wait
         for round_, request in zip(rounds, requests, strict=True):
-            self.roster.remember_unanswered(round_)
-            self.answers.take_stops(round_, request)
-        yield from self._shake_hands("stop_capture", requests[-1].capture_id, remote)
+            for call in round_.calls:
+                self._take_stop(call, request, timeout_s)
+        yield from self._shake_hands("stop_capture", requests[-1].capture_id, targets)
 
     def _concerned(self, request: CaptureRequest, targets: Iterable[Target]) -> list[Target]:
         windowed = request.stage is not None
         return [target for target in targets if self.roster.has_windows(target, request.aim) is windowed]
 
-    def _shake_hands(self, method: str, argument: object, times: Counter[Target]) -> Waits[None]:
+    def _shake_hands(self, method: str, argument: object, targets: Iterable[Target]) -> Waits[None]:
         """Repeat a call, which changes nothing, to measure clocks that are not the controller's.
 
-        Args:
-            method: The method.
-            argument: Its argument.
-            times: How often each target is called; a group can only be called as a whole.
+        Each clock is read through one target; every worker of it that reads it has a handshake.
         """
+        asked, here = set(targets), clock.domain()
+        reached = Counter(
+            (answer.identity.clock_domain, answer.target)
+            for answer in self._answers.values()
+            if answer.started is not None and answer.identity.clock_domain != here and answer.target in asked
+        )
+        times: Counter[Target] = Counter()
+        for domain, target in dict(reached.keys()).items():
+            times[target] = max(times[target], -(-HANDSHAKES // reached[domain, target]))
         while times:
-            targets, times = list(times), times - Counter(dict.fromkeys(times, 1))
-            round_ = yield from self.roster.ask(targets, method, argument, self.timeouts.start_s)
-            self.answers.take_handshakes(round_, closing=method == "stop_capture")
+            round_ = self.roster.call(times, method, argument, timeout_s=self.config.timeouts.start_s)
+            yield round_.wait
+            for call in round_.calls:
+                self._measure(call)
+            times -= Counter(dict.fromkeys(times, 1))
+
+    # The answers.
+
+    def _take_start(self, call: Call, request: CaptureRequest, waited_s: float) -> None:
+        answer = self._answers[call.worker]
+        reply = self._reply(call)
+        if not isinstance(reply, StartReply):
+            self._fail(answer, request, call.problem(waited_s), stopped=False)
+            return
+        answer.started = reply
+        answer.identity = self.roster.known[call.worker] = reply.identity
+        if reply.status == "refused":
+            logger.warning("step %d: %s is not captured: %s", request.step, answer.identity, reply.reason)
+            lost = self._lost(answer, request, reply.reason)
+            answer.failure = msgspec.structs.replace(lost, status="skipped")
+
+    def _take_stop(self, call: Call, request: CaptureRequest, waited_s: float) -> None:
+        """Take an answer to ``stop_capture``; a worker that is late writes its result itself."""
+        answer = self._answers[call.worker]
+        if not answer.is_open:
+            return
+        answer.is_open = False
+        reply, started = self._reply(call), answer.started
+        if not isinstance(reply, StopReply):
+            self.owing.add(call.target)
+            self._fail(answer, request, call.problem(waited_s))
+            return
+        result = reply.result
+        if started is not None and started.status in ("skipped", "refused"):
+            return  # it recorded nothing, as it said
+        if started is None and result.status == "skipped":
+            return  # its start failed
+        if started is not None and reply.process != started.process:
+            reason = (
+                f"{started.process} recorded, but {reply.process} answered the stop: the "
+                "worker was restarted, and what it had recorded is lost"
+            )
+            self._fail(answer, request, reason)
+        elif result.status == "skipped" and not result.revision:
+            self._fail(answer, request, result.reason)  # another capture closed it
+        else:
+            answer.identity = self.roster.known[call.worker] = result.identity
+            answer.result = result
+            if any(artifact.status == "pending" for artifact in result.artifacts):
+                self.owing.add(call.target)
+
+    def _reply(self, call: Call) -> object:
+        """Return an answer, and note the call."""
+        reply = self._measure(call)
+        worker, end_ns = self._identity(call.worker), call.returned_ns or call.sent_ns
+        self.rpcs.append(Rpc(worker.name, call.method, call.sent_ns, end_ns, reply is not None))
+        return reply
+
+    def _measure(self, call: Call) -> StartReply | StopReply | None:
+        """Return the answer to a call, which measures a clock."""
+        reply = call.reply()
+        if not isinstance(reply, StartReply | StopReply):
+            return None
+        starts = isinstance(reply, StartReply)
+        who = reply.identity if isinstance(reply, StartReply) else reply.result.identity
+        handshake = Handshake(call.sent_ns, reply.received_ns, reply.replied_ns, call.returned_ns)
+        (self._opening if starts else self._closing).setdefault(who.clock_domain, []).append(handshake)
+        return reply
+
+    def _fail(self, answer: _Answer, request: CaptureRequest, reason: str, stopped: bool = True) -> None:
+        """Note that a worker failed; without ``stopped``, it may begin whenever the request reaches it."""
+        logger.error("step %d: %s was not captured: %s", request.step, answer.identity, reason)
+        lost = msgspec.structs.replace(self._lost(answer, request, reason), stopped=stopped)
+        answer.failure = answer.failure or lost
+
+    def _note_twins(self) -> None:
+        seen: dict[str, WorkerIdentity] = {}
+        for answer in self._answers.values():
+            twin = seen.setdefault(answer.identity.name, answer.identity)
+            if (twin.host, twin.pid) != (answer.identity.host, answer.identity.pid):
+                self._note(
+                    f"two workers are called {twin.name} and overwrite each other: pass rank= to init_capture"
+                )
+
+    def _note_idle_roles(self, round_: Round) -> None:
+        """Note roles of which all workers were called to start, but none records."""
+        reasons: dict[str, list[str]] = {}
+        for call in round_.calls:
+            started = self._answers[call.worker].started
+            skipped = started is not None and started.status == "skipped"
+            reasons.setdefault(call.target.roles[0], []).append(started.reason if started and skipped else "")
+        for role, found in reasons.items():
+            if set(found) == {"not selected"}:
+                self._note(
+                    f"the selection of ranks or replicas matches none of {len(found)} workers of role {role}"
+                )
+            elif all(found):
+                self._note(f"no worker of role {role} is captured: {', '.join(dict.fromkeys(found))}")
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            logger.warning("%s", text)
+            self.notes.append(text)
+
+    # What became of it.
+
+    def expected(self) -> list[CaptureResult]:
+        """Return what stands for each worker until its result is there, with what it has promised."""
+        found: dict[str, CaptureResult] = {}
+        for target in self.roster.driven(self.request.aim):
+            for worker in ((target, index) for index in range(target.size)):
+                answer = self._answers.get(worker) or _Answer(target, self._identity(worker))
+                if answer.started is None or answer.started.status in ("recording", "armed"):
+                    result = answer.failure or self._lost(answer, self.request, NOT_WRITTEN)
+                    found.setdefault(result.name, result)
+        return list(found.values())
+
+    def results(self) -> list[CaptureResult]:
+        """Return one result for each process, sorted by role and rank: its latest, or why there is none."""
+        found: dict[str, CaptureResult] = {}
+        for answer in self._answers.values():
+            result, failure = answer.result or answer.failure, answer.failure
+            if result is None:
+                continue
+            if failure is not None and result is not failure:  # one of its windows failed
+                artifacts = [*result.artifacts, *failure.artifacts]
+                result = msgspec.structs.replace(
+                    result, status=failure.status, reason=failure.reason, artifacts=artifacts
+                )
+            other = found.get(result.name)
+            if other is None or other.revision < result.revision:
+                found[result.name] = result
+        return sorted(
+            found.values(), key=lambda one: (one.identity.role, one.identity.replica or 0, one.identity.rank)
+        )
+
+    def model(self) -> CaptureResult:
+        """Return what stands for a worker that has not answered."""
+        [target, *_] = self.roster.driven(self.request.aim) or self.roster.targets
+        return self._lost(_Answer(target, self._identity((target, 0))), self.request, NOT_WRITTEN)
+
+    def _identity(self, worker: Worker) -> WorkerIdentity:
+        """Return a worker's identity, derived from its target if it has never answered."""
+        target, index = worker
+        if worker in self.roster.known:
+            return self.roster.known[worker]
+        number = target.first + index
+        replica = number if target.is_rollout else None
+        return WorkerIdentity(
+            role=target.roles[0], rank=number, replica=replica, host="unknown", clock_domain="unknown", pid=0
+        )
+
+    def _lost(self, answer: _Answer, request: CaptureRequest, reason: str) -> CaptureResult:
+        role = self.config.for_role(answer.target.roles[0], self.request.aim)
+        started = answer.started
+        return result_of(
+            request,
+            role,
+            answer.identity,
+            roles=list(answer.target.roles),
+            status="failed",
+            reason=reason,
+            process=started.process if started is not None else None,
+            artifacts=[
+                msgspec.structs.replace(artifact, status="missing", step=request.step, reason=reason)
+                for artifact in (started.expected if started is not None else ())
+            ],
+        )
+
+    def _clocks(self) -> list[HostClock]:
+        """Return one entry for each clock that was seen."""
+        hosts = {answer.identity.clock_domain: answer.identity.host for answer in self._answers.values()}
+        clocks = []
+        for domain, host in hosts.items():
+            opening, closing = self._opening.get(domain, []), self._closing.get(domain, [])
+            if opening and domain == clock.domain():
+                clocks.append(HostClock(host=host, clock_domain=domain))
+            elif opening:
+                first, last = best_handshake(opening), best_handshake(closing or opening)
+                clocks.append(
+                    HostClock(
+                        host=host,
+                        clock_domain=domain,
+                        offset_ns=first.offset_ns,
+                        error_ns=first.error_ns,
+                        closing_offset_ns=last.offset_ns,
+                        closing_error_ns=last.error_ns,
+                        samples=len(opening) + len(closing),
+                    )
+                )
+        return clocks

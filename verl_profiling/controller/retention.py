@@ -26,10 +26,10 @@ class Retention:
     """Keeps the latest captures of a run.
 
     Args:
-        keep_last: How many; ``None`` for all.
+        keep_last: How many.
     """
 
-    def __init__(self, keep_last: int | None) -> None:
+    def __init__(self, keep_last: int) -> None:
         self._keep_last = keep_last
         self._stored: list[Path] = []
         self._removal: ThreadPoolExecutor | None = None
@@ -41,8 +41,6 @@ class Retention:
             run_id: The run.
             folder: The capture's step folder.
         """
-        if self._keep_last is None:
-            return [], []
         self._stored.append(folder)
         leaving, notes = [], []
         for older in self._stored[: -self._keep_last]:

@@ -2,14 +2,20 @@
 
 ``run.json`` is created exclusively, so of two processes that start at once only one gets the folder, and
 after a crash there is nothing to clean up. A resumed run is another run: it records into ``run_2``.
+
+The files of a run behind a URL wait in a folder of this host; what has arrived there is removed here.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import threading
 import time
 import uuid
-from dataclasses import dataclass
+from concurrent.futures import Future
+from functools import partial
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -17,12 +23,13 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.controller.remote_run import RemoteRun, in_time
-from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import RUN_NAME, RunInfo
-from verl_profiling.remote import LocalFolder, RemoteFolder, Upload
+from verl_profiling.capture.finishing import BackgroundWork
+from verl_profiling.identity import ProcessId, safe_name
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, RunInfo
+from verl_profiling.remote import LocalFolder, RemoteFolder, Upload, copy_line
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
 __all__ = ["Run", "claim_run"]
 
@@ -41,9 +48,8 @@ _VERSIONS_OF = (
 )
 
 
-@dataclass
 class Run:
-    """The folder of a run.
+    """The folder of a run, and the upload of the loop's files, where it has a URL.
 
     Attributes:
         path: Where its files are written on this host.
@@ -52,18 +58,26 @@ class Run:
         url: Where its files go, if ``path`` only stages them.
         retry_s: How long an upload is tried again.
         resumes: Whether an earlier run has the same name.
-        remote: Uploads the loop's files, in the process that claimed the folder.
-        info: ``run.json``, likewise.
+        info: ``run.json``, in the process that claimed the folder: it writes the loop's files.
     """
 
-    path: Path
-    run_id: str
-    token: str
-    url: str | None = None
-    retry_s: float = 0.0
-    resumes: bool = False
-    remote: RemoteRun | None = None
-    info: RunInfo | None = None
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,
+        token: str,
+        url: str | None = None,
+        retry_s: float = 0.0,
+        *,
+        resumes: bool = False,
+        info: RunInfo | None = None,
+    ) -> None:
+        self.path, self.run_id, self.token = path, run_id, token
+        self.url, self.retry_s = url, retry_s
+        self.resumes, self.info = resumes, info
+        self._background = BackgroundWork("upload")
+        self._sent: dict[Path, int] = {}
+        self._queued: set[Path] = set()
 
     def upload_of(self, folder: Path) -> Upload | None:
         """Return where the files of a step folder go, if it only stages them."""
@@ -78,8 +92,50 @@ class Run:
             write_json_atomically(path, self.info)
         except OSError as error:
             logger.warning("%s is not up to date: %s", path, error)
-        if self.remote is not None:
-            self.remote.publish()
+        self.publish()
+
+    def publish(self, folder: Path | None = None) -> None:
+        """Upload, in the background, the run's files, and the manifest of a step as it is by then."""
+        if self.url is None or self.info is None:
+            return
+        names = (RUN_NAME, OLDER_WATCH_LOG, WATCH_LOG)
+        wanted = [*(self.path / name for name in names), *([folder / MANIFEST_NAME] if folder else ())]
+        for path in wanted:
+            if path.exists() and path not in self._queued:
+                self._queued.add(path)
+                self._background.submit(partial(self._put, path, self.url))
+
+    def _put(self, path: Path, url: str) -> None:
+        self._queued.discard(path)
+        try:
+            size = path.stat().st_size
+            RemoteFolder(url).put(path, path.relative_to(self.path).as_posix(), self.retry_s)
+            self._sent[path] = size
+        except Exception as error:  # each file system raises errors of its own
+            logger.error(
+                "%s was not uploaded to %s: %s: %s; it stays in %s",
+                *(path.name, url, type(error).__name__, error, path.parent),
+            )
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait for the uploads."""
+        if not self._background.drain(timeout_s):
+            logger.error("uploads to %s were not done after %g s", self.url, timeout_s)
+
+    def leave(self) -> None:
+        """Remove from this host what has arrived behind the URL, and log what has not."""
+        if self.url is None or self.info is None:
+            return
+        for path, size in self._sent.items():
+            if path.exists() and path.stat().st_size == size:
+                path.unlink()
+        if any(names for _, _, names in os.walk(self.path)):  # whose folders others may remove meanwhile
+            logger.error(
+                "files of run %s wait in %s. To upload them: %s",
+                *(self.url, self.path, copy_line(self.path, self.url)),
+            )
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 def claim_run(config: ProfilingConfig) -> Run:
@@ -93,16 +149,31 @@ def claim_run(config: ProfilingConfig) -> Run:
     if not config.is_remote:
         url, resumes = _claim(LocalFolder(config.local_folder), info)
         return Run(Path(url), info.run_id, token, resumes=resumes, info=info)
-    resumes = False
+    folder = config.local_folder / f"{safe_name(info.run_id)}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir(parents=True, mode=0o700)
+    write_json_atomically(folder / RUN_NAME, info)
+    url, resumes = _claim_remote(config, info)
+    return Run(folder, info.run_id, token, url, config.remote.retry_s, resumes=resumes, info=info)
+
+
+def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
+    """Claim a folder behind a URL; one that does not answer in time has a folder of its own."""
+    answer: Future[tuple[str, bool]] = Future()
+
+    def claim() -> None:
+        try:
+            answer.set_result(_claim(RemoteFolder(config.save_path), info))
+        except Exception as error:  # each file system raises errors of its own
+            answer.set_exception(error)
+
+    threading.Thread(target=claim, name="verl-profiling-claim", daemon=True).start()
     try:
-        url, resumes = in_time(lambda: _claim(RemoteFolder(config.save_path), info), config.timeouts.start_s)
-    except Exception as error:  # each file system raises errors of its own
+        return answer.result(config.timeouts.start_s)
+    except Exception as error:
         url = f"{config.save_path.rstrip('/')}/run_{uuid.uuid4().hex[:8]}"
         why = f"{type(error).__name__}: {error}"
         logger.warning("%s cannot be claimed now (%s); this run goes to %s", config.save_path, why, url)
-    remote = RemoteRun(config, info.run_id, url)
-    write_json_atomically(remote.folder / RUN_NAME, info)
-    return Run(remote.folder, info.run_id, token, url, config.remote.retry_s, resumes, remote, info)
+        return url, False
 
 
 def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:

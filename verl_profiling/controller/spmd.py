@@ -14,17 +14,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from verl_profiling import clock
+from verl_profiling.capture.session import process_session
 from verl_profiling.capture_request import Aim
 from verl_profiling.clock import Handshake, best_handshake
+from verl_profiling.controller.calls import Target
 from verl_profiling.controller.run import Run
-from verl_profiling.controller.targets import Target
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
 from verl_profiling.ranks import process_rank
@@ -38,7 +38,6 @@ __all__ = [
     "in_a_line",
     "knows_place",
     "leads",
-    "nested",
     "place_of",
 ]
 
@@ -100,6 +99,7 @@ class Ranks:
         self.clock: HostClock | None = None
         self._place: _RunPlace | None = None
         self._known = threading.Event()
+        self._patience = 1
         self._ended = threading.Event()
         self._requests: list[Announced] = []
         self._sent = self._received = self._asked = 0
@@ -122,8 +122,9 @@ class Ranks:
         self.put("run", msgspec.msgpack.encode(self._place))
 
     def wait_for_run(self, timeout_s: float) -> None:
-        """Wait until :meth:`run` has an answer."""
-        self._known.wait(timeout_s)
+        """Wait until :meth:`run` has an answer; the second time no more."""
+        self._known.wait(timeout_s * self._patience)
+        self._patience = 0
 
     def run(self) -> Run | None:
         """Return where the run records; ``None`` while rank 0 has not said it."""
@@ -159,6 +160,39 @@ class Ranks:
         """Return what a rank has left of its steps since; nobody is waited for."""
         return self.take(_watch_key(rank, last))
 
+    def joined(
+        self, stages: list[StageSpan], results: list[CaptureResult], notes: list[str], why: str
+    ) -> tuple[list[StageSpan], list[CaptureResult]]:
+        """Enter into this process's result what its callback knows of the step, which is this rank's own.
+
+        Args:
+            stages: The loop's stages.
+            results: What the workers of this rank recorded.
+            notes: The callback's notes.
+            why: Why the step ended early.
+
+        Returns:
+            The loop's stages and the results, with the stages of both.
+        """
+        own = ProcessId.current()
+        noted = [] if self.leads else [f"rank {self.rank}: {note}" for note in notes]
+        for worker in results:
+            stages = _nested(stages, worker.stages) if worker.process == own else stages
+
+        def amended(result: CaptureResult) -> CaptureResult:
+            return msgspec.structs.replace(
+                result,
+                stages=_nested(result.stages, stages),
+                notes=[*result.notes, *noted],
+                cut_short=why,
+                clock=self.clock,
+            )
+
+        amend = process_session().amend
+        return stages, [
+            (worker.process == own and amend(worker.capture_id, amended)) or worker for worker in results
+        ]
+
     def expected(self, model: CaptureResult, aim: Aim | None) -> list[CaptureResult]:
         """Return what stands for the other ranks until their results are there.
 
@@ -166,19 +200,24 @@ class Ranks:
             model: What stands for a worker of this rank.
             aim: What the capture does differently.
         """
-        others = [rank for rank in self.others if aim is None or aim.ranks is None or rank in aim.ranks]
-        return [self._stand_in(model, rank) for rank in others]
+        return [
+            self._stand_in(model, rank)
+            for rank in self.others
+            if aim is None or aim.ranks is None or rank in aim.ranks
+        ]
 
     def _stand_in(self, model: CaptureResult, rank: int) -> CaptureResult:
-        process = self.processes.get(rank)
-        who = {"host": "unknown", "clock_domain": "unknown", "pid": 0}
-        if process is not None:
-            who = {"host": process.host, "clock_domain": process.clock_domain, "pid": process.pid}
+        process = self.processes.get(rank) or ProcessId(host="unknown", clock_domain="unknown", pid=0)
+        identity = WorkerIdentity(
+            role=model.identity.role,
+            rank=rank,
+            host=process.host,
+            clock_domain=process.clock_domain,
+            pid=process.pid,
+        )
+        reason = f"rank {rank} has left no result"
         return msgspec.structs.replace(
-            model,
-            identity=WorkerIdentity(role=model.identity.role, rank=rank, **who),  # type: ignore[arg-type]
-            process=process,
-            reason=f"rank {rank} has left no result",
+            model, identity=identity, process=self.processes.get(rank), reason=reason
         )
 
     def end(self) -> None:
@@ -213,7 +252,8 @@ class Ranks:
         """Read the store until training ends; one that is gone is said once, and training goes on."""
         pause_s = _FIRST_LOOK_S
         try:
-            self._introduce()
+            if not self.leads:
+                self.put(f"run/{self.rank}", msgspec.msgpack.encode(ProcessId.current()))
             while not self._ended.wait(pause_s):
                 self._look()
                 waits = self._place is None or len(self.processes) < self.leads * len(self.others)
@@ -221,10 +261,6 @@ class Ranks:
         except PROBLEMS as error:
             if not self._ended.is_set():
                 logger.warning("rank %d: the other ranks are not reached: %s", self.rank, in_a_line(error))
-
-    def _introduce(self) -> None:
-        if not self.leads:
-            self.put(f"run/{self.rank}", msgspec.msgpack.encode(ProcessId.current()))
 
     def _look(self) -> None:
         if self.leads:
@@ -314,28 +350,26 @@ def leads(config: ProfilingConfig, targets: list[Target]) -> bool:
     return place is None or place[0] == 0
 
 
-def find_ranks(config: ProfilingConfig, targets: list[Target], say: Callable[[str], None]) -> Ranks | None:
-    """Return the ranks of the loop; ``None`` where it has one, and where they cannot reach each other.
+def find_ranks(config: ProfilingConfig, targets: list[Target]) -> tuple[Ranks | None, str]:
+    """Return the ranks of the loop, if it has several; or why they cannot reach each other.
 
     Args:
         config: The settings.
         targets: The workers of this callback.
-        say: Called with the reason why they cannot.
     """
     place = place_of(config, targets)
     if place is None:
         if config.spmd and process_rank() is None:
-            say("spmd: no rank: initialise torch.distributed before the first step")
-        return None
+            return None, "spmd: no rank: initialise torch.distributed before the first step"
+        return None, ""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        say(
+        return None, (
             f"rank {place[0]} of {place[1]} captures nothing: torch.distributed is not initialised; call "
             "init_process_group() before the first captured step, or set spmd: false if each process is a "
             "loop of its own"
         )
-        return None
-    return Ranks(*place, distributed.distributed_c10d._get_default_store())
+    return Ranks(*place, distributed.distributed_c10d._get_default_store()), ""
 
 
 def in_a_line(error: BaseException) -> str:
@@ -343,7 +377,7 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def nested(own: list[StageSpan], others: list[StageSpan]) -> list[StageSpan]:
+def _nested(own: list[StageSpan], others: list[StageSpan]) -> list[StageSpan]:
     """Return the stages of one process that its worker and its callback noted; the worker's hold."""
     names = {span.name for span in own}
     added = [span for span in others if span.name not in names]

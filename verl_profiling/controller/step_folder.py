@@ -82,9 +82,9 @@ class StepFolders:
         self.flush()
         self._write(folder, msgspec.structs.replace(manifest, state="begun"))
 
-    def write(self, folder: Path, manifest: Manifest) -> Manifest:
+    def write(self, folder: Path, manifest: Manifest) -> None:
         """Write what became of it, and where the files are that are not seen from here."""
-        return self._write(folder, manifest if self.run.url is not None else _located(folder, manifest))
+        self._write(folder, manifest if self.run.url is not None else _located(folder, manifest))
 
     def wrote_last(self, step: int) -> bool:
         """Return whether the capture that was written last is of that step."""
@@ -121,23 +121,12 @@ class StepFolders:
             folder, manifest = self._last
             self._last, self._changed = (folder, msgspec.structs.replace(manifest, **fields)), True
 
-    def _write(self, folder: Path, manifest: Manifest) -> Manifest:
+    def _write(self, folder: Path, manifest: Manifest) -> None:
         manifest = msgspec.structs.replace(manifest, process=ProcessId.current())
         write_json_atomically(folder / MANIFEST_NAME, manifest)
         self._last = (folder, manifest)
-        if manifest.state == "written" and self.run.remote is not None:
-            self.run.remote.publish(folder)
-        return manifest
-
-    def drain(self, timeout_s: float) -> None:
-        """Wait for uploads."""
-        if self.claimed is not None and self.claimed.remote is not None:
-            self.claimed.remote.drain(timeout_s)
-
-    def leave(self) -> None:
-        """Remove from this host what was uploaded."""
-        if self.claimed is not None and self.claimed.remote is not None:
-            self.claimed.remote.leave()
+        if manifest.state == "written":
+            self.run.publish(folder)
 
 
 def _located(folder: Path, manifest: Manifest) -> Manifest:

@@ -1,236 +1,31 @@
-"""The workers that the callback can call, the calls, how long they are waited for, and what came back.
-
-A call goes to all targets at once and has one deadline. Calling never raises: a worker that is dead,
-hung or of a wrong type becomes a :class:`Call` without a reply.
-"""
+"""The workers that were added to a callback: who they are, who takes part, and how each kind is called."""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import inspect
 import sys
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Hashable, Iterable, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import inf
+from typing import Any
 
-from verl_profiling import clock
-from verl_profiling.errors import ConfigError
-from verl_profiling.identity import ROLLOUT_ROLE
+import msgspec
 
-__all__ = ["Call", "Postponed", "Round", "Target", "Waits", "Worker", "make_targets"]
+from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture_request import Aim
+from verl_profiling.controller.calls import Call, Postponed, Round, Target, Worker, outcome_of
+from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.identity import WorkerIdentity, safe_name
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.tools import TOOLS
 
-T = TypeVar("T")
-Waits = Generator[Callable[[], object], None, T]
-"""What a hook does: it yields functions that wait, which the asynchronous callback runs on a thread."""
+__all__ = ["Roster", "make_targets"]
 
-
-class Call:
-    """One call to one worker.
-
-    Attributes:
-        sent_ns: When it was sent, on the controller's clock.
-        returned_ns: When its outcome arrived; 0 while it has not.
-        awaited: ``False`` when the worker is known to be busy with an earlier call.
-    """
-
-    def __init__(self, target: Target, index: int, method: str, future: Future[Any], sent_ns: int) -> None:
-        self.target = target
-        self.index = index
-        self.method = method
-        self.future = future
-        self.sent_ns = sent_ns
-        self.returned_ns = 0
-        self.awaited = True
-        future.add_done_callback(self._note_return)
-
-    def _note_return(self, future: Future[Any]) -> None:
-        self.returned_ns = clock.now_ns()
-
-    @property
-    def worker(self) -> Worker:
-        """The called worker: a target and an index in it."""
-        return self.target, self.index
-
-    def reply(self) -> Any:
-        """Return the worker's answer, or ``None`` if there is none."""
-        return self.future.result() if self.future.done() and self._error() is None else None
-
-    @property
-    def raised(self) -> bool:
-        """Whether it has returned without an answer."""
-        return self.future.done() and self._error() is not None
-
-    @property
-    def without_method(self) -> bool:
-        """Whether the worker has no such method."""
-        return self._raised("AttributeError")
-
-    @property
-    def died(self) -> bool:
-        """Whether Ray says that the worker's process has died."""
-        return self._raised("ActorDiedError")
-
-    @property
-    def may_have_died(self) -> bool:
-        """Whether Ray says that, or "unavailable", as it first does of an actor that it restarts."""
-        return self._raised("ActorDiedError", "ActorUnavailableError")
-
-    def _raised(self, *kinds: str) -> bool:
-        return self.raised and type(self._error()).__name__ in kinds
-
-    def problem(self, waited_s: float) -> str:
-        """Return the reason why there is no answer, in one line."""
-        if not self.awaited and not self.future.done():
-            return f"{self.method} was not waited for: the worker has not answered an earlier call yet"
-        if not self.future.done():
-            return f"{self.method} did not return within {waited_s:g} s; is the worker hung or busy?"
-        error = self._error()
-        if error is None:
-            answer = type(self.future.result()).__name__
-            return (
-                f"{self.method} returned {answer}, not an answer to the callback; "
-                "let the worker's class inherit a mixin of verl_profiling.workers"
-            )
-        cause = getattr(error, "cause", None) or error
-        lines = str(cause).strip().splitlines() or [""]
-        return f"{self.method} raised {type(cause).__name__}: {lines[0]}"
-
-    def _error(self) -> BaseException | None:
-        try:
-            return self.future.exception()
-        except concurrent.futures.CancelledError as error:
-            return error
-
-
-class Postponed(Future[Any]):
-    """The outcome of a coroutine that runs while its round is waited for, on the thread that waits.
-
-    Args:
-        coroutine: The coroutine.
-        loop: The event loop that it needs; ``None`` for a new one.
-    """
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop | None) -> None:
-        super().__init__()
-        self.loop = loop
-        self._coroutine = coroutine
-        self._task: asyncio.Task[Any] | None = None
-
-    def task(self) -> asyncio.Task[Any]:
-        """Return the task that runs the coroutine on this event loop, and sets the outcome."""
-        if self._task is None:
-            self._task = asyncio.ensure_future(self._coroutine)
-            self._task.add_done_callback(self._take)
-        return self._task
-
-    def fail(self, error: BaseException) -> None:
-        """Set an error as the outcome, unless there is one."""
-        if self._task is None:
-            self._coroutine.close()
-        if not self.done():
-            self.set_exception(error)
-
-    def _take(self, task: asyncio.Task[Any]) -> None:
-        if task.cancelled():
-            self.fail(asyncio.CancelledError("it was cancelled"))
-        elif (error := task.exception()) is not None:
-            self.fail(error)
-        elif not self.done():
-            self.set_result(task.result())
-
-
-class Round:
-    """The same call to several workers at once.
-
-    Args:
-        calls: What was sent.
-        timeout_s: How long to wait for the slowest, in seconds.
-    """
-
-    def __init__(self, calls: Sequence[Call], timeout_s: float) -> None:
-        self.calls = calls
-        self.timeout_s = timeout_s
-
-    def wait(self) -> None:
-        """Block until all calls have returned or the time is up. Coroutines run side by side meanwhile."""
-        deadline = time.monotonic() + self.timeout_s
-        by_loop: dict[asyncio.AbstractEventLoop | None, list[Call]] = {}
-        for call in self.calls:
-            if isinstance(call.future, Postponed):
-                by_loop.setdefault(call.future.loop, []).append(call)
-        for loop, together in by_loop.items():
-            running = self._run(together, loop is None, deadline)
-            try:
-                if loop is None:
-                    asyncio.run(running)
-                else:
-                    loop.run_until_complete(running)
-            except Exception as error:
-                running.close()
-                for call in together:
-                    if isinstance(call.future, Postponed):
-                        call.future.fail(error)
-        awaited = {call.future for call in self.calls if call.awaited}
-        concurrent.futures.wait(awaited, max(0.0, deadline - time.monotonic()))
-
-    async def _run(self, calls: Iterable[Call], on_new_loop: bool, deadline: float) -> None:
-        """Run coroutines; what is late on the caller's loop goes on when that runs again."""
-        begun = [(call, call.future) for call in calls if isinstance(call.future, Postponed)]
-        tasks = [(call, future.task()) for call, future in begun]
-        if awaited := [task for call, task in tasks if call.awaited]:
-            await asyncio.wait(awaited, timeout=max(0.0, deadline - time.monotonic()))
-        for _, future in begun if on_new_loop else ():
-            late = f"it did not return within {self.timeout_s:g} s, and was cancelled"
-            future.fail(TimeoutError(late))
-
-
-class Target(ABC):
-    """One worker, or a group that can only be called as a whole.
-
-    Attributes:
-        roles: The roles under which it was added; several for a process with several roles.
-        size: Number of workers that answer a call.
-        first: Index of the first of them among the workers of its role.
-        is_local: It is an object of this process.
-    """
-
-    is_local = False
-
-    def __init__(self, role: str, first: int, size: int) -> None:
-        self.roles = [role]
-        self.first = first
-        self.size = size
-
-    @property
-    def is_rollout(self) -> bool:
-        """Whether each of them is a replica of an engine."""
-        return self.roles[0] == ROLLOUT_ROLE
-
-    @property
-    @abstractmethod
-    def key(self) -> Hashable:
-        """Equal for targets that are the same workers."""
-
-    @abstractmethod
-    def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
-        """Start a call and return one future per worker."""
-
-    def call(self, method: str, *arguments: Any) -> list[Call]:
-        """Call a method of every worker of this target, without waiting."""
-        sent_ns = clock.now_ns()
-        try:
-            futures = self.start(method, arguments)
-        except Exception as error:
-            futures = [_failed(error) for _ in range(self.size)]
-        return [Call(self, index, method, future, sent_ns) for index, future in enumerate(futures)]
-
-
-Worker = tuple[Target, int]
-
-
+_NOBODY = (
+    "no workers and no rollout were added to the callback, so nobody records: call "
+    "add_workers(role, workers) or add_rollout(replicas) before the first step that is captured"
+)
 MANY_IN_TURN = 16
 
 
@@ -255,23 +50,21 @@ class _WorkerGroup(Target):
     """
 
     def __init__(self, role: str, group: Any) -> None:
-        super().__init__(role, 0, _group_size(group))
+        self._workers = list(getattr(group, "workers", None) or [group])
+        size = getattr(group, "world_size", None)
+        super().__init__(role, 0, size if isinstance(size, int) else len(self._workers))
         self._group = group
 
     @property
     def key(self) -> Hashable:
-        workers = getattr(self._group, "workers", None) or [self._group]
-        return frozenset(_identity_of(worker) for worker in workers)
+        return frozenset(_identity_of(worker) for worker in self._workers)
 
     def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
-        if _is_actor(next(iter(getattr(self._group, "workers", None) or ()), None)):
+        if _is_actor(self._workers[0]):
             _check_in_cluster()
         bound = getattr(self._group, method, None)
-        if bound is not None:
-            references = bound(*arguments)
-        else:
-            references = self._group.execute_all_async(method, *arguments)
-        return [_future_of(reference) for reference in references]
+        answers = bound(*arguments) if bound else self._group.execute_all_async(method, *arguments)
+        return [_future_of(answer) for answer in answers]
 
 
 class _Local(Target):
@@ -313,47 +106,44 @@ class _Local(Target):
             if loop is not None and loop.is_running():
                 return [asyncio.run_coroutine_threadsafe(function(*arguments), loop)]
             return [Postponed(function(*arguments), loop)]
-        if self.on_threads:
-            return [_on_thread(lambda: function(*arguments))]
-        return [_done(lambda: function(*arguments))]
+        return [(_on_thread if self.on_threads else outcome_of)(lambda: function(*arguments))]
 
 
-def make_targets(
-    role: str, workers: Any, loop: asyncio.AbstractEventLoop | None = None, method: str = "start_capture"
-) -> list[Target]:
+def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None = None) -> list[Target]:
     """Return the targets for the workers that a user added.
 
     Args:
         role: The role they are added under.
         workers: A worker group, a Ray actor handle, an object, or an iterable of the latter two.
         loop: Event loop on which local objects' coroutines run.
-        method: A method that each must have.
 
     Raises:
         ConfigError: There are no workers, or one has no capture methods.
     """
     if callable(getattr(workers, "execute_all_async", None)):
         return [_WorkerGroup(role, workers)]
-    if _is_actor(workers) or hasattr(workers, method) or not isinstance(workers, Iterable):
+    if _is_actor(workers) or hasattr(workers, "start_capture") or not isinstance(workers, Iterable):
         workers = [workers]
-    targets: list[Target] = []
+    targets: list[_RayActor | _Local] = []
     for index, worker in enumerate(workers):
-        if not hasattr(worker, method):
+        if not hasattr(worker, "start_capture"):
             raise ConfigError(
                 "",
-                f"worker {index} of role {role!r} ({type(worker).__name__}) has no {method}; "
+                f"worker {index} of role {role!r} ({type(worker).__name__}) has no start_capture; "
                 "let its class inherit a mixin of verl_profiling.workers",
             )
-        if _is_actor(worker):
-            targets.append(_RayActor(role, index, worker))
-        else:
-            targets.append(_Local(role, index, worker, loop))
+        actor = _is_actor(worker)
+        targets.append(_RayActor(role, index, worker) if actor else _Local(role, index, worker, loop))
     if not targets:
         raise ConfigError("", f"role {role!r} has no workers")
-    in_turn = [target for target in targets if isinstance(target, _Local) and not target.is_coroutine(method)]
+    in_turn = [
+        target
+        for target in targets
+        if isinstance(target, _Local) and not target.is_coroutine("start_capture")
+    ]
     for target in in_turn:
         target.on_threads = len(in_turn) > MANY_IN_TURN
-    return targets
+    return [*targets]
 
 
 def _check_in_cluster() -> None:
@@ -371,35 +161,139 @@ def _identity_of(worker: Any) -> str | int:
     return str(worker._actor_id.hex()) if _is_actor(worker) else id(worker)
 
 
-def _group_size(group: Any) -> int:
-    size = getattr(group, "world_size", None)
-    return size if isinstance(size, int) else len(getattr(group, "workers", ()) or (group,))
-
-
-def _future_of(reference: Any) -> Future[Any]:
-    if hasattr(reference, "future"):
-        future: Future[Any] = reference.future()
-        return future
-    return _done(lambda: reference)
-
-
-def _done(function: Callable[[], Any]) -> Future[Any]:
-    future: Future[Any] = Future()
-    try:
-        future.set_result(function())
-    except (Exception, asyncio.CancelledError) as error:
-        future.set_exception(error)
+def _future_of(answer: Any) -> Future[Any]:
+    future: Future[Any] = answer.future() if hasattr(answer, "future") else outcome_of(lambda: answer)
     return future
 
 
 def _on_thread(function: Callable[[], Any]) -> Future[Any]:
-    executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="verl-profiling-call")
+    executor = ThreadPoolExecutor(1, thread_name_prefix="verl-profiling-call")
     future = executor.submit(function)
     executor.shutdown(wait=False)
     return future
 
 
-def _failed(error: Exception) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return future
+class Roster:
+    """Knows the workers, which of them the settings select, and who has not answered yet.
+
+    Attributes:
+        targets: All that were added.
+        known: Who a worker said that it is.
+        most_s: Seconds that anybody is waited for at most.
+    """
+
+    def __init__(self, config: ProfilingConfig) -> None:
+        self.targets: list[Target] = []
+        self.known: dict[Worker, WorkerIdentity] = {}
+        self.most_s = inf
+        self._config = config
+        self._unanswered: list[Call] = []
+
+    def add(self, role: str, workers: Any, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Register workers, in the place of those that the role has; others of them get one name more.
+
+        Raises:
+            ConfigError: There are none, the role's files would have the names of another's, or one has no
+                capture methods.
+        """
+        for other in self.roles:
+            if other != role and safe_name(other) == safe_name(role):
+                raise ConfigError(
+                    "", f"roles {other!r} and {role!r} have files of the same names; rename one of them"
+                )
+        added = make_targets(role, workers, loop)
+        self._config.for_role(role)  # its tools are imported now, and not in the first captured step
+        for target in [target for target in self.targets if role in target.roles]:
+            if target.roles != [role]:
+                target.roles.remove(role)
+                continue
+            self.targets.remove(target)
+            for number in range(target.size):
+                self.known.pop((target, number), None)
+        by_key = {target.key: target for target in self.targets}
+        for target in added:
+            if (known := by_key.get(target.key)) is not None:
+                known.roles.append(role)
+            else:
+                self.targets.append(target)
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles that have workers, each once."""
+        return list(dict.fromkeys(role for target in self.targets for role in target.roles))
+
+    def driven(self, aim: Aim | None) -> list[Target]:
+        """Return those of which a role is switched on, in a capture with this aim."""
+        return [t for t in self.targets if any(self._config.for_role(role, aim).enable for role in t.roles)]
+
+    def has_windows(self, target: Target, aim: Aim | None) -> bool:
+        """Return whether it is recorded from the begin of a rollout to its end, not for the whole step."""
+        return target.is_rollout and self._config.for_role(target.roles[0], aim).mode == "discrete"
+
+    def check_aim(self, aim: Aim, ranks: int | None = None) -> None:
+        """Check that a capture with this aim can be had of these workers.
+
+        Args:
+            aim: The aim.
+            ranks: How many ranks there are, where other processes have some of them.
+
+        Raises:
+            ConfigError: It cannot; the key is the aim's.
+        """
+        roles = self.roles
+        for role in aim.roles or ():
+            if role not in roles:
+                raise ConfigError("roles", f"no workers were added as {role!r}; {choices_hint(role, roles)}")
+        allowed = {*TOOLS, *(name for role in ("", *roles) for name in self._config.tool_names(role))}
+        for tool in aim.tools or ():
+            if tool not in allowed:
+                raise ConfigError("tools", f"unknown tool {tool!r}; {choices_hint(tool, allowed)}")
+        for role in roles:
+            self._config.for_role(role, aim)
+        driven = self.driven(aim)
+        if not driven:
+            raise ConfigError("", "nobody would record: no worker has a role that takes part")
+        engines = [target for target in driven if target.is_rollout]
+        for key, numbers, having in (
+            ("replicas", aim.replicas, engines),
+            ("ranks", None if engines else aim.ranks, driven),
+        ):
+            count = ranks or max((target.first + target.size for target in having), default=0)
+            if numbers and min(numbers) >= count:
+                have = f"0 to {count - 1}" if count else "none"
+                raise ConfigError(key, f"nobody has {', '.join(map(str, numbers))}; there are {have}")
+
+    def runs_hooks(self, target: Target) -> bool:
+        """Return whether a hook of the settings runs on it."""
+        return any(role in hook.roles for hook in self._config.after.values() for role in target.roles)
+
+    def cautions(self, capturing: bool) -> list[str]:
+        """Return what the settings select and nobody has; for a captured step, also that nobody is there."""
+        roles = self.roles
+        found = [_NOBODY] if capturing and not roles else []
+        for key, named in (
+            ("select.roles", self._config.select.roles or ()),
+            ("roles", tuple(self._config.roles)),
+        ):
+            for role in named if roles else ():
+                if role not in roles:
+                    found.append(f"{key}: no workers were added as {role!r}; {choices_hint(role, roles)}")
+        found += self._config.cautions(any(target.is_rollout for target in self.targets))
+        return found
+
+    def call(self, targets: Iterable[Target], method: str, *arguments: Any, timeout_s: float = 0.0) -> Round:
+        """Call all workers. One that has not answered yet gets the call too, and is not waited for.
+
+        A request says under which roles the worker was added.
+        """
+        self._unanswered = [call for call in self._unanswered if not call.future.done()]
+        busy = {call.worker for call in self._unanswered}
+        calls: list[Call] = []
+        for target in targets:
+            if arguments and isinstance(request := arguments[0], CaptureRequest):
+                arguments = (msgspec.structs.replace(request, roles=list(target.roles)),)
+            calls += target.call(method, *arguments)
+        for call in calls:
+            call.awaited = call.worker not in busy
+        self._unanswered += calls
+        return Round(calls, min(timeout_s, self.most_s))

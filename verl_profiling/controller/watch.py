@@ -20,8 +20,8 @@ from verl_profiling import clock
 from verl_profiling.capture.stage import Both, StageSink
 from verl_profiling.controller.open_capture import ROLLOUT
 from verl_profiling.controller.rank_summaries import RankSummaries
-from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Ranks
+from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watched_workers import PendingStep, WatchedWorkers
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.watch import WatchOptions

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import leads
 from verl_profiling.controller.step_folder import StepFolders
+from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.event_file import EventFile

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from verl_profiling import clock
 from verl_profiling.clock import Handshake, best_handshake
-from verl_profiling.controller.roster import Roster
-from verl_profiling.controller.targets import Call, Postponed, Target, Worker
+from verl_profiling.controller.calls import Call, Postponed, Target, Worker
+from verl_profiling.controller.targets import Roster
 from verl_profiling.identity import ProcessId
 from verl_profiling.step_summary import RankUse
 from verl_profiling.watch.reading import WatchQuestion, WatchReading
@@ -126,12 +126,12 @@ class WatchedWorkers:
     def _take(self, call: Call, asked: Sequence[PendingStep]) -> bool:
         """Take an answer; return whether it needs no other question."""
         reading = call.reply()
-        if call.raised and "ActorUnavailableError" in call.problem(0.0):  # Ray restarts it
+        if call.error is not None and "ActorUnavailableError" in call.problem(0.0):  # Ray restarts it
             return False
-        if call.without_method:
+        if type(call.error) is AttributeError:  # it has no such method
             self._without.add(call.target)
         if not isinstance(reading, WatchReading):
-            if reading is not None or call.raised:
+            if reading is not None or call.error is not None:
                 self._say(call, f"is not read: {call.problem(0.0)}")
             return True
         try:
