@@ -224,30 +224,23 @@ class LocalFolder:
             os.close(descriptor)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file unless it exists; return whether. One of several writers wins."""
+        """Write a file unless it exists; return whether. One of several writers wins.
+
+        It is empty until its content is there.
+        """
         path, part = self._own(name), self._own(f".{name}.{uuid.uuid4().hex[:8]}.part")
-        if not self.path.is_dir():
-            self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            return False
         try:
             part.write_bytes(data)
-            os.link(part, path)
-        except FileExistsError:
-            return False
+            part.replace(path)
         except OSError:
-            if not part.exists():
-                raise
-            return self._create_without_links(path, data)
-        finally:
             part.unlink(missing_ok=True)
-        return True
-
-    @staticmethod
-    def _create_without_links(path: Path, data: bytes) -> bool:
-        try:
-            with path.open("xb") as file:
-                file.write(data)
-        except FileExistsError:
-            return False
+            path.unlink(missing_ok=True)
+            raise
         return True
 
     def remove(self, name: str) -> None:

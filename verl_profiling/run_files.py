@@ -179,16 +179,11 @@ def write_json_atomically(path: Path, value: msgspec.Struct, *, durable: bool = 
     Raises:
         OSError: The folder cannot be written.
     """
-    part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
-    try:
-        with naming(path), part.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(value), indent=2))
+    with whole_file(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(value), indent=2))
+        if durable:
             file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+            os.fsync(file.fileno())
 
 
 def read_run(run: Path) -> RunInfo | None:

@@ -28,7 +28,6 @@ from verl_profiling.controller.decision import Decisions
 from verl_profiling.controller.open_capture import OpenCapture, OpenStep
 from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.requests import Decision
-from verl_profiling.controller.retention import Retention
 from verl_profiling.controller.spmd import in_a_line, knows_place, leads
 from verl_profiling.controller.step_folder import StepFolders, is_pending
 from verl_profiling.controller.targets import Roster
@@ -43,7 +42,6 @@ from verl_profiling.units import step_list
 
 __all__ = ["Controller"]
 
-_PAUSES = (CAPTURE_START, CAPTURE_STOP, "write")
 LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
 """How long a process that ends waits for its workers, at most, each time: supervisors kill after 30 s."""
@@ -71,8 +69,6 @@ class Controller:
         self.run_notes: list[str] = []
         self.roster = Roster(config)
         self._folders = StepFolders(config)
-        keep_last = config.limits.keep_last
-        self._retention = Retention(keep_last) if keep_last is not None else None
         self._hooks = AfterHooks(config.after)
         self._decision: Decision | None = None
         self._scheduled = config.schedule.action
@@ -84,7 +80,6 @@ class Controller:
         self._owing: set[Target] = set()
         self._no_room = ""
         self._warm_ups = count(1)
-        self._after: SpanLog | None = None
         self._notes: list[str] = []
         self._order = LoopOrder()
         self._exit_of = 0
@@ -94,7 +89,7 @@ class Controller:
 
     def step_begins(self, step: int, policy_version: int | None = None) -> bool:
         """Note that a step begins."""
-        if self._after is not None:
+        if self._folders.after is not None:
             self._end_after()
             clock.follow()
         if self.watch is not None:
@@ -174,9 +169,8 @@ class Controller:
         live = self.live
         if live is not None and any(one.step == step for one in live.steps):
             live.keep(metrics, step)
-        elif self._folders.wrote_last(step):
+        else:
             self._folders.add_metrics(step, metrics)
-            self._folders.flush()
 
     # The work of the hooks.
 
@@ -264,8 +258,7 @@ class Controller:
         end_ns = live.step.end_ns or clock.now_ns()
         with live.outside.during(CAPTURE_STOP):
             results = yield from self._conclude(live, end_ns, complete, why)
-        if live.request.keep:
-            self._after, self.sink = live.outside, self._receiver(live.outside)
+        self.sink = self._receiver(self._folders.after)
         failed = [worker for worker in results if worker.status not in ("ok", "skipped")]
         if failed and self.config.strict and live.decision.trigger.kind == "schedule":
             raise ProfilingError(
@@ -439,7 +432,9 @@ class Controller:
                 manifest = msgspec.structs.replace(
                     manifest, complete=complete, stages=stages, workers=results
                 )
-                self._write(live, manifest)
+                self._folders.write(live.folder, manifest, live.outside)
+                upload, steps = live.request.upload, step_list(manifest.steps)
+                logger.info("profiling: %s captured in %s", steps, upload.url if upload else live.folder)
                 self.decisions.concluded(manifest)
             if keep:
                 self.last_folder = live.folder
@@ -454,34 +449,9 @@ class Controller:
                 self.watch.capture_ended()
         return results
 
-    def _write(self, live: OpenCapture, manifest: Manifest) -> None:
-        """Write a manifest, and remove the captures that it takes the place of."""
-        leaving: list[Path] = []
-        notes: list[str] = []
-        if self._retention is not None:
-            leaving, notes = self._retention.take(self._folders.run.run_id, live.folder)
-        with live.outside.during("write"):
-            notes = [*manifest.notes, *notes]
-            self._folders.write(
-                live.folder, msgspec.structs.replace(manifest, notes=notes, outside=live.outside.so_far())
-            )
-        upload, steps = live.request.upload, step_list([step.step for step in live.steps])
-        logger.info("profiling: %s captured in %s", steps, upload.url if upload else live.folder)
-        if self._retention is not None:
-            self._retention.remove(leaving)
-
     def _end_after(self) -> None:
-        """End the record of the loop's stages after a captured step."""
-        after, self._after, self.sink = self._after, None, self._receiver(None)
-        if after is None:
-            return
-        spans, notes = after.close(), after.notes()
-        if any(span.name not in _PAUSES for span in spans):
-            self._folders.add_stages_after(spans, notes)
-        try:
-            self._folders.flush()
-        except OSError as error:
-            logger.warning("the last step folder does not say what followed the step: %s", error)
+        self._folders.end_step()
+        self.sink = self._receiver(None)
 
     # The end of training, or of the process.
 
@@ -520,14 +490,10 @@ class Controller:
         self._owing.clear()
 
     def _end_run(self) -> Waits[None]:
-        self._folders.flush()
         if self._leads:
             self._put_end_on_record()
         run, most_s = self._folders.claimed, self.roster.most_s
-        if run is not None:
-            yield partial(run.drain, min(self.config.timeouts.finish_s, most_s))
-        if self._retention is not None:
-            yield self._retention.end
+        yield partial(self._folders.drain, min(self.config.timeouts.finish_s, most_s))
         self._hooks.train_ends()
         yield partial(self._hooks.drain, min(self._hooks.longest_s, most_s))
         if run is not None:

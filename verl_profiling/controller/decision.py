@@ -18,7 +18,7 @@ import msgspec
 from verl_profiling.capture.session import process_session
 from verl_profiling.capture_request import Trigger
 from verl_profiling.controller.anomalies import Anomalies
-from verl_profiling.controller.requests import CapturesOnDemand, Decision, Requests
+from verl_profiling.controller.requests import Decision, Requests
 from verl_profiling.controller.spmd import PROBLEMS, Announced, Ranks, find_ranks, in_a_line, place_of
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.controller.targets import Roster
@@ -47,8 +47,6 @@ class Decisions:
         watch: Summaries of the steps; ``None`` if it is off, and nobody may ask for a capture.
 
     Attributes:
-        requests: What people ask for, from the begin of training to its end; rank 0 of several has it.
-        anomalies: What the watch asks for.
         ranks: The ranks of the loop, if it has several.
         complete: Whether all is done that has to be before the first step.
     """
@@ -57,9 +55,8 @@ class Decisions:
         self._config, self._roster, self._watch = config, roster, watch
         self._schedule = config.schedule
         self._words = config.schedule.in_words()
-        self._inbox: Requests | None = None
-        self.requests: CapturesOnDemand | None = None
-        self.anomalies: Anomalies | None = None
+        self._requests: Requests | None = None
+        self._anomalies: Anomalies | None = None
         self.ranks: Ranks | None = None
         self.complete = watch is None
         self._unreached = ""
@@ -71,22 +68,21 @@ class Decisions:
 
     def begin(self, folders: StepFolders) -> None:
         """Let captures be asked for; where several ranks run the loop, of rank 0."""
-        if self._watch is None or self._inbox is not None:
+        if self._watch is None or self._requests is not None:
             return
         rank, ranks = place_of(self._config, self._roster.targets) or (0, 1)
-        self._inbox = inbox = Requests(_refer_to_rank_0 if rank else None)
-        inbox.handle_signal()
+        check = partial(self._roster.check_aim, ranks=ranks if ranks > 1 else None)
+        self._requests = Requests(self._schedule, check, _refer_to_rank_0 if rank else None)
+        self._requests.handle_signal()
         if rank:
             return
-        check = partial(self._roster.check_aim, ranks=ranks if ranks > 1 else None)
-        self.requests = CapturesOnDemand(inbox, self._schedule, check)
         if self._config.watch.trigger is not None:
-            self.anomalies = Anomalies(self._config.watch.trigger, check)
-            self._watch.listeners.append(self.anomalies.listen)
+            self._anomalies = Anomalies(self._config.watch.trigger, check)
+            self._watch.listeners.append(self._anomalies.listen)
         try:
             run = folders.run
             place = run.url or str(run.path.absolute())
-            inbox.open(place)
+            self._requests.open(place)
         except OSError as error:
             logger.warning("captures cannot be asked for in the run's folder: %s", error)
         else:
@@ -116,13 +112,11 @@ class Decisions:
 
     def end(self) -> None:
         """Let nobody ask any more, until training begins again; refuse what is left."""
-        if self.requests is not None:
-            self.requests.train_ends()
-        if self._inbox is not None:
-            self._inbox.end()
-        if self._watch is not None and self.anomalies is not None:
-            self._watch.listeners.remove(self.anomalies.listen)
-        self._inbox = self.requests = self.anomalies = None
+        if self._requests is not None:
+            self._requests.end()
+        if self._watch is not None and self._anomalies is not None:
+            self._watch.listeners.remove(self._anomalies.listen)
+        self._requests = self._anomalies = None
         self.complete = self._watch is None
 
     def at(self, step: int, goes_on: bool) -> Decision | None:
@@ -132,10 +126,10 @@ class Decisions:
             step: The step.
             goes_on: A capture is open that goes on in it, so that none begins.
         """
-        if self.requests is not None:
-            self.requests.step = step
-        if self.anomalies is not None:
-            self.anomalies.step_begins(step)
+        if self._requests is not None:
+            self._requests.step = step
+        if self._anomalies is not None:
+            self._anomalies.step_begins(step)
         if self.ranks is not None:
             self._agree(self.ranks, step)
         if goes_on:
@@ -152,20 +146,20 @@ class Decisions:
 
     def refused(self, trigger: Trigger, why: str) -> None:
         """Tell who asked that a capture is not made: the limits leave no room, or it failed."""
-        if self.requests is not None:
-            self.requests.refused(trigger, why)
+        if self._requests is not None:
+            self._requests.refused(trigger, why)
 
     def concluded(self, manifest: Manifest) -> None:
         """Note what became of a capture."""
-        if self.anomalies is not None:
-            self.anomalies.concluded(manifest)
+        if self._anomalies is not None:
+            self._anomalies.concluded(manifest)
 
     def _asked(self, step: int) -> Decision | None:
         """Return what is asked for at the begin of a step; a person comes before the watch."""
         scheduled = self._schedule.action(step) is Action.RECORD
-        asked = self.requests.asks(step, scheduled) if self.requests is not None else None
-        if asked is None and self.anomalies is not None:
-            asked = self.anomalies.asks(step, scheduled)
+        asked = self._requests.asks(step, scheduled) if self._requests is not None else None
+        if asked is None and self._anomalies is not None:
+            asked = self._anomalies.asks(step, scheduled)
         return asked
 
     def _agree(self, ranks: Ranks, step: int) -> None:

@@ -19,11 +19,11 @@ import msgspec
 
 from verl_profiling.capture_request import REFUSED, REQUEST, REQUESTS, Aim, Demand, Trigger, new_request_id
 from verl_profiling.errors import ConfigError
-from verl_profiling.remote import LocalFolder, RemoteFolder, folder_at, is_url
+from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.settings.schedule import Action, Schedule, StepRange
 from verl_profiling.visible import visible
 
-__all__ = ["CapturesOnDemand", "Decision", "Requests"]
+__all__ = ["Decision", "Requests"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +49,43 @@ class Decision:
     aim: Aim | None = None
 
 
+@dataclass
+class _Pending:
+    """A request of which some steps are still to be decided."""
+
+    demand: Demand
+    at: int | None
+    left: int
+
+    @property
+    def aim(self) -> Aim | None:
+        return None if self.demand.aim == Aim() else self.demand.aim
+
+
 class Requests:
-    """Takes the request files of a run, and the signal.
+    """Takes the request files of a run, and the signal; says which request gets a step.
 
     Args:
+        schedule: The settings' schedule.
+        check: Raises ``ConfigError`` for an aim that cannot be had in this job.
         on_signal: Called instead of taking SIGUSR2 as a request for the next step.
+
+    Attributes:
+        step: The step that began last.
     """
 
-    def __init__(self, on_signal: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        check: Callable[[Aim], None],
+        on_signal: Callable[[], object] | None = None,
+    ) -> None:
+        self.step: int | None = None
+        self._schedule, self._check = schedule, check
         self._on_signal = on_signal or self._ask_for_next_step
         self._came: deque[Demand] = deque()
+        self._pending: list[_Pending] = []
+        self._decided: dict[str, Demand] = {}
         self._refusals: deque[tuple[str, str]] = deque()
         self._said: set[str] = set()
         self._folder: LocalFolder | None = None
@@ -94,14 +121,85 @@ class Requests:
             signal.signal(number, self._handle)
             self._handles_signal = True
 
-    def take(self) -> list[Demand]:
-        """Return the requests that came, the eldest first."""
-        if self._folder is not None:
-            self._exchange(self._folder)
-        came = [self._came.popleft() for _ in range(len(self._came))]
-        return sorted(came, key=lambda demand: demand.asked_ns)
+    def asks(self, step: int, scheduled: bool) -> Decision | None:
+        """Return the capture that the first request gets which is due.
 
-    def refuse(self, demand: Demand, why: str) -> None:
+        Args:
+            step: The step.
+            scheduled: The schedule records it, in its own way; what is returned joins that.
+        """
+        for demand in self._take_all():
+            self._accept(demand, step)
+        for late in [one for one in self._pending if one.at is not None and one.at < step]:
+            self._pending.remove(late)
+            why = f"step {late.at} never came, or was part of another capture; the loop is in step {step}"
+            self._refuse(late.demand, why)
+        first = next((one for one in self._pending if self._is_due(one, step, scheduled)), None)
+        if first is None:
+            return None
+        last = step + first.left - 1 if self._schedule.continuous else step
+        first.left -= last - step + 1
+        first.at = None
+        if not first.left:
+            self._pending.remove(first)
+        demand, aim = first.demand, first.aim
+        self._decided[demand.id] = demand
+        stages = demand.aim.stages or ()
+        trigger = Trigger(
+            kind="demand",
+            reason="as the settings say" if aim is None else aim.in_words(),
+            by=demand.by,
+            request=demand.id,
+            stage=stages[0] if len(stages) == 1 else "",
+        )
+        return Decision(StepRange(step, last), trigger, aim)
+
+    def refused(self, trigger: Trigger, why: str) -> None:
+        """Refuse the request that a capture was for, and what is left of it."""
+        demand = self._decided.pop(trigger.request, None)
+        if demand is not None:
+            self._pending = [one for one in self._pending if one.demand is not demand]
+            self._refuse(demand, why)
+
+    def end(self) -> None:
+        """Refuse what is left; the signal has its default action again, which ends the process."""
+        last = f" after step {self.step}" if self.step is not None else ""
+        for demand in [*(one.demand for one in self._pending), *self._take_all()]:
+            self._refuse(demand, f"training ended{last}")
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_S)
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        if self._handles_signal and on_main_thread and signal.getsignal(signal.SIGUSR2) == self._handle:
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+    def _accept(self, demand: Demand, step: int) -> None:
+        try:
+            self._check(demand.aim)
+        except ConfigError as error:
+            self._refuse(demand, str(error))
+            return
+        if demand.at is not None and demand.at < step:
+            why = f"step {demand.at} is too early: step {step} is the next that can be captured"
+            self._refuse(demand, why)
+            return
+        logger.info("request %s of %s is accepted", demand.id, visible(demand.by) or "somebody")
+        self._pending.append(_Pending(demand, demand.at, demand.steps))
+
+    def _is_due(self, pending: _Pending, step: int, scheduled: bool) -> bool:
+        """Return whether a request can have this step; one that differs leaves the schedule its own.
+
+        It joins the schedule all the same where that leaves no step alone.
+        """
+        if pending.at is not None:
+            return pending.at == step
+        return (
+            not scheduled
+            or pending.aim is None
+            or all(self._schedule.action(one) is Action.RECORD for one in range(step, step + _FAR))
+        )
+
+    def _refuse(self, demand: Demand, why: str) -> None:
         """Log why a request is refused, and tell who asked."""
         who = visible(demand.by) or "somebody"
         logger.warning("request %s of %s is refused: %s", demand.id, who, visible(why))
@@ -111,15 +209,14 @@ class Requests:
         if self._folder is not None:
             self._write_refusals(self._folder)
 
-    def end(self) -> None:
-        """Take no more requests; the signal has its default action again, which ends the process."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(_LAST_S)
-        if self._handles_signal and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGUSR2) == self._handle:
-                signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-            self._handles_signal = False
+    # The files.
+
+    def _take_all(self) -> list[Demand]:
+        """Return the requests that came, the eldest first."""
+        if self._folder is not None:
+            self._exchange(self._folder)
+        came = [self._came.popleft() for _ in range(len(self._came))]
+        return sorted(came, key=lambda demand: demand.asked_ns)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._on_signal()
@@ -129,21 +226,17 @@ class Requests:
 
     def _listen(self, url: str) -> None:
         """Exchange files with a folder behind a URL, until training ends."""
-        while not self._ended.wait(LIST_S):
-            self._reach(url)
-        self._reach(url)
+        ended = False
+        while not ended:
+            ended = self._ended.wait(LIST_S)
+            self._exchange(url)
 
-    def _reach(self, url: str) -> None:
+    def _exchange(self, place: LocalFolder | str) -> None:
         try:
-            self._exchange(folder_at(url))
+            folder = RemoteFolder(place) if isinstance(place, str) else place
+            names = folder.names()
         except Exception as error:  # each file system raises errors of its own
             self._say(f"requests for captures cannot be read: {type(error).__name__}: {error}")
-
-    def _exchange(self, folder: LocalFolder | RemoteFolder) -> None:
-        try:
-            names = folder.names()
-        except OSError as error:
-            self._say(f"requests for captures cannot be read: {error}")
             return
         for name in names:
             if name.endswith(REQUEST) and not name.startswith("."):
@@ -153,7 +246,8 @@ class Requests:
     def _take(self, folder: LocalFolder | RemoteFolder, name: str) -> None:
         request = name.removesuffix(REQUEST)
         try:
-            data = folder.read(name)
+            if not (data := folder.read(name)):
+                return  # it is being written
             folder.remove(name)
             demand = msgspec.json.decode(data, type=Demand)
             if demand.id != request:
@@ -180,107 +274,3 @@ class Requests:
         if (once or text) not in self._said:
             self._said.add(once or text)
             logger.warning("%s", visible(text))
-
-
-@dataclass
-class _Pending:
-    """A request of which some steps are still to be decided."""
-
-    demand: Demand
-    at: int | None
-    left: int
-
-    @property
-    def aim(self) -> Aim | None:
-        return None if self.demand.aim == Aim() else self.demand.aim
-
-
-class CapturesOnDemand:
-    """Decides which request gets a step.
-
-    Args:
-        requests: Where they come from.
-        schedule: The settings' schedule.
-        check: Raises ``ConfigError`` for an aim that cannot be had in this job.
-
-    Attributes:
-        step: The step that began last.
-    """
-
-    def __init__(self, requests: Requests, schedule: Schedule, check: Callable[[Aim], None]) -> None:
-        self._requests = requests
-        self._schedule = schedule
-        self._check = check
-        self._pending: list[_Pending] = []
-        self._decided: dict[str, Demand] = {}
-        self.step: int | None = None
-
-    def asks(self, step: int, scheduled: bool) -> Decision | None:
-        """Return the capture that the first request gets which is due.
-
-        Args:
-            step: The step.
-            scheduled: The schedule records it, in its own way; what is returned joins that.
-        """
-        for demand in self._requests.take():
-            self._accept(demand, step)
-        for late in [one for one in self._pending if one.at is not None and one.at < step]:
-            self._pending.remove(late)
-            why = f"step {late.at} never came, or was part of another capture; the loop is in step {step}"
-            self._requests.refuse(late.demand, why)
-        first = next((one for one in self._pending if self._is_due(one, step, scheduled)), None)
-        if first is None:
-            return None
-        last = step + first.left - 1 if self._schedule.continuous else step
-        first.left -= last - step + 1
-        first.at = None
-        if not first.left:
-            self._pending.remove(first)
-        demand, aim = first.demand, first.aim
-        self._decided[demand.id] = demand
-        stages = demand.aim.stages or ()
-        trigger = Trigger(
-            kind="demand",
-            reason="as the settings say" if aim is None else aim.in_words(),
-            by=demand.by,
-            request=demand.id,
-            stage=stages[0] if len(stages) == 1 else "",
-        )
-        return Decision(StepRange(step, last), trigger, aim)
-
-    def refused(self, trigger: Trigger, why: str) -> None:
-        """Refuse the request that a capture was for, and what is left of it."""
-        demand = self._decided.pop(trigger.request, None)
-        if demand is not None:
-            self._pending = [one for one in self._pending if one.demand is not demand]
-            self._requests.refuse(demand, why)
-
-    def train_ends(self) -> None:
-        """Refuse what is left."""
-        last = f" after step {self.step}" if self.step is not None else ""
-        for demand in [*(one.demand for one in self._pending), *self._requests.take()]:
-            self._requests.refuse(demand, f"training ended{last}")
-        self._pending = []
-
-    def _accept(self, demand: Demand, step: int) -> None:
-        try:
-            self._check(demand.aim)
-        except ConfigError as error:
-            self._requests.refuse(demand, str(error))
-            return
-        if demand.at is not None and demand.at < step:
-            why = f"step {demand.at} is too early: step {step} is the next that can be captured"
-            self._requests.refuse(demand, why)
-            return
-        logger.info("request %s of %s is accepted", demand.id, visible(demand.by) or "somebody")
-        self._pending.append(_Pending(demand, demand.at, demand.steps))
-
-    def _is_due(self, pending: _Pending, step: int, scheduled: bool) -> bool:
-        """Return whether a request can have this step; one that differs leaves the schedule its own."""
-        if pending.at is not None:
-            return pending.at == step
-        return not (scheduled and pending.aim is not None and self._is_free_later(step))
-
-    def _is_free_later(self, step: int) -> bool:
-        """Return whether the schedule leaves one of the next steps alone."""
-        return any(self._schedule.action(one) is not Action.RECORD for one in range(step, step + _FAR))

@@ -1,22 +1,32 @@
-"""Makes step folders, and writes the loop's part of them: ``manifest.json``."""
+"""The step folders of a run: made, written (``manifest.json``, the loop's part of them), kept or removed.
+
+``limits.keep_last`` removes a step folder of this run in which nothing is but what the run wrote. It is
+renamed first, so that a crash never leaves half a step under its own name.
+"""
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from verl_profiling.capture.stage import SpanLog
 from verl_profiling.controller.run import Run, claim_run
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId, step_folder_name
 from verl_profiling.manifest import (
+    CAPTURE_START,
+    CAPTURE_STOP,
     MANIFEST_NAME,
     Artifact,
     CaptureResult,
     Manifest,
-    StageSpan,
     finite_numbers,
 )
 from verl_profiling.remote import RemoteFolder, Upload
@@ -24,6 +34,10 @@ from verl_profiling.run_files import RESULT_SUFFIX, read_manifest, write_json_at
 from verl_profiling.settings.config import ProfilingConfig
 
 __all__ = ["StepFolders", "is_pending"]
+
+logger = logging.getLogger(__name__)
+
+_PAUSES = (CAPTURE_START, CAPTURE_STOP, "write")
 
 
 class StepFolders:
@@ -36,14 +50,17 @@ class StepFolders:
 
     Attributes:
         claimed: The run, once its folder is claimed, or another rank has said which it is.
+        after: The log of the loop's stages after a captured step, until the next step begins.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
         self._config = config
         self.claimed: Run | None = None
+        self.after: SpanLog | None = None
         self._recordings: Counter[int] = Counter()
         self._last: tuple[Path, Manifest] | None = None
-        self._changed = False
+        self._stored: list[Path] = []
+        self._removal: ThreadPoolExecutor | None = None
         self._not_captured: dict[int, str] = {}
 
     @property
@@ -79,20 +96,40 @@ class StepFolders:
 
     def begin(self, folder: Path, manifest: Manifest) -> None:
         """Write what is expected of a capture that begins."""
-        self.flush()
         self._write(folder, msgspec.structs.replace(manifest, state="begun"))
 
-    def write(self, folder: Path, manifest: Manifest) -> None:
-        """Write what became of it, and where the files are that are not seen from here."""
-        self._write(folder, manifest if self.run.url is not None else _located(folder, manifest))
+    def write(self, folder: Path, manifest: Manifest, outside: SpanLog) -> None:
+        """Write what became of it, and remove the captures that it takes the place of.
 
-    def wrote_last(self, step: int) -> bool:
-        """Return whether the capture that was written last is of that step."""
-        return self._last is not None and step in self._last[1].steps
+        Args:
+            folder: The step folder.
+            manifest: What became of the capture; where files are that are not seen from here is added.
+            outside: The log that goes on with the loop's stages after the step, until :meth:`end_step`.
+        """
+        leaving, notes = self._leaving(folder)
+        with outside.during("write"):
+            if self.run.url is None:
+                manifest = _located(folder, manifest)
+            manifest = msgspec.structs.replace(manifest, notes=[*manifest.notes, *notes])
+            self._write(folder, msgspec.structs.replace(manifest, outside=outside.so_far()))
+        self.after = outside
+        for older in leaving:
+            self._remove(older)
+
+    def end_step(self) -> None:
+        """End the record of the loop's stages after a captured step."""
+        after, self.after = self.after, None
+        spans = after.close() if after is not None else []
+        if after is None or self._last is None or all(span.name in _PAUSES for span in spans):
+            return
+        try:
+            self._amend(outside=spans, notes=[*self._last[1].notes, *after.notes()])
+        except OSError as error:
+            logger.warning("the last step folder does not say what followed the step: %s", error)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add numbers of a step to the manifest that was written last; :meth:`flush` writes them."""
-        if self._last is None:
+        """Add numbers of a step to the manifest that was written last, if it is that step's."""
+        if self._last is None or step not in self._last[1].steps:
             return
         numbers, notes = finite_numbers(metrics)
         manifest = self._last[1]
@@ -104,22 +141,20 @@ class StepFolders:
             step_spans=spans, metrics={**manifest.metrics, **numbers}, notes=[*manifest.notes, *notes]
         )
 
-    def add_stages_after(self, spans: list[StageSpan], notes: list[str]) -> None:
-        """Add the loop's stages after the captured step; :meth:`flush` writes them."""
-        if self._last is not None:
-            self._amend(outside=spans, notes=[*self._last[1].notes, *notes])
-
-    def flush(self) -> None:
-        """Write what was added since the last manifest was written."""
-        if self._last is not None and self._changed:
-            self._changed = False
-            if self._last[0].is_dir():
-                self._write(*self._last)
+    def drain(self, timeout_s: float) -> None:
+        """Wait for uploads, and for removals that are under way."""
+        if self.claimed is not None:
+            self.claimed.drain(timeout_s)
+        if self._removal is not None:
+            self._removal.shutdown()
+            self._removal = None
 
     def _amend(self, **fields: Any) -> None:
         if self._last is not None:
             folder, manifest = self._last
-            self._last, self._changed = (folder, msgspec.structs.replace(manifest, **fields)), True
+            self._last = folder, msgspec.structs.replace(manifest, **fields)
+            if folder.is_dir():
+                self._write(*self._last)
 
     def _write(self, folder: Path, manifest: Manifest) -> None:
         manifest = msgspec.structs.replace(manifest, process=ProcessId.current())
@@ -127,6 +162,38 @@ class StepFolders:
         self._last = (folder, manifest)
         if manifest.state == "written":
             self.run.publish(folder)
+
+    def _leaving(self, folder: Path) -> tuple[list[Path], list[str]]:
+        """Take up a capture that is about to be written; return the folders to remove, and notes on them."""
+        keep_last = self._config.limits.keep_last
+        leaving: list[Path] = []
+        notes: list[str] = []
+        if keep_last is None:
+            return leaving, notes
+        self._stored.append(folder)
+        for older in self._stored[:-keep_last]:
+            if is_pending(older):  # it stays for now
+                continue
+            self._stored.remove(older)
+            if strangers := _strangers(older, self.run.run_id):
+                note = f"{older.name} stays beyond limits.keep_last: the run did not write {strangers}"
+            else:
+                leaving.append(older)
+                note = f"{older.name} was removed: limits.keep_last={keep_last}"
+            logger.info("%s", note)
+            notes.append(note)
+        return leaving, notes
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a step folder: its name at once, its content in the background."""
+        hidden = folder.with_name(f".{folder.name}.removed")
+        try:
+            folder.rename(hidden)
+        except OSError as error:
+            logger.warning("%s cannot be removed, and stays: %s", folder, error)
+            return
+        self._removal = self._removal or ThreadPoolExecutor(1, "verl-profiling-removal")
+        self._removal.submit(_delete, hidden)
 
 
 def _located(folder: Path, manifest: Manifest) -> Manifest:
@@ -167,3 +234,28 @@ def is_pending(folder: Path, upload: Upload | None = None) -> bool:
     if upload is None:
         return bool(pending)
     return not {MANIFEST_NAME, *pending} <= RemoteFolder(upload.url).names()
+
+
+def _strangers(folder: Path, run_id: str) -> str:
+    """Return what a step folder holds that the run did not write; empty if nothing."""
+    try:
+        manifest = read_manifest(folder)
+    except TraceFormatError:
+        return "its manifest"
+    if manifest.run_id != run_id:
+        return "its manifest"
+    own = {MANIFEST_NAME}
+    own.update(artifact.path for worker in manifest.workers for artifact in worker.artifacts)
+    lanes = {worker.name for worker in manifest.workers}
+    lanes.update(artifact.lane for worker in manifest.workers for artifact in worker.artifacts)
+    begins = tuple(f"{name}." for name in [*lanes, "manifest"])
+    found = [path.name for path in folder.iterdir()]
+    return ", ".join(
+        sorted(name for name in found if name not in own and not name.lstrip(".").startswith(begins))[:3]
+    )
+
+
+def _delete(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        logger.warning("%s cannot be removed completely; remove it by hand", folder)
