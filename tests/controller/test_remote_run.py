@@ -203,7 +203,7 @@ def test_a_store_that_hangs_holds_nobody_up(tmp_path: Path, session: Session) ->
     assert artifact.status == "ok", "here it is"
     Store.gate.set()
     session.stop("no such capture", finish_s=20)
-    assert session._background.drain(20)
+    assert session._slot.background.drain(20)
 
 
 def test_runs_with_one_url_do_not_mix(tmp_path: Path, session: Session) -> None:

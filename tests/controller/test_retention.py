@@ -88,7 +88,7 @@ def test_a_step_is_not_removed_while_a_worker_writes(tmp_path: Path, session: Se
     callback = ProfilingCallback(config)
     callback.add_workers("actor", local_worker(config))
     release = threading.Event()
-    session._background.submit(lambda: release.wait(20))
+    session._slot.background.submit(lambda: release.wait(20))
     for step in (1, 2, 3):
         callback.on_step_begin(step)
         callback.on_step_end()
