@@ -229,7 +229,8 @@ class LocalFolder:
         It is empty until its content is there.
         """
         path, part = self._own(name), self._own(f".{name}.{uuid.uuid4().hex[:8]}.part")
-        self.path.mkdir(parents=True, exist_ok=True)
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True, exist_ok=True)
         try:
             path.touch(exist_ok=False)
         except FileExistsError:

@@ -23,7 +23,7 @@ from verl_profiling import clock, termination
 from verl_profiling.capture.after import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog, StageSink
-from verl_profiling.controller.calls import Target, Waits
+from verl_profiling.controller.calls import Waits
 from verl_profiling.controller.decision import Decisions
 from verl_profiling.controller.open_capture import OpenCapture, OpenStep
 from verl_profiling.controller.order import LoopOrder
@@ -77,10 +77,8 @@ class Controller:
         self.decisions = Decisions(config, self.roster, self.watch)
         self._outlet = WatchOutlet(config, self.roster, self._folders, self.watch)
         self._identity = WorkerIdentity(role="controller")
-        self._owing: set[Target] = set()
         self._no_room = ""
         self._warm_ups = count(1)
-        self._notes: list[str] = []
         self._order = LoopOrder()
         self._exit_of = 0
         self.sink: StageSink | None = self._receiver(None)
@@ -176,7 +174,7 @@ class Controller:
 
     def begin_train(self) -> None:
         """Check the settings against the workers."""
-        self._check_selection()
+        self.roster.check_selection(capturing=False)
         if self._folders.claimed is not None and self._leads:
             self._folders.claimed.amend(end_ns=None)  # the callback is entered again
         if knows_place(self.config, self.roster.targets):  # else the first step does it
@@ -190,7 +188,7 @@ class Controller:
             version, notes = _version(policy_version)
             live.notes += notes
             live.end_step()
-            live.steps.append(OpenStep(step, version, clock.now_ns()))
+            live.steps.append(OpenStep(step, version))
             self._say_begun(live)
             return
         if live is not None:
@@ -200,7 +198,7 @@ class Controller:
         decision, self._decision = self._decision, None
         if decision is None:
             return
-        self._check_selection(capturing=True)
+        self.roster.check_selection(capturing=True)
         outside = SpanLog()
         with outside.during(CAPTURE_START):
             try:
@@ -287,7 +285,12 @@ class Controller:
         self._holds_exit(False)
         self._order.is_left()
         failed: list[Exception] = []
-        for part in (self._end_capture(why), self._end_watch(), self._end_workers(), self._end_run()):
+        for part in (
+            self._end_capture(why),
+            self._end_watch(),
+            self.roster.finish(self._hooks.longest_s),
+            self._end_run(),
+        ):
             try:
                 yield from part
             except Exception as error:
@@ -312,13 +315,6 @@ class Controller:
             self.sink = self._receiver(None)
         self._decision = decision = self.decisions.at(step, self.live is not None and self.live.goes_on(step))
         return decision is not None and decision.step_range.action is Action.RECORD
-
-    def _check_selection(self, capturing: bool = False) -> None:
-        """Warn of roles in the settings that no worker has; once a step is captured, of no workers at all."""
-        before, self._notes = self._notes, self.roster.cautions(capturing)
-        for text in self._notes:
-            if text not in before:
-                logger.warning("%s", text)
 
     def _open(self, decision: Decision, step: int, version: int | None, outside: SpanLog) -> Waits[bool]:
         """Make the step folder, and open the capture; return whether there is one."""
@@ -350,7 +346,7 @@ class Controller:
         )
         if keep and self._leads:
             self._hooks.begun(request, self._identity)
-        steps = [OpenStep(step, policy_version, clock.now_ns())]
+        steps = [OpenStep(step, policy_version)]
         self._set_live(
             OpenCapture(self.config, self.roster, decision, request, ranks is None, steps, outside, notes)
         )
@@ -379,12 +375,12 @@ class Controller:
             self._folders.not_captured(step, f"{why}; nor were others until there was room")
             self._no_room = f"from step {step} on nothing was captured until now: {why}"
         elif self._no_room and not why:
-            self._notes.append(self._no_room)
+            self.roster.notes.append(self._no_room)
             self._no_room = ""
         return why
 
     def _manifest(self, live: OpenCapture, end_ns: int) -> Manifest:
-        return live.manifest(self._identity, end_ns, [*self.run_notes, *self._notes])
+        return live.manifest(self._identity, end_ns, [*self.run_notes, *self.roster.notes])
 
     def _say_begun(self, live: OpenCapture) -> None:
         """Write what is expected, and let the step begin now: what that took is no part of it."""
@@ -421,11 +417,10 @@ class Controller:
         ranks, keep = self.decisions.ranks, live.request.keep
         try:
             yield from live.stop()
-            self._owing |= live.owing
             results = live.results()
             manifest = self._manifest(live, end_ns)
             if ranks is not None:
-                stages, results = ranks.joined(stages, results, [*self._notes, *live.notes], why)
+                stages, results = ranks.joined(stages, results, [*self.roster.notes, *live.notes], why)
             if ranks is not None and ranks.leads:
                 results += ranks.expected(live.model(), live.request.aim)
             if keep and self._leads:
@@ -469,30 +464,12 @@ class Controller:
             yield partial(self.watch.train_ends, wait_s)
             self._outlet.end()
 
-    def _end_workers(self) -> Waits[None]:
-        """Let processes finish what they are compressing: Ray ends them with the loop."""
-        timeouts = self.config.timeouts
-        targets = [
-            target
-            for target in self.roster.targets
-            if target in self._owing or self.roster.runs_hooks(target)
-        ]
-        round_ = self.roster.call(
-            targets,
-            "stop_capture",
-            None,
-            timeouts.finish_s,
-            timeout_s=timeouts.finish_s + timeouts.start_s + self._hooks.longest_s,
-        )
-        for call in round_.calls:
-            call.awaited = True
-        yield round_.wait
-        self._owing.clear()
-
     def _end_run(self) -> Waits[None]:
-        if self._leads:
-            self._put_end_on_record()
         run, most_s = self._folders.claimed, self.roster.most_s
+        if self._leads:  # which steps of the schedule never came
+            never_came = self._order.train_ends(self.config.schedule, run is not None and run.resumes)
+            if run is not None and (ran := self._order.steps) is not None:
+                run.amend(first_step=ran[0], last_step=ran[1], end_ns=clock.now_ns(), never_came=never_came)
         yield partial(self._folders.drain, min(self.config.timeouts.finish_s, most_s))
         self._hooks.train_ends()
         yield partial(self._hooks.drain, min(self._hooks.longest_s, most_s))
@@ -501,13 +478,6 @@ class Controller:
         ranks, self.decisions.ranks = self.decisions.ranks, None
         if ranks is not None:
             ranks.end()
-
-    def _put_end_on_record(self) -> None:
-        """Say which steps of the schedule never came, here and in the run's file, if it has one."""
-        run = self._folders.claimed
-        never_came = self._order.train_ends(self.config.schedule, run is not None and run.resumes)
-        if run is not None and (steps := self._order.steps) is not None:
-            run.amend(first_step=steps[0], last_step=steps[1], end_ns=clock.now_ns(), never_came=never_came)
 
     def _holds_exit(self, holds: bool) -> None:
         """Close what is open when the process exits, or no more; a fork of it closes nothing."""

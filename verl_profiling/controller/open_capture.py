@@ -39,7 +39,7 @@ class OpenStep:
 
     step: int
     policy_version: int | None
-    begin_ns: int
+    begin_ns: int = field(default_factory=lambda: clock.now_ns())
     end_ns: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -81,7 +81,6 @@ class OpenCapture:
         spans: The controller's stages.
         metrics: Numbers of the loop.
         rpcs: All calls made.
-        owing: Targets that may still write something when their stop has been answered, or should have been.
         rollout_request: The rollout window that is open.
         rollout_span: The stage of the rollout that runs.
     """
@@ -97,7 +96,6 @@ class OpenCapture:
     spans: SpanLog = field(default_factory=SpanLog)
     metrics: dict[str, float] = field(default_factory=dict)
     rpcs: list[Rpc] = field(default_factory=list)
-    owing: set[Target] = field(default_factory=set)
     rollout_request: CaptureRequest | None = None
     rollout_span: OpenSpan | None = None
     _windows: int = 0
@@ -270,14 +268,14 @@ class OpenCapture:
             round_ = self.roster.call(times, method, argument, timeout_s=self.config.timeouts.start_s)
             yield round_.wait
             for call in round_.calls:
-                self._measure(call)
+                self._take(call, noted=False)
             times -= Counter(dict.fromkeys(times, 1))
 
     # The answers.
 
     def _take_start(self, call: Call, request: CaptureRequest, waited_s: float) -> None:
         answer = self._answers[call.worker]
-        reply = self._reply(call)
+        reply = self._take(call)
         if not isinstance(reply, StartReply):
             self._fail(answer, request, call.problem(waited_s), stopped=False)
             return
@@ -294,9 +292,9 @@ class OpenCapture:
         if not answer.is_open:
             return
         answer.is_open = False
-        reply, started = self._reply(call), answer.started
+        reply, started = self._take(call), answer.started
         if not isinstance(reply, StopReply):
-            self.owing.add(call.target)
+            self.roster.owing.add(call.target)
             self._fail(answer, request, call.problem(waited_s))
             return
         result = reply.result
@@ -316,24 +314,22 @@ class OpenCapture:
             answer.identity = self.roster.known[call.worker] = result.identity
             answer.result = result
             if any(artifact.status == "pending" for artifact in result.artifacts):
-                self.owing.add(call.target)
+                self.roster.owing.add(call.target)
 
-    def _reply(self, call: Call) -> object:
-        """Return an answer, and note the call."""
-        reply = self._measure(call)
-        worker, end_ns = self._identity(call.worker), call.returned_ns or call.sent_ns
-        self.rpcs.append(Rpc(worker.name, call.method, call.sent_ns, end_ns, reply is not None))
-        return reply
-
-    def _measure(self, call: Call) -> StartReply | StopReply | None:
-        """Return the answer to a call, which measures a clock."""
-        reply = call.reply()
-        if not isinstance(reply, StartReply | StopReply):
+    def _take(self, call: Call, noted: bool = True) -> StartReply | StopReply | None:
+        """Return the answer to a call, which measures a clock, and note the call."""
+        reply: StartReply | StopReply = call.reply()
+        answered = isinstance(reply, StartReply | StopReply)
+        if noted:
+            worker, end_ns = self._identity(call.worker), call.returned_ns or call.sent_ns
+            self.rpcs.append(Rpc(worker.name, call.method, call.sent_ns, end_ns, answered))
+        if not answered:
             return None
-        starts = isinstance(reply, StartReply)
-        who = reply.identity if isinstance(reply, StartReply) else reply.result.identity
         handshake = Handshake(call.sent_ns, reply.received_ns, reply.replied_ns, call.returned_ns)
-        (self._opening if starts else self._closing).setdefault(who.clock_domain, []).append(handshake)
+        if isinstance(reply, StartReply):
+            self._opening.setdefault(reply.identity.clock_domain, []).append(handshake)
+        else:
+            self._closing.setdefault(reply.result.identity.clock_domain, []).append(handshake)
         return reply
 
     def _fail(self, answer: _Answer, request: CaptureRequest, reason: str, stopped: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,13 +15,15 @@ import msgspec
 
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture_request import Aim
-from verl_profiling.controller.calls import Call, Postponed, Round, Target, Worker, outcome_of
+from verl_profiling.controller.calls import Call, Postponed, Round, Target, Waits, Worker, outcome_of
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import TOOLS
 
 __all__ = ["Roster", "make_targets"]
+
+logger = logging.getLogger(__name__)
 
 _NOBODY = (
     "no workers and no rollout were added to the callback, so nobody records: call "
@@ -179,12 +182,16 @@ class Roster:
     Attributes:
         targets: All that were added.
         known: Who a worker said that it is.
+        notes: What the settings select and nobody has.
+        owing: Those that may still write something when their stop has been answered, or should have been.
         most_s: Seconds that anybody is waited for at most.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
         self.targets: list[Target] = []
         self.known: dict[Worker, WorkerIdentity] = {}
+        self.notes: list[str] = []
+        self.owing: set[Target] = set()
         self.most_s = inf
         self._config = config
         self._unanswered: list[Call] = []
@@ -263,12 +270,8 @@ class Roster:
                 have = f"0 to {count - 1}" if count else "none"
                 raise ConfigError(key, f"nobody has {', '.join(map(str, numbers))}; there are {have}")
 
-    def runs_hooks(self, target: Target) -> bool:
-        """Return whether a hook of the settings runs on it."""
-        return any(role in hook.roles for hook in self._config.after.values() for role in target.roles)
-
-    def cautions(self, capturing: bool) -> list[str]:
-        """Return what the settings select and nobody has; for a captured step, also that nobody is there."""
+    def check_selection(self, capturing: bool) -> None:
+        """Log what the settings select and nobody has; for a captured step, also that nobody is there."""
         roles = self.roles
         found = [_NOBODY] if capturing and not roles else []
         for key, named in (
@@ -279,7 +282,22 @@ class Roster:
                 if role not in roles:
                     found.append(f"{key}: no workers were added as {role!r}; {choices_hint(role, roles)}")
         found += self._config.cautions(any(target.is_rollout for target in self.targets))
-        return found
+        for text in found:
+            if text not in self.notes:
+                logger.warning("%s", text)
+        self.notes = found
+
+    def finish(self, hooks_s: float) -> Waits[None]:
+        """Let processes finish what they are compressing, and their hooks: Ray ends them with the loop."""
+        timeouts = self._config.timeouts
+        with_hooks = {role for hook in self._config.after.values() for role in hook.roles}
+        targets = [one for one in self.targets if one in self.owing or with_hooks & {*one.roles}]
+        wait_s = timeouts.finish_s + timeouts.start_s + hooks_s
+        round_ = self.call(targets, "stop_capture", None, timeouts.finish_s, timeout_s=wait_s)
+        for call in round_.calls:
+            call.awaited = True
+        yield round_.wait
+        self.owing.clear()
 
     def call(self, targets: Iterable[Target], method: str, *arguments: Any, timeout_s: float = 0.0) -> Round:
         """Call all workers. One that has not answered yet gets the call too, and is not waited for.
