@@ -224,24 +224,21 @@ class LocalFolder:
             os.close(descriptor)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file unless it exists; return whether. One of several writers wins.
-
-        It is empty until its content is there.
-        """
+        """Write a file unless it exists; return whether. One of several writers wins."""
         path, part = self._own(name), self._own(f".{name}.{uuid.uuid4().hex[:8]}.part")
         if not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True)
         try:
-            path.touch(exist_ok=False)
+            part.write_bytes(data)
+            try:
+                os.link(part, path)
+            except OSError:  # it exists, or there are no hard links
+                path.touch(exist_ok=False)
+                part.replace(path)
         except FileExistsError:
             return False
-        try:
-            part.write_bytes(data)
-            part.replace(path)
-        except OSError:
+        finally:
             part.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-            raise
         return True
 
     def remove(self, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -234,6 +235,20 @@ def test_a_name_of_a_run_is_no_path(tmp_path: Path, session: Session) -> None:
     for run_id, problem in (("", "is empty"), ("a\0", "holds a NUL")):
         with pytest.raises(ConfigError, match=f"run_id: {problem}"):
             configured(tmp_path, run_id=run_id)
+
+
+def test_a_file_system_without_hard_links_will_do(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is created exclusively instead."""
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    config = configured(tmp_path)
+    assert [record(config).parent.name for _ in range(2)] == ["run", "run_2"]
+    assert "config" in json.loads((Path(config.save_path) / "run.json").read_text())
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_training_goes_on(

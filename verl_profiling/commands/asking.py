@@ -118,9 +118,9 @@ class Job:
         captures = {name: capture for name in steps if (capture := self._capture(name, demand.id))}
         folders, found = list(captures), list(captures.values())
         written = [capture for capture in found if capture.state == "written"]
-        refused = f"{demand.id}{REFUSED}"
-        if refused in names and (reason := self._requests.read(refused)):
-            return Answer("refused", reason.decode(errors="replace"), found, folders)
+        if f"{demand.id}{REFUSED}" in names:
+            reason = self._requests.read(f"{demand.id}{REFUSED}").decode(errors="replace")
+            return Answer("refused", reason, found, folders)
         if sum(len(capture.steps) for capture in written) >= demand.steps:
             return Answer("done", "", found, folders)
         taken = bool(found) or f"{demand.id}{REQUEST}" not in names

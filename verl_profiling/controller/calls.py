@@ -170,6 +170,11 @@ class Target(ABC):
         self.size = size
 
     @property
+    def workers(self) -> list[Worker]:
+        """Its workers, each by its index in it."""
+        return [(self, index) for index in range(self.size)]
+
+    @property
     def is_rollout(self) -> bool:
         """Whether each of them is a replica of an engine."""
         return self.roles[0] == ROLLOUT_ROLE

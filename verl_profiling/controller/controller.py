@@ -25,7 +25,7 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog, StageSink
 from verl_profiling.controller.calls import Waits
 from verl_profiling.controller.decision import Decisions
-from verl_profiling.controller.open_capture import OpenCapture, OpenStep
+from verl_profiling.controller.open_capture import OpenCapture, OpenStep, whole_version
 from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.spmd import in_a_line, knows_place, leads
@@ -77,7 +77,6 @@ class Controller:
         self.decisions = Decisions(config, self.roster, self.watch)
         self._outlet = WatchOutlet(config, self.roster, self._folders, self.watch)
         self._identity = WorkerIdentity(role="controller")
-        self._no_room = ""
         self._warm_ups = count(1)
         self._order = LoopOrder()
         self._exit_of = 0
@@ -98,7 +97,7 @@ class Controller:
             records |= self._decide(step)
         self._order.step_begins(step, records)
         if self.watch is not None:
-            self.watch.step_begins(step, _version(policy_version)[0])
+            self.watch.step_begins(step, whole_version(policy_version)[0])
         return self.live is not None or self._decision is not None
 
     def rollout_begins(self) -> bool:
@@ -185,10 +184,7 @@ class Controller:
         """Open a capture, or go on with one that covers several steps."""
         step, live = index(step), self.live
         if live is not None and live.goes_on(step):
-            version, notes = _version(policy_version)
-            live.notes += notes
-            live.end_step()
-            live.steps.append(OpenStep(step, version))
+            live.go_on(step, policy_version)
             self._say_begun(live)
             return
         if live is not None:
@@ -318,14 +314,15 @@ class Controller:
 
     def _open(self, decision: Decision, step: int, version: int | None, outside: SpanLog) -> Waits[bool]:
         """Make the step folder, and open the capture; return whether there is one."""
-        policy_version, notes = _version(version)
+        policy_version, notes = whole_version(version)
         keep, aim = decision.step_range.action is Action.RECORD, decision.aim
-        if not self.decisions.find_ranks() or not (yield from self._knows_run(step)):
+        if not self.decisions.find_ranks():
             return False
-        run, ranks = self._folders.run, self.decisions.ranks
-        if ranks is not None and ranks.leads:
-            ranks.publish(run)
-        if keep and (why := self._refuses(step)):
+        ranks = self.decisions.ranks
+        if ranks is not None and not (yield from self._folders.share_run(ranks, step)):
+            return False
+        run = self._folders.run
+        if keep and (why := self._folders.no_room(step, self.roster.notes)):
             self.decisions.refused(decision.trigger, why)
             return False
         name = self._folders.name(step, keep)
@@ -351,33 +348,6 @@ class Controller:
             OpenCapture(self.config, self.roster, decision, request, ranks is None, steps, outside, notes)
         )
         return True
-
-    def _knows_run(self, step: int) -> Waits[bool]:
-        """Return whether it is known where the run records; a rank waits until rank 0 has said so."""
-        ranks, wait_s = self.decisions.ranks, self.config.timeouts.start_s
-        if ranks is None or ranks.leads or self._folders.claimed is not None:
-            return True
-        yield partial(ranks.wait_for_run, wait_s)
-        self._folders.claimed = ranks.run()
-        if self._folders.claimed is None:
-            logger.error(
-                "step %d: rank %d is not captured: rank 0 has not begun a captured step within %g s; has it "
-                "a callback with workers and the same settings? Where it has none, set spmd: false",
-                *(step, ranks.rank, wait_s),
-            )
-        return self._folders.claimed is not None
-
-    def _refuses(self, step: int) -> str:
-        """Return why the limits leave no room for a capture; said when it begins to be so."""
-        why = self.config.limits.no_room(self._folders.run.path)
-        if why and not self._no_room:
-            logger.warning("step %d is not captured, nor are others until there is room: %s", step, why)
-            self._folders.not_captured(step, f"{why}; nor were others until there was room")
-            self._no_room = f"from step {step} on nothing was captured until now: {why}"
-        elif self._no_room and not why:
-            self.roster.notes.append(self._no_room)
-            self._no_room = ""
-        return why
 
     def _manifest(self, live: OpenCapture, end_ns: int) -> Manifest:
         return live.manifest(self._identity, end_ns, [*self.run_notes, *self.roster.notes])
@@ -502,12 +472,3 @@ class Controller:
                 wait()
         except Exception as error:
             logger.error("profiling could not be closed: %s: %s", type(error).__name__, error)
-
-
-def _version(policy_version: object) -> tuple[int | None, list[str]]:
-    """Return a policy version that is a whole number, and a note on one that is not."""
-    try:
-        return None if policy_version is None else index(policy_version), []  # type: ignore[arg-type]
-    except TypeError:
-        kind = type(policy_version).__name__
-        return None, [f"policy_version is a {kind}, not a whole number: left out"]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, Manifest, Rpc, StepSpan, finite_numbers
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["ROLLOUT", "OpenCapture", "OpenStep"]
+__all__ = ["ROLLOUT", "OpenCapture", "OpenStep", "whole_version"]
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,13 @@ class OpenCapture:
 
     # The loop's part.
 
+    def go_on(self, step: int, policy_version: int | None) -> None:
+        """Begin the next step of several that it covers."""
+        version, notes = whole_version(policy_version)
+        self.notes += notes
+        self.end_step()
+        self.steps.append(OpenStep(step, version))
+
     def begin_rollout_stage(self, beside: bool = False) -> None:
         """Begin the rollout's stage; one that runs beside this task's has none of its stages inside."""
         begin = self.spans.begin
@@ -188,7 +196,7 @@ class OpenCapture:
     def start(self, request: CaptureRequest) -> Waits[None]:
         """Start what a request is for: the engines of a rollout window, or all others that are driven."""
         targets = self._concerned(request, self.roster.driven(request.aim))
-        for worker in ((target, index) for target in targets for index in range(target.size)):
+        for worker in (worker for target in targets for worker in target.workers):
             answer = self._answers.setdefault(worker, _Answer(worker[0], self._identity(worker)))
             answer.started, answer.is_open = None, True  # whatever happens now, it has to be stopped
         start_s = self.config.timeouts.start_s
@@ -373,7 +381,7 @@ class OpenCapture:
         """Return what stands for each worker until its result is there, with what it has promised."""
         found: dict[str, CaptureResult] = {}
         for target in self.roster.driven(self.request.aim):
-            for worker in ((target, index) for index in range(target.size)):
+            for worker in target.workers:
                 answer = self._answers.get(worker) or _Answer(target, self._identity(worker))
                 if answer.started is None or answer.started.status in ("recording", "armed"):
                     result = answer.failure or self._lost(answer, self.request, NOT_WRITTEN)
@@ -406,10 +414,10 @@ class OpenCapture:
 
     def _identity(self, worker: Worker) -> WorkerIdentity:
         """Return a worker's identity, derived from its target if it has never answered."""
-        target, index = worker
+        target, place = worker
         if worker in self.roster.known:
             return self.roster.known[worker]
-        number = target.first + index
+        number = target.first + place
         replica = number if target.is_rollout else None
         return WorkerIdentity(
             role=target.roles[0], rank=number, replica=replica, host="unknown", clock_domain="unknown", pid=0
@@ -454,3 +462,12 @@ class OpenCapture:
                     )
                 )
         return clocks
+
+
+def whole_version(policy_version: object) -> tuple[int | None, list[str]]:
+    """Return a policy version that is a whole number, and a note on one that is not."""
+    try:
+        return None if policy_version is None else index(policy_version), []  # type: ignore[arg-type]
+    except TypeError:
+        kind = type(policy_version).__name__
+        return None, [f"policy_version is a {kind}, not a whole number: left out"]

@@ -246,8 +246,7 @@ class Requests:
     def _take(self, folder: LocalFolder | RemoteFolder, name: str) -> None:
         request = name.removesuffix(REQUEST)
         try:
-            if not (data := folder.read(name)):
-                return  # it is being written
+            data = folder.read(name)
             folder.remove(name)
             demand = msgspec.json.decode(data, type=Demand)
             if demand.id != request:

@@ -11,13 +11,16 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from verl_profiling.capture.stage import SpanLog
+from verl_profiling.controller.calls import Waits
 from verl_profiling.controller.run import Run, claim_run
+from verl_profiling.controller.spmd import Ranks
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId, step_folder_name
 from verl_profiling.manifest import (
@@ -59,6 +62,7 @@ class StepFolders:
         self.after: SpanLog | None = None
         self._recordings: Counter[int] = Counter()
         self._last: tuple[Path, Manifest] | None = None
+        self._no_room = ""
         self._stored: list[Path] = []
         self._removal: ThreadPoolExecutor | None = None
         self._not_captured: dict[int, str] = {}
@@ -77,6 +81,39 @@ class StepFolders:
         self._not_captured[step] = why
         if self.claimed is not None:
             self.claimed.amend(not_captured=self._not_captured)
+
+    def share_run(self, ranks: Ranks, step: int) -> Waits[bool]:
+        """Say where the run records, or wait until rank 0 has said so; return whether it is known."""
+        wait_s = self._config.timeouts.start_s
+        if ranks.leads:
+            ranks.publish(self.run)
+        elif self.claimed is None:
+            yield partial(ranks.wait_for_run, wait_s)
+            self.claimed = ranks.run()
+            if self.claimed is None:
+                logger.error(
+                    "step %d: rank %d is not captured: rank 0 has not begun a captured step within %g s; has "
+                    "it a callback with workers and the same settings? Where it has none, set spmd: false",
+                    *(step, ranks.rank, wait_s),
+                )
+        return self.claimed is not None
+
+    def no_room(self, step: int, notes: list[str]) -> str:
+        """Return why the limits leave no room for a capture; said when it begins to be so.
+
+        Args:
+            step: The step.
+            notes: Gets a note on the steps without captures, once there is room again.
+        """
+        why = self._config.limits.no_room(self.run.path)
+        if why and not self._no_room:
+            logger.warning("step %d is not captured, nor are others until there is room: %s", step, why)
+            self.not_captured(step, f"{why}; nor were others until there was room")
+            self._no_room = f"from step {step} on nothing was captured until now: {why}"
+        elif self._no_room and not why:
+            notes.append(self._no_room)
+            self._no_room = ""
+        return why
 
     def name(self, step: int, keep: bool = True) -> str:
         """Return the name of the folder of a step that is captured now; every rank counts alike."""

@@ -215,8 +215,8 @@ class Roster:
                 target.roles.remove(role)
                 continue
             self.targets.remove(target)
-            for number in range(target.size):
-                self.known.pop((target, number), None)
+            for worker in target.workers:
+                self.known.pop(worker, None)
         by_key = {target.key: target for target in self.targets}
         for target in added:
             if (known := by_key.get(target.key)) is not None:
