@@ -159,15 +159,15 @@ class Target(ABC):
         roles: The roles under which it was added; several for a process with several roles.
         size: Number of workers that answer a call.
         first: Index of the first of them among the workers of its role.
+        key: Equal for targets that are the same workers.
         is_local: It is an object of this process.
     """
 
     is_local = False
 
-    def __init__(self, role: str, first: int, size: int) -> None:
+    def __init__(self, role: str, first: int, size: int, key: Hashable) -> None:
         self.roles = [role]
-        self.first = first
-        self.size = size
+        self.first, self.size, self.key = first, size, key
 
     @property
     def workers(self) -> list[Worker]:
@@ -178,11 +178,6 @@ class Target(ABC):
     def is_rollout(self) -> bool:
         """Whether each of them is a replica of an engine."""
         return self.roles[0] == ROLLOUT_ROLE
-
-    @property
-    @abstractmethod
-    def key(self) -> Hashable:
-        """Equal for targets that are the same workers."""
 
     @abstractmethod
     def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:

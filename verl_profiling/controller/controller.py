@@ -25,7 +25,7 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog, StageSink
 from verl_profiling.controller.calls import Waits
 from verl_profiling.controller.decision import Decisions
-from verl_profiling.controller.open_capture import OpenCapture, OpenStep, whole_version
+from verl_profiling.controller.open_capture import OpenCapture, step_span, whole_version
 from verl_profiling.controller.order import LoopOrder
 from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.spmd import in_a_line, knows_place, leads
@@ -343,7 +343,7 @@ class Controller:
         )
         if keep and self._leads:
             self._hooks.begun(request, self._identity)
-        steps = [OpenStep(step, policy_version)]
+        steps = [step_span(step, policy_version)]
         self._set_live(
             OpenCapture(self.config, self.roster, decision, request, ranks is None, steps, outside, notes)
         )
@@ -354,13 +354,13 @@ class Controller:
 
     def _say_begun(self, live: OpenCapture) -> None:
         """Write what is expected, and let the step begin now: what that took is no part of it."""
-        live.step.begin_ns = clock.now_ns()
+        live.begin_step()
         if live.request.keep and self._leads:
             manifest, ranks = self._manifest(live, live.steps[0].begin_ns), self.decisions.ranks
             others = ranks.expected(live.model(), live.request.aim) if ranks is not None else []
             workers = [*live.expected(), *others]
             self._folders.begin(live.folder, msgspec.structs.replace(manifest, workers=workers))
-        live.step.begin_ns = clock.now_ns()
+        live.begin_step()
         if self.watch is not None:
             self.watch.capture_begins(live.folder.name if live.request.keep else "")
 

@@ -24,7 +24,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, Manifest, Rpc, StepSpan, finite_numbers
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["ROLLOUT", "OpenCapture", "OpenStep", "whole_version"]
+__all__ = ["ROLLOUT", "OpenCapture", "step_span", "whole_version"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +32,6 @@ ROLLOUT = "rollout"
 """The stage that lies between ``on_rollout_begin`` and ``on_rollout_end``."""
 HANDSHAKES = 8
 NOT_WRITTEN = "the capture has begun, and nothing was written since"
-
-
-@dataclass
-class OpenStep:
-    """One step of the capture; ``end_ns`` is 0 while it runs."""
-
-    step: int
-    policy_version: int | None
-    begin_ns: int = field(default_factory=lambda: clock.now_ns())
-    end_ns: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,7 +65,7 @@ class OpenCapture:
         decision: The steps that it covers, and who asked for it.
         request: What the workers were asked for.
         is_alone: There are no workers of other ranks that it may be aimed at instead.
-        steps: The steps that have begun.
+        steps: The steps that have begun; the end of one that runs is 0.
         outside: The pauses in which the capture starts and stops, and the loop's stages after the step.
         notes: What a user should know of it.
         spans: The controller's stages.
@@ -91,7 +80,7 @@ class OpenCapture:
     decision: Decision
     request: CaptureRequest
     is_alone: bool
-    steps: list[OpenStep]
+    steps: list[StepSpan]
     outside: SpanLog
     notes: list[str]
     spans: SpanLog = field(default_factory=SpanLog)
@@ -105,7 +94,7 @@ class OpenCapture:
     _closing: dict[str, list[Handshake]] = field(default_factory=dict)
 
     @property
-    def step(self) -> OpenStep:
+    def step(self) -> StepSpan:
         """The step that began last."""
         return self.steps[-1]
 
@@ -125,7 +114,11 @@ class OpenCapture:
         version, notes = whole_version(policy_version)
         self.notes += notes
         self.end_step()
-        self.steps.append(OpenStep(step, version))
+        self.steps.append(step_span(step, version))
+
+    def begin_step(self) -> None:
+        """Let the step begin now."""
+        self.steps[-1] = msgspec.structs.replace(self.step, begin_ns=clock.now_ns())
 
     def begin_rollout_stage(self, beside: bool = False) -> None:
         """Begin the rollout's stage; one that runs beside this task's has none of its stages inside."""
@@ -140,7 +133,8 @@ class OpenCapture:
 
     def end_step(self) -> None:
         """Note that the step ends now, unless it has ended."""
-        self.step.end_ns = self.step.end_ns or clock.now_ns()
+        if not self.step.end_ns:
+            self.steps[-1] = msgspec.structs.replace(self.step, end_ns=clock.now_ns())
 
     def keep(self, metrics: Mapping[str, Any] | None, step: int | None = None) -> None:
         """Keep the finite numbers among the loop's metrics, and name the others.
@@ -163,21 +157,17 @@ class OpenCapture:
             end_ns: When the step ended.
             notes: Notes on the run.
         """
+        last = msgspec.structs.replace(
+            self.step,
+            end_ns=self.step.end_ns or max(end_ns, self.step.begin_ns),
+            metrics={**self.step.metrics},
+        )
         return Manifest(
             run_id=self.request.run_id,
             capture_id=self.request.capture_id,
             step=self.request.step,
             steps=[step.step for step in self.steps],
-            step_spans=[
-                StepSpan(
-                    step=step.step,
-                    begin_ns=step.begin_ns,
-                    end_ns=step.end_ns or max(end_ns, step.begin_ns),
-                    policy_version=step.policy_version,
-                    metrics=dict(step.metrics),
-                )
-                for step in self.steps
-            ],
+            step_spans=[*self.steps[:-1], last],
             policy_version=self.request.policy_version,
             begin_ns=self.steps[0].begin_ns,
             end_ns=end_ns,
@@ -462,6 +452,11 @@ class OpenCapture:
                     )
                 )
         return clocks
+
+
+def step_span(step: int, policy_version: int | None) -> StepSpan:
+    """Return a step that begins."""
+    return StepSpan(step=step, begin_ns=clock.now_ns(), end_ns=0, policy_version=policy_version)
 
 
 def whole_version(policy_version: object) -> tuple[int | None, list[str]]:

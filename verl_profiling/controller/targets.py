@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 from typing import Any
@@ -34,12 +34,8 @@ MANY_IN_TURN = 16
 
 class _RayActor(Target):
     def __init__(self, role: str, first: int, handle: Any) -> None:
-        super().__init__(role, first, 1)
+        super().__init__(role, first, 1, _identity_of(handle))
         self._handle = handle
-
-    @property
-    def key(self) -> Hashable:
-        return _identity_of(self._handle)
 
     def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
         _check_in_cluster()
@@ -53,17 +49,14 @@ class _WorkerGroup(Target):
     """
 
     def __init__(self, role: str, group: Any) -> None:
-        self._workers = list(getattr(group, "workers", None) or [group])
+        workers = list(getattr(group, "workers", None) or [group])
         size = getattr(group, "world_size", None)
-        super().__init__(role, 0, size if isinstance(size, int) else len(self._workers))
-        self._group = group
-
-    @property
-    def key(self) -> Hashable:
-        return frozenset(_identity_of(worker) for worker in self._workers)
+        key = frozenset(_identity_of(worker) for worker in workers)
+        super().__init__(role, 0, size if isinstance(size, int) else len(workers), key)
+        self._group, self._has_actors = group, _is_actor(workers[0])
 
     def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
-        if _is_actor(self._workers[0]):
+        if self._has_actors:
             _check_in_cluster()
         bound = getattr(self._group, method, None)
         answers = bound(*arguments) if bound else self._group.execute_all_async(method, *arguments)
@@ -90,13 +83,8 @@ class _Local(Target):
     on_threads = False
 
     def __init__(self, role: str, first: int, worker: Any, loop: asyncio.AbstractEventLoop | None) -> None:
-        super().__init__(role, first, 1)
-        self._worker = worker
-        self._loop = loop
-
-    @property
-    def key(self) -> Hashable:
-        return id(self._worker)
+        super().__init__(role, first, 1, id(worker))
+        self._worker, self._loop = worker, loop
 
     def is_coroutine(self, method: str) -> bool:
         """Return whether a method of the object is a coroutine."""
