@@ -23,6 +23,7 @@ LOG_SUFFIX = ".trajectories.jsonl.gz"
 LOG_VERSION = 2
 NO_SPAN = -1
 MAX_LINE = 1 << 20
+_BLOCK_BYTES = 1 << 16
 _LOOK_EVERY = 64  # lines, each of which may unpack to megabytes
 MAX_BYTES = 1 << 27
 """Bytes of a file, uncompressed, that are read at most."""
@@ -389,16 +390,16 @@ def _decoded(path: Path, begin: bytes = b"") -> Iterator[Line]:
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file that end in a line break; a file that was cut has half a line at its end."""
-    left = MAX_BYTES
+    left, pending = MAX_BYTES, b""
     try:
         with gzip.open(path, "rb") as file:
-            while line := file.readline(MAX_LINE):
-                left -= len(line)
-                if left < 0 or (len(line) == MAX_LINE and not line.endswith(b"\n")):
+            while block := file.read1(_BLOCK_BYTES):
+                *lines, pending = (pending + block).split(b"\n")
+                left -= len(block)
+                if left < 0 or len(pending) > MAX_LINE:
                     what = f"a line of over {MAX_LINE:,}" if left >= 0 else f"more than {MAX_BYTES:,}"
                     raise TraceFormatError(path, f"has {what} bytes, which no log of trajectories has")
-                if line.endswith(b"\n"):
-                    yield line
+                yield from lines
     except (EOFError, zlib.error):
         return
     except gzip.BadGzipFile as error:

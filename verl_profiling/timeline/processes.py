@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from verl_profiling.timeline.categories import is_host, is_on_device
-from verl_profiling.timeline.trace import Event
+from verl_profiling.timeline.trace import NO_ARGS, Event
 
 LANE_PIDS = 10_000
 """Number of process ids reserved for a lane."""
@@ -69,30 +69,29 @@ def name_thread(pid: int, tid: int, name: str) -> Event:
 def draw(
     base_ns: int,
     pid: int,
-    tid: int | None,
+    tid: int,
     category: str,
     name: str,
-    *ends_ns: int,
+    begin_ns: int,
+    end_ns: int,
     about: Mapping[str, object] | None = None,
 ) -> Event:
-    """Return a slice from one instant to another, or the value of a counter at one.
+    """Return a slice; what begins before the timeline does begins with it.
 
     Args:
-        base_ns: Unix nanoseconds of ``ts == 0`` in the timeline; what begins before begins then.
+        base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
         pid: Process.
         tid: Thread, or row.
         category: Category.
-        name: Name, in bounded length.
-        ends_ns: Begin and end, or the instant (unix ns).
+        name: Name; a long one is shortened.
+        begin_ns: Begin (unix ns).
+        end_ns: End (unix ns).
         about: Its arguments.
     """
-    begin, *end = (max(at_ns - base_ns, 0) for at_ns in ends_ns)
-    event = Event("X" if end else "C", category, shortened(name), pid, tid, begin / 1000)
-    if end:
-        event.dur = (end[0] - begin) / 1000
-    if about is not None:
-        event.args = msgspec.Raw(_ENCODER.encode(about))
-    return event
+    since = begin_ns - base_ns if begin_ns > base_ns else 0
+    args = NO_ARGS if about is None else msgspec.Raw(_ENCODER.encode(about))
+    took = end_ns - base_ns - since
+    return Event("X", category, shortened(name), pid, tid, since / 1000, took / 1000, args=args)
 
 
 class Processes:

@@ -107,22 +107,20 @@ def lay_out(
     }
     wanted = {number for number, owner in trajectories.items() if owner.height}
     outermost: dict[int, _Owner] = {}
-    around: dict[int, tuple[int, _Owner]] = {}  # by span, how many are around it, and whose it is
+    owned: dict[int, _Owner] = {}  # by span of the process, the outermost around it
     for span in log.spans:
         if span.trajectory != NO_SPAN:
             owner = trajectories[span.trajectory]
         elif span.parent != NO_SPAN:
-            owner = around[span.parent][1]
+            owner = owned[span.id] = owned[span.parent]
         else:
-            owner = outermost[span.id] = _Owner(begin=span.begin_ns, end=span.end_ns)
-        around[span.id] = around[span.parent][0] + 1 if span.parent != NO_SPAN else 0, owner
+            owner = owned[span.id] = outermost[span.id] = _Owner(begin=span.begin_ns, end=span.end_ns)
         if is_wanted(span):
             owner.spans.append(span)
     below: dict[int, int] = {}
     for owner in (*trajectories.values(), *outermost.values()):
-        if owner.spans:
-            owner.spans.sort(key=lambda span: (span.begin_ns, -span.end_ns, around[span.id][0]))
-            _nest(owner, below)
+        owner.spans.sort(key=lambda span: (span.begin_ns, -span.end_ns))  # of two alike the parent is first
+        _nest(owner, below)
     for name, owners in (("trajectories", trajectories), ("spans", outermost)):
         shown = {number: owner for number, owner in owners.items() if owner.height}
         for number, first in zip(shown, layout.add_rows(name, list(shown.values())), strict=True):

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
 
+import msgspec
+
 from verl_profiling.timeline.logs import mended_log
 from verl_profiling.timeline.member import ID_STRIDE, Member, MemberFile, MemberJob
 from verl_profiling.timeline.processes import TRAJECTORIES_PID, draw, name_process, name_row, shortened
@@ -70,11 +72,12 @@ class _Drawn:
         self.pid, self.base_ns = job.pid + TRAJECTORIES_PID, job.base_ns + offset_ns
         self._log = log
         self._draw = partial(draw, self.base_ns, self.pid)
+        base_ns, least_ns = self.base_ns, job.keep.min_us * 1000
         windows = [(begin + offset_ns, end + offset_ns) for begin, end in job.keep.windows_ns]
 
         def is_wanted(record: Block | TrajectoryRecord | SpanRecord) -> bool:
             begin, end = record.begin_ns, record.end_ns
-            is_shown = end >= self.base_ns and end - begin >= job.keep.min_us * 1000
+            is_shown = end >= base_ns and end - begin >= least_ns
             return is_shown and (not windows or any(begin < last and end >= first for first, last in windows))
 
         named = Counter(loop.name for loop in log.loops)
@@ -111,16 +114,22 @@ class _Drawn:
         for lag in self._log.lags:
             name = f"{self._loop(lag.loop)} lag"
             if lag.late_ns >= _LEAST_LAG_NS:
-                yield self._draw(None, "", name, lag.at_ns - lag.late_ns, about={"ms": lag.late_ns / 1e6})
-            yield self._draw(None, "", name, lag.at_ns, about={"ms": 0.0})
+                yield self._count(name, lag.at_ns - lag.late_ns, "ms", lag.late_ns / 1e6)
+            yield self._count(name, lag.at_ns, "ms", 0.0)
         for count in self._log.counts:
-            yield self._draw(None, "", count.name, count.at_ns, about={"count": count.value})
+            yield self._count(count.name, count.at_ns, "count", count.value)
         changes = Counter(one.begin_ns for one in self._log.trajectories)
         changes.subtract(one.end_ns for one in self._log.trajectories)
         running = 0
         for at_ns in sorted(changes):
             running += changes[at_ns]
-            yield self._draw(None, "", "trajectories", at_ns, about={"running": running})
+            yield self._count("trajectories", at_ns, "running", running)
+
+    def _count(self, counter: str, at_ns: int, unit: str, value: float) -> Event:
+        """Return the value of a counter, which Perfetto names by both words."""
+        event = Event("C", "", shortened(counter), self.pid, ts=max(at_ns - self.base_ns, 0) / 1000)
+        event.args = msgspec.Raw(msgspec.json.encode({unit: value}))
+        return event
 
     def _loop(self, number: int) -> str:
         """Return the name of an event loop: that of the thread, with its number where two have the same."""
@@ -137,8 +146,9 @@ class _Drawn:
 
     def _span(self, record: SpanRecord, tid: int) -> Event:
         own: dict[str, Fact] = {"failed": record.failed, "open": record.open, "request": record.request}
-        about = _bounded(record.facts) | _bounded({name: value for name, value in own.items() if value})
-        event = self._draw(tid, "span", record.name, record.begin_ns, record.end_ns, about=about or None)
+        known = {name: value for name, value in own.items() if value}
+        about = {**_bounded(record.facts), **_bounded(known)} if record.facts or known else None
+        event = self._draw(tid, "span", record.name, record.begin_ns, record.end_ns, about=about)
         if record.failed:
             event.cname = _BAD["failed"]
         return event
