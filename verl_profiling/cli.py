@@ -15,8 +15,6 @@ from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
 from verl_profiling.errors import ProfilingError
 from verl_profiling.visible import visible
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS = {
     "merge": "write one timeline of a step, to open in Perfetto",
     "report": "show where the time of a step went",

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["NOTES_SUFFIX", "NSYS_FOLDER", "NsysRange", "read_ranges"]
-
 logger = logging.getLogger(__name__)
 
 NSYS_FOLDER = "nsys"

@@ -7,8 +7,6 @@ the work and returns the exit code. It is imported only when its command is used
 
 from __future__ import annotations
 
-__all__ = ["EXIT_BAD_INPUT", "EXIT_FINDING", "EXIT_OK"]
-
 EXIT_OK = 0
 EXIT_FINDING = 1
 EXIT_BAD_INPUT = 2

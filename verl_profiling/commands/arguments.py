@@ -11,17 +11,6 @@ from pathlib import Path
 from verl_profiling.remote import is_url
 from verl_profiling.timeline.content import Limits
 
-__all__ = [
-    "add_communication",
-    "add_limits",
-    "add_paths",
-    "at_least_0",
-    "count",
-    "limits_of",
-    "local_path",
-    "size",
-]
-
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 

@@ -21,8 +21,6 @@ from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import is_step
 from verl_profiling.watch_log import WATCH_LOG
 
-__all__ = ["Answer", "Job", "find_job"]
-
 _PAUSE_S = 0.25
 _SLOW_PAUSE_S = 5.0
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

@@ -12,8 +12,6 @@ from verl_profiling.commands.arguments import add_limits, add_paths, limits_of
 from verl_profiling.report.check import CheckResult
 from verl_profiling.visible import visible
 
-__all__ = ["configure", "run"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""

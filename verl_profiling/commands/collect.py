@@ -11,8 +11,6 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.nsys import collect
 from verl_profiling.visible import visible
 
-__all__ = ["configure", "run"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""

@@ -17,8 +17,6 @@ from verl_profiling.run_files import clear_leftovers
 from verl_profiling.timeline.content import Limits
 from verl_profiling.visible import visible
 
-__all__ = ["StepByStep", "progress", "warn"]
-
 
 class StepByStep:
     """The steps under a path, of which the damage of one costs that one, and is said.

@@ -19,8 +19,6 @@ from verl_profiling.report.model import Report
 from verl_profiling.units import duration
 from verl_profiling.visible import visible
 
-__all__ = ["configure", "run"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""

@@ -20,8 +20,6 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.settings.config import ProfilingConfig, load_tool
 from verl_profiling.tools import TOOLS
 
-__all__ = ["Diagnosis", "configure", "examine_config", "examine_machine", "load_config", "run"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""

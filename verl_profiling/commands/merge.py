@@ -11,8 +11,6 @@ from verl_profiling.commands.common import StepByStep, progress, warn
 from verl_profiling.run_files import clear_leftovers
 from verl_profiling.units import byte_size
 
-__all__ = ["configure", "run"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""

@@ -17,8 +17,6 @@ from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOver
 from verl_profiling.settings.schedule import Action, Schedule
 from verl_profiling.tools import Tool
 
-__all__ = ["Plan", "PlannedCapture", "PlannedRole", "configure", "plan_of", "run"]
-
 _MOST_LISTED = 10
 
 

@@ -28,8 +28,6 @@ from verl_profiling.timeline.inputs import the_run
 from verl_profiling.visible import visible
 from verl_profiling.watch_log import LoggedStep, WatchLogReader
 
-__all__ = ["configure", "run"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""

@@ -16,8 +16,6 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.ranks import parse_ranks
 from verl_profiling.visible import visible
 
-__all__ = ["configure", "run"]
-
 _SOON_S = 0.3
 _MOST_RANKS = 4096
 _MOST_FOLDERS = 3

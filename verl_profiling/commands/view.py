@@ -14,8 +14,6 @@ from verl_profiling.report.html import render_html
 from verl_profiling.timeline.server import PERFETTO_PORT, TimelineServer, bundled_ui
 from verl_profiling.timeline.step import TIMELINE_NAME
 
-__all__ = ["configure", "run"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""

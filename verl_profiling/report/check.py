@@ -27,8 +27,6 @@ from verl_profiling.timeline.trace import Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.visible import visible_text_of
 
-__all__ = ["CheckResult", "Checked", "check", "check_artifact"]
-
 Fate = Literal["ok", "begun", "cut", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
 
 

@@ -20,8 +20,6 @@ from verl_profiling.report.tables import Table, named
 from verl_profiling.report.terminal import print_table
 from verl_profiling.units import duration
 
-__all__ = ["Change", "Diff", "compare", "print_diff"]
-
 _SMALLEST_SHARE = 0.01
 
 

@@ -23,7 +23,6 @@ from verl_profiling.run_files import naming
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-
 _DTYPES: dict[Any, str] = {
     bool: "bool",
     int: "int64",

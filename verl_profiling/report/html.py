@@ -14,8 +14,6 @@ from verl_profiling.report.sentences import asked_sentences, figures, rollout_se
 from verl_profiling.report.tables import TABLES, Cell
 from verl_profiling.units import duration
 
-__all__ = ["page_title", "render_html", "summary"]
-
 _SCRIPTS = ("picture.js",)
 _WHERE = 3
 

@@ -29,8 +29,6 @@ from verl_profiling.units import duration
 from verl_profiling.visible import visible
 from verl_profiling.watch_log import LoggedStep, has_watch_log
 
-__all__ = ["RUN_PAGE", "how_to_capture", "is_uncaptured", "render_run", "runs_of"]
-
 RUN_PAGE = "index.html"
 _SCRIPTS = ("trend.js",)
 

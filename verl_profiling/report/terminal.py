@@ -14,8 +14,6 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences
 from verl_profiling.report.tables import TABLES, Cell
 
-__all__ = ["print_report", "print_table"]
-
 _BAR_CELLS = 24
 _FINDINGS = 3
 _FIRST = {"suspects": 6, "stages": 7, "trajectory_causes": 5, "lost": 5}

@@ -26,8 +26,6 @@ class Shift:
     OF_THE_STEP = 0.02
 
 
-__all__ = ["Change", "excess", "first_change", "slowest", "stage_seconds", "unaimed"]
-
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A stage, or a cause of lost time, that left the range it had in all captured steps before.

@@ -16,8 +16,6 @@ from verl_profiling.units import duration
 from verl_profiling.visible import visible
 from verl_profiling.watch_log import LoggedSpans, LoggedStep
 
-__all__ = ["WatchPicture", "watch_picture"]
-
 _MOST_BARS = 600
 _MOST_STAGES = 15
 _MOST_CAPTURES = 1000

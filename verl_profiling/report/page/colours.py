@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from zlib import crc32
 
-__all__ = ["cause_key", "stage_class", "stage_colour"]
-
 _NAMED = (
     "rollout",
     "reward",

@@ -12,8 +12,6 @@ import msgspec
 
 from verl_profiling.report.sentences import Figure
 
-__all__ = ["document", "figures_section"]
-
 _LIBRARY = "d3.min.js"
 _SHARED = ("common.js", "tables.js")
 

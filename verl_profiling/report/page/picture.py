@@ -12,8 +12,6 @@ from verl_profiling.report.outliers import outliers
 from verl_profiling.report.page.colours import stage_colour
 from verl_profiling.report.rows import WorkerRow
 
-__all__ = ["picture"]
-
 CONTROLLER = "controller"
 _ROLE = re.compile(r"(.*?)(?:_rank)?\d*")
 _FINISHES = 400

@@ -7,8 +7,6 @@ from html import escape
 
 from verl_profiling.report.tables import Cell
 
-__all__ = ["linked", "section", "stacked", "table"]
-
 _TOP = 10
 _LONGEST_NAME = 64
 _INDENT = "\N{NO-BREAK SPACE}"
