@@ -136,7 +136,7 @@ def test_damage_without_end_is_counted(tmp_path: Path, content: list[str], kept:
     """Thousands of damaged places give a few warnings and a number."""
     trace = Trace(write(tmp_path, *content))
     assert sum(len(events) for events in trace.chunks()) == kept
-    assert len(trace.warnings) <= 52
+    assert len(trace.warnings) <= 3
     assert everything(trace.path)[0] == 1
 
 
@@ -184,7 +184,7 @@ def test_at_most_so_many_bytes_are_unpacked(tmp_path: Path) -> None:
     trace = Trace(bomb(tmp_path / "t.json.gz", 200_000), Limits(content_bytes=5_000_000))
     assert 0 < sum(len(events) for events in trace.chunks()) < 200_000
     assert trace.truncated
-    assert "5,000,000 bytes of content (--max-content raises it)" in trace.warnings[-1].message
+    assert "5,000,000 bytes of content (--max-content raises it)" in trace.warnings[-1]
 
 
 def test_a_process_takes_no_more_memory_than_it_may(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_process_takes_no_more_memory_than_it_may(tmp_path: Path) -> None:
     trace = Trace(bomb(tmp_path / "t.json.gz", 200_000), Limits(memory_bytes=1_000_000))
     assert 0 < sum(len(events) for events in trace.chunks()) < 200_000
     assert trace.truncated
-    assert "--max-memory raises it" in trace.warnings[-1].message
+    assert "--max-memory raises it" in trace.warnings[-1]
 
 
 def test_an_event_of_any_length_is_refused(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_an_event_of_any_length_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD % 1, json.dumps({"ph": "X", "name": "x" * (40 << 20), "ts": 1}))
     trace = Trace(path)
     assert [event.name for events in trace.chunks() for event in events] == ["good"]
-    assert "no end of an event within 16 MiB" in trace.warnings[-1].message
+    assert "no end of an event within 16 MiB" in trace.warnings[-1]
 
 
 @pytest.mark.parametrize("command", ["check", "merge", "report", "diff"])

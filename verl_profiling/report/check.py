@@ -122,7 +122,7 @@ def _check_step(root: Path, folder: Path, limits: Limits) -> list[Checked]:
         said = "; ".join(note for note in manifest.notes if note.startswith(CUT_SHORT))
         checked.append(Checked(path=name, fate="cut", reason=said or f"{CUT_SHORT}: it ended early"))
     for worker in manifest.workers:
-        checked += [check_artifact(folder, artifact, where, limits) for artifact in worker.artifacts]
+        checked += [_check_artifact(folder, artifact, where, limits) for artifact in worker.artifacts]
         explained = any(artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts)
         if worker.status not in ("ok", "skipped") and not explained:  # it died, for one
             checked.append(Checked(path=f"{where}{worker.name}", fate=worker.status, reason=worker.reason))
@@ -132,18 +132,8 @@ def _check_step(root: Path, folder: Path, limits: Limits) -> list[Checked]:
     return checked
 
 
-def check_artifact(
-    folder: Path, artifact: Artifact, where: str = "", limits: Limits | None = None
-) -> Checked:
-    """Read one artifact of a step folder to its last byte.
-
-    Args:
-        folder: The step folder.
-        artifact: The artifact.
-        where: What its name is to begin with.
-        limits: How much of a trace is read.
-    """
-    limits = limits or Limits()
+def _check_artifact(folder: Path, artifact: Artifact, where: str, limits: Limits) -> Checked:
+    """Read one artifact of a step folder to its last byte; ``where`` is what its name is to begin with."""
     name = where + artifact.path
     if artifact.status == "skipped":
         return Checked(path=name, fate="skipped", reason=artifact.reason)
@@ -199,7 +189,7 @@ def _trace(path: Path, limits: Limits) -> _Content:
         spans += sum(event.ph != "M" for event in events)
         timeless += sum(event.ts is None and event.ph == "X" for event in events)
     if trace.warnings:
-        return "truncated" if trace.truncated else "unreadable", str(trace.warnings[-1]), trace.events
+        return "truncated" if trace.truncated else "unreadable", trace.warnings[-1], trace.events
     if timeless:
         return "unreadable", f"{timeless:,} events have no time", trace.events
     return ("ok", "", trace.events) if spans else ("empty", "holds no events", 0)

@@ -22,7 +22,7 @@ from verl_profiling.manifest import (
 )
 from verl_profiling.run_files import named_file, read_manifest, read_run
 from verl_profiling.timeline.plain import plain_steps
-from verl_profiling.timeline.step import Source, StepInputs, sorted_sources
+from verl_profiling.timeline.step import FoundSteps, Source, StepInputs, sorted_sources
 from verl_profiling.trajectory_log import LOG_SUFFIX
 from verl_profiling.units import step_list
 
@@ -30,23 +30,6 @@ UNWRITTEN = f"holds no {MANIFEST_NAME}: its loop ended before the capture had be
 _TIMES = ("begin_ns", "end_ns", "unix_ns", "arrival_ns", "scheduled_ns", "first_token_ns", "last_token_ns")
 _PARTS_WITH_TIMES = ("stages", "tool_spans", "requests", "artifacts", "anchors")
 _STEP_FOLDER = re.compile(r"step_(\d+)(?:\.(\d+))?")
-
-
-class FoundSteps(msgspec.Struct, frozen=True):
-    """What is under a path.
-
-    Attributes:
-        steps: The steps that can be read.
-        damaged: What is wrong with the others.
-    """
-
-    steps: list[StepInputs]
-    damaged: list[TraceFormatError] = []
-
-    def problems(self) -> list[str]:
-        """Return what keeps steps from being whole, as sentences."""
-        begun = [f"{step.directory}: {step.unfinished}" for step in self.steps if step.unfinished]
-        return [*map(str, self.damaged), *begun]
 
 
 def find_steps(path: Path) -> list[StepInputs]:

@@ -24,6 +24,7 @@ from verl_profiling.timeline.content import Blocks, Limits
 from verl_profiling.timeline.step import (
     TIMELINE_MARK,
     TIMELINE_NAME,
+    FoundSteps,
     Source,
     StepInputs,
     short_label,
@@ -56,19 +57,7 @@ class _PlainTrace(msgspec.Struct, frozen=True):
     name: str
 
 
-class PlainSteps(msgspec.Struct, frozen=True):
-    """What a set of plain traces holds.
-
-    Attributes:
-        steps: The traces by step.
-        damaged: Files that look like traces and cannot be read.
-    """
-
-    steps: list[StepInputs]
-    damaged: list[TraceFormatError]
-
-
-def plain_steps(paths: Sequence[Path]) -> PlainSteps:
+def plain_steps(paths: Sequence[Path]) -> FoundSteps:
     """Return the traces that some paths are or hold, grouped by the step in their names.
 
     Several files are one capture, whatever their names. JSON files of a folder that are not traces
@@ -78,7 +67,7 @@ def plain_steps(paths: Sequence[Path]) -> PlainSteps:
         TraceFormatError: A path is a file, and not a trace, or it is a folder without any.
     """
     if not paths:
-        return PlainSteps([], [])
+        return FoundSteps([], [])
     folders = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
     directory = paths[0] if paths[0].is_dir() else paths[0].parent
     if len(folders) > 1:
@@ -103,7 +92,7 @@ def plain_steps(paths: Sequence[Path]) -> PlainSteps:
             raise TraceFormatError(path, "holds no manifest.json, no step folders and no trace files")
     together = len(paths) > 1 and not any(path.is_dir() for path in paths)
     steps = _steps(directory, _label(paths, directory), list(traces.values()), together)
-    return PlainSteps(list(steps), damaged)
+    return FoundSteps(list(steps), damaged)
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import (
     MAX_NS,
@@ -133,6 +134,23 @@ class StepInputs(msgspec.Struct, kw_only=True):
         """
         stem, _, suffix = name.partition(".")
         return self.directory / ".".join(filter(None, (stem, self.label, short_label(selection), suffix)))
+
+
+class FoundSteps(msgspec.Struct, frozen=True):
+    """What is under a path.
+
+    Attributes:
+        steps: The steps that can be read.
+        damaged: What is wrong with the others.
+    """
+
+    steps: list[StepInputs]
+    damaged: list[TraceFormatError] = []
+
+    def problems(self) -> list[str]:
+        """Return what keeps steps from being whole, as sentences."""
+        begun = [f"{step.directory}: {step.unfinished}" for step in self.steps if step.unfinished]
+        return [*map(str, self.damaged), *begun]
 
 
 def short_label(text: str) -> str:

@@ -46,7 +46,6 @@ _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _SCANNER = json.JSONDecoder()
 _TOLERANT = json.JSONDecoder(parse_constant=lambda name: None)
-_WARNINGS = 50
 _READ_ON = 1 << 16
 _TAIL_BYTES = 1 << 18
 _MOST_HEAD = 16 << 20
@@ -97,21 +96,6 @@ class AbsoluteEvent(Event):
     ts: Decimal | None = None  # type: ignore[assignment]  # converted to a float before the event is handed out
 
 
-class TraceWarning(msgspec.Struct, frozen=True):
-    """Something in a file that could not be read.
-
-    Attributes:
-        offset: Byte offset in the uncompressed content.
-        message: What was wrong there.
-    """
-
-    offset: int
-    message: str
-
-    def __str__(self) -> str:
-        return f"byte {self.offset}: {self.message}"
-
-
 class Trace:
     """One trace file.
 
@@ -120,10 +104,10 @@ class Trace:
         metadata: The top-level keys before ``traceEvents``, and the base of times wherever it is.
         base_ns: Unix nanoseconds of ``ts == 0``. For a file without a base it is 0 until the first
             event with a time has been read.
-        warnings: What could not be read; complete when :meth:`chunks` is exhausted.
+        warnings: What could not be read, with the byte of the content; complete when :meth:`chunks` ends.
         truncated: Whether reading ended before the last event; the last warning then says where and why.
         events: Number of events read so far.
-        skipped: Number of things that could not be read; the first of them have a warning each.
+        skipped: Number of things that could not be read; the first of them has a warning.
     """
 
     def __init__(self, path: Path, limits: Limits | None = None) -> None:
@@ -133,7 +117,7 @@ class Trace:
             TraceFormatError: It cannot be read, or is not a trace.
         """
         self.path = path
-        self.warnings: list[TraceWarning] = []
+        self.warnings: list[str] = []
         self.truncated = False
         self.events = 0
         self.skipped = 0
@@ -202,8 +186,8 @@ class Trace:
             behind += self._buffer[: _MOST_HEAD - len(behind)]
             self._drop(len(self._buffer))
         behind += self._buffer
-        if self.skipped > _WARNINGS:
-            self.warnings.append(TraceWarning(self._consumed, f"skipped {self.skipped:,} things in all"))
+        if self.skipped > 1:
+            self._warn(self._consumed, f"skipped {self.skipped:,} things in all")
         if self._blocks.damage:
             self._stop(self._blocks.position, self._blocks.damage)
         elif closed and len(behind) < _MOST_HEAD:
@@ -220,7 +204,7 @@ class Trace:
             if not text or (self._is_object and "traceEvents" not in rest):
                 return
             problem = "something that is not read follows the list of events"
-        self.warnings.append(TraceWarning(self._blocks.position - len(text), problem))
+        self._warn(self._blocks.position - len(text), problem)
 
     def _read_header(self) -> dict[str, Any]:
         while self._fill(len(self._buffer) + 1):
@@ -345,13 +329,16 @@ class Trace:
         return timed
 
     def _skip(self, offset: int, message: str, count: int = 1) -> None:
+        if not self.skipped:
+            self._warn(offset, message)
         self.skipped += count
-        if len(self.warnings) < _WARNINGS:
-            self.warnings.append(TraceWarning(offset, message))
 
     def _stop(self, offset: int, reason: str) -> None:
         self.truncated = True
-        self.warnings.append(TraceWarning(offset, reason))
+        self._warn(offset, reason)
+
+    def _warn(self, offset: int, message: str) -> None:
+        self.warnings.append(f"byte {offset}: {message}")
 
 
 @lru_cache(maxsize=1024)
