@@ -26,7 +26,6 @@ class Shift:
     OF_THE_STEP = 0.02
 
 
-
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A stage, or a cause of lost time, that left the range it had in all captured steps before.
 
