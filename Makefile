@@ -19,6 +19,8 @@ VERL_ENV := .venv-verl$(if $(filter sglang,$(ENGINE)),-sglang)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PIP_PROGRESS_BAR := off
+# Rewritten tests and the package are compiled once, not again in every process that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -103,7 +105,7 @@ test-hta: .venv-hta/.ready ## Run the tests that hold the report's figures again
 	.venv-hta/bin/python -m pytest tests/report/test_hta.py $(PYTEST_ARGS)
 
 test-soak: .venv/.ready ## Run thousands of captures and random faults, and print the numbers (half an hour) [SOAK_SEED=...]
-	.venv/bin/python -m pytest -m soak tests/soak $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m soak $(PYTEST_ARGS)
 
 test-fuzz: .venv/.ready ## Try 22,000 damaged and hostile inputs, and print the table (minutes) [FUZZ_SEED=...]
 	.venv/bin/python -m pytest -m fuzz tests/fuzz $(PYTEST_ARGS)

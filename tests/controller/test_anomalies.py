@@ -134,17 +134,6 @@ def test_a_loop_that_counts_anew_is_captured_again() -> None:
     assert decision.step_range.first == 24
 
 
-def test_an_engine_that_is_waited_for_is_captured_whole() -> None:
-    """Its window would open with the stage ``rollout``; in another stage of the loop nothing opens it."""
-    loop = Loop()
-    waits = {"wait_rollout": 500.0, **{name: usual for name, usual in USUAL.items() if name != "rollout"}}
-    for step in range(1, 31):
-        assert loop.goes(summary(step, waits)) is None
-    decision = loop.is_slow(31, times=waits, slow={"rollout2_rank0": 2.5})
-    assert decision is not None
-    assert decision.aim == Aim(mode="e2e", roles=("rollout",), replicas=(2, 1))
-
-
 def test_a_step_that_is_slow_is_captured_whole() -> None:
     """Nobody stands out, so it is captured as the settings say."""
     loop = Loop()
@@ -172,16 +161,6 @@ def test_what_is_noticed_soon_after_a_capture_is_captured_when_it_may(
     assert caplog.text.count("watch.trigger.cooldown") == 1
     assert (decision.step_range.first, decision.trigger.noticed) == (captured + 11, step + 1)
     assert decision.trigger.stage == "reward"
-
-
-def test_a_stage_that_is_slow_on_all_ranks_is_captured_on_all() -> None:
-    """Nobody leads, so the capture is of the stage, and of everyone in it."""
-    loop = Loop()
-    step = loop.quiet()
-    decision = loop.is_slow(step, times=longer("update_actor", 9))
-    assert decision is not None
-    assert decision.trigger.suspects == []
-    assert decision.aim == Aim(mode="discrete", roles=("actor",), stages=("update_actor",))
 
 
 def test_the_watch_asks_for_so_many_and_no_more(caplog: pytest.LogCaptureFixture) -> None:

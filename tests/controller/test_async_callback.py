@@ -10,14 +10,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import ray
 from conftest import Pool
 from example_loops import spans
 from fleet import CoroutineWorker, TrainWorker
 from test_callback import configured, local_worker, manifest, set_up
 
-from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingError
+from verl_profiling import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.capture.session import Session
 
 
@@ -64,15 +63,6 @@ async def ticking() -> AsyncIterator[Ticks]:
     yield ticks
     await asyncio.sleep(0.02)
     task.cancel()
-
-
-async def test_a_disabled_callback_does_nothing(tmp_path: Path) -> None:
-    """Every hook may be awaited."""
-    callback = AsyncProfilingCallback({"enable": False, "save_path": str(tmp_path / "run")})
-    callback.add_workers("actor", object())
-    await run(callback, nothing)
-    await callback.on_exception(ValueError("x"))
-    assert list(tmp_path.iterdir()) == []
 
 
 async def test_local_workers_of_both_kinds_are_captured(tmp_path: Path, session: Session) -> None:
@@ -203,26 +193,6 @@ async def test_a_hung_worker_does_not_hold_the_loop_up(tmp_path: Path, pool: Poo
     fine, late = manifest(config).workers
     assert (fine.status, late.status) == ("ok", "ok")
     assert ticks.longest_s < 1.5
-
-
-async def test_an_exception_closes_the_capture(tmp_path: Path, session: Session) -> None:
-    """``on_exception`` keeps what was recorded."""
-    config = configured(tmp_path)
-    callback = AsyncProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
-    await callback.on_step_begin(2)
-    await callback.on_exception(ValueError("x"))
-    assert not manifest(config).complete
-    assert session.sink is None
-
-
-async def test_strict_settings_raise(tmp_path: Path, session: Session) -> None:
-    """As in the blocking callback."""
-    config = configured(tmp_path, strict=True, tool="tools.test_third_party:FailsAtStop")
-    callback = AsyncProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
-    with pytest.raises(ProfilingError, match="actor_rank0 failed"):
-        await run(callback, nothing)
 
 
 async def test_a_rollout_beside_the_step_encloses_none_of_its_stages(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from fleet import TrainWorker
 from test_callback import configured, local_worker, manifest
 
-from verl_profiling import AsyncProfilingCallback, CaptureStateError, ProfilingCallback, ProfilingError
+from verl_profiling import AsyncProfilingCallback, CaptureStateError, ProfilingCallback
 from verl_profiling.capture.session import Session
 
 FAILS_AT_STOP = "tools.test_third_party:FailsAtStop"
@@ -23,13 +23,6 @@ def leave(profiling: ProfilingCallback, step: int = 2, error: BaseException | No
         profiling.on_step_begin(step)
         if error is not None:
             raise error
-
-
-async def leave_async(profiling: AsyncProfilingCallback, error: BaseException) -> None:
-    """Leave the block of a coroutine in the middle of step 2."""
-    async with profiling:
-        await profiling.on_step_begin(2)
-        raise error
 
 
 def test_leaving_the_block_ends_training(tmp_path: Path, session: Session) -> None:
@@ -96,15 +89,6 @@ def test_the_loops_own_error_is_seen_when_nothing_can_be_written(tmp_path: Path,
     assert not Path(config.save_path).exists()
 
 
-def test_strict_settings_raise_where_the_loop_did_not(tmp_path: Path, session: Session) -> None:
-    """What fails in the last step, which the block's end closes, ends training."""
-    config = configured(tmp_path, strict=True, tool=FAILS_AT_STOP)
-    profiling = ProfilingCallback(config)
-    profiling.add_workers("actor", local_worker(config))
-    with pytest.raises(ProfilingError, match="actor_rank0 failed"):
-        leave(profiling)
-
-
 @pytest.mark.parametrize("enable", [True, False])
 def test_a_callback_is_entered_once_at_a_time(tmp_path: Path, session: Session, enable: bool) -> None:
     """The inner end would be the end of training; it is refused whether or not anything is recorded."""
@@ -165,16 +149,6 @@ async def test_a_coroutine_ends_training_on_leaving(tmp_path: Path, session: Ses
         assert [artifact.status for artifact in manifest(config, step).workers[0].artifacts] == ["ok"]
 
 
-async def test_what_a_coroutine_raises_goes_on(tmp_path: Path, session: Session) -> None:
-    """Also under strict settings, with a tool that fails."""
-    config = configured(tmp_path, strict=True, tool=FAILS_AT_STOP)
-    profiling = AsyncProfilingCallback(config)
-    profiling.add_workers("actor", local_worker(config))
-    with pytest.raises(ValueError, match="mine"):
-        await leave_async(profiling, ValueError("mine"))
-    assert not manifest(config).complete
-
-
 async def test_a_task_that_is_cancelled_keeps_its_step(tmp_path: Path, session: Session) -> None:
     """Cancelling a training task is how an asynchronous trainer is shut down."""
     config = configured(tmp_path)
@@ -194,19 +168,6 @@ async def test_a_task_that_is_cancelled_keeps_its_step(tmp_path: Path, session: 
         await task
     assert not manifest(config).complete
     assert session.sink is None
-
-
-async def test_two_tasks_cannot_share_a_callback(tmp_path: Path) -> None:
-    """Whoever left first would end training for the other."""
-    profiling = AsyncProfilingCallback(configured(tmp_path))
-    async with profiling:
-
-        async def other() -> None:
-            async with profiling:
-                pytest.fail("entered twice")
-
-        with pytest.raises(CaptureStateError, match="with profiling: this AsyncProfilingCallback is in use"):
-            await asyncio.create_task(other())
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from pathlib import Path
@@ -95,16 +94,6 @@ def test_a_hook_of_the_last_capture_runs_once(tmp_path: Path, session: Session) 
     assert notes(tmp_path) == [f"4 {tmp_path / 'run'}"]
 
 
-def test_a_hook_that_is_due_runs_when_training_ends_early(tmp_path: Path, session: Session) -> None:
-    """The schedule's last capture never came; and without any capture there is nothing to ship."""
-    config = settings(tmp_path, note=noting(tmp_path, "STEP", when="last"))
-    train(config, [local(config)], steps=3)
-    assert notes(tmp_path) == ["2"]
-    (tmp_path / "notes").unlink()
-    train(config, [local(config)], steps=1)
-    assert notes(tmp_path) == []
-
-
 def test_workers_run_hooks_on_chosen_ranks(tmp_path: Path, pool: Pool) -> None:
     """Each in its own process, waited for; a rank that does not record runs it too where it is named."""
     base = settings(
@@ -118,15 +107,6 @@ def test_workers_run_hooks_on_chosen_ranks(tmp_path: Path, pool: Pool) -> None:
     train(config, pool.sync)
     mine = [f"mine actor {rank} {pids[rank]}" for rank in (0, 1)]
     assert notes(tmp_path) == sorted([*mine, *mine, "named 1", "named 2", "every 0", "every 1", "every 2"])
-
-
-def test_roles_that_share_a_process_run_a_hook_once(tmp_path: Path, session: Session) -> None:
-    """A worker that plays two of the roles is one process."""
-    config = settings(tmp_path, note=noting(tmp_path, "ROLE", "STEP", roles=["actor", "ref"]))
-    worker = local(config)
-    worker.also(config, "ref")
-    train(config, [worker])
-    assert notes(tmp_path) == ["actor 2", "actor 4"]
 
 
 class GatedRecording(Recording):
@@ -223,20 +203,6 @@ def test_a_hook_that_hangs_is_ended_with_all_it_started(
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_output_that_is_not_text_is_shown_safely(
-    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Control characters do not reach the terminal, and a flood is cut to its end."""
-    code = "import sys; sys.stdout.buffer.write(b'x' * 100000 + bytes([10, 27, 91, 255]) + b'the end')"
-    config = settings(tmp_path, loud={"command": [sys.executable, "-c", code], "when": "last"})
-    with caplog.at_level(logging.INFO):
-        train(config, [local(config)])
-    [record] = [record for record in caplog.records if "after.loud" in record.getMessage()]
-    assert "the end" in record.getMessage()
-    assert "\x1b" not in record.getMessage()
-    assert len(record.getMessage()) < 6000
 
 
 @pytest.mark.parametrize(

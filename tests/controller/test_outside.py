@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -125,34 +123,6 @@ def test_a_step_that_was_left_early_has_its_pauses(tmp_path: Path, session: Sess
     for step in (2, 3):
         assert outside(manifest(config, step)) == PAUSES
         assert not manifest(config, step).complete
-
-
-def test_a_folder_that_is_gone_is_no_reason_to_stop(
-    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The next step begins, strict or not, and the folder is not made again."""
-    config = configured(tmp_path, strict=True)
-    callback = callback_of(config)
-    callback.on_step_begin(2)
-    callback.on_step_end()
-    shutil.rmtree(tmp_path / "run" / "step_000002")
-    with caplog.at_level(logging.WARNING):
-        callback.on_step_begin(3)
-        callback.on_step_end()
-    assert caplog.records == []
-    assert not (tmp_path / "run" / "step_000002").exists()
-
-
-def test_a_step_that_is_not_kept_is_not_followed(tmp_path: Path, session: Session) -> None:
-    """After a warm-up step no stage has a receiver."""
-    config = configured(tmp_path, schedule={"warmup": 1, "active": 1, "wait": 1})
-    callback = callback_of(config)
-    callback.on_step_begin(2)
-    assert callback.capturing
-    callback.on_step_end()
-    assert callback._controller is not None
-    assert callback._controller.sink is None
-    assert not callback.capturing
 
 
 async def test_an_asynchronous_loop_has_the_same(tmp_path: Path, session: Session) -> None:

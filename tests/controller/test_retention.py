@@ -56,13 +56,6 @@ def test_the_last_captures_stay(tmp_path: Path, session: Session) -> None:
     assert check(Path(config.save_path)).ok
 
 
-def test_nothing_is_removed_unless_asked_for(tmp_path: Path, session: Session) -> None:
-    """All captures stay by default."""
-    config = every_step(tmp_path)
-    record(config, range(1, 5))
-    assert kept(config) == names(1, 2, 3, 4)
-
-
 def test_a_folder_with_files_of_somebody_else_stays(tmp_path: Path, session: Session) -> None:
     """A note in it, a report that was made of it: the folder is left alone, and that is said once."""
     config = every_step(tmp_path, limits={"keep_last": 1})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -10,14 +9,12 @@ import sys
 import textwrap
 from pathlib import Path
 
-import msgspec
 import pytest
 from test_callback import configured, local_worker, run
 
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
-from verl_profiling.identity import ProcessId
 from verl_profiling.report.check import Checked, check
 from verl_profiling.run_files import read_manifest, read_run
 
@@ -209,13 +206,6 @@ def test_a_folder_whose_run_cannot_be_told_is_left_alone(
     assert "belongs to a run whose file cannot be read" in caplog.text
 
 
-def test_step_folders_without_a_run_are_left_alone(tmp_path: Path, session: Session) -> None:
-    """They are somebody's, e.g. copied there to be analysed."""
-    config = configured(tmp_path)
-    (Path(config.save_path) / "step_000002").mkdir(parents=True)
-    assert record(config).parent == Path(config.save_path) / "run_2"
-
-
 def test_no_folder_is_taken_before_there_is_something_to_write(tmp_path: Path, session: Session) -> None:
     """A run whose schedule captures nothing leaves no trace."""
     config = configured(tmp_path, schedule={"steps": [9]})
@@ -237,20 +227,6 @@ def test_a_name_of_a_run_is_no_path(tmp_path: Path, session: Session) -> None:
             configured(tmp_path, run_id=run_id)
 
 
-def test_a_file_system_without_hard_links_will_do(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file is created exclusively instead."""
-
-    def refuse(*arguments: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    config = configured(tmp_path)
-    assert [record(config).parent.name for _ in range(2)] == ["run", "run_2"]
-    assert "config" in json.loads((Path(config.save_path) / "run.json").read_text())
-
-
 def test_a_folder_that_cannot_be_written_is_said_and_training_goes_on(
     tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -263,15 +239,3 @@ def test_a_folder_that_cannot_be_written_is_said_and_training_goes_on(
         run(callback, lambda step: None)
     assert callback.last_folder is None
     assert "on_step_begin: profiling failed, training goes on: " in caplog.text
-
-
-def test_a_process_is_told_apart_from_a_later_one_with_its_number() -> None:
-    """This process lives, one that started at another time does not, and other machines cannot be seen."""
-    me = ProcessId.current()
-    assert me.alive() is True
-    assert msgspec.structs.replace(me, started="1").alive() is False
-    assert msgspec.structs.replace(me, clock_domain="elsewhere").alive() is None
-    assert msgspec.structs.replace(me, namespace="pid:[1]").alive() is None
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-        assert msgspec.structs.replace(me, pid=ended.pid).alive() is False

@@ -98,7 +98,7 @@ def test_a_late_rank_leads_in_the_accounts_of_rank_0_training_after_training(tmp
         begins = [use.stages[0].begin_ns - summary.begin_ns for summary in found for use in summary.loop]
         assert median(begins) < 100e6
         first = [(row.leader, row.role) for row in (summary.exposed[0] for summary in found)]
-        assert first.count(("actor_rank2", "actor")) >= 7, "another one may be interrupted in a step"
+        assert first.count(("actor_rank2", "actor")) >= 5, "another one may be interrupted in a step"
         assert median(summary.exposed[0].exposed_ns for summary in found) > 150e6
         assert median(summary.exposed[0].lead_ns for summary in found) > 100e6
         for rank in (1, 2):

@@ -18,7 +18,7 @@ from tests.fuzz.inputs import INPUTS, build
 from tests.fuzz.pool import run_all
 
 FOUND = Path(__file__).parent / "found"
-FEW, MANY = 220, 22_000
+FEW, MANY = 96, 22_000
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 KINDS = ("crash", "hang", "wrong ok", "bad output")
 

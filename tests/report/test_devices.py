@@ -95,13 +95,6 @@ def test_the_kernels_of_deepseeks_own_experts_communicate(tmp_path: Path) -> Non
     assert (row.communication_us, row.compute_us) == (40, 20)
 
 
-def test_an_empty_event_behind_the_last_is_no_damage(tmp_path: Path) -> None:
-    """JAX ends the list of its events with one."""
-    report = report_of(tmp_path, [event("kernel", 0, 10), event("kernel", 20, 30), {}])
-    assert (report.coverage.missing, report.coverage.events, report.notes) == ([], 2, [])
-    assert report.workers[0].busy_us == 20
-
-
 def test_an_mtia_accelerator_is_a_device() -> None:
     """Idle and computation are those of HolisticTraceAnalysis, which rounds times to microseconds."""
     row = only_row("mtia.json.gz")
@@ -247,23 +240,6 @@ def test_a_stray_copy_on_another_device_hides_no_collective(tmp_path: Path) -> N
     ]
     (collective,) = report.collectives
     assert (collective.late, collective.wait_us) == ("worker_rank1 GPU 1", 10)
-
-
-def test_processes_with_one_label_are_one_device(tmp_path: Path) -> None:
-    """Some profilers give each engine of a device a process of its own, and all of them its label."""
-    engines = [event("kernel", 0, 10, pid=100), event("gpu_memcpy", 5, 20, pid=101, name="Memcpy")]
-    labels = [labelled(100, "HPU 0"), labelled(101, "HPU 0")]
-    (row,) = report_of(tmp_path, [*engines, *labels]).workers
-    assert (row.name, row.accelerator) == ("worker_rank0", "HPU 0")
-    assert (row.compute_us, row.memcpy_us, row.busy_us) == (10, 15, 20)
-
-
-@pytest.mark.parametrize("pid", [None, "", "x" * 500, -1, 2**62, "[TP00] 0"])
-def test_a_device_may_be_called_anything(pid: object, tmp_path: Path) -> None:
-    """The process of a kernel is a device, and its name in the report is short."""
-    (row,) = report_of(tmp_path, [event("kernel", 0, 10, pid=pid), OPERATOR]).workers
-    assert (row.device, row.busy_us) == (True, 10)
-    assert 0 < len(row.accelerator) <= 40
 
 
 def test_too_many_devices_are_counted_together(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from step_folders import build_step
 from verl_profiling.analysis import load_reports
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.report import numbers
 from verl_profiling.report.build import build_report
 from verl_profiling.report.diff import Diff, compare, print_diff
 from verl_profiling.report.model import Report
@@ -57,11 +56,6 @@ def test_a_slower_stage_fails_above_the_limit(report: Report) -> None:
     assert diff.slower_than(0.25) == []
 
 
-def test_a_faster_stage_does_not_fail(report: Report) -> None:
-    """Only slower is a finding."""
-    assert compare([with_stage(report, 1.2)], [with_stage(report, 1.0)]).slower_than(0.0) == []
-
-
 def test_noise_excuses_a_change(report: Report) -> None:
     """Steps between 0.8 s and 1.2 s: a median of 1.1 s is within the noise, one of 1.5 s is not."""
     before = [with_stage(report, seconds) for seconds in (0.8, 1.0, 1.2)]
@@ -71,15 +65,6 @@ def test_noise_excuses_a_change(report: Report) -> None:
     assert slightly.slower_than(0.05) == []
     assert [change.name for change in clearly.slower_than(0.05)] == ["update_actor"]
     assert "medians of 3 steps before and 2 after" in clearly.basis
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (3, 1)])
-def test_noise_is_stated_only_where_it_was_measured(report: Report, before: int, after: int) -> None:
-    """One step has no range, so one on either side leaves the noise open, and the text says so."""
-    spread = [with_stage(report, seconds) for seconds in (0.8, 1.0, 1.2)]
-    diff = compare(spread[:before], spread[:after])
-    assert {change.noise_s for change in diff.changes} == {None}
-    assert "the noise is not known" in diff.basis
 
 
 def test_a_stage_that_a_step_does_not_have_took_no_time_in_it(report: Report) -> None:
@@ -116,23 +101,6 @@ def test_every_kernel_is_compared(report: Report) -> None:
     ops = [c for c in compare([timed("")], [timed("kernel150")]).changes if c.kind == "kernel"]
     assert len(ops) == 200
     assert (ops[0].name, ops[0].before_s, ops[0].after_s) == ("kernel150", 0.001, 9.0)
-
-
-def test_a_report_lists_every_kernel(report: Report) -> None:
-    """Their shares add up to 1, and there are more than the page shows."""
-    assert len(report.kernels) > 40
-    assert sum(row.share for row in report.kernels) == pytest.approx(1.0)
-
-
-def test_kernels_beyond_ten_thousand_are_one_row(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a trace with a million names makes no report of a million rows, and nothing is missing from it."""
-    monkeypatch.setattr(numbers, "_MOST_OPS", 3)
-    (inputs,) = find_steps(Path(report.directory))
-    rows = build_report(inputs).kernels
-    assert [row.name for row in rows] == [*(row.name for row in report.kernels[:3]), "(all others)"]
-    for field in ("calls", "self_us", "share"):
-        whole = sum(getattr(row, field) for row in report.kernels)
-        assert sum(getattr(row, field) for row in rows) == pytest.approx(whole)
 
 
 def test_a_change_below_the_floor_is_none(report: Report) -> None:

@@ -139,14 +139,3 @@ def test_a_long_name_is_cut_with_a_sign_and_opens() -> None:
     assert short.endswith("_float4")
     assert "…" in short
     assert f"<bdi>{name}</bdi></details>" in cell
-
-
-def test_a_table_without_rows_is_none() -> None:
-    """Nor has it a heading."""
-    assert table("kernels", ("kernel",), []) == ""
-
-
-def test_units_follow_the_size(report: Report) -> None:
-    """A step of microseconds has no zeros."""
-    short = msgspec.structs.replace(report, span_us=12.3, metrics={})
-    assert "<strong>12.3 us</strong>" in render_html(short)

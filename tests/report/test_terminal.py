@@ -13,7 +13,6 @@ from rich.console import Console
 from step_folders import build_step
 
 from verl_profiling.analysis import open_step
-from verl_profiling.report.columns import shortened
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.terminal import print_report
 
@@ -89,32 +88,8 @@ def test_every_column_has_a_heading(report: Report) -> None:
         assert all("".join(heading[begin:end]).strip() for begin, end in cells), lines[rule + 1]
 
 
-def test_stages_side_by_side_are_said(report: Report) -> None:
-    """Below the anatomy, with the time that they share; nothing where there are none."""
-    assert "ide by side" not in printed(report, 80)
-    stages = [msgspec.structs.replace(row, side_by_side_us=2e6) for row in report.stages]
-    text = " ".join(printed(msgspec.structs.replace(report, stages=stages), 80).split())
-    assert "Side by side with others: rollout 2.00 s, update_actor 2.00 s" in text
-    assert "divide that time equally" in text
-    short = [msgspec.structs.replace(row, side_by_side_us=0.009 * report.span_us) for row in report.stages]
-    assert "ide by side" not in printed(msgspec.structs.replace(report, stages=short), 80)
-
-
 @pytest.mark.parametrize(("us", "shown"), [(0.9, "900 ns"), (3.0, "3.00 us"), (4000.0, "4.00 ms")])
 def test_a_short_trace_is_not_zero(report: Report, us: float, shown: str) -> None:
     """A step of microseconds is shown in them."""
     text = printed(msgspec.structs.replace(report, span_us=us), 80)
     assert text.startswith(f"step 12\nStep: {shown}, ")
-
-
-def test_a_shortened_name_keeps_both_ends() -> None:
-    """Template arguments at the end tell kernels apart."""
-    name = "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>>"
-    short = shortened(name)
-    assert len(short) == 44
-    head, tail = short.split("…")
-    assert name.startswith(head)
-    assert name.endswith(tail)
-    assert len(head) > 20
-    assert len(tail) > 10
-    assert shortened("a" * 44) == "a" * 44

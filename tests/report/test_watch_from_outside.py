@@ -93,6 +93,7 @@ def test_a_step_with_a_huge_number_hides_no_other(
     assert {3, 4} <= {found.step for found in found_in(tmp_path, capsys)}
 
 
+@pytest.mark.soak
 def test_a_hundred_thousand_steps_are_as_many_as_two_parts_hold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,7 +157,7 @@ def test_two_owners_in_a_process_do_not_hide_each_others_stages(marked: Marked) 
     assert (marked.names(), worker.names()) == (["update"], ["update"])
 
 
-def test_a_million_stages_need_the_memory_that_is_set_aside() -> None:
+def test_many_stages_need_the_memory_that_is_set_aside() -> None:
     """The last ones are kept; nothing grows with their number, nor with the number of names."""
     marked = Marked(1_000)
     update = marked.stage("update")
@@ -169,7 +169,7 @@ def test_a_million_stages_need_the_memory_that_is_set_aside() -> None:
 
     run(2_000)
     before = sys.getallocatedblocks()
-    run(1_000_000)
+    run(100_000)
     assert sys.getallocatedblocks() - before < 100
     for number in range(2_000):
         with marked.stage(f"{number}" * 1_000):

@@ -70,28 +70,22 @@ def run_two(folder: Path, **given: Any) -> list[CaptureResult]:
     ]
 
 
-def test_ranks_and_mesh_are_read_and_both_ranks_record(tmp_path: Path) -> None:
-    """Identity from the process group, topology from the mesh, FSDP's own ranges in each trace."""
-    for rank, result in enumerate(run_two(tmp_path)):
-        identity = result.identity
-        assert (identity.rank, identity.world_size, identity.topology, identity.sizes) == (
-            rank,
-            2,
-            {"dp": rank},
-            {"dp": 2},
-        )
-        path = tmp_path / f"actor_rank{rank}.torch.json.gz"
-        names = [event["name"] for event in spans(path)]
-        assert any(name.startswith("FSDP::all_gather") for name in names)
-        assert any(name.startswith("gloo:") for name in names)
-        assert names.count("update_actor") == 1
-
-
-def test_a_selection_by_mesh_coordinate_reaches_the_rank(tmp_path: Path) -> None:
-    """Only the last rank along ``dp`` records."""
+def test_ranks_and_mesh_are_read_and_select(tmp_path: Path) -> None:
+    """Identity from the process group, topology from the mesh; the last rank along ``dp`` alone records."""
     first, last = run_two(tmp_path, select={"dp": -1})
     assert (first.status, last.status) == ("skipped", "ok")
+    identity = last.identity
+    assert (identity.rank, identity.world_size, identity.topology, identity.sizes) == (
+        1,
+        2,
+        {"dp": 1},
+        {"dp": 2},
+    )
     assert [path.name for path in tmp_path.glob("*.gz")] == ["actor_rank1.torch.json.gz"]
+    names = [event["name"] for event in spans(tmp_path / "actor_rank1.torch.json.gz")]
+    assert any(name.startswith("FSDP::all_gather") for name in names)
+    assert any(name.startswith("gloo:") for name in names)
+    assert names.count("update_actor") == 1
 
 
 def test_without_a_process_group_the_rank_must_be_given(session: Session) -> None:

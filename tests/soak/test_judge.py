@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="the loops train with torch")
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(500)]  # they compare milliseconds: alone, not in CI
 
 
 def cells(loop: str, fault: str) -> list[list[str]]:
