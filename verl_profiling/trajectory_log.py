@@ -24,6 +24,7 @@ LOG_VERSION = 2
 NO_SPAN = -1
 MAX_LINE = 1 << 20
 _BLOCK_BYTES = 1 << 16
+_CHUNK = 4096  # lines that are encoded at once, while no other thread runs
 _LOOK_EVERY = 64  # lines, each of which may unpack to megabytes
 MAX_BYTES = 1 << 27
 """Bytes of a file, uncompressed, that are read at most."""
@@ -253,18 +254,12 @@ def write_log(path: Path, log: TrajectoryLog) -> int:
     Raises:
         OSError: It cannot be written.
     """
-    encoder = msgspec.json.Encoder()
+    encoder, lines = msgspec.json.Encoder(), list(log.lines())
     part = path.with_name(f".{path.name}.part")
     try:
         with gzip.open(part, "wb", compresslevel=3) as file:
-            buffer = bytearray()
-            for line in log.lines():
-                buffer += encoder.encode(line)
-                buffer += b"\n"
-                if len(buffer) > MAX_LINE:
-                    file.write(buffer)
-                    buffer.clear()
-            file.write(buffer)
+            for first in range(0, len(lines), _CHUNK):
+                file.write(encoder.encode_lines(lines[first : first + _CHUNK]))
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 HANDOVER_S = 30.0
 _LOOK_S = 0.2
+T = TypeVar("T")
 
 
 class _Running(NamedTuple):
@@ -136,11 +137,8 @@ class Capture:
         if self._stop_asked:
             self._stop_for_good()
         with self._lock:
-            for tool, recording, _ in self._running:
-                try:
-                    recording.step()
-                except Exception:
-                    logger.exception("%s: tool %s failed in step()", self.identity, tool.name)
+            for running in self._running:
+                self._guarded(running, running.recording.step)
         self._end_what_is_too_large()
 
     def begin(self, name: str) -> None:
@@ -282,7 +280,9 @@ class Capture:
         self._looked_s = now_s
         with self._lock:
             for running in list(self._running):
-                if reason := self._overrun(running):
+                needed = self._guarded(running, running.recording.bytes_to_stop)
+                share, workers = self._role.limits.memory_share, self.request.workers
+                if needed and (reason := memory_overrun(needed, share, workers)):
                     logger.warning(
                         "%s: step %d: recording ends: %s", self.identity, self.request.step, reason
                     )
@@ -293,13 +293,13 @@ class Capture:
                         self._stop(running, reason)
                     self._mark_spans()
 
-    def _overrun(self, running: _Running) -> str:
+    def _guarded(self, running: _Running, call: Callable[[], T]) -> T | None:
+        """Call a method of a recording; what it raises is logged."""
         try:
-            needed = running.recording.bytes_to_stop()
+            return call()
         except Exception:
-            logger.exception("%s: tool %s failed in bytes_to_stop()", self.identity, running.tool.name)
-            return ""
-        return memory_overrun(needed, self._role.limits.memory_share, self.request.workers) if needed else ""
+            logger.exception("%s: tool %s failed in %s()", self.identity, running.tool.name, call.__name__)
+            return None
 
     def _stop(self, running: _Running, truncated: str = "") -> None:
         """Stop one tool; ``truncated`` says why it ends before its time."""
@@ -339,11 +339,8 @@ class Capture:
     def _discard(self) -> None:
         """Discard all recordings, the last one first, whatever one of them raises."""
         discarded, self._running = self._running, []
-        for tool, recording, _ in reversed(discarded):
-            try:
-                recording.discard()
-            except Exception:
-                logger.exception("%s: tool %s cannot be stopped", self.identity, tool.name)
+        for running in reversed(discarded):
+            self._guarded(running, running.recording.discard)
 
     def _mark_spans(self) -> None:
         """Show stages in the artifacts of the tools that can."""

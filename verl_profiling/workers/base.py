@@ -90,19 +90,17 @@ class CaptureMixin:
         if not self._capture_roles:
             raise not_set_up(request, type(self).__name__, "config, role=..., rank=...")
         added = [role for role in request.roles if role in self._capture_roles]
-        replies = [self._start_role(request, role) for role in dict.fromkeys([*added, *self._capture_roles])]
+        replies = []
+        for role in dict.fromkeys([*added, *self._capture_roles]):
+            identity, enabled = self._capture_roles[role]
+            off = StartReply(identity, "skipped", reason=switched_off(identity))
+            replies.append(process_session().start(request, identity) if enabled else off)
         reply = min(replies, key=lambda reply: _UNLESS_RECORDING.get(reply.status, 0))
         return msgspec.structs.replace(
             reply,
             received_ns=replies[0].received_ns,
             replied_ns=replies[-1].replied_ns,
         )
-
-    def _start_role(self, request: CaptureRequest, role: str) -> StartReply:
-        identity, enabled = self._capture_roles[role]
-        if enabled:
-            return process_session().start(request, identity)
-        return StartReply(identity, "skipped", reason=switched_off(identity))
 
     def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         """Stop a capture; never raises for one that is not open. The callback calls this.
