@@ -40,21 +40,17 @@ class BackgroundWork:
         """Queue a function."""
         with self._changed:
             self._work.append(work)
-            if not self._running:
-                thread = threading.Thread(target=self._run, name=f"verl-profiling-{self._name}", daemon=True)
-                try:
-                    thread.start()
-                    self._running = True
-                except RuntimeError:  # the interpreter ends, and since Python 3.12 starts no thread
-                    logger.debug("%s: work waits for drain()", self._name)
+            if self._running:
+                return
+            self._running = True
+        thread = threading.Thread(target=self._run, name=f"verl-profiling-{self._name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends, and since Python 3.12 starts no thread
+            self._run()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all work is done; return whether it was done in time."""
-        with self._changed:
-            alone = not self._running and bool(self._work)
-            self._running = self._running or alone
-        if alone:
-            self._run()
         with self._changed:
             return self._changed.wait_for(lambda: not self._running, max(0.0, timeout_s))
 

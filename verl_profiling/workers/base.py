@@ -1,9 +1,9 @@
-"""The mixins that every training worker inherits, and the CPU processes of a rollout."""
+"""The mixins that training workers inherit, with FSDP or without, and the CPU processes of a rollout."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -15,12 +15,16 @@ from verl_profiling.capture.messages import (
     switched_off,
 )
 from verl_profiling.capture.session import Session, process_session
+from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.watch.reading import WatchQuestion, WatchReading
 
-__all__ = ["AgentLoopCaptureMixin", "CaptureMixin", "RewardCaptureMixin"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["AgentLoopCaptureMixin", "CaptureMixin", "FSDPCaptureMixin", "RewardCaptureMixin"]
 
 _UNLESS_RECORDING = {"refused": 1, "skipped": 2}
 
@@ -119,6 +123,46 @@ class CaptureMixin:
         """
         identity = next((identity for identity, enabled in self._capture_roles.values() if enabled), None)
         return None if identity is None else process_session().read_watch(identity, question)
+
+
+class FSDPCaptureMixin(CaptureMixin):
+    """A :class:`CaptureMixin` that reads rank and coordinates from process group and device mesh."""
+
+    def init_capture(  # type: ignore[override]
+        self,
+        config: ProfilingConfig | Mapping[str, Any] | None,
+        *,
+        role: str,
+        rank: int | None = None,
+        world_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """Set this worker up, after ``torch.distributed.init_process_group``.
+
+        Args:
+            config: The same settings as the callback's.
+            role: Role of the worker group, e.g. ``actor``.
+            rank: Global rank; by default that of the default process group.
+            world_size: Number of ranks; by default that of the default process group.
+            mesh: The device mesh; its named dimensions become the worker's topology.
+
+        Raises:
+            CaptureStateError: There is no process group to read the rank from.
+            ConfigError: The settings are wrong.
+            ToolUnavailableError: A tool cannot work on this machine.
+        """
+        if (rank is None or world_size is None) and process_rank() is None:
+            raise CaptureStateError(
+                f"init_capture(role={role!r}): torch.distributed is not initialised; call it after "
+                "init_process_group(), or pass rank and world_size"
+            )
+        topology, sizes = {}, {}
+        if mesh is not None:
+            for index, name in enumerate(mesh.mesh_dim_names or ()):
+                topology[name], sizes[name] = mesh.get_local_rank(name), mesh.size(index)
+        super().init_capture(
+            config, role=role, rank=rank, world_size=world_size, topology=topology, sizes=sizes
+        )
 
 
 class AgentLoopCaptureMixin(CaptureMixin):
