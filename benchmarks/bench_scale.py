@@ -38,7 +38,7 @@ TIMEOUT_S = 2.0
 FAULTY = 4
 CODE = (
     "verl_profiling/controller/controller.py",
-    "verl_profiling/controller/answers.py",
+    "verl_profiling/controller/open_capture.py",
     "verl_profiling/controller/targets.py",
 )
 
