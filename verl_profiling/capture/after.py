@@ -22,8 +22,6 @@ from verl_profiling.remote import Upload
 from verl_profiling.settings.limits import AfterHook
 from verl_profiling.visible import visible
 
-__all__ = ["AfterHooks"]
-
 logger = logging.getLogger(__name__)
 
 _LOGS = "after"

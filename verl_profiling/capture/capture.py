@@ -26,8 +26,6 @@ from verl_profiling.tools import Destination, Output, Recording, Tool
 from verl_profiling.tools.process_memory import memory_overrun, process_peak_bytes
 from verl_profiling.trajectories.spans import unrecorded_trajectories
 
-__all__ = ["HANDOVER_S", "Capture"]
-
 logger = logging.getLogger(__name__)
 
 HANDOVER_S = 30.0

@@ -16,8 +16,6 @@ from verl_profiling.manifest import Artifact
 from verl_profiling.remote import Upload, copy_line
 from verl_profiling.tools import Output
 
-__all__ = ["BackgroundWork", "finish"]
-
 logger = logging.getLogger(__name__)
 
 

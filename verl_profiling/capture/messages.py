@@ -14,17 +14,6 @@ from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.remote import Upload
 from verl_profiling.settings.role import RoleConfig
 
-__all__ = [
-    "CaptureRequest",
-    "StartReply",
-    "StopReply",
-    "cannot_be_had",
-    "not_set_up",
-    "result_of",
-    "skipped",
-    "switched_off",
-]
-
 StartStatus = Literal["recording", "armed", "joined", "skipped", "refused"]
 
 

@@ -29,8 +29,6 @@ from verl_profiling.run_files import RESULT_SUFFIX, write_json_atomically
 from verl_profiling.settings.limits import AfterHook
 from verl_profiling.settings.role import RoleConfig
 
-__all__ = ["NOT_STOPPED", "CostMeter", "ResultFile", "Slot"]
-
 logger = logging.getLogger(__name__)
 
 NOT_STOPPED = "never stopped"

@@ -43,8 +43,6 @@ from verl_profiling.watch.reading import WatchQuestion, WatchReading, read_sums
 from verl_profiling.watch.span_sums import SpanSums
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, Busy, StageSums, forget_process_sums, process_sums
 
-__all__ = ["Session", "process_session", "stage"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.manifest import StageSpan
 
-__all__ = ["Both", "OpenSpan", "SpanLog", "Stage", "StageSink", "StageSource"]
-
 logger = logging.getLogger(__name__)
 
 MAX_SPANS = 20_000

@@ -21,8 +21,6 @@ from verl_profiling.trajectory_log import (
     TrajectoryRecord,
 )
 
-__all__ = ["OpenLog"]
-
 _LONGEST_TEXT = 200
 _MOST_FACTS = 50
 

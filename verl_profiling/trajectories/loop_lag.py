@@ -25,8 +25,6 @@ from typing import Any, Final, NamedTuple
 from verl_profiling import clock
 from verl_profiling.trajectory_log import NO_SPAN, Lag, LoopRecord
 
-__all__ = ["LoopLag", "LoopState", "SeenBlock"]
-
 LOOK_S = 0.02
 LATE_NS = 30_000_000
 BLOCKED_NS = 50_000_000

@@ -25,23 +25,6 @@ if TYPE_CHECKING:
 
     from verl_profiling.trajectories.loop_lag import LoopState
 
-__all__ = [
-    "TRAJECTORY",
-    "Span",
-    "Trajectory",
-    "count",
-    "current_trajectory",
-    "keep_trajectories",
-    "span",
-    "start_log",
-    "stop_log",
-    "total_spans",
-    "trajectory",
-    "trajectory_fate",
-    "unrecorded_trajectories",
-]
-
-
 _log: Any = None
 _totals: Any = None
 _kept = False

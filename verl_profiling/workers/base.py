@@ -24,8 +24,6 @@ from verl_profiling.watch.reading import WatchQuestion, WatchReading
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AgentLoopCaptureMixin", "CaptureMixin", "FSDPCaptureMixin", "RewardCaptureMixin"]
-
 _UNLESS_RECORDING = {"refused": 1, "skipped": 2}
 
 

@@ -11,8 +11,6 @@ from verl_profiling.errors import CaptureStateError, ToolUnavailableError
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers.base import CaptureMixin
 
-__all__ = ["CaptureTimers", "MegatronCaptureMixin"]
-
 _GROUPS = {
     "tp": "tensor_model_parallel",
     "pp": "pipeline_model_parallel",

@@ -23,8 +23,6 @@ from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.watch.reading import WatchQuestion, WatchReading
 
-__all__ = ["RolloutCaptureMixin", "SGLangCaptureMixin", "VLLMCaptureMixin"]
-
 
 class RolloutCaptureMixin:
     """Adds ``start_capture``, ``stop_capture`` and ``read_watch`` to a rollout server.
