@@ -17,7 +17,6 @@ __all__ = [
     "RECORDED_OPTIONS",
     "check_sglang_reaches_torch_npu",
     "check_vllm_ascend",
-    "has_vllm_ascend",
     "is_recording",
     "rank_of_recording",
     "why_not_counted",
@@ -79,11 +78,6 @@ def check_vllm_ascend() -> None:
         raise ToolUnavailableError(
             f"engine_args: MSMONITOR_USE_DAEMON is set, with which {_PACKAGE} refuses to profile; unset it"
         )
-
-
-def has_vllm_ascend() -> bool:
-    """Return whether a vllm-ascend is installed."""
-    return _installed(_PACKAGE) is not None
 
 
 def check_sglang_reaches_torch_npu() -> None:

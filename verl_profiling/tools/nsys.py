@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -150,8 +151,9 @@ class _NsysRecording(Recording):
 
         self._tool = tool
         self._destination = destination
-        self._domain = nvtx.get_domain(DOMAIN)
-        self._attributes: dict[str, Any] = {}
+        domain = nvtx.get_domain(DOMAIN)
+        attributes = cache(lambda name: domain.get_event_attributes(message=name))
+        self._marks = Marks(lambda name: domain.start_range(attributes(name)), domain.end_range)
         tool.open_range()
         try:
             process_ranges().note_opened(destination.folder, destination.path(NsysTool.suffix).name)
@@ -161,13 +163,7 @@ class _NsysRecording(Recording):
 
     @property
     def marks(self) -> Marks:
-        return Marks(self._begin_mark, self._domain.end_range)
-
-    def _begin_mark(self, name: str) -> object:
-        attributes = self._attributes.get(name)
-        if attributes is None:
-            attributes = self._attributes[name] = self._domain.get_event_attributes(message=name)
-        return self._domain.start_range(attributes)
+        return self._marks
 
     def stop(self) -> Sequence[Output]:
         return [Output(self._close(keep=True))]
@@ -176,11 +172,13 @@ class _NsysRecording(Recording):
         self._close(keep=False)
 
     def _close(self, keep: bool) -> Artifact:
-        artifact = self._destination.artifact(NsysTool)
+        destination = self._destination
         try:
             self._tool.close_range()
         finally:
-            artifact = process_ranges().note_closed(artifact, self._destination.folder.parent, keep=keep)
+            artifact = process_ranges().note_closed(
+                destination.artifact(NsysTool), destination.folder.parent, keep=keep
+            )
         return artifact
 
 

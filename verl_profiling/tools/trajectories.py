@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import msgspec
@@ -66,36 +65,31 @@ class _TrajectoryRecording(Recording):
 
     def stop(self) -> Sequence[Output]:
         begin = time.perf_counter()
-        stop_log(self._log)
-        self._log.end()
+        self.discard()
         artifact = self._destination.artifact(TrajectoriesTool)
         events = len(self._log.spans) + len(self._log.trajectories)
         if not events:
             reason = "no trajectory and no span ran in this process"
             return [Output(msgspec.structs.replace(artifact, status="skipped", reason=reason))]
         pending = msgspec.structs.replace(artifact, status="pending", events=events)
-        finish = partial(_written, pending, self._log, self._destination, self._tool.options)
-        return [Output(pending, finish, time.perf_counter() - begin)]
+        return [Output(pending, lambda: self._written(pending), time.perf_counter() - begin)]
 
     def discard(self) -> None:
         stop_log(self._log)
         self._log.end()
 
-
-def _written(
-    artifact: Artifact, open_log: OpenLog, destination: Destination, options: TrajectoriesOptions
-) -> Artifact:
-    log, path = open_log.close(destination.lane), destination.path(LOG_SUFFIX)
-    try:
-        size = write_log(path, log)
-    except OSError as error:
-        reason = f"the log cannot be written into {path.parent}: {error.strerror or error}"
-        return msgspec.structs.replace(artifact, status="failed", reason=reason)
-    left_out = log.spans_left_out + log.trajectories_left_out
-    if left_out:
+    def _written(self, artifact: Artifact) -> Artifact:
+        log, path = self._log.close(self._destination.lane), self._destination.path(LOG_SUFFIX)
+        try:
+            size = write_log(path, log)
+        except OSError as error:
+            reason = f"the log cannot be written into {path.parent}: {error.strerror or error}"
+            return msgspec.structs.replace(artifact, status="failed", reason=reason)
+        artifact = msgspec.structs.replace(artifact, status="ok", bytes=size)
+        if not log.spans_left_out + log.trajectories_left_out:
+            return artifact
         reason = (
             f"{log.spans_left_out:,} spans and {log.trajectories_left_out:,} trajectories after the first "
-            f"{options.max_spans:,} were left out; raise tools.trajectories.max_spans to keep them"
+            f"{self._tool.options.max_spans:,} were left out; raise tools.trajectories.max_spans to keep them"
         )
-        return msgspec.structs.replace(artifact, status="truncated", reason=reason, bytes=size)
-    return msgspec.structs.replace(artifact, status="ok", bytes=size)
+        return msgspec.structs.replace(artifact, status="truncated", reason=reason)
