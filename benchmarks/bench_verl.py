@@ -46,7 +46,7 @@ CAPTURES = (
     "verl_profiling/controller/controller.py",
     "verl_profiling/tools/torch_profiler.py",
     "verl_profiling/engines/recorder.py",
-    "verl_profiling/engines/vllm_start.py",
+    "verl_profiling/engines/vllm.py",
     "verl_profiling/integrations/verl/servers.py",
 )
 

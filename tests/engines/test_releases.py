@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from verl_profiling.engines.sglang import _TRACE
-from verl_profiling.engines.vllm import _RANK
-from verl_profiling.engines.vllm_start import (
+from verl_profiling.engines.vllm import (
+    _RANK,
     profiler_settings,
     profiler_variables,
 )

@@ -14,10 +14,10 @@ from verl_profiling.capture.messages import (
     switched_off,
 )
 from verl_profiling.capture.session import process_session
-from verl_profiling.engines.factory import ENGINES, make_recorder, node_rank_of
-from verl_profiling.engines.in_process import SessionRecorder
+from verl_profiling.engines.factory import ENGINES, SessionRecorder, make_recorder, node_rank_of
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.vllm import vllm_engine_args
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
@@ -68,8 +68,6 @@ class RolloutCaptureMixin:
             raise ConfigError("engine", f"engine_args: unknown {package!r}; {choices_hint(package, ENGINES)}")
         if package != "vllm":
             return {}
-        from verl_profiling.engines.vllm_start import vllm_engine_args
-
         return vllm_engine_args(settings, role)
 
     def init_capture(

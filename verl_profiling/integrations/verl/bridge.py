@@ -17,8 +17,7 @@ from typing import Any
 
 from verl_profiling.engines.adapter import engine_tool
 from verl_profiling.engines.sglang import SGLangAdapter, check_sglang
-from verl_profiling.engines.vllm import VLLMAdapter
-from verl_profiling.engines.vllm_start import check_vllm, vllm_engine_args
+from verl_profiling.engines.vllm import VLLMAdapter, check_vllm, vllm_engine_args
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig
