@@ -11,18 +11,17 @@ from pathlib import Path
 from statistics import median
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
+from verl_profiling.manifest import Artifact, Manifest, Request
 from verl_profiling.report.intervals import holding, percentiles, spans_of
 from verl_profiling.report.lanes import VALIDATE
+from verl_profiling.report.model import Clock
 from verl_profiling.report.outliers import Outlier
 from verl_profiling.report.rows import AnchorRow, CostRow, CounterRow, MeasureRow, ReplicaRow, RequestRow
 from verl_profiling.timeline.inputs import resolve_artifact
-from verl_profiling.timeline.step import Source
-from verl_profiling.trajectory_log import TrajectoryLog
 from verl_profiling.units import duration
 
 _STAGE_PREFIX = "stage/"
-_SET_CLOCK_NS = 1_000_000
+_SET_CLOCK_US = 1_000
 _SET_CLOCK_SHARE = 0.001  # NTP slews a clock by at most half of this
 
 
@@ -107,35 +106,45 @@ def _per_token_us(request: Request) -> float | None:
     return decode_ns / 1000 / (request.response_tokens - 1)
 
 
-def clock_notes(manifest: Manifest) -> Iterator[str]:
-    """Yield a note for each worker whose host's clock was set while it was captured."""
-    for worker in manifest.workers:
-        set_ns = _clock_set_ns(worker)
-        if set_ns:
-            yield (
-                f"{worker.name}: the clock of {worker.identity.host} was set by "
-                f"{duration(set_ns / 1e9, signed=True)} during the capture; its lane may be off by as much"
-            )
+def clocks(manifest: Manifest) -> list[Clock]:
+    """Return how accurately the clock of each host is known."""
+    return [
+        Clock(
+            host=clock.host,
+            offset_us=clock.offset_ns / 1000,
+            error_us=clock.error_ns / 1000,
+            drift_us=(clock.closing_offset_ns - clock.offset_ns) / 1000,
+        )
+        for clock in manifest.clocks
+        if clock.samples
+    ]
 
 
 def anchors(manifest: Manifest) -> list[AnchorRow]:
     """Return what the clock of each worker did between its first reading and its last."""
-    rows = []
-    for worker in manifest.workers:
-        if len(worker.anchors) < 2:
-            continue
-        first, last = worker.anchors[0], worker.anchors[-1]
-        zero_ns = manifest.begin_ns
-        rows.append(
-            AnchorRow(
-                worker=worker.name,
-                host=worker.identity.host,
-                begin_us=(first.unix_ns - zero_ns) / 1000,
-                end_us=(last.unix_ns - zero_ns) / 1000,
-                set_us=(last.unix_ns - first.unix_ns - last.monotonic_ns + first.monotonic_ns) / 1000,
-            )
+    return [
+        AnchorRow(
+            worker=worker.name,
+            host=worker.identity.host,
+            begin_us=(first.unix_ns - manifest.begin_ns) / 1000,
+            end_us=(last.unix_ns - manifest.begin_ns) / 1000,
+            set_us=(last.unix_ns - first.unix_ns - last.monotonic_ns + first.monotonic_ns) / 1000,
         )
-    return rows
+        for worker in manifest.workers
+        if len(worker.anchors) > 1
+        for first, last in [(worker.anchors[0], worker.anchors[-1])]
+    ]
+
+
+def clock_notes(manifest: Manifest) -> Iterator[str]:
+    """Yield a note for each worker whose host's clock was set while it was captured."""
+    for row in anchors(manifest):
+        if abs(row.set_us) > max(_SET_CLOCK_US, _SET_CLOCK_SHARE * (row.watched_us - row.set_us)):
+            by = duration(row.set_us / 1e6, signed=True)
+            yield (
+                f"{row.worker}: the clock of {row.host} was set by {by} during the capture; its lane may be "
+                "off by as much"
+            )
 
 
 def core_notes(manifest: Manifest, on_cpus: Iterable[str]) -> Iterator[str]:
@@ -156,64 +165,28 @@ def core_notes(manifest: Manifest, on_cpus: Iterable[str]) -> Iterator[str]:
             )
 
 
-def _clock_set_ns(worker: CaptureResult) -> int:
-    """Return how far unix time moved against monotonic time between a worker's first and last anchor."""
-    if len(worker.anchors) < 2:
-        return 0
-    first, last = worker.anchors[0], worker.anchors[-1]
-    elapsed_ns = last.monotonic_ns - first.monotonic_ns
-    ahead_ns = last.unix_ns - first.unix_ns - elapsed_ns
-    return ahead_ns if abs(ahead_ns) > max(_SET_CLOCK_NS, _SET_CLOCK_SHARE * elapsed_ns) else 0
+Counts = dict[tuple[str, str], list[tuple[int, float]]]
+"""What processes counted: time (ns) and value, by lane and name."""
 
 
-class Counters:
-    """The counts of a step, from logs that are read one after the other.
+def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> list[CounterRow]:
+    """Return a row for each count of each process that was said in the step or before it.
 
     A count holds until the next one of its name; the last one before the step holds at its begin.
-
-    Args:
-        begin_ns: Begin of the step, on the controller's clock.
-        end_ns: Its end.
     """
-
-    def __init__(self, begin_ns: int, end_ns: int) -> None:
-        self._begin_ns, self._end_ns = begin_ns, end_ns
-        self._said: dict[tuple[str, str], list[tuple[int, float]]] = {}
-
-    def add(self, source: Source, log: TrajectoryLog) -> None:
-        """Keep what a log has."""
-        for one in log.counts:
-            if math.isfinite(one.value):
-                said = self._said.setdefault((source.lane, one.name), [])
-                said.append((one.at_ns - source.offset_ns, one.value))
-
-    def rows(self) -> list[CounterRow]:
-        """Return a row for each count of each process that was said in the step or before it."""
-        found = (self._row(lane, name, sorted(said)) for (lane, name), said in self._said.items())
-        return [row for row in found if row is not None]
-
-    def _row(self, lane: str, name: str, said: Iterable[tuple[int, float]]) -> CounterRow | None:
-        before: list[tuple[int, float]] = []
-        inside: list[tuple[int, float]] = []
-        for at_ns, value in said:
-            if at_ns <= self._begin_ns:
-                before = [(self._begin_ns, value)]
-            elif at_ns <= self._end_ns:
-                inside.append((at_ns, value))
-        held = [*before, *inside]
-        if not held:
-            return None
-        until = [*held, (self._end_ns, 0.0)]
-        time_ns = self._end_ns - held[0][0]
-        area = sum(value * (after - at_ns) for (at_ns, value), (after, _) in pairwise(until))
-        return CounterRow(
-            lane=lane,
-            name=name,
-            samples=len(inside),
-            last=held[-1][1],
-            mean=area / time_ns if time_ns else held[-1][1],
-            max=max(value for _, value in held),
-        )
+    rows = []
+    for (lane, name), said in counts.items():
+        known = sorted((at_ns, value) for at_ns, value in said if at_ns <= end_ns and math.isfinite(value))
+        before = [(begin_ns, value) for at_ns, value in known if at_ns <= begin_ns][-1:]
+        inside = [(at_ns, value) for at_ns, value in known if at_ns > begin_ns]
+        if held := [*before, *inside]:
+            last, time_ns = held[-1][1], end_ns - held[0][0]
+            spans = pairwise([*held, (end_ns, 0.0)])
+            area = sum(value * (after - at_ns) for (at_ns, value), (after, _) in spans)
+            mean = area / time_ns if time_ns else last
+            most = max(value for _, value in held)
+            rows.append(CounterRow(lane=lane, name=name, samples=len(inside), last=last, mean=mean, max=most))
+    return rows
 
 
 def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:

@@ -108,9 +108,9 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
     yield "step_s", report.span_us / 1e6
     for stage in report.stages:
         yield f"stage/{stage.name.strip('()').replace(' ', '_')}_s", stage.duration_us / 1e6
-    span = sum(row.span_us for row in report.counted) or 1.0
-    yield "busy_share", sum(row.busy_us for row in report.counted) / span
-    yield "exposed_communication_share", sum(row.exposed_communication_us for row in report.counted) / span
+    span = sum(row.span_us for row in report.devices) or 1.0
+    yield "busy_share", sum(row.busy_us for row in report.devices) / span
+    yield "exposed_communication_share", sum(row.exposed_communication_us for row in report.devices) / span
     for lost in report.lost:
         yield f"lost/{lost.cause}_s", lost.seconds
     yield "weight_sync_share", report.weight_sync_share

@@ -216,15 +216,15 @@ def _idle_stages(report: Report) -> Iterator[_Found]:
         if any(span.name == stage.name and span.lane != "controller" for span in report.gantt):
             text += ": the loop called its workers, or took their results"
             advice = "pass less to its workers and back, or by a faster way"
-        yield _Found(share, stage.idle_us / 1e6 * len(report.counted), lanes, f"{text}.", advice)
+        yield _Found(share, stage.idle_us / 1e6 * len(report.devices), lanes, f"{text}.", advice)
 
 
 def _communication(report: Report) -> Iterator[_Found]:
     """Yield the communication with nothing beside it, without what a straggler adds to it."""
-    busy = sum(row.busy_us for row in report.counted)
+    busy = sum(row.busy_us for row in report.devices)
     slow = sum(row.behind_us for row in _outermost(report))
-    exposed = max(sum(row.exposed_communication_us for row in report.counted) - slow, 0.0)
-    waiting = sum(row.waiting_us for row in report.counted)
+    exposed = max(sum(row.exposed_communication_us for row in report.devices) - slow, 0.0)
+    waiting = sum(row.waiting_us for row in report.devices)
     waits = f"{report.lane_seconds(waiting / 1e6)} are waiting for other ranks"
     said = f" (of all communication, {waits})" if waiting else ""
     share = exposed / busy if busy else 0.0
@@ -235,13 +235,13 @@ def _communication(report: Report) -> Iterator[_Found]:
     advice = "fewer and larger collectives, or fewer ranks: on CPUs they take the cores that compute"
     if _on_devices(report):
         advice = "prefetch shards (FSDP), overlap gradient reduction, or use a smaller parallel group"
-    lanes = _lanes_that_lost(report.counted, lambda row: row.exposed_communication_us)
+    lanes = _lanes_that_lost(report.devices, lambda row: row.exposed_communication_us)
     yield _Found(share, exposed / 1e6, lanes, text, advice)
 
 
 def _of_cause(report: Report, cause: str, text: str, advice: str) -> _Found:
     """Return what devices lost by a cause of idle time."""
-    return _lost(report, report.counted, lambda row: row.lost_us.get(cause, 0.0), text, advice)
+    return _lost(report, report.devices, lambda row: row.lost_us.get(cause, 0.0), text, advice)
 
 
 def _idle(cause: str, text: str, advice: str) -> Callable[[Report], Iterator[_Found]]:
@@ -261,7 +261,7 @@ def _lost(
     advice: str,
 ) -> _Found:
     """Return what devices lost, as a share of the observed time of all devices."""
-    total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.counted) or 1.0
+    total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.devices) or 1.0
     lost = f"{report.lane_seconds(total / 1e6)} ({total / observed:.0%} of all)"
     text = f"{report.whose.title()}s {text}: {lost}."
     return _Found(total / observed, total / 1e6, _lanes_that_lost(rows, lost_us), text, advice)
@@ -304,7 +304,7 @@ def _mostly(report: Report, cause: str) -> str:
 
 def _host_bound(report: Report) -> Iterator[_Found]:
     """Yield what all lanes of a role have in common; what one has more of is the straggler's."""
-    rows = [row for row in report.counted if row.device == _on_devices(report)]
+    rows = [row for row in report.devices if row.device == _on_devices(report)]
     by_role: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
         by_role.setdefault(tuple(row.roles), []).append(row.host_bound_us)
@@ -485,7 +485,7 @@ def _on_devices(report: Report) -> bool:
 
 def _on_all(report: Report, seconds: float) -> float:
     """Return the lane-seconds of time that all lanes lose."""
-    return seconds * max(len(report.counted), 1)
+    return seconds * max(len(report.devices), 1)
 
 
 def _span_us(report: Report) -> float:

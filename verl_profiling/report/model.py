@@ -6,7 +6,6 @@ its tables are in :mod:`~verl_profiling.report.rows`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from importlib import import_module
 from typing import Literal
@@ -164,7 +163,7 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
     drift_us: float
 
 
-class Coverage(msgspec.Struct, frozen=True, kw_only=True):
+class Coverage(msgspec.Struct, kw_only=True):
     """How much of what was expected is in the report.
 
     Attributes:
@@ -176,9 +175,9 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
         unrecorded: Lanes whose device was in use while no event of it was recorded.
     """
 
-    expected: int
-    read: int
-    events: int
+    expected: int = 0
+    read: int = 0
+    events: int = 0
     missing: list[str]
     lanes: list[str] = []
     unrecorded: list[str] = []
@@ -237,8 +236,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = REPORT_SCHEMA_VERSION
     directory: str
     step: int | None
-    policy_version: int | None
-    complete: bool
+    policy_version: int | None = None
+    complete: bool = True
     span_us: float
     stages: list[rows.StageRow]
     workers: list[rows.WorkerRow]
@@ -252,9 +251,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     throughput: Throughput | None
     gantt: list[GanttSpan]
     findings: list[Finding]
-    clocks: list[Clock]
+    clocks: list[Clock] = []
     coverage: Coverage
-    metrics: dict[str, float]
+    metrics: dict[str, float] = {}
     notes: list[str]
     measures: list[rows.MeasureRow] = []
     costs: list[rows.CostRow] = []
@@ -304,11 +303,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return sum(row.duration_us for row in self.outside if row.is_pause)
 
     @property
-    def counted(self) -> Sequence[DeviceRow]:
-        """The rows that totals are of."""
-        return self.devices
-
-    @property
     def shares_devices(self) -> bool:
         """Whether any lanes share a device."""
         return any(len(row.lanes) > 1 for row in self.devices)
@@ -316,8 +310,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def working_share(self) -> float | None:
         """Share of the observed time in which devices were busy and did not only wait for other ranks."""
-        observed = sum(row.span_us for row in self.counted)
-        working = sum(row.busy_us - row.waiting_us for row in self.counted)
+        observed = sum(row.span_us for row in self.devices)
+        working = sum(row.busy_us - row.waiting_us for row in self.devices)
         return working / observed if observed else None
 
     @property

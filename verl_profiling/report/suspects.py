@@ -15,6 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from verl_profiling.capture_request import Trigger
+from verl_profiling.report.capture_rows import measures
+from verl_profiling.report.collectives import Calls, last_to
 from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, spans_of, subtract, union
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import Asked
@@ -26,59 +28,72 @@ _KERNELS = 5
 _MOST_SUSPECTS = 4
 
 
-class Activities(NamedTuple):
-    """What lanes did beyond their own events.
+class _Activities(NamedTuple):
+    """The step, and what its lanes did beyond their own events.
 
     Attributes:
+        step: The step.
         idle: Idle spans of each lane by cause.
-        waiting: When each lane waited for other ranks.
+        waiting: When each lane waited for other ranks, by its name.
+        measures: Numbers that workers recorded.
     """
 
-    idle: Mapping[str, Mapping[str, Spans]]
+    step: Step
+    idle: Mapping[Lane, Mapping[str, Spans]]
     waiting: Mapping[str, Spans]
+    measures: Sequence[MeasureRow]
 
 
 def asked_of(
-    step: Step, measures: Sequence[MeasureRow], activities: Activities
-) -> tuple[Asked, list[SuspectRow]] | None:
-    """Return who asked for a capture, and the suspects beside their peers; ``None`` for the schedule alone.
+    step: Step,
+    idle: Mapping[Lane, Mapping[str, Spans]],
+    waiting: Mapping[str, Spans],
+    calls: Sequence[Calls],
+) -> tuple[Asked | None, list[SuspectRow]]:
+    """Return who asked for a capture, and the suspects beside their peers; nothing for the schedule alone.
 
     Args:
         step: The step.
-        measures: Numbers that its workers recorded.
-        activities: What its lanes did.
+        idle: Idle spans of each lane by cause.
+        waiting: When each lane waited for other ranks, by its name.
+        calls: The collectives.
     """
     manifest = step.manifest
     trigger = manifest.trigger if manifest is not None else Trigger()
     if manifest is None or (trigger.kind == "schedule" and not (trigger.sign or trigger.request)):
-        return None
-    suspects = list(_named(trigger.suspects[:_MOST_SUSPECTS], step, activities))
+        return None, []
+    known = _Activities(step, idle, waiting, measures(manifest))
+    suspects = list(_named(trigger.suspects[:_MOST_SUSPECTS], known))
     roles, suspected = {one.role for one in suspects}, {one.worker for one in suspects}
     others = [
         worker.name
         for worker in step.workers
         if worker.identity.role in roles and worker.name not in suspected
     ]
-    found = [[p for p in _named(names, step, activities) if p.recorded] for names in (trigger.peers, others)]
+    found = [[p for p in _named(names, known) if p.recorded] for names in (trigger.peers, others)]
     peers = found[0] or found[1]
     rows: list[SuspectRow] = []
     for suspect in suspects:
         if beside := [p for p in peers if p.role == suspect.role and p.worker != suspect.worker]:
-            rows += _rows(suspect, beside, trigger.stage, measures)
+            rows += _rows(suspect, beside, trigger.stage)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.begin_ns / 1e9))
+    last, waited_s = "", 0.0
+    if trigger.stage or trigger.sign in ("slow_step", "leader"):
+        last, waited_s = last_to(trigger.stage, step, calls)
     fields = {**msgspec.structs.asdict(trigger), "peers": [peer.name for peer in peers]}
-    return Asked(**fields, when=when), rows
+    return Asked(**fields, when=when, last=last, waited_s=waited_s), rows
 
 
-def _named(names: Sequence[str], step: Step, activities: Activities) -> Iterator[_Process]:
+def _named(names: Sequence[str], known: _Activities) -> Iterator[_Process]:
     """Yield the processes that a trigger names by their lanes or as workers, if the capture has them."""
+    step = known.step
     workers = {worker.name: worker.name for worker in step.workers}
     workers |= {"controller": "controller"} if step.stages else {}
     lanes = {worker.identity.lane(): worker.name for worker in step.workers}
     lanes |= {a.lane: worker.name for worker in step.workers for a in worker.artifacts}
     for name in dict.fromkeys(names):
         if worker := workers.get(name) or lanes.get(name):
-            yield _Process(name, worker, step, activities)
+            yield _Process(name, worker, known)
 
 
 class _Process:
@@ -92,9 +107,9 @@ class _Process:
         recorded: Whether there is anything to compare: of a process without stages and operators, its memory.
     """
 
-    def __init__(self, name: str, worker: str, step: Step, activities: Activities) -> None:
+    def __init__(self, name: str, worker: str, known: _Activities) -> None:
         self.name, self.worker = name, worker
-        self.step, self._activities = step, activities
+        self._known, step = known, known.step
         of_worker = [lane for lane in step.lanes if lane.source.worker == worker]
         named = [lane for lane in of_worker if name in (lane.name, lane.source.lane)]
         self.lanes: list[Lane] = [lane for lane in named or of_worker if not lane.is_unknown]
@@ -117,7 +132,7 @@ class _Process:
         """Return its time in a stage without waiting; of what has no such stage, the time it was busy."""
         window = self._window(stage)
         if self.ran(stage):
-            waits = [self._activities.waiting.get(lane.name, EMPTY) for lane in self.lanes]
+            waits = [self._known.waiting.get(lane.name, EMPTY) for lane in self.lanes]
             waited = [length(intersection(window, waiting)) for waiting in waits]
             return (length(window) - (fmean(waited) if waited else 0)) / 1e9
         busy = [length(intersection(lane.busy, window)) for lane in self.lanes]
@@ -130,8 +145,8 @@ class _Process:
             window = intersection(self._window(stage), lane.observed)
             work = union(lane.compute, lane.memory, lane.unrecognised)
             exposed = subtract(lane.communication, work)
-            waiting = intersection(self._activities.waiting.get(lane.name, EMPTY), exposed)
-            idle = self._activities.idle.get(lane.name, {})
+            waiting = intersection(self._known.waiting.get(lane.name, EMPTY), exposed)
+            idle = self._known.idle[lane]
             parts = {
                 "computing and copying": work,
                 "communicating": subtract(exposed, waiting),
@@ -152,9 +167,9 @@ class _Process:
                     totals[name] = totals.get(name, 0.0) + self_ns / len(self.lanes) / 1e9
         return totals
 
-    def peaks(self, stage: str, measures: Sequence[MeasureRow]) -> dict[str, float]:
+    def peaks(self, stage: str) -> dict[str, float]:
         """Return its peaks of memory: in the stage that was slow where they are known, else in any."""
-        own = [m for m in measures if m.worker == self.worker and m.unit == "bytes"]
+        own = [m for m in self._known.measures if m.worker == self.worker and m.unit == "bytes"]
         peaks: dict[str, float] = {}
         for measure in [m for m in own if m.stage == stage] or own:
             peaks[measure.name] = max(measure.value, peaks.get(measure.name, measure.value))
@@ -167,14 +182,12 @@ class _Process:
         """
         own = spans_of((span.begin_ns, span.end_ns) for span in self._ended if span.name == stage)
         if not len(own):
-            whole = spans_of([(self.step.begin_ns, self.step.end_ns)])
-            own = self.step.during(stage) if stage else whole
+            step = self._known.step
+            own = step.during(stage) if stage else spans_of([(step.begin_ns, step.end_ns)])
         return subtract(own, self._tools)
 
 
-def _rows(
-    suspect: _Process, peers: Sequence[_Process], stage: str, measures: Sequence[MeasureRow]
-) -> Iterator[SuspectRow]:
+def _rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> Iterator[SuspectRow]:
     """Yield each quantity of a suspect, with the median of its peers'; small times are left out."""
     whose = peers[0].name if len(peers) == 1 else f"median of {len(peers)}"
     blank = SuspectRow(suspect=suspect.name, peers=whose, kind="stage", name="", value=0.0, peer_value=None)
@@ -195,11 +208,11 @@ def _rows(
         kernels = _beside(msgspec.structs.replace(blank, kind="kernel"), own, theirs)
         kernels.sort(key=lambda row: -abs(row.difference or 0.0))
         rows += [row for row in kernels[:_KERNELS] if row.difference]
-    least_s = _SMALL * suspect.step.span_ns / 1e9
+    least_s = _SMALL * suspect._known.step.span_ns / 1e9
     yield from (row for row in rows if max(row.value, row.peer_value or 0.0) >= least_s)
-    peaks = [peer.peaks(stage, measures) for peer in peers]
+    peaks = [peer.peaks(stage) for peer in peers]
     memory = msgspec.structs.replace(blank, kind="memory", unit="bytes")
-    yield from _beside(memory, suspect.peaks(stage, measures), peaks)
+    yield from _beside(memory, suspect.peaks(stage), peaks)
 
 
 def _beside(

@@ -81,7 +81,7 @@ def first_change(reports: Sequence[Report]) -> Change | None:
     """
     for index in range(Shift.FEWEST, len(reports)):
         span_s = reports[index].span_us / 1e6
-        lanes_s = sum(row.span_us for row in reports[index].counted) / 1e6
+        lanes_s = sum(row.span_us for row in reports[index].devices) / 1e6
         stages = _left_its_range([stage_seconds(report) for report in reports[: index + 1]], span_s)
         causes = _left_its_range([report.lost_s for report in reports[: index + 1]], lanes_s)
         kind: Literal["stage", "cause"] = "stage" if stages else "cause"
