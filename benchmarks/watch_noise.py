@@ -9,7 +9,7 @@ import msgspec
 
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import RankUse, StageUse, StepSummary
-from verl_profiling.watch.anomaly import Detector
+from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.exposed import exposed
 
 __all__ = ["simulated"]

@@ -14,7 +14,7 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import RankUse, StepSummary
-from verl_profiling.watch.anomaly import Detector
+from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.suspicion import Suspicion
 
 __all__ = ["Anomalies"]

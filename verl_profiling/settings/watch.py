@@ -30,12 +30,10 @@ class Anomaly:
     """Thresholds from which the watch requests a capture. ``None`` switches one of the signs off.
 
     Attributes:
-        slow_step: Two steps one after another take longer than the median of the window by this ratio;
-            ``null``: no sign.
-        slow_stage: The exposed time of a stage is more than its median by this ratio, two times one after
-            another; ``null``: no sign.
-        leader: One process leads in a stage by this share of the step, in three steps one after another;
-            ``null``: no sign.
+        slow_step: Steps take longer than the median of the window by this ratio; ``null``: no sign.
+        slow_stage: The exposed time of a stage is more than its median by this ratio; ``null``: no sign.
+        leader: One process leads in a stage by this share of the step, in three steps of a few; ``null``: no
+            sign.
         memory: Memory that a process holds grows in every step of the window, by this share in all;
             ``null``: no sign.
         window: Number of steps before that a step is compared with. It may be more than ``watch.steps``.
@@ -43,8 +41,8 @@ class Anomaly:
         max_captures: The most captures that the watch requests in a run.
     """
 
-    slow_step: float | None = 1.5
-    slow_stage: float | None = 2.0
+    slow_step: float | None = 1.3
+    slow_stage: float | None = 1.3
     leader: float | None = 0.1
     memory: float | None = 0.2
     window: Annotated[int, msgspec.Meta(ge=3)] = 20

@@ -42,13 +42,8 @@ class Growth:
         self._at = 0
         self._held: dict[str, deque[_Held]] = {}
 
-    def observe(self, summary: StepSummary, quiet: bool) -> Suspicion | None:
-        """Return whose memory has grown in every step of the window, by the share in all, and goes on to.
-
-        Args:
-            summary: The summary of a step whose workers were read.
-            quiet: Only follow: something else is noticed in this step.
-        """
+    def observe(self, summary: StepSummary) -> Suspicion | None:
+        """Return whose memory has grown in every step of the window, by the share in all, and goes on to."""
         self._at += 1
         uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
         for lane in [lane for lane in self._held if lane not in uses]:
@@ -70,7 +65,7 @@ class Growth:
             half = held[len(held) // 2].size
             if held[-1].size - half >= _STEADY * (half - held[0].size):
                 grown.append((share, use))
-        if not grown or quiet:
+        if not grown:
             return None
         share, most = max(grown, key=lambda each: each[0])
         alike = sum(use.role == most.role for _, use in grown) - 1

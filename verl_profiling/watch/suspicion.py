@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -61,14 +61,20 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
             history=self.history,
         )
 
-    def aimed_with(self, summary: StepSummary, before: StepSummary | None) -> Suspicion:
-        """Return it with those who stand out in its stage of this summary; see :func:`standings`."""
+    def aimed_with(self, steps: Iterable[tuple[StepSummary, StepSummary | None]]) -> Suspicion:
+        """Return it with those who stood out in its stage in each of some steps.
+
+        Args:
+            steps: The steps in which it shows, each with the one before it; the latest last.
+        """
+        each = [standings(summary, before).get(self.stage, []) for summary, before in steps]
+        working = each[-1]
+        always = set.intersection(*({lane for one in those for lane in stand_out(one)} for those in each))
         suspects: list[str] = []
         peers: list[str] = []
         ran: dict[str, None] = {}
-        working = standings(summary, before).get(self.stage, [])
         for standing in working:
-            found = stand_out(standing)
+            found = [lane for lane in stand_out(standing) if lane in always]
             peers += healthiest(standing.by_lane(), found) if found else []
             suspects += [lane for lane in found if lane not in suspects]
             ran |= dict.fromkeys(standing.ran) if found else {}

@@ -13,7 +13,7 @@ from quiet_steps import MS, RANKS, USUAL, longer, summary
 
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import RankUse, StageUse, StepSummary
-from verl_profiling.watch.anomaly import Detector
+from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.suspicion import Suspicion
 
@@ -57,10 +57,11 @@ def test_a_slow_replica_is_noticed_in_its_second_step() -> None:
 
 
 def test_a_step_that_is_slow_everywhere_is_a_slow_step() -> None:
-    """No stage is twice as long; the one that grew most is named."""
+    """No stage makes up half of the difference; the one that grew most is named."""
     detector = Detector(Anomaly())
     step = quiet(detector)
-    found = slow_twice(detector, step, times={stage: usual * 1.7 for stage, usual in USUAL.items()})
+    times = {"rollout": 850.0, "reward": 180.0, "update_actor": 570.0, "update_weights": 190.0}
+    found = slow_twice(detector, step, times=times)
     assert found is not None
     assert (found.sign, found.stage, found.suspects) == ("slow_step", "rollout", [])
     assert found.reason.endswith("no process stands out there")
@@ -104,7 +105,7 @@ def test_a_checkpoint_now_and_then_is_no_news(period: int) -> None:
         assert detector.observe(summary(step, times)) is None
 
 
-@pytest.mark.parametrize("period", [3, 10, 60])
+@pytest.mark.parametrize("period", [6, 10, 60])
 def test_what_is_slow_now_and_then_is_no_news(period: int) -> None:
     """A stall that comes back is over when it could be captured; one that lasts for two steps is not."""
     detector = Detector(Anomaly())
@@ -113,6 +114,46 @@ def test_what_is_slow_now_and_then_is_no_news(period: int) -> None:
         assert detector.observe(summary(step, longer("update_actor", 4) if late else USUAL)) is None
     assert detector.observe(summary(200)) is None
     assert slow_twice(detector, 201, times=longer("update_actor", 4)) is not None
+
+
+def test_what_is_slow_in_every_third_step_is_noticed_in_the_third_time() -> None:
+    """A slowness that comes back so often is there when it is captured."""
+    detector = Detector(Anomaly())
+    step = quiet(detector)
+    late = [at % 3 == 0 for at in range(9)]
+    found = [
+        detector.observe(summary(step + at, longer("update_actor", 4) if is_late else USUAL))
+        for at, is_late in enumerate(late)
+    ]
+    assert [at for at, each in enumerate(found) if each is not None] == [6]
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.05, 0.08])
+def test_a_stage_that_is_longer_by_a_third_is_noticed_within_eight_steps(spread: float) -> None:
+    """In nineteen of twenty runs, and in none before, where the stage itself varies by less than a tenth."""
+    noise = random.Random(3)
+    first: list[int] = []
+    for _ in range(40):
+        detector = Detector(Anomaly(leader=None))
+        for step in range(1, 39):
+            ratio = noise.lognormvariate(0, spread) * (1.3 if step > 30 else 1.0)
+            if detector.observe(short(step, longer("rollout", ratio), 1.0)):
+                first.append(step)
+                break
+    assert min(first) > 30
+    assert len(first) >= 38
+
+
+def test_who_stands_out_in_one_of_two_slow_steps_is_no_suspect() -> None:
+    """The stage is slow on all; one process was late in its second step alone."""
+    detector = Detector(Anomaly())
+    step = quiet(detector)
+    slow = longer("update_actor", 2.5)
+    late = {"actor_rank1": 1.3}
+    found = twice(detector, summary(step, slow), summary(step + 1, slow, slow=late))
+    assert found is not None
+    assert (found.stage, found.suspects) == ("update_actor", [])
+    assert found.reason.endswith("no process stands out there")
 
 
 def test_what_is_slow_again_and_again_is_noticed_when_it_lasts_longer() -> None:
@@ -138,7 +179,7 @@ def test_what_is_slow_again_and_again_is_noticed_when_it_lasts_longer() -> None:
 
 def test_a_process_that_leads_three_times_is_noticed() -> None:
     """Though no step is slow: the others have waited for it all along. Once."""
-    detector = Detector(Anomaly())
+    detector = Detector(Anomaly(slow_step=None, slow_stage=None))
     found = [detector.observe(summary(step, slow={"actor_rank3": 1.6})) for step in range(1, 30)]
     [(at, first)] = [(at, each) for at, each in enumerate(found) if each is not None]
     assert at == 2
@@ -290,12 +331,23 @@ def test_a_loop_of_several_ranks_is_judged_by_all_of_them() -> None:
     assert (late.stage, late.suspects, late.peers) == ("generate", ["actor_rank2"], ["actor_rank0"])
 
 
+def test_a_summary_of_nothing_is_nothing() -> None:
+    """Steps of no length, or of a clock that was set back; and steps without stages."""
+    numbers = (1, 2, 3, 2, 1, 0, -1)
+    for steps in (
+        [StepSummary(step=step, begin_ns=step, end_ns=step) for step in numbers],
+        [summary(step, {}) for step in numbers],
+    ):
+        detector = Detector(Anomaly(window=3))
+        assert [detector.observe(step) for step in steps] == [None] * len(numbers)
+
+
 def test_noise_alone_is_quiet() -> None:
-    """A thousand steps in which everything varies by some percent: nothing is noticed."""
+    """Three thousand steps in which everything varies by some percent: nothing is noticed."""
     noise = random.Random(7)
     detector = Detector(Anomaly())
     found: list[Suspicion] = []
-    for step in range(1, 1_001):
+    for step in range(1, 3_001):
         times = {stage: usual * noise.lognormvariate(0, 0.05) for stage, usual in USUAL.items()}
         if suspicion := detector.observe(summary(step, times, noise=noise)):
             found.append(suspicion)

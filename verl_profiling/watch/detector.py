@@ -1,0 +1,336 @@
+"""Notices what a step has that the steps before it had not, by their summaries alone.
+
+Two tests: of a series against its own past, and of a process against its peers, for what was so from the
+first step. Memory that grows is :mod:`~verl_profiling.watch.growth`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from math import log
+from statistics import fmean, median
+
+import msgspec
+
+from verl_profiling.capture_request import Sign
+from verl_profiling.settings.watch import Anomaly
+from verl_profiling.step_summary import SpanTotal, StepSummary
+from verl_profiling.trajectories.spans import TRAJECTORY
+from verl_profiling.units import duration
+from verl_profiling.watch.exposed import standings
+from verl_profiling.watch.growth import Growth
+from verl_profiling.watch.suspicion import Suspicion
+
+__all__ = ["LEAST_S", "MATTERS", "Detector"]
+
+MATTERS = 0.05
+"""Share of a usual step by which a stage must be longer than usual, to be slow."""
+
+LEAST_S = 0.001
+"""What is slow by less is no matter of a capture, whose recording takes longer (s)."""
+
+NEWS = 1.25
+"""By this ratio a process must lead by more than when it was noticed, to be noticed again."""
+
+_MOST_OF_A_STEP = 0.5
+_LONGEST = 10
+_OF_A_QUIET_STEP = 0.12
+_OF_A_LEAD = 0.4
+_MOST_SPANS_NAMED = 2
+
+_LEAST_SPREAD = 0.05
+_WIDEST = log(2)
+_OF_THE_SPREAD, _FULL = 1.35, 6.5
+_BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.15, 0.6, 1.0
+
+
+class _Evidence:
+    """What speaks for a change: at 1 there is one, if it comes together within ten steps.
+
+    A step adds half at most, so one outlier is none. A quiet step takes a little away, and four of them one
+    after another all. While a change goes on, and within a window after it, it is noticed again only where it
+    lasts longer than before.
+    """
+
+    def __init__(self, window: int, until_over: int = 4) -> None:
+        self.steps = 0
+        self._window, self._until_over = window, until_over
+        self._score = 0.0
+        self._noticed = False
+        self._age = self._quiet = self._lasted = 0
+
+    def add(self, amount: float) -> bool:
+        """Take that of a step; return whether there is a change that was not noticed yet."""
+        self._age += 1
+        self._quiet = 0 if amount > 0 else self._quiet + 1
+        if self._quiet >= self._window:
+            self._lasted = 0
+        self._score += max(-_OF_A_QUIET_STEP, min(amount, _MOST_OF_A_STEP))
+        is_late = self._age > _LONGEST and not self._noticed
+        if self._quiet >= self._until_over or self._score <= 0 or is_late:
+            self._score, self.steps, self._age, self._noticed = 0.0, 0, 0, False
+            return False
+        self.steps += amount > 0
+        is_news = not self._noticed and self._score >= 1 and self.steps > self._lasted
+        if is_news or self._noticed:
+            self.notice()
+        return is_news
+
+    def notice(self) -> None:
+        """Note that it is known, if anything speaks for a change."""
+        if self._score > 0:
+            self._noticed, self._lasted = True, max(self._lasted, self.steps)
+
+    @property
+    def waits(self) -> bool:
+        """Whether something speaks for a change that was not noticed yet."""
+        return self._score > 0 and not self._noticed
+
+
+class _Series:
+    """A duration, step by step, against its own past (s).
+
+    The past is from before the change: what may be one is no part of it until that is known.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._enough = max(3, window // 2)
+        self._past: deque[float] = deque(maxlen=2 * window)
+        self._waiting: list[float] = []
+        self.evidence = _Evidence(window)
+        self.value = 0.0
+        self.is_news = False
+        self.seen: deque[tuple[StepSummary, StepSummary | None]] = deque(maxlen=2)
+
+    @property
+    def history(self) -> list[float]:
+        """The window before the change."""
+        return list(self._past)[-self._window :]
+
+    @property
+    def usual(self) -> float:
+        """The median of it."""
+        return median(self.history) if self._past else 0.0
+
+    @property
+    def excess(self) -> float:
+        """By how much it is longer."""
+        return self.value - self.usual
+
+    def take(
+        self,
+        value: float,
+        ratio: float | None,
+        matters: float,
+        of: tuple[StepSummary, StepSummary | None],
+    ) -> None:
+        """Take the value of a step."""
+        self.settle()
+        self.value, self.is_news = value, False
+        if len(self._past) >= self._enough and ratio is not None:
+            amount = self._amount(ratio) if self.excess >= matters else -1.0
+            self.is_news = self.evidence.add(amount)
+            if amount > 0:
+                self.seen.append(of)
+        self._waiting.append(value)
+
+    def settle(self) -> None:
+        """Let what is no change, or was noticed, be past."""
+        if not self.evidence.waits:
+            self._past += self._waiting
+            self._waiting.clear()
+
+    def _amount(self, ratio: float) -> float:
+        """Return what a value adds to the evidence: a little at the ratio, and nothing within the spread."""
+        shifts = [_shift(value, self.usual) for value in self._past]
+        spread = max(1.25 * fmean(min(abs(shift), _WIDEST) for shift in shifts), _LEAST_SPREAD)
+        least = max(log(ratio) - _BELOW, _OF_THE_SPREAD * spread)
+        return (_shift(self.value, self.usual) - least) / min(max(_FULL_SHIFT, _FULL * spread), _MOST_SHIFT)
+
+
+def _shift(value: float, usual: float) -> float:
+    return log((max(value, 0.0) + LEAST_S) / (usual + LEAST_S))
+
+
+class Detector:
+    """Judges the summary of every step by those of the steps before it.
+
+    Steps that are captured are not judged: what that costs is in their times. Stages that run in less than
+    half of the steps, such as a checkpoint, are no part of what is compared of the step: each is compared
+    with itself alone.
+
+    Args:
+        options: From where on something is a sign.
+    """
+
+    def __init__(self, options: Anomaly) -> None:
+        self._options = options
+        self._step = _Series(options.window)
+        self._stages: dict[str, _Series] = {}
+        self._ran: deque[set[str]] = deque(maxlen=options.window)
+        self._leads: dict[tuple[str, str], _Lead] = {}
+        self._spans: dict[tuple[str, str], deque[SpanTotal]] = {}
+        self._growth = Growth(options)
+        self._before: StepSummary | None = None
+
+    def observe(self, summary: StepSummary) -> Suspicion | None:
+        """Return what is noticed in a step, if anything is; it costs as much as the window is long."""
+        before, self._before = self._before, summary
+        if summary.captured:
+            return None
+        found = self._slow(summary, before)
+        self._follow_spans(summary)
+        return found or self._leading(summary, before) or self._growth.observe(summary)
+
+    def _slow(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
+        """Return what is slow in a step and was not before, if anything is."""
+        options, of = self._options, (summary, before)
+        stages: dict[str, float] = {}
+        for row in summary.exposed:
+            stages[row.name] = stages.get(row.name, 0.0) + row.exposed_ns / 1e9
+        ran = Counter(stage for those in self._ran for stage in those)
+        seldom = {stage for stage in stages if stage and 2 * ran[stage] < len(self._ran)}
+        self._ran.append({*stages})
+        took = summary.duration_ns / 1e9 - sum(stages[stage] for stage in seldom)
+        self._step.take(took, options.slow_step, LEAST_S, of)
+        matters = max(MATTERS * self._step.usual, LEAST_S)
+        for stage, value in stages.items():
+            series = self._stages.setdefault(stage, _Series(options.window))
+            series.take(value, options.slow_stage, matters, of)
+        news = [stage for stage in stages if self._stages[stage].is_news]
+        worst = max(news, key=lambda stage: self._stages[stage].excess, default=None)
+        step = self._step
+        if news or step.is_news:  # what becomes slow together is noticed once
+            for series in (step, *(self._stages[stage] for stage in stages)):
+                series.evidence.notice()
+        if worst is not None and not (step.is_news and self._stages[worst].excess < step.excess / 2):
+            series = self._stages[worst]
+            where = f"stage {worst}" if worst else "what lies in no stage"
+            took_what = f"step {summary.step}: {where} took {duration(series.value)} of the step, "
+            before_it = f"in the {len(series.history)} times before"
+            return self._suspicion(summary, "slow_stage", worst, series, took_what, before_it)
+        if not step.is_news:
+            return None
+        grown = [stage for stage in stages if stage not in seldom and self._stages[stage].excess > 0]
+        most = max(grown, key=lambda stage: self._stages[stage].excess, default=None)
+        where = ""
+        if most is not None:
+            more = duration(self._stages[most].excess)
+            where = f", by {more} in {f'stage {most}' if most else 'no stage'}"
+        took_what = f"step {summary.step} took {duration(step.value)}{where}: "
+        before_it = f"of the {len(step.history)} steps before"
+        return self._suspicion(summary, "slow_step", most or "", step, took_what, before_it)
+
+    def _suspicion(
+        self, summary: StepSummary, sign: Sign, stage: str, series: _Series, took: str, before: str
+    ) -> Suspicion:
+        usual = series.usual
+        times = f"{series.value / usual:.1f} times the median" if usual > 0 else "and the median was 0"
+        found = Suspicion(
+            step=summary.step,
+            sign=sign,
+            stage=stage,
+            value=series.value,
+            median=usual,
+            history=[*series.history, series.value],
+            reason=f"{took}{times} {before}",
+        ).aimed_with(series.seen)
+        return self._explained(found, *series.seen[-1])
+
+    def _leading(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
+        """Return who leads in a step, if it has led long enough; by how much again, if that became more."""
+        least = self._options.leader
+        if least is None:
+            return None
+        leads = {
+            (row.name, row.leader): min(row.lead_ns, row.exposed_ns)
+            for row in summary.exposed
+            if row.name and row.leader and row.lead_ns
+        }
+        found = None
+        for who in {*self._leads, *leads}:
+            lead = self._leads.setdefault(who, _Lead(self._options.window))
+            share = leads.get(who, 0) / max(summary.duration_ns, 1)
+            lead.shares.append(share)
+            if not any(lead.shares):
+                del self._leads[who]
+            elif found is None and lead.is_news(share, least):
+                stage, lane = who
+                longer = duration(leads[who] / 1e9)
+                found = Suspicion(
+                    step=summary.step,
+                    sign="leader",
+                    stage=stage,
+                    value=share,
+                    median=median(lead.shares),
+                    history=list(lead.shares),
+                    reason=f"step {summary.step}: {lane} was in stage {stage} {longer} longer than its "
+                    f"peers, {share:.0%} of the step, and so it was in {lead.steps - 1} steps shortly before",
+                ).aimed_with([(summary, before)])
+        return found
+
+    def _follow_spans(self, summary: StepSummary) -> None:
+        totals = _by_role(summary)
+        for who in {*self._spans, *totals}:
+            past = self._spans.setdefault(who, deque(maxlen=self._options.window))
+            past.append(totals.get(who, SpanTotal(who[1], 0, 0)))
+            if not any(total.runs for total in past):
+                del self._spans[who]
+
+    def _explained(self, found: Suspicion, summary: StepSummary, before: StepSummary | None) -> Suspicion:
+        """Return what was noticed in a step, with the spans in its reason that grew along with its stage.
+
+        They are those of the roles that worked in the stage, or in no stage of their own, and grew by half of
+        what it did, or more: what held it up took at least as long. A trajectory is named where none of its
+        spans is.
+        """
+        processes = (*summary.loop, *summary.workers)
+        at_work = {lane for one in standings(summary, before).get(found.stage, ()) for lane in one.lanes}
+        roles = {one.role for one in processes if one.lane in at_work or not (one.stages and found.stage)}
+        enough_ns = (found.value - found.median) * 1e9 / 2
+        grown: list[tuple[bool, float, str]] = []
+        for (role, name), total in _by_role(summary).items():
+            past = self._spans.get((role, name), ())
+            usual_ns = median(one.duration_ns for one in past) if past else 0
+            more_ns = total.duration_ns - usual_ns
+            if role in roles and more_ns >= enough_ns and total.duration_ns > NEWS * usual_ns:
+                runs = median(one.runs for one in past) if past else 0
+                sentence = (
+                    f"{name} of {role} took {duration(total.duration_ns / 1e9)} in {_calls(total.runs)}, "
+                    f"usually {duration(usual_ns / 1e9)} in {_calls(runs)}"
+                )
+                grown.append((name == TRAJECTORY, -more_ns, sentence))
+        inside = [one for one in sorted(grown) if not one[0]] or grown
+        named = [sentence for _, _, sentence in inside[:_MOST_SPANS_NAMED]]
+        return msgspec.structs.replace(found, reason="; ".join([found.reason, *named]))
+
+
+class _Lead(_Evidence):
+    """Whether a process leads in a stage, step after step."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__(window, until_over=2)
+        self.shares: deque[float] = deque(maxlen=window)
+        self._noticed_share = 0.0
+
+    def is_news(self, share: float, least: float) -> bool:
+        """Return whether it leads by a share of the step, and by more than when it was noticed last."""
+        leads = share >= max(least, NEWS * self._noticed_share)
+        if not self.add(_OF_A_LEAD if leads else -1.0):
+            return False
+        self._noticed_share = share
+        return True
+
+
+def _by_role(summary: StepSummary) -> dict[tuple[str, str], SpanTotal]:
+    found: dict[tuple[str, str], SpanTotal] = {}
+    for process in (*summary.loop, *summary.workers):
+        for total in process.spans:
+            who = process.role, total.name
+            found[who] = found[who] + total if who in found else total
+    return found
+
+
+def _calls(runs: float) -> str:
+    return f"{runs:,.0f} {'call' if runs == 1 else 'calls'}"
