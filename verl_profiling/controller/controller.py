@@ -252,7 +252,8 @@ class Controller:
         end_ns = live.step.end_ns or clock.now_ns()
         with live.outside.during(CAPTURE_STOP):
             results = yield from self._conclude(live, end_ns, complete, why)
-        self.sink = self._receiver(self._folders.after)
+        if live.request.keep:
+            self._folders.after, self.sink = live.outside, self._receiver(live.outside)
         failed = [worker for worker in results if worker.status not in ("ok", "skipped")]
         if failed and self.config.strict and live.decision.trigger.kind == "schedule":
             raise ProfilingError(

@@ -243,6 +243,7 @@ class OpenCapture:
             for call in round_.calls:
                 self._take_stop(call, request, timeout_s)
         yield from self._shake_hands("stop_capture", requests[-1].capture_id, targets)
+        self.roster.forget_answers()
 
     def _concerned(self, request: CaptureRequest, targets: Iterable[Target]) -> list[Target]:
         windowed = request.stage is not None

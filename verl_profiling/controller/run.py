@@ -166,7 +166,7 @@ def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
         except Exception as error:  # each file system raises errors of its own
             answer.set_exception(error)
 
-    threading.Thread(target=claim, name="verl-profiling-claim", daemon=True).start()
+    threading.Thread(target=claim, name="remote-claim", daemon=True).start()
     try:
         return answer.result(config.timeouts.start_s)
     except Exception as error:

@@ -53,7 +53,7 @@ class StepFolders:
 
     Attributes:
         claimed: The run, once its folder is claimed, or another rank has said which it is.
-        after: The log of the loop's stages after a captured step, until the next step begins.
+        after: The log of the loop's stages after a captured step, until :meth:`end_step`.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
@@ -141,7 +141,7 @@ class StepFolders:
         Args:
             folder: The step folder.
             manifest: What became of the capture; where files are that are not seen from here is added.
-            outside: The log that goes on with the loop's stages after the step, until :meth:`end_step`.
+            outside: The log of the pauses around the step.
         """
         leaving, notes = self._leaving(folder)
         with outside.during("write"):
@@ -149,7 +149,6 @@ class StepFolders:
                 manifest = _located(folder, manifest)
             manifest = msgspec.structs.replace(manifest, notes=[*manifest.notes, *notes])
             self._write(folder, msgspec.structs.replace(manifest, outside=outside.so_far()))
-        self.after = outside
         for older in leaving:
             self._remove(older)
 

@@ -287,12 +287,16 @@ class Roster:
         yield round_.wait
         self.owing.clear()
 
+    def forget_answers(self) -> None:
+        """Keep in mind only the calls without an answer."""
+        self._unanswered = [call for call in self._unanswered if not call.future.done()]
+
     def call(self, targets: Iterable[Target], method: str, *arguments: Any, timeout_s: float = 0.0) -> Round:
         """Call all workers. One that has not answered yet gets the call too, and is not waited for.
 
         A request says under which roles the worker was added.
         """
-        self._unanswered = [call for call in self._unanswered if not call.future.done()]
+        self.forget_answers()
         busy = {call.worker for call in self._unanswered}
         calls: list[Call] = []
         for target in targets:
