@@ -296,7 +296,8 @@ class Capture:
         try:
             return call()
         except Exception:
-            logger.exception("%s: tool %s failed in %s()", self.identity, running.tool.name, call.__name__)
+            method = getattr(call, "__name__", call)
+            logger.exception("%s: tool %s failed in %s()", self.identity, running.tool.name, method)
             return None
 
     def _stop(self, running: _Running, truncated: str = "") -> None:

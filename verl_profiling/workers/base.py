@@ -140,12 +140,12 @@ class FSDPCaptureMixin(CaptureMixin):
         Args:
             config: The same settings as the callback's.
             role: Role of the worker group, e.g. ``actor``.
-            rank: Global rank; by default that of the default process group.
-            world_size: Number of ranks; by default that of the default process group.
+            rank: Global rank; by default that of the process group, or the launcher's.
+            world_size: Number of ranks, likewise.
             mesh: The device mesh; its named dimensions become the worker's topology.
 
         Raises:
-            CaptureStateError: There is no process group to read the rank from.
+            CaptureStateError: Neither a process group nor the launcher says the rank.
             ConfigError: The settings are wrong.
             ToolUnavailableError: A tool cannot work on this machine.
         """
