@@ -27,7 +27,6 @@ CODE = (
     "verl_profiling/report/html.py",
     "verl_profiling/report/page/document.py",
     "verl_profiling/report/page/picture.py",
-    "verl_profiling/report/page/tables.py",
 )
 
 

@@ -16,7 +16,7 @@ from step_folders import build_step
 from verl_profiling.report.build import build_report
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Finding, GanttSpan, Report
-from verl_profiling.report.page.tables import table
+from verl_profiling.report.page.document import table
 from verl_profiling.report.rows import CollectiveRow, KernelRow, StragglerRow
 from verl_profiling.report.tables import named
 from verl_profiling.timeline.inputs import find_steps

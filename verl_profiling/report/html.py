@@ -7,9 +7,8 @@ from html import escape
 
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.page.colours import cause_key
-from verl_profiling.report.page.document import document, figures_section
+from verl_profiling.report.page.document import document, figures_section, section, stacked, table
 from verl_profiling.report.page.picture import picture
-from verl_profiling.report.page.tables import section, stacked, table
 from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences
 from verl_profiling.report.tables import TABLES, Cell
 from verl_profiling.units import duration

@@ -15,8 +15,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.html import page_title
 from verl_profiling.report.model import Report
 from verl_profiling.report.page.colours import stage_class
-from verl_profiling.report.page.document import document, figures_section
-from verl_profiling.report.page.tables import linked, section, table
+from verl_profiling.report.page.document import document, figures_section, linked, section, table
 from verl_profiling.report.sentences import Figure
 from verl_profiling.report.sparkline import axis_top
 from verl_profiling.report.tables import Cell, named, timed

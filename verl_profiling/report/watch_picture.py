@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from verl_profiling.report.captures_so_far import CapturesSoFar
 from verl_profiling.report.page.colours import stage_class
-from verl_profiling.report.page.tables import section, table
+from verl_profiling.report.page.document import section, table
 from verl_profiling.report.tables import Cell, named, timed
 from verl_profiling.report.watch_history import IN_NO_STAGE
 from verl_profiling.units import duration

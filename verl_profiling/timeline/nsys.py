@@ -145,17 +145,8 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
 
 
 def _export(report: Path, database: Path) -> None:
-    command = [
-        "nsys",
-        "export",
-        "--type",
-        "sqlite",
-        "--force-overwrite",
-        "true",
-        "-o",
-        str(database),
-        str(report),
-    ]
+    options = ["--type", "sqlite", "--force-overwrite", "true", "-o"]
+    command = ["nsys", "export", *options, str(database), str(report)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         printed = (done.stderr or done.stdout).strip().splitlines()

@@ -13,6 +13,7 @@ import importlib.util
 import shutil
 from collections.abc import Mapping
 from http import HTTPStatus
+from io import SEEK_END, BytesIO
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -75,35 +76,21 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         if (self.headers["Host"] or "").rpartition(":")[0] not in _OWN_NAMES:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
-        asked = urlsplit(self.path).path.removeprefix("/")
-        path = self.server.files.get(asked)
-        if isinstance(path, bytes):
-            self._send_page(path)
+        name = urlsplit(self.path).path.removeprefix("/")
+        served = self.server.files.get(name)
+        if served is None and self.server.ui is not None:
+            super().do_GET()
             return
-        if path is None:
-            if self.server.ui is None:
-                self.send_error(HTTPStatus.NOT_FOUND)
-            else:
-                super().do_GET()
-            return
-        try:
-            file = path.open("rb")
-        except OSError:
+        if served is None or (isinstance(served, Path) and not served.is_file()):
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        with file:
+        with BytesIO(served) if isinstance(served, bytes) else served.open("rb") as file:
             self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", _TYPES.get(path.suffix, "application/octet-stream"))
-            self.send_header("Content-Length", str(path.stat().st_size))
+            self.send_header("Content-Type", _TYPES.get(Path(name).suffix, "application/octet-stream"))
+            self.send_header("Content-Length", str(file.seek(0, SEEK_END)))
             self.end_headers()
+            file.seek(0)
             shutil.copyfileobj(file, self.wfile)
-
-    def _send_page(self, page: bytes) -> None:
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", _TYPES[".html"])
-        self.send_header("Content-Length", str(len(page)))
-        self.end_headers()
-        self.wfile.write(page)
 
     def translate_path(self, path: str) -> str:
         self.directory = str(self.server.ui)
