@@ -157,15 +157,24 @@ def ray_cluster(_ray_ends: None) -> None:
     ray = pytest.importorskip("ray")
     if ray.is_initialized():
         return
-    ray.init(
-        address="local",  # whatever cluster runs on this machine
-        num_cpus=4,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}},
-    )
+    environment = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    for attempts_left in (2, 1, 0):
+        try:
+            ray.init(
+                address="local",  # whatever cluster runs on this machine
+                num_cpus=4,
+                num_gpus=0,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                runtime_env={"env_vars": environment},
+            )
+        except Exception:  # "timed out during startup": Ray waits for 30 s, which a busy machine may need
+            ray.shutdown()
+            if not attempts_left:
+                raise
+        else:
+            break
 
 
 @dataclass

@@ -25,14 +25,6 @@ from verl_profiling.watch.log import WatchLog
 ANSI = "\x1b["
 
 
-def test_merge_writes_a_timeline_per_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run folder gets one timeline in each of its steps."""
-    folders = [build_step(tmp_path, step=step) for step in (1, 2)]
-    assert main(["merge", str(tmp_path)]) == EXIT_OK
-    assert all((folder / "timeline.json.gz").stat().st_size for folder in folders)
-    assert capsys.readouterr().out.count("timeline.json.gz") == 2
-
-
 def test_report_fits_100_columns_and_has_no_colour_when_piped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,17 +35,6 @@ def test_report_fits_100_columns_and_has_no_colour_when_piped(
     assert max(map(len, printed.splitlines())) <= 100
     for name in ("rollout", "update_actor", "(outside stages)", *WORKERS):
         assert name in printed
-
-
-def test_report_json_is_one_document_per_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Programs get what people see, with every field of a worker."""
-    for step in (1, 2):
-        build_step(tmp_path, step=step)
-    assert main(["report", "--json", str(tmp_path)]) == EXIT_OK
-    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [report["step"] for report in reports] == [1, 2]
-    fields = "name role rank span_us busy_us idle_us compute_us communication_us exposed_communication_us"
-    assert {*fields.split(), "overlap_us", "memcpy_us"} <= reports[0]["workers"][0].keys()
 
 
 def test_check_exits_with_the_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,6 @@ def end_rank(ending: str, waiting: Path) -> None:
     """End this rank, or hang; where it matters, while rank 0 has ended the step and waits for this one."""
     if ending == "raises":
         raise ValueError("out of memory")
-    if ending == "os._exit":
-        os._exit(0)
     while not waiting.exists():
         time.sleep(0.01)
     time.sleep(60)

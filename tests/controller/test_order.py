@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_callback import configured, local_worker, manifest, run
 
-from verl_profiling import AsyncProfilingCallback, ProfilingCallback
+from verl_profiling import ProfilingCallback
 from verl_profiling.capture.session import Session
 
 
@@ -39,18 +39,6 @@ def test_ends_without_begins_are_said_once(tmp_path: Path, session: Session, cap
     run(callback, lambda step: None, steps=2)
     assert not caplog.messages
     assert manifest(config, 2).complete
-
-
-async def test_a_coroutines_ends_without_begins_are_said_once(tmp_path: Path, caplog: Any) -> None:
-    """As in an ordinary loop."""
-    callback = AsyncProfilingCallback(configured(tmp_path))
-    for _ in range(2):
-        await callback.on_step_end()
-        await callback.on_rollout_end()
-    assert [message.partition(":")[0] for message in caplog.messages] == [
-        "on_step_end without on_step_begin",
-        "on_rollout_end without on_rollout_begin",
-    ]
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -163,17 +151,6 @@ def test_steps_that_never_came_are_said_when_training_ends(
     loop(callback, *ran)
     callback.on_train_end()
     assert caplog.messages == [said]
-
-
-def test_a_loop_that_starts_beyond_a_step_says_that_it_never_came(
-    tmp_path: Path, session: Session, caplog: Any
-) -> None:
-    """It resumed from a checkpoint of a run of which nothing is on record."""
-    config = configured(tmp_path, schedule={"steps": [2, 102]})
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
-    loop(callback, 100, 103)
-    assert caplog.messages == ["schedule.steps: step 2 never came; the loop ran from step 100 to step 103"]
 
 
 def test_a_loop_that_begins_no_step_is_said(tmp_path: Path, caplog: Any) -> None:

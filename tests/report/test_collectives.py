@@ -69,18 +69,6 @@ def test_calls_that_overlap_count_once(tmp_path: Path) -> None:
     assert {row.slowest for row in report.stragglers} == {"actor_rank1"}
 
 
-def test_waiting_beside_computation_is_not_on_the_curve(tmp_path: Path) -> None:
-    """The curve of waiting is a part of that of exposed communication."""
-    workers = ranks([("gemm", 0, 2), (REDUCE, 0, 5)], [("gemm", 0, 4), (REDUCE, 4, 5)])
-    first, second = report_of(tmp_path, [("update_actor", 0, 5)], workers, end=5).workers
-    assert first.waiting_us == 4e6
-    assert sum(first.waiting_load) == pytest.approx(sum(first.load) * 0.4, rel=0.01)
-    assert all(
-        w <= c <= b for w, c, b in zip(first.waiting_load, first.communication_load, first.load, strict=True)
-    )
-    assert not any(second.waiting_load)
-
-
 def test_calls_that_cannot_be_matched_are_left_out(tmp_path: Path) -> None:
     """Where one rank called it more often, nobody knows which runs belong together."""
     workers = ranks([(REDUCE, 0, 2), (REDUCE, 2, 3)], [(REDUCE, 1, 2)])
@@ -223,21 +211,6 @@ def test_a_collective_without_a_group_is_matched_with_none(groups: list[list[int
     assert nobody_is_blamed(steps(tmp_path, ranks, groups))
 
 
-def test_a_collective_without_a_group_is_of_the_only_one_that_the_header_names(tmp_path: Path) -> None:
-    """Groups of one rank do not count; of two replicas each has a group of its own."""
-    workers = [
-        Worker(role, rank, replica, kernels=[(REDUCE, 0, end)], groups=[[0, 1], [rank]])
-        for role, rank, replica, end in (
-            ("actor", 0, None, 1),
-            ("actor", 1, None, 2),
-            ("rollout", 0, 0, 1),
-            ("rollout", 0, 1, 2),
-        )
-    ]
-    report = report_of(tmp_path, [("rollout", 0, 4)], workers, end=4)
-    assert [row.waiting_us for row in report.workers] == [0.0, 1e6, 0.0, 0.0]
-
-
 def real_rank(
     folder: Path, content: Mapping[str, Any], rank: int, group: list[int], late_us: float, shorter: float
 ) -> None:
@@ -280,13 +253,3 @@ def test_gloo_names_no_groups_and_the_header_of_two_ranks_only_one(name: str, tm
     report = open_step(tmp_path).report()
     assert any(row.name == "gloo:all_reduce" and row.late for row in report.collectives)
     assert sum(row.waiting_us for row in report.workers) > 0
-
-
-def test_two_of_128_ranks_of_an_old_trace_are_not_compared(tmp_path: Path) -> None:
-    """Its kernels send and receive, and name no group."""
-    for rank in range(2):
-        name = f"sampled_rank-{rank}.json.gz"
-        (tmp_path / f"rank{rank}.json.gz").write_bytes((DATA / name).read_bytes())
-    report = open_step(tmp_path).report()
-    assert [row.waiting_us for row in report.workers] == [0, 0]
-    assert report.collectives == []

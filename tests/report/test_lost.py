@@ -142,12 +142,6 @@ def test_requests_decide_when_a_replica_is_done(tmp_path: Path) -> None:
     assert (report.throughput.tokens, report.throughput.tokens_per_s) == (90.0, 9.0)
 
 
-def test_starting_and_stopping_the_tool_is_the_capture(tmp_path: Path) -> None:
-    """What lies in the step and outside of the recording was spent on the capture itself."""
-    report = report_of(tmp_path, [], [Worker("actor", kernels=[("k", 1, 8)], recorded=(1, 8))])
-    assert seconds(report, "actor_rank0") == {"capture": 3.0}
-
-
 def test_time_spent_on_starting_and_stopping_is_found(tmp_path: Path) -> None:
     """Between stages the loop waits for an engine to stop: the report says how long."""
     report_of(tmp_path, [("rollout", 0, 4), ("update_actor", 6, 10)], [Worker("rollout", replica=0)])
@@ -211,19 +205,6 @@ def test_stages_alone_tell_stragglers_and_gantt(tmp_path: Path) -> None:
     assert "actor_rank1" in str(picture(report))
 
 
-def test_nothing_is_said_when_nothing_stands_out(tmp_path: Path) -> None:
-    """A step that is busy from begin to end has no findings."""
-    report = report_of(
-        tmp_path,
-        [("update_actor", 0, 10)],
-        [
-            Worker("actor", rank, stages=[("update_actor", 0, 10)], kernels=[("k", 0, 10)])
-            for rank in range(2)
-        ],
-    )
-    assert report.findings == []
-
-
 def test_lost_is_one_quantity_with_its_unit_everywhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,14 +245,3 @@ def test_lost_is_one_quantity_with_its_unit_everywhere(
     assert '<section id="lost">' in page
     assert "<dt>Lost, median</dt><dd><strong>3.00 <small>lane-seconds</small></strong>" in run
     assert "Idle time by cause" not in page + run + "".join(printed)
-
-
-def test_findings_say_lane_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is added up over lanes stands beside seconds of the step."""
-    worker = [Worker("actor", rank, kernels=[("gemm", 0, 4)]) for rank in range(2)]
-    report_of(tmp_path, [("train", 0, 4)], worker)
-    assert main(["report", str(tmp_path), "--json"]) == 0
-    (finding,) = json.loads(capsys.readouterr().out)["findings"]
-    assert (
-        finding["text"] == "Lanes were idle while the loop was in no stage: 12.0 lane-seconds (60% of all)."
-    )

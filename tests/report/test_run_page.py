@@ -87,12 +87,6 @@ def test_every_step_has_a_row_with_a_link_to_its_page(steps: list[Report], tmp_p
     assert [elements.outside.count(link) for link in links] == [3, 3, 3, 6, 3, 4]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_few_steps_have_no_range_to_leave(steps: list[Report], tmp_path: Path, count: int) -> None:
-    """And that is said."""
-    assert "What changed is said of three captured steps or more." in page_of(steps[:count], tmp_path)
-
-
 def test_plain_reports_have_a_page(tmp_path: Path) -> None:
     """Without stages, workers and lost time."""
     empty = report_of(tmp_path, STAGES, [])
@@ -259,14 +253,6 @@ class TestEveryStep:
         said = "median 8.50 s, longest step 1 with 60.0 s, then step 12 with 12.5 s (rollout +4.00 s)"
         assert said in capsys.readouterr().out
 
-    def test_a_step_alone_and_json_say_nothing_of_it(
-        self, run: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """The one is not about the run, and the other is for programs."""
-        assert main(["report", str(run / "step_000012")]) == 0
-        assert main(["report", str(run), "--json"]) == 0
-        assert "watch of" not in capsys.readouterr().out
-
     def test_a_long_run_has_a_bounded_page(self, run: Path) -> None:
         """All captured steps are on it, and the longest of the others, with and without them beside it."""
         history = [logged(summary(number)) for number in range(20_000)]
@@ -288,26 +274,6 @@ class TestEveryStep:
         assert "212.3 s in 240 calls, 3 failed1.00 us in 1 call" in text
         assert "tool:11" not in text
         assert "time-of-trajectories" not in watch_picture(run, history[:1], {}).table()
-
-    def test_hundreds_of_stages_are_summed_up(self, run: Path) -> None:
-        """And the sum of a step stays what it is."""
-        history = [logged(summary(1, {f"stage {number}": 10 * number for number in range(1, 300)}))]
-        (bar,) = watch_picture(run, history, {}).bars
-        assert len(bar.seconds) == 16
-        assert sum(bar.seconds.values()) == pytest.approx(history[0].seconds)
-        assert bar.seconds["(other stages)"] > 300
-
-    def test_hostile_names_stay_text(self, run: Path) -> None:
-        """Of stages and of reasons."""
-        nasty = "</script><img src=x onerror=alert(1)>\x1b"
-        folder = run / "step_000012" / "manifest.json"
-        manifest = msgspec.structs.replace(read_manifest(run / "step_000012"), trigger=Trigger(reason=nasty))
-        write_json_atomically(folder, manifest)
-        WatchLog(run)(summary(20, {nasty: 3.0}))
-        assert main(["report", str(run), "--save"]) == 0
-        elements = Elements()
-        elements.feed((run / "index.html").read_text())
-        assert "img" not in elements.tags
 
     def test_a_log_that_is_none_costs_its_section_alone(
         self, run: Path, capsys: pytest.CaptureFixture[str]

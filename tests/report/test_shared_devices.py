@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from drawn_steps import STAGES, Worker, report_of
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from step_folders import build_step
 
@@ -21,11 +18,7 @@ from verl_profiling.devices import Device
 from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.report.files import scalars, write_csv
 from verl_profiling.report.html import render_html
-from verl_profiling.report.intervals import Spans, intersection, length, spans_of, subtract, union
-from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import Report
-from verl_profiling.report.numbers import lost_of_device
-from verl_profiling.report.page.picture import picture
 from verl_profiling.report.terminal import print_report
 from verl_profiling.run_files import read_manifest, write_json_atomically
 
@@ -74,20 +67,6 @@ def test_a_shared_device_is_busy_while_any_of_its_lanes_is(tmp_path: Path) -> No
     assert sum(lost.seconds for lost in report.lost) == pytest.approx(6.0)
     assert report.working_share == pytest.approx(0.4)
     assert report.throughput.tokens_per_s_per_device == pytest.approx(report.throughput.tokens_per_s)
-
-
-def test_lanes_keep_their_own_numbers(tmp_path: Path) -> None:
-    """What each role did on the device is still there, and the picture has both, beside each other."""
-    report = colocated(tmp_path, [GPU], [GPU])
-    assert [(row.name, row.busy_us) for row in report.workers] == [
-        ("actor_rank0", 2e6),
-        ("rollout0_rank0", 2e6),
-    ]
-    [group] = [group for group in picture(report)["groups"] if group["role"] != "controller"]
-    assert [lane["shares"] for lane in group["lanes"]] == [
-        "one device with rollout0_rank0",
-        "one device with actor_rank0",
-    ]
 
 
 def test_every_face_says_devices(tmp_path: Path) -> None:
@@ -177,35 +156,3 @@ def test_time_of_real_traces_is_divided_once(tmp_path: Path, mode: str) -> None:
         assert row.busy_us + row.idle_us == pytest.approx(row.span_us)
     lost_us = sum(row.idle_us + row.waiting_us for row in report.devices)
     assert sum(lost.seconds for lost in report.lost) == pytest.approx(lost_us / 1e6)
-
-
-class DrawnLane:
-    """What :func:`lost_of_device` looks at: when a lane was observed, and when it was busy."""
-
-    def __init__(self, observed: Spans, busy: Spans) -> None:
-        self.observed, self.busy = observed, busy
-
-
-SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=6).map(
-    lambda pairs: spans_of((min(pair), max(pair)) for pair in pairs)
-)
-
-
-@given(st.lists(st.tuples(SPANS, SPANS, st.lists(SPANS, min_size=3, max_size=3)), min_size=1, max_size=4))
-def test_idle_time_of_a_device_is_divided_once(drawn: list[tuple[Spans, Spans, list[Spans]]]) -> None:
-    """Whatever lanes say: each instant without a busy lane has one cause, and no other instant has any."""
-    lanes, lost = [], []
-    for observed, busy, claims in drawn:
-        idle = subtract(observed, busy)
-        named = dict.fromkeys(CAUSES, spans_of([]))
-        for cause, claim in zip(("host_bound", "no_requests", "long_tail"), claims, strict=True):
-            named[cause] = intersection(idle, claim)
-            idle = subtract(idle, claim)
-        lanes.append(DrawnLane(observed, busy))
-        lost.append({**named, "unexplained": idle})
-    found = lost_of_device(lanes, lost)  # type: ignore[arg-type]
-    observed = union(*(lane.observed for lane in lanes))
-    busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
-    assert list(found) == list(CAUSES)
-    assert np.array_equal(union(*found.values()), subtract(observed, busy))
-    assert sum(map(length, found.values())) == length(observed) - length(busy)

@@ -210,34 +210,6 @@ def test_stages_that_cross_get_threads_of_their_own(tmp_path: Path) -> None:
     }
 
 
-SHORTER = [("rollout", 1, 9), ("update_actor", 6, 14), ("update_weights", 13, 19)]
-
-
-def test_arrows_lead_into_stages_that_cross(tmp_path: Path) -> None:
-    """The controller's trace has a row ``stages 2``, on either side, and its arrows are there too."""
-    folder = build_step(tmp_path)
-    manifest = read_manifest(folder)
-    begin = manifest.begin_ns
-    spans = [("rollout", 0, 10), ("update_actor", 5, 15), ("update_weights", 12, 20)]
-    stages = [StageSpan(name, begin + a * 1000, begin + b * 1000) for name, a, b in spans]
-    inside = [StageSpan(name, begin + a * 1000, begin + b * 1000) for name, a, b in SHORTER]
-    workers = [msgspec.structs.replace(worker, stages=inside) for worker in manifest.workers]
-    manifest = msgspec.structs.replace(manifest, stages=stages, workers=workers, clocks=[])
-    write_json_atomically(folder / MANIFEST_NAME, manifest)
-    _, events = merged(folder)
-    names = process_names(events)
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    shown = [e for e in events if e["ph"] == "X" and e.get("cat") == "stage"]
-    at = {(e["pid"], e["tid"], e["ts"]): e["name"] for e in shown}
-    lanes = {names[e["pid"]] for e in shown} - {"controller"}
-    assert len(lanes) == len(WORKERS)
-    ends = [e for e in events if e["name"] == "causes" and e["ph"] == "f"]
-    assert sorted((names[e["pid"]], at[e["pid"], e["tid"], e["ts"]]) for e in ends) == sorted(
-        (lane, name) for lane in lanes for name, *_ in spans
-    )
-    assert {name for name in threads.values() if name.startswith("stages")} == {"stages", "stages 2"}
-
-
 def test_a_tools_start_and_stop_have_a_lane(tmp_path: Path) -> None:
     """In the worker's process, on a thread of their own, with the stage that was recorded."""
     folder = build_step(tmp_path, rank1_clock_ns=CLOCK_NS)
