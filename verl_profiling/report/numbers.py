@@ -18,7 +18,7 @@ communication, overlap ``|M|``, ``|C & M|``          HTA 0.5 comm/comp overlap
 exposed communication  ``|M - C|``                   communication less overlap
 tail ratio             last over median finish       ``rollout_tail``
 collective wait        length of all waits at once   ``collectives``
-self time              duration less nested calls    ``optimes.self_times``
+self time              duration less nested calls    ``nested_times``
 idle by cause          a partition of ``I``          ``lost.lost_by_cause``
 host-bound             ``|I & own stages|``          ``lost.lost_by_cause``
 straggler              ``|stage - collective wait|`` ``stragglers``
