@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -70,6 +71,10 @@ def _stages(
     """Return how far the loop is after each of its stages, and how those who worked in it stand."""
     if not summary.loop:
         return {}
+    if len(summary.loop) == 1 and not summary.workers:
+        alone = _alone(summary, clear=not has_workers)
+        if alone is not None:
+            return alone
     stages: dict[str, int] = {}
     lanes = [use.lane for use in summary.loop]
     loop = runs_of(summary.loop, summary.begin_ns, {lane: at for at, lane in enumerate(lanes)}, stages)
@@ -85,6 +90,24 @@ def _stages(
         clear = standing.clear and stage not in covered and (workers is not None or not calls)
         first, *others = workers.standings(stage, standing) if workers is not None else [standing]
         found[names[stage]] = front_ns, [first._replace(clear=clear and first.clear), *others]
+    return found
+
+
+def _alone(summary: StepSummary, clear: bool) -> dict[str, tuple[float, list[Standing]]] | None:
+    """Return the same of a process whose stages run once and one after another, which needs no arrays."""
+    [use] = summary.loop
+    found: dict[str, tuple[float, list[Standing]]] = {}
+    front_ns, busy_until_ns = 0.0, 0
+    for stage in sorted(use.stages, key=attrgetter("begin_ns")):
+        if stage.name in summary.beside:
+            continue
+        if stage.periods or stage.name in found or stage.begin_ns < busy_until_ns:
+            return None
+        length_ns = max(0, stage.duration_ns)
+        busy_until_ns = stage.begin_ns + length_ns
+        front_ns += length_ns
+        standing = Standing(use.role, [use.lane], np.array([float(length_ns)]), use.lane, 0, 1.0, clear)
+        found[stage.name] = front_ns, [standing]
     return found
 
 
