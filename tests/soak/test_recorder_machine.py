@@ -336,6 +336,8 @@ class RecorderMachine(RuleBasedStateMachine):
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
+        if hasattr(self, "recorder"):
+            self.recorder._slot.background.drain(30)  # an engine that wrote late
         shutil.rmtree(self.folder)
 
 
