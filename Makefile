@@ -231,6 +231,7 @@ lint: .venv/.ready ## Check style and types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/python -m tests.sentences
 
 size: .venv/.ready ## Print code lines by wing, and hold them against the ceilings of pyproject.toml
 	.venv/bin/python -m tests.size

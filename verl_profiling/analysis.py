@@ -261,7 +261,7 @@ class CapturedStep:
 
     @property
     def manifest(self) -> Manifest | None:
-        """What was expected and what became of it, in the loop's time; ``None`` for plain traces."""
+        """The expected artifacts with their status, in the loop's time; ``None`` for plain traces."""
         return self.inputs.manifest
 
     def by_step(self) -> list[CapturedStep]:

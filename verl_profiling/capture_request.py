@@ -42,7 +42,7 @@ _Numbers = Annotated[
 
 
 class Aim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What one capture does differently from the settings. ``None``: as they say.
+    """The differences of one capture from the settings. ``None``: none.
 
     A role that records trajectories goes on with its own tools and mode, unless ``roles`` names it.
 

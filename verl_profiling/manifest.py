@@ -177,7 +177,7 @@ def expected_artifact(
 
 
 class CaptureCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What the capture cost the training process, in seconds."""
+    """The cost of the capture in the training process, in seconds."""
 
     start_s: float = 0.0
     stop_s: float = 0.0
@@ -286,7 +286,7 @@ class HostClock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker recorded for one capture: plain and picklable.
+    """The record of one worker for one capture: plain and picklable.
 
     Attributes:
         identity: The worker.

@@ -1,4 +1,4 @@
-"""What the watch keeps of a step: how long every process was in each of its outermost stages."""
+"""The summary of a step: seconds per process and outermost stage."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SpanTotal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):
-    """What one process did in one step.
+    """The seconds of one process in one step.
 
     Attributes:
         lane: Name of the process, as in manifests: ``controller``, ``actor_rank0``, ``rollout1_rank0``.
@@ -159,7 +159,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spans(self) -> list[SpanTotal]:
-        """What the trajectories of all processes add up to, the longest first; at most :data:`MOST_SPANS`.
+        """The spans of the trajectories of all processes, the longest first; at most :data:`MOST_SPANS`.
 
         Where two roles have spans of one name, those of the second are named after it, too: an agent loop's
         ``reward`` is the wait for the ``reward (reward)`` of the process that scores.

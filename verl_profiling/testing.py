@@ -30,7 +30,7 @@ _ENDS_BY_ITSELF = ("verl-profiling-finisher", "verl-profiling-after")
 
 @dataclass
 class RecordedStep:
-    """What :func:`record_step` recorded.
+    """The result of :func:`record_step`.
 
     Attributes:
         folder: The step folder.

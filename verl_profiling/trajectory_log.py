@@ -155,7 +155,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
 
 
 class FateChange(msgspec.Struct, frozen=True, array_like=True, tag="fate"):
-    """What became of trajectories after they had ended, e.g. that their group was filtered out.
+    """A fate that trajectories got after their end, e.g. that their group was filtered out.
 
     Attributes:
         group: The group.
@@ -202,7 +202,7 @@ Line = LogHeader | LoopRecord | TrajectoryRecord | SpanRecord | Lag | Block | Fa
 
 
 class TrajectoryLog(msgspec.Struct, kw_only=True):
-    """What one process recorded of trajectories.
+    """The trajectories of one process.
 
     Attributes:
         lane: Lane of the process.

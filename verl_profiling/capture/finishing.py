@@ -1,4 +1,4 @@
-"""What is left to do on artifacts when training goes on: compress, upload, and note how it went."""
+"""Finishing artifacts while training goes on: compress, upload, and note the outcome."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request so far.
+    """The state of a request so far.
 
     Attributes:
         state: ``accepted``, then ``done``; or ``refused``.
@@ -48,7 +48,7 @@ class Answer:
 
     @property
     def workers(self) -> list[CaptureResult]:
-        """What became of the workers that took part, in the last capture."""
+        """The results of the workers that took part in the last capture."""
         return self.captures[-1].workers if self.captures else []
 
     @property

@@ -109,7 +109,7 @@ class PlannedCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
-    """What would be recorded of one role.
+    """The planned recording of one role.
 
     Attributes:
         role: The role; empty for all roles that the settings do not name.
@@ -131,7 +131,7 @@ class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a configuration would capture.
+    """The captures that a configuration leads to.
 
     Attributes:
         captures_something: Whether a step and a role would be captured, as far as is known.

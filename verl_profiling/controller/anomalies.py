@@ -1,4 +1,4 @@
-"""What the watch asks for by itself: a capture of the next step, aimed at what became slow."""
+"""Capture requests of the watch: the next step, with the suspects selected."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Call:
 
     @property
     def error(self) -> BaseException | None:
-        """What the worker raised; ``None`` while it has not."""
+        """The exception that the worker raised; ``None`` while there is none."""
         try:
             return self.future.exception() if self.future.done() else None
         except concurrent.futures.CancelledError as error:

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """What both callbacks do.
+    """The work of both callbacks.
 
     Attributes:
         live: The capture that is open; ``None`` whenever nothing records.

@@ -1,4 +1,4 @@
-"""What the ranks of a loop send rank 0 of their steps, through the store, so that its summaries have all.
+"""The step summaries that the ranks of a loop send to rank 0 through the store.
 
 Each rank numbers its steps, and measures them by its own clock: times are sent as times since the step's
 begin. The watch's thread of each rank writes and reads; no loop waits.

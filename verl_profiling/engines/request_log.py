@@ -173,7 +173,7 @@ def _weight_updates(name: str, versions: Sequence[int], requests: Sequence[Reque
 
 
 class _Noted:
-    """What is logged of one capture: the requests that have ended, and those that have not."""
+    """The requests of one capture: ended ones, and open ones."""
 
     def __init__(self) -> None:
         self.ended: list[Request] = []

@@ -142,7 +142,7 @@ class Hook:
 
     @property
     def misfit(self) -> str | None:
-        """What is not recorded, and why; ``None`` as long as nothing speaks against it."""
+        """The part that is not recorded, with the reason; ``None`` if there is none."""
         problem = self.problem
         return None if problem is None else f"not recorded: {self.records}, because {problem}"
 

@@ -150,7 +150,7 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
 
     @contextmanager
     def _rewards(self) -> Iterator[None]:
-        """What follows the rewards, until the batch has been scored, makes advantages of them."""
+        """Mark the stage ``advantage``, from the rewards to the scored batch."""
         with self._stage("reward"):
             yield
         self._turn_to(_ADVANTAGE)

@@ -65,7 +65,7 @@ _ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_CO
 
 
 class LaneRead(NamedTuple):
-    """What was read of one lane.
+    """The result of reading one lane.
 
     Attributes:
         lanes: What each of its devices did, or its host if it has none.
@@ -125,7 +125,7 @@ def read_lane(
 
 
 class _Key(NamedTuple):
-    """What a row is, as far as that is the same for many."""
+    """The properties that many rows share."""
 
     kind: int
     name: str = ""

@@ -188,7 +188,7 @@ class Group(NamedTuple):
 
 
 class _Said(msgspec.Struct, gc=False):
-    """What Kineto writes of a collective into the arguments of its kernel."""
+    """The arguments that Kineto writes with the kernel of a collective."""
 
     collective: str = msgspec.field(name="Collective name", default="")
     name: str | int = msgspec.field(name="Process Group Name", default="")

@@ -99,7 +99,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def basis(self) -> str:
-        """What the comparison rests on, as a phrase."""
+        """The basis of the comparison, as a phrase."""
         if self.before > 1 and self.after > 1:
             return f"medians of {self.before} steps before and {self.after} after; noise is half their range"
         return (

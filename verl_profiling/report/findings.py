@@ -51,7 +51,7 @@ _ADVICE = {
 
 
 class _Found(NamedTuple):
-    """What a rule found.
+    """The result of a rule.
 
     Attributes:
         share: What is compared with the rule's threshold.

@@ -1,4 +1,4 @@
-"""What the devices of a lane did, and the step that it is part of; times are on the controller's clock."""
+"""Lanes, one for each device, and the step of them; times are on the controller's clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Window = tuple[str, int, int]
 
 @dataclass(kw_only=True, eq=False)
 class Lane:
-    """What one device of a lane did, or its host where it has none.
+    """The work of one device of a lane, or of its host where it has none.
 
     Attributes:
         source: The first trace that it was read from.

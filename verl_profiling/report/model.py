@@ -294,7 +294,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_capture(self) -> str:
-        """What to add to numbers of the whole capture, where the step is one of several in it."""
+        """The addition to numbers of the whole capture, where the step is one of several in it."""
         return f" (of the whole capture, {step_list(self.capture_steps)})" if self.capture_steps else ""
 
     @property

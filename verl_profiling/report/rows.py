@@ -40,7 +40,7 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loop did outside of the step: a pause in which the capture started or stopped, or a stage.
+    """Time of the loop around the step: a pause in which the capture started or stopped, or a stage.
 
     Attributes:
         name: ``capture_start``, ``capture_stop``, or the stage, e.g. ``validate``.
@@ -258,7 +258,7 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LostRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What all devices lost by one cause: they idled, or waited for other ranks in collectives.
+    """The lane-seconds lost by one cause: devices idled, or waited for other ranks in collectives.
 
     Attributes:
         cause: Name of the cause; ``docs/report.md`` defines each.
@@ -340,7 +340,7 @@ class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What the requests of one replica came to; what its engine does not tell is ``None``.
+    """The totals of one replica's requests; ``None`` where its engine does not report.
 
     Percentiles are of the requests that did not fail. All numbers but ``validation`` are of the rollout.
 
@@ -423,7 +423,7 @@ class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What the capture cost one worker.
+    """The cost of the capture for one worker.
 
     Attributes:
         worker: Name of the worker.
@@ -441,7 +441,7 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnchorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's clock did from its first reading in the capture to its last.
+    """The drift of a worker's clock, from its first reading in the capture to its last.
 
     Attributes:
         worker: Name of the worker.
@@ -493,7 +493,7 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CauseRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What trajectories waited for, all together.
+    """The waiting of all trajectories for one cause.
 
     Attributes:
         validate: They are of validation rollouts.
@@ -511,7 +511,7 @@ class CauseRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What went on in a stretch of the rollout.
+    """One stretch of the rollout.
 
     Attributes:
         cause: As in :class:`CauseRow`; of time in which no trajectory ran, what its processes did, or
@@ -556,7 +556,7 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What blocked the event loop of a process.
+    """One task that blocked the event loop of a process.
 
     Attributes:
         lane: Lane of the process.
@@ -602,12 +602,12 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_of(self) -> str:
-        """What its last one waited for, and whether that one is done."""
+        """The cause that its last one waited for, and whether that one is done."""
         return self.last_cause if self.whole else f"{self.last_cause} (not done)"
 
 
 class FateRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of trajectories, and what they cost.
+    """Trajectories of one fate, and their cost.
 
     Attributes:
         validate: They are of validation rollouts.
@@ -718,7 +718,7 @@ class Polling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """What trajectories waited for in a step.
+    """The section on the rollout: the waiting of trajectories in a step.
 
     Attributes:
         trajectories: Number of training trajectories.

@@ -1,4 +1,4 @@
-"""What a report says in sentences: its main figures, what holds of the rollout, and what is not known."""
+"""Sentences of a report: its main figures, the rollout, and what is not known."""
 
 from __future__ import annotations
 

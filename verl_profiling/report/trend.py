@@ -1,4 +1,4 @@
-"""What the captured steps of a run have in common, and which of them differ."""
+"""The captured steps of a run: figures that they share, and steps that differ."""
 
 from __future__ import annotations
 

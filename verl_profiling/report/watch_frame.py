@@ -1,4 +1,4 @@
-"""What ``top`` shows of a running job: a frame of the watch's latest steps."""
+"""A frame of ``top``: the watch's latest steps of a running job."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class _Bar(NamedTuple):
 
 
 class WatchPicture(NamedTuple):
-    """What the page shows of the watch.
+    """The watch's part of the page.
 
     Attributes:
         bars: The steps that are shown.

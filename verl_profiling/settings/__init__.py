@@ -1,1 +1,1 @@
-"""What the user asked for, checked once, before anything is built."""
+"""The settings of the user, checked once, before anything is built."""

@@ -1,4 +1,4 @@
-"""What the category of an event says: one table for all accelerators, which the documentation prints.
+"""The categories of events: one table for all accelerators, which the documentation prints.
 
 A category that is not in the table is unknown: where its events are on a device, they are shown as
 unrecognised work of it (see :mod:`~verl_profiling.report.kinds`).
@@ -25,7 +25,7 @@ _NPU = "https://github.com/Ascend/pytorch/tree/master/torch_npu/profiler/analysi
 
 
 class Category(NamedTuple):
-    """What events with one of these categories are.
+    """The kind of the events of these categories.
 
     Attributes:
         names: The categories; ``*`` stands for the name of any vendor.

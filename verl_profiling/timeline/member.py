@@ -35,7 +35,7 @@ _BATCH = 4096
 
 
 class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process needs to know to write one member.
+    """The inputs of a process that writes one member.
 
     Attributes:
         source: The trace.
@@ -63,7 +63,7 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one trace.
+    """The outcome for one trace.
 
     Attributes:
         path: The trace.

@@ -45,7 +45,7 @@ _SPAWN_BYTES = 8 << 20  # for fewer bytes, starting processes takes longer than 
 
 
 class MergeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written.
+    """The written timeline.
 
     Attributes:
         path: The timeline.

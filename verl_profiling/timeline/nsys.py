@@ -34,7 +34,7 @@ _TOOL = "nsys"
 
 
 class Collected(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the report of one range.
+    """The outcome for the report of one range.
 
     Attributes:
         path: The report (or the trace made from it), relative to the run's folder.

@@ -62,7 +62,7 @@ class Layout(msgspec.Struct, kw_only=True):
 
 
 class _Owner(msgspec.Struct, kw_only=True):
-    """What has rows of its own: a block, a trajectory, or an outermost span of the process.
+    """An owner of rows: a block, a trajectory, or an outermost span of the process.
 
     Attributes:
         begin: Begin of it and its spans.

@@ -137,7 +137,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
 
 
 class FoundSteps(msgspec.Struct, frozen=True):
-    """What is under a path.
+    """The steps under a path.
 
     Attributes:
         steps: The steps that can be read.
@@ -228,7 +228,7 @@ def _inputs_of(inputs: StepInputs, manifest: Manifest, index: int) -> StepInputs
 
 
 class _Part:
-    """What of a manifest is of one of its steps."""
+    """The part of a manifest that belongs to one of its steps."""
 
     def __init__(self, manifest: Manifest, index: int) -> None:
         self._whole = manifest

@@ -1,4 +1,4 @@
-"""What a tool is, and the tools by name. A new tool is one module here and one line in ``TOOLS``."""
+"""Tools by name. A new tool is one module here and one line in ``TOOLS``."""
 
 from __future__ import annotations
 

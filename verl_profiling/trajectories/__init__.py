@@ -1,4 +1,4 @@
-"""What one trajectory of a rollout does, as spans; and how late the event loop runs that serves it."""
+"""Trajectories of a rollout, as spans; and the lag of the event loop that serves them."""
 
 from verl_profiling.trajectories.spans import (
     Span,

@@ -26,7 +26,7 @@ _MOST_FACTS = 50
 
 
 class OpenLog:
-    """What a process has recorded so far: bounded, and without a lock per span.
+    """The record of a process so far: bounded, and without a lock per span.
 
     Args:
         max_spans: Spans that are kept at most; and as many trajectories, fates and counts.

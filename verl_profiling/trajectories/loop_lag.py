@@ -36,7 +36,7 @@ _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 
 
 class _Sample(NamedTuple):
-    """What ran on a loop's thread; nothing if that is not known."""
+    """The task that ran on a loop's thread; nothing if that is not known."""
 
     at_ns: int
     task: Any = None

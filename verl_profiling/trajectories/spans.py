@@ -38,7 +38,7 @@ _FAILED: Final = "failed"
 
 
 class Span(msgspec.Struct, eq=False, gc=False):
-    """What a trajectory does for a while; made by :func:`span`.
+    """A named part of a trajectory; made by :func:`span`.
 
     The garbage collector does not track spans, so that thousands of them do not make it run.
 
@@ -170,7 +170,7 @@ class Trajectory(Span, gc=True):
 
 
 class _Idle(Trajectory):
-    """What :func:`span` and :func:`trajectory` return while nothing records; it keeps nothing."""
+    """The span that :func:`span` and :func:`trajectory` return while nothing records; it keeps nothing."""
 
     def __enter__(self) -> Self:
         return self

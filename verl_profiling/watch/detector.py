@@ -45,7 +45,7 @@ _BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.15, 0.6, 1.0
 
 
 class _Evidence:
-    """What speaks for a change: at 1 there is one, if it comes together within ten steps.
+    """The evidence for a change: at 1 there is one, if it comes together within ten steps.
 
     A step adds half at most, so one outlier is none. A quiet step takes a little away, and four of them one
     after another all. While a change goes on, and within a window after it, it is noticed again only where it

@@ -112,7 +112,7 @@ def _alone(summary: StepSummary, clear: bool) -> dict[str, tuple[float, list[Sta
 
 
 class _Work(NamedTuple):
-    """What one role did inside one stage of the loop."""
+    """The work of one role inside one stage of the loop."""
 
     standing: Standing
     begin_ns: float
@@ -173,7 +173,7 @@ class _Workers:
 
     @cached_property
     def _under_way(self) -> Runs:
-        """What the workers ran in the step and the one before."""
+        """The runs of the workers in the step and the one before."""
         return joined([runs_of(self._before, self._origin_ns, self._numbers, self._stages), self._runs])
 
     def _works(self, runs: Runs, room_ns: float) -> list[_Work]:

@@ -18,7 +18,7 @@ _STEADY = 0.5
 
 
 class _Held(NamedTuple):
-    """What a process held after a step, the ``at``-th that was looked at."""
+    """The memory of a process after a step, the ``at``-th of the series."""
 
     at: int
     step: int

@@ -1,4 +1,4 @@
-"""What a process is asked by the watch, and what it answers."""
+"""The watch's question to a process, and its answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process did in the steps of a question.
+    """The stages of a process in the steps of a question.
 
     Attributes:
         identity: The worker.

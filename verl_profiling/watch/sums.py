@@ -1,4 +1,4 @@
-"""What a process keeps for the watch: its last outermost stages, those that are open, and its memory.
+"""The stages that a process keeps for the watch: ended ones, open ones, and its memory.
 
 Written for speed: every stage passes here.
 """

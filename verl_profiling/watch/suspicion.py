@@ -1,4 +1,4 @@
-"""What the watch suspects: the sign, the stage, and the processes that may be the cause."""
+"""A suspicion of the watch: the sign, the stage, and the processes that may be the cause."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the HTML pages are made of: their shell, their tables and charts, style and script."""
+"""The parts of the HTML pages: shell, tables, charts, style and script."""

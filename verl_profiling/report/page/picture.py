@@ -1,4 +1,4 @@
-"""What the picture of a step shows, as data for the script that draws it."""
+"""The data of a step's picture, for the script that draws it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of trajectories: calls, blocked loops, groups, fates, errors, versions, and the last ones."""
+"""The outcomes of trajectories: calls, blocked loops, groups, fates, errors, versions, and the last ones."""
 
 from __future__ import annotations
 

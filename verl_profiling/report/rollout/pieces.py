@@ -1,4 +1,4 @@
-"""What trajectories waited for, in pieces of time that have one cause each.
+"""The time of trajectories, in intervals of one cause each.
 
 Loop lag is the time for which a trajectory stood still because another task blocked its event loop. A block
 stops every task of its loop, but not what tasks wait for elsewhere: an engine goes on with a request, a

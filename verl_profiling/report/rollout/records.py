@@ -1,4 +1,4 @@
-"""What processes recorded of trajectories, as columns, on the controller's clock."""
+"""The trajectories of all processes, as columns, on the controller's clock."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Trajectory(NamedTuple):
 
     @property
     def fate(self) -> str:
-        """What became of it in the end."""
+        """The fate of the trajectory in the end."""
         return short_name(self.said.fate)
 
     def number(self, fact: str) -> int | None:
