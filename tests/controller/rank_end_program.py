@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from verl_profiling import ProfilingCallback, stage
+from verl_profiling.testing import shifted_clock
 from verl_profiling.workers import CaptureMixin
 
 RANK = int(os.environ["RANK"])
@@ -22,11 +25,18 @@ class Trainer(CaptureMixin):
 
 def end_rank(ending: str, waiting: Path) -> None:
     """End this rank, or hang; where it matters, while rank 0 has ended the step and waits for this one."""
+    if ending in ("killed", "cancelled"):
+        while not waiting.exists():
+            time.sleep(0.01)
+        time.sleep(1)
     if ending == "raises":
         raise ValueError("out of memory")
-    while not waiting.exists():
-        time.sleep(0.01)
-    time.sleep(60)
+    if ending == "os._exit":
+        os._exit(0)
+    if ending == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ending == "cancelled":
+        time.sleep(60)
 
 
 def loop(save_path: Path, ending: str) -> None:
@@ -55,7 +65,15 @@ def loop(save_path: Path, ending: str) -> None:
             profiling.on_step_end()
 
 
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    loop(Path(sys.argv[1]), sys.argv[2])
+def main() -> None:
+    """Run one rank; one that is killed is on another host, so that rank 0 cannot see that it is gone."""
+    save_path, ending = Path(sys.argv[1]), sys.argv[2]
+    remote = ending == "killed" and RANK == 1
+    with shifted_clock(0, "another host") if remote else contextlib.nullcontext():
+        dist.init_process_group("gloo")
+        loop(save_path, ending)
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
