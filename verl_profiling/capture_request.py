@@ -12,19 +12,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-__all__ = [
-    "MOST_STEPS",
-    "REFUSED",
-    "REQUEST",
-    "REQUESTS",
-    "Aim",
-    "Demand",
-    "Sign",
-    "Trigger",
-    "TriggerKind",
-    "new_request_id",
-]
-
 REQUESTS = "requests"
 """Name of the folder."""
 REQUEST, REFUSED = ".json", ".refused"

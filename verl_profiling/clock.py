@@ -16,19 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = [
-    "ClockAnchor",
-    "Handshake",
-    "best_handshake",
-    "domain",
-    "follow",
-    "hold",
-    "now_ns",
-    "read_anchor",
-    "release",
-    "replaced",
-]
-
 _wall_ns = now_ns = time.time_ns
 _held = 0
 

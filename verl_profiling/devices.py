@@ -16,17 +16,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "NO_INJECTION",
-    "VARIABLE",
-    "Device",
-    "engine_devices",
-    "given_devices",
-    "injected_cupti",
-    "lost_kernels",
-    "used_devices",
-]
-
 logger = logging.getLogger(__name__)
 
 VARIABLE = "NVTX_INJECTION64_PATH"

@@ -12,8 +12,6 @@ from typing import Any
 
 from verl_profiling.errors import ToolUnavailableError
 
-__all__ = ["EventFile"]
-
 
 class EventFile:
     """Values by step.

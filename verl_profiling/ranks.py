@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 from verl_profiling.errors import ConfigError
 
-__all__ = ["Ranks", "coordinates_in", "parse_ranks", "process_rank"]
-
 Ranks = str | int | tuple[int, ...] | None
 
 _MOST_RANKS = 1 << 20

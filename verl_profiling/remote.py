@@ -21,8 +21,6 @@ from verl_profiling.errors import ToolUnavailableError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["LocalFolder", "RemoteFolder", "Upload", "check_url", "copy_line", "folder_at", "is_url"]
-
 _MOST_BYTES = 1 << 24
 
 

@@ -6,17 +6,6 @@ import msgspec
 
 from verl_profiling.manifest import Ns
 
-__all__ = [
-    "MOST_SPANS",
-    "OTHERS",
-    "ExposedStage",
-    "Period",
-    "RankUse",
-    "SpanTotal",
-    "StageUse",
-    "StepSummary",
-]
-
 Period = tuple[Ns, Ns]
 """Begin and end."""
 

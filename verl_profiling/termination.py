@@ -11,8 +11,6 @@ import signal
 import threading
 from types import FrameType
 
-__all__ = ["hold", "release", "was_terminated"]
-
 _lock = threading.Lock()
 _held = 0
 _process = 0

@@ -6,8 +6,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-__all__ = ["visible", "visible_text_of"]
-
 T = TypeVar("T", bound=msgspec.Struct)
 
 

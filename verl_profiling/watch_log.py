@@ -20,18 +20,6 @@ from verl_profiling.manifest import MAX_NS, Count, Ns
 from verl_profiling.run_files import named_file
 from verl_profiling.step_summary import StepSummary
 
-__all__ = [
-    "OLDER_WATCH_LOG",
-    "WATCH_LOG",
-    "LoggedSpans",
-    "LoggedStage",
-    "LoggedStep",
-    "RoleMemory",
-    "WatchLogReader",
-    "has_watch_log",
-    "logged",
-]
-
 WATCH_LOG = "watch.jsonl"
 OLDER_WATCH_LOG = "watch.1.jsonl"
 MAX_LINE = 1 << 20

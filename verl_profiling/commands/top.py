@@ -33,8 +33,6 @@ from verl_profiling.units import duration
 from verl_profiling.visible import visible
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, WatchLogReader, has_watch_log
 
-__all__ = ["View", "configure", "run"]
-
 _STEPS = 200
 _CAPTURES = 5
 _FASTEST_S = 0.1

@@ -17,8 +17,6 @@ from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.suspicion import Suspicion
 
-__all__ = ["Anomalies"]
-
 logger = logging.getLogger(__name__)
 
 _OF_A_STAGE = ("slow_stage", "leader")

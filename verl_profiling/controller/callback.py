@@ -34,8 +34,6 @@ from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["AsyncProfilingCallback", "ProfilingCallback"]
-
 logger = logging.getLogger(__name__)
 
 

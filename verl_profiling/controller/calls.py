@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 from verl_profiling import clock
 from verl_profiling.identity import ROLLOUT_ROLE
 
-__all__ = ["Call", "Postponed", "Round", "Target", "Waits", "Worker", "outcome_of"]
-
 T = TypeVar("T")
 Waits = Generator[Callable[[], object], None, T]
 """What a hook does: it yields functions that wait, which the asynchronous callback runs on a thread."""

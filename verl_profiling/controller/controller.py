@@ -40,8 +40,6 @@ from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action
 from verl_profiling.units import step_list
 
-__all__ = ["Controller"]
-
 LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
 """How long a process that ends waits for its workers, at most, each time: supervisors kill after 30 s."""

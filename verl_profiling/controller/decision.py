@@ -29,8 +29,6 @@ from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, StepRange
 
-__all__ = ["Decisions"]
-
 logger = logging.getLogger(__name__)
 
 _LEAST_STEPS = 2

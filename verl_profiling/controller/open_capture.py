@@ -24,8 +24,6 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, Manifest, Rpc, StepSpan, finite_numbers
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["ROLLOUT", "OpenCapture", "step_span", "whole_version"]
-
 logger = logging.getLogger(__name__)
 
 ROLLOUT = "rollout"

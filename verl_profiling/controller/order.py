@@ -7,8 +7,6 @@ import logging
 from verl_profiling.settings.schedule import Schedule
 from verl_profiling.units import step_list
 
-__all__ = ["LoopOrder"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ import msgspec
 from verl_profiling.controller.spmd import PROBLEMS, Ranks, in_a_line
 from verl_profiling.step_summary import RankUse, StepSummary
 
-__all__ = ["RankSummaries"]
-
 logger = logging.getLogger(__name__)
 
 

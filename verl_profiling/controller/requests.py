@@ -23,8 +23,6 @@ from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.settings.schedule import Action, Schedule, StepRange
 from verl_profiling.visible import visible
 
-__all__ = ["Decision", "Requests"]
-
 logger = logging.getLogger(__name__)
 
 SIGNAL = "SIGUSR2"

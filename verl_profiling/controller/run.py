@@ -31,8 +31,6 @@ from verl_profiling.run_files import write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
-__all__ = ["Run", "claim_run"]
-
 logger = logging.getLogger(__name__)
 
 _VERSIONS_OF = (

@@ -30,17 +30,6 @@ from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
 from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = [
-    "PROBLEMS",
-    "Announced",
-    "Ranks",
-    "find_ranks",
-    "in_a_line",
-    "knows_place",
-    "leads",
-    "place_of",
-]
-
 logger = logging.getLogger(__name__)
 
 PROBLEMS = (OSError, RuntimeError, ValueError, msgspec.MsgspecError)

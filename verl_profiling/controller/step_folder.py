@@ -36,8 +36,6 @@ from verl_profiling.remote import RemoteFolder, Upload
 from verl_profiling.run_files import RESULT_SUFFIX, read_manifest, write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
 
-__all__ = ["StepFolders", "is_pending"]
-
 logger = logging.getLogger(__name__)
 
 _PAUSES = (CAPTURE_START, CAPTURE_STOP, "write")

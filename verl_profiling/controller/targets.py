@@ -21,8 +21,6 @@ from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import TOOLS
 
-__all__ = ["Roster", "make_targets"]
-
 logger = logging.getLogger(__name__)
 
 _NOBODY = (

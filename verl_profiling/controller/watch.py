@@ -29,8 +29,6 @@ from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, OpenStage, StageSums, process_sums
 
-__all__ = ["Listener", "Watch"]
-
 logger = logging.getLogger(__name__)
 
 Listener = Callable[[StepSummary], object]

@@ -15,8 +15,6 @@ from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch.values import values_of
 
-__all__ = ["WatchOutlet"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from verl_profiling.identity import ProcessId
 from verl_profiling.step_summary import RankUse
 from verl_profiling.watch.reading import WatchQuestion, WatchReading
 
-__all__ = ["PendingStep", "WatchedWorkers"]
-
 logger = logging.getLogger(__name__)
 
 _HANDSHAKES = 32

@@ -18,20 +18,6 @@ from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.tools.torch_profiler import TorchTool
 
-__all__ = [
-    "SPOOL_PARENT",
-    "EngineAdapter",
-    "EngineTool",
-    "EngineTrace",
-    "check_device",
-    "engine_tool",
-    "how_processes_ended",
-    "is_spool",
-    "new_spool",
-    "refuse_option",
-    "role_of_capture",
-]
-
 SPOOL_PARENT = ".engines"
 
 EngineTool = TorchTool | NpuTool | NsysTool

@@ -13,15 +13,6 @@ from pathlib import Path
 
 from verl_profiling.errors import ToolUnavailableError
 
-__all__ = [
-    "RECORDED_OPTIONS",
-    "check_sglang_reaches_torch_npu",
-    "check_vllm_ascend",
-    "is_recording",
-    "rank_of_recording",
-    "why_not_counted",
-]
-
 RECORDED_OPTIONS: dict[str, dict[str, tuple[object, ...]]] = {
     "vLLM": {
         "activities": (["cpu", "npu"],),

@@ -26,8 +26,6 @@ from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.tools.nsys import NsysTool, process_ranges
 
-__all__ = ["ENGINES", "SessionRecorder", "make_recorder", "node_rank_of"]
-
 ENGINES = ("vllm", "sglang", "transformers")
 
 

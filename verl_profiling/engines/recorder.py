@@ -36,8 +36,6 @@ from verl_profiling.manifest import Artifact, CaptureResult, worst_fate
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.tools.nsys import NsysTool
 
-__all__ = ["EngineRecorder"]
-
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_TIMEOUT = 0.9

@@ -18,8 +18,6 @@ from verl_profiling import clock
 from verl_profiling.manifest import CaptureResult, Request
 from verl_profiling.watch.sums import Busy
 
-__all__ = ["OpenRequest", "RequestLog"]
-
 _LONGEST_ID = 200
 _MOST = 1 << 53
 

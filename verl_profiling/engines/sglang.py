@@ -36,8 +36,6 @@ from verl_profiling.settings.rollout import EngineStage, RolloutOptions
 from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.torch_profiler import TorchTool
 
-__all__ = ["HTTPCalls", "ManagerCalls", "SGLangAdapter", "check_sglang", "manager_of", "watch_manager"]
-
 _TIMEOUT_S = 30.0
 _INSTALL = "install sglang>=0.5.3"
 _SERVER_ARGS = (

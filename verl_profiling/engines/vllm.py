@@ -40,16 +40,6 @@ from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
-__all__ = [
-    "VLLMAdapter",
-    "check_vllm",
-    "profiler_settings",
-    "profiler_variables",
-    "records_in_process",
-    "vllm_engine_args",
-    "watch_vllm",
-]
-
 logger = logging.getLogger(__name__)
 
 _DIR_VARIABLE = "VLLM_TORCH_PROFILER_DIR"

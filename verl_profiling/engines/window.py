@@ -22,8 +22,6 @@ from verl_profiling.tools.nsys import NsysTool, process_ranges
 from verl_profiling.tools.torch_profiler import TorchTool
 from verl_profiling.tools.trace_file import CUDA, output_of_compressed_trace, output_of_raw_trace
 
-__all__ = ["RangeWindow", "TraceWindow", "Window", "output_of"]
-
 
 class Window:
     """One capture of an engine, from its start to its result.

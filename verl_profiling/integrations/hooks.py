@@ -16,8 +16,6 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-__all__ = ["Hook", "mark", "misfits", "missing", "noting", "usable", "wrap"]
-
 logger = logging.getLogger(__name__)
 
 _notes: list[list[str]] = []

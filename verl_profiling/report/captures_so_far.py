@@ -12,8 +12,6 @@ from verl_profiling.manifest import MANIFEST_NAME, ManifestState
 from verl_profiling.run_files import named_file
 from verl_profiling.timeline.inputs import step_folders, step_number
 
-__all__ = ["CaptureSoFar", "CapturesSoFar"]
-
 _UNREADABLE = (OSError, TraceFormatError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _MOST_BYTES = 64 << 20
 _Version = tuple[int, int] | None

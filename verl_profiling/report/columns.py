@@ -11,8 +11,6 @@ from rich.containers import Lines
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Sentence", "fitting_console", "shortened", "table_of"]
-
 _WIDTH = 100
 _NAME = 44
 

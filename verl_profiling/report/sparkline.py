@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["axis_top", "sparkline"]
-
 _BARS = "▁▂▃▄▅▆▇█"
 _BEYOND = "▲"
 _FAR = 3.0

@@ -20,8 +20,6 @@ from verl_profiling.units import byte_size, duration
 from verl_profiling.visible import visible
 from verl_profiling.watch_log import LoggedSpans, LoggedStage, LoggedStep, RoleMemory
 
-__all__ = ["Pulse", "WatchFrame"]
-
 _WIDTH = 100
 _TREND = 20
 _MANY_STAGES = 16

@@ -9,8 +9,6 @@ from verl_profiling.report.trend import excess, slowest
 from verl_profiling.units import duration
 from verl_profiling.watch_log import LoggedStage, LoggedStep
 
-__all__ = ["IN_NO_STAGE", "WatchHistory", "main_rows", "watch_sentence"]
-
 IN_NO_STAGE = "(in no stage)"
 """What the part of a step is called that lies in no stage."""
 

@@ -19,8 +19,6 @@ from verl_profiling.ranks import Ranks, parse_ranks
 from verl_profiling.settings.typed_values import Positive, Seconds, Size
 from verl_profiling.units import byte_size
 
-__all__ = ["EVERY_RANK", "AfterHook", "Limits", "RemoteOptions", "Timeouts"]
-
 EVERY_RANK = "all"
 _GB = Size(1_000_000_000)
 

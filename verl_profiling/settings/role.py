@@ -13,8 +13,6 @@ from verl_profiling.ranks import Ranks, coordinates_in, parse_ranks
 from verl_profiling.settings.limits import Limits
 from verl_profiling.tools import Tool
 
-__all__ = ["TRAJECTORIES", "Mode", "RoleConfig", "RoleOverride", "Selection", "aimed", "choose"]
-
 Mode = Literal["e2e", "discrete"]
 TRAJECTORIES = "trajectories"
 _ROLLOUT_STAGE = "rollout"

@@ -8,8 +8,6 @@ from typing import Literal
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.typed_values import NotNegative, Positive, Seconds
 
-__all__ = ["EngineStage", "RolloutOptions", "SGLangOptions"]
-
 EngineStage = Literal["prefill", "decode"]
 
 _COUNT_WITH_STACKS = 10

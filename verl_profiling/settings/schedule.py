@@ -9,8 +9,6 @@ from functools import cached_property
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.typed_values import NotNegative, Positive
 
-__all__ = ["Action", "Schedule", "StepRange"]
-
 
 class Action(Enum):
     """An action of the profiler in one step."""

@@ -15,8 +15,6 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 
-__all__ = ["NotNegative", "Positive", "Seconds", "Size", "build", "field_types", "value_of"]
-
 T = TypeVar("T")
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]

@@ -11,8 +11,6 @@ import msgspec
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.settings.typed_values import NotNegative
 
-__all__ = ["SINKS", "Anomaly", "WatchOptions"]
-
 SINKS = ("tensorboard",)
 """What gets the numbers of each step besides ``watch.jsonl``."""
 

@@ -17,17 +17,6 @@ from typing import Any, ClassVar, NamedTuple
 from verl_profiling.identity import artifact_name
 from verl_profiling.manifest import Artifact, expected_artifact
 
-__all__ = [
-    "Destination",
-    "Marks",
-    "NoOptions",
-    "Output",
-    "Recording",
-    "Tool",
-    "folder_bytes",
-    "remove_folder",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:

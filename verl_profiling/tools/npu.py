@@ -21,8 +21,6 @@ from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, folder_bytes, remove_folder
 from verl_profiling.tools.torch_profiler import MiniBatchWindow
 
-__all__ = ["DOMAIN", "NpuOptions", "NpuTool", "import_torch_npu", "output_of_recording"]
-
 DOMAIN = "verl_profiling"
 """Domain of the mstx ranges of stages."""
 

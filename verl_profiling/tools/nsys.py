@@ -28,17 +28,6 @@ from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.schedule import Schedule
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
 
-__all__ = [
-    "DOMAIN",
-    "NsysOptions",
-    "NsysTool",
-    "Ranges",
-    "expected_ranges",
-    "nsys_runtime_env",
-    "nsys_variables",
-    "process_ranges",
-]
-
 DOMAIN = "verl_profiling"
 """Domain of the NVTX ranges of stages."""
 

@@ -16,8 +16,6 @@ import msgspec
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.tools.base import Destination, Output, Recording, Tool, folder_bytes, remove_folder
 
-__all__ = ["PrecisionOptions", "PrecisionTool", "watch_model"]
-
 _NO_DATA = (b'"data": {}\n}', b"{}")  # how dump.json and construct.json end when they have no entries
 
 

@@ -11,15 +11,6 @@ from pathlib import Path
 from verl_profiling.tools.base import Marks
 from verl_profiling.units import byte_size
 
-__all__ = [
-    "StagePeaks",
-    "available_bytes",
-    "memory_overrun",
-    "own_bytes",
-    "process_peak_bytes",
-    "take_host_peak",
-]
-
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _USUAL_WORKERS_OF_A_HOST = 8
 _CLEAR_REFS = Path("/proc/self/clear_refs")

@@ -9,8 +9,6 @@ from typing import ClassVar
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
 from verl_profiling.tools.process_memory import StagePeaks, take_host_peak
 
-__all__ = ["SpansOptions", "SpansTool"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SpansOptions:

@@ -21,8 +21,6 @@ from verl_profiling.tools.base import Destination, Marks, Output, Recording, Too
 from verl_profiling.tools.npu import import_torch_npu
 from verl_profiling.tools.process_memory import StagePeaks
 
-__all__ = ["TorchMemoryOptions", "TorchMemoryTool"]
-
 logger = logging.getLogger(__name__)
 
 OOM_SUFFIX = ".oom.memory.pickle"

@@ -19,8 +19,6 @@ from verl_profiling.tools.base import Destination, Marks, Output, Recording, Too
 from verl_profiling.tools.process_memory import own_bytes
 from verl_profiling.tools.trace_file import CUDA, output_of_raw_trace
 
-__all__ = ["MiniBatchWindow", "TorchOptions", "TorchTool"]
-
 _KINETO_TEXT = {'"': "'", "\\": "/"}
 _INSTALL = "install it with: pip install 'verl-profiling[train]'"
 

@@ -16,8 +16,6 @@ from verl_profiling.devices import lost_kernels
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Output
 
-__all__ = ["CUDA", "output_of_compressed_trace", "output_of_raw_trace"]
-
 logger = logging.getLogger(__name__)
 
 CUDA = "cuda"

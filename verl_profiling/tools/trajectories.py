@@ -16,8 +16,6 @@ from verl_profiling.trajectories.log import OpenLog
 from verl_profiling.trajectories.spans import keep_trajectories, start_log, stop_log
 from verl_profiling.trajectory_log import LOG_SUFFIX, write_log
 
-__all__ = ["TrajectoriesOptions", "TrajectoriesTool"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoriesOptions:

@@ -21,8 +21,6 @@ from verl_profiling.watch.exposed import standings
 from verl_profiling.watch.growth import Growth
 from verl_profiling.watch.suspicion import Suspicion
 
-__all__ = ["LEAST_S", "MATTERS", "Detector"]
-
 MATTERS = 0.05
 """Share of a usual step by which a stage must be longer than usual, to be slow."""
 

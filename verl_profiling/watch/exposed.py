@@ -19,8 +19,6 @@ from verl_profiling.step_summary import ExposedStage, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.watch.frontier import TIED, Runs, Standing, frontier, joined, runs_of
 
-__all__ = ["exposed", "standings"]
-
 WAIT = "wait:"
 """How the names of stages begin in which the loop does nothing but wait for a role."""
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.step_summary import RankUse
 
-__all__ = ["TIED", "Runs", "Standing", "frontier", "joined", "runs_of"]
-
 TIED = 0.05
 """Share of a stage's longest duration within which processes count as equally far, and times as touching."""
 

@@ -11,8 +11,6 @@ from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.units import byte_size
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
-__all__ = ["Growth"]
-
 _STEADY = 0.5
 """What grows by less in the second half of the window than by this share of the first is warming up."""
 

@@ -15,8 +15,6 @@ import msgspec
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, logged
 
-__all__ = ["MAX_PART_BYTES", "WatchLog"]
-
 logger = logging.getLogger(__name__)
 
 MAX_PART_BYTES = 8 << 20

@@ -7,8 +7,6 @@ from typing import Any
 
 from verl_profiling.tools.process_memory import own_bytes, process_peak_bytes
 
-__all__ = ["process_memory"]
-
 _DEVICES = ("cuda", "npu")
 
 

@@ -9,8 +9,6 @@ from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.step_summary import Period, RankUse
 from verl_profiling.watch.sums import StageSums
 
-__all__ = ["WatchQuestion", "WatchReading", "read_sums"]
-
 
 class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """The steps of which a process is asked.

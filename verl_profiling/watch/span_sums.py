@@ -10,8 +10,6 @@ import msgspec
 
 from verl_profiling.step_summary import OTHERS, Period, SpanTotal
 
-__all__ = ["SpanSums"]
-
 MOST_NAMES = 256
 """Spans after so many names are one, ``OTHERS``."""
 

@@ -21,8 +21,6 @@ from verl_profiling.step_summary import OTHERS, Period, RankUse, StageUse
 from verl_profiling.watch.memory import process_memory
 from verl_profiling.watch.span_sums import SpanSums
 
-__all__ = ["STAGES_OF_A_STEP", "Busy", "OpenStage", "StageSums", "forget_process_sums", "process_sums"]
-
 STAGES_OF_A_STEP = 16
 """Room for so many outermost stages is kept for each step."""
 

@@ -11,8 +11,6 @@ from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.exposed import standings
 from verl_profiling.watch.frontier import TIED, Standing
 
-__all__ = ["Suspicion", "healthiest", "stand_out"]
-
 MOST_SUSPECTS = 4
 _BESIDE_THE_LEADER = 0.5
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from verl_profiling.step_summary import StepSummary
 
-__all__ = ["PREFIX", "values_of"]
-
 PREFIX = "profiling/watch/"
 _IN_NO_STAGE = "in_no_stage"
 

@@ -22,8 +22,6 @@ from verl_profiling.integrations.verl.profiler import Profiler, active_profiler
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.trajectories import Span, count, span
 
-__all__ = ["COROUTINES", "AsyncTrainerProfiler", "awaits_its_steps", "hook_rollouter", "is_rollouter"]
-
 _STEP, _GENERATION = "step", "generate_async"
 _NO_MORE_STEPS = "TrainingStopException"
 _SAMPLE = "_process_single_sample_streaming"

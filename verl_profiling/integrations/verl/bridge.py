@@ -25,15 +25,6 @@ from verl_profiling.settings.limits import EVERY_RANK
 from verl_profiling.tools import nsys
 from verl_profiling.tools.nsys import NsysTool
 
-__all__ = [
-    "TRAINING_ROLES",
-    "check_installed_engine",
-    "expected_ranges",
-    "settings_from_verl",
-    "settings_of",
-    "settings_without_checks",
-]
-
 logger = logging.getLogger(__name__)
 
 TRAINING_ROLES = ("actor", "ref", "critic")

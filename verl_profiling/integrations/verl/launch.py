@@ -23,8 +23,6 @@ from verl_profiling.integrations.verl.servers import settings_of
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools.nsys import nsys_runtime_env
 
-__all__ = ["injection_notice", "start_workers_under_nsys"]
-
 _KEEP = "VERL_KEEP_NVTX_INJECTION"
 
 _environment: dict[str, Any] = {}

@@ -15,18 +15,6 @@ from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, Schedule
 from verl_profiling.units import step_list
 
-__all__ = [
-    "can_be_profiled",
-    "captured_steps",
-    "check_request",
-    "give_up",
-    "let_lines_through",
-    "notes_on",
-    "remember_request",
-    "say_nothing_is_profiled",
-    "why_nothing",
-]
-
 logger = logging.getLogger(__name__)
 
 _NO_HOOK = (

@@ -12,16 +12,6 @@ from verl_profiling.integrations.hooks import misfits
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import AgentLoopCaptureMixin
 
-__all__ = [
-    "AGENT_LOOP",
-    "REWARD",
-    "ROLLOUTER",
-    "Processes",
-    "add_actor_methods",
-    "add_capture_methods",
-    "rollout_processes",
-]
-
 logger = logging.getLogger(__name__)
 
 _METHODS = ("start_capture", "stop_capture", "read_watch")

@@ -19,8 +19,6 @@ from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.values import PREFIX, values_of
 
-__all__ = ["Profiler", "active_profiler", "log_reports", "say_fates", "trainer_stage"]
-
 logger = logging.getLogger(__name__)
 
 _STAGES = {"adv": "advantage", "ref": "ref_log_prob", "testing": "validate"}

@@ -14,8 +14,6 @@ from verl_profiling.integrations.hooks import misfits, wrap
 from verl_profiling.integrations.verl.processes import add_capture_methods
 from verl_profiling.workers import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
-__all__ = ["SETTINGS_KEY", "settings_of"]
-
 SETTINGS_KEY = "verl_profiling"
 
 

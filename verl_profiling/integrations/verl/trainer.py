@@ -43,8 +43,6 @@ from verl_profiling.manifest import POLLING
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.trajectories import span
 
-__all__ = ["ProfilingTrainerMixin", "TrainerProfiler"]
-
 logger = logging.getLogger(__name__)
 
 _STEP, _ROLLOUT = "step", "gen"

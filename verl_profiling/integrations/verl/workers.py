@@ -16,8 +16,6 @@ from verl_profiling.integrations.verl.processes import add_capture_methods
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import CaptureTimers, FSDPCaptureMixin, MegatronCaptureMixin
 
-__all__ = ["WORKER_STAGES"]
-
 _OLD, _REFERENCE = "old_log_prob", "ref_log_prob"
 _CHECKPOINTS = ("save_checkpoint", "load_checkpoint")
 _ACTOR_STAGES = {
