@@ -37,8 +37,8 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     * ``capture``: while the tool did not record (it was starting or stopping), e2e only;
     * ``weight_sync``: during ``update_weights``, the controller's or the lane's own;
     * ``long_tail``: during the rollout and until the last replica was done, for a training rank
-      after half of them were, for an engine after its own last iteration; a training rank that is in a
-      stage of its own waits for no replica, here and in the next two;
+      after half of them were, for an engine of another replica after its own last iteration; a training
+      rank that is in a stage of its own waits for no replica, here and in the next two;
     * ``after_generation``: during the rollout, after the last replica was done;
     * ``waiting_for_rollout``: the rest of the rollout, for a training rank; for an engine, the
       time before its first iteration;
@@ -65,7 +65,8 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
         work = working_span(lane, step)
         if len(work):
             first, last = int(work[0, 0]), int(work[0, 1])
-            claims["long_tail"] = intersection(rollout, spans_of([(last, all_done)]))
+            if tail is not None and tail.last_replica != lane.source.replica:
+                claims["long_tail"] = intersection(rollout, spans_of([(last, all_done)]))
             claims["after_generation"] = intersection(rollout, spans_of([(last, step.end_ns)]))
             claims["waiting_for_rollout"] = intersection(rollout, spans_of([(step.begin_ns, first)]))
         generating = _generating(lane, step)
