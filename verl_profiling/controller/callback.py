@@ -61,7 +61,7 @@ class _Callback:
         self._refused: set[int] = set()
 
     def add_workers(self, role: str, workers: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Add the workers of a role, in the place of those that it has: an actor may have been made anew.
+        """Add the workers of a role; earlier ones are replaced, e.g. after an actor has restarted.
 
         Args:
             role: Their role, e.g. ``actor``. A group may be added under several roles; each process is

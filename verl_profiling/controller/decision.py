@@ -2,7 +2,7 @@
 
 The schedule, a person and the watch may all want a step. The table of docs/watch.md says who comes first.
 Where a loop has several ranks, rank 0 decides what is asked for some steps before, and tells the others, who
-look once a second. Nobody waits for that: a rank that is past the step is a failed entry of it.
+look once a second. Nobody waits: a rank that is already past the step is recorded as failed.
 """
 
 from __future__ import annotations

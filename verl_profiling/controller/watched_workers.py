@@ -53,7 +53,7 @@ class WatchedWorkers:
         roster: The workers.
 
     Attributes:
-        alone: Whether this process, and its workers in it, is one rank of a loop, which knows of itself.
+        alone: Whether this process runs the loop alone; a rank of several ignores its own answer.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -80,7 +80,7 @@ class WatchedWorkers:
         return {*self._roster.driven(None)} - self._late - self._without
 
     def ask(self, steps: Sequence[PendingStep]) -> None:
-        """Ask those whose answer steps lack, but for those that are still to answer."""
+        """Ask the workers that steps lack, unless an earlier question is open."""
         busy = {call.target for call, _ in self._open}
         offsets_ns = {domain: best_handshake(known).offset_ns for domain, known in self._handshakes.items()}
         offsets_ns[clock.domain()] = 0
@@ -141,9 +141,10 @@ class WatchedWorkers:
                 for step, use in zip(asked, reading.uses(len(asked)), strict=True):
                     if use is not None:
                         step.workers.setdefault(reading.process, use)
-            self._said.discard(call.worker)
             if reading.dropped:
                 self._say(call, f"ended {reading.dropped} stages more than are kept; is one in a hot loop?")
+            else:
+                self._said.discard(call.worker)
         except Exception as error:
             self._say(call, f"cannot be read: {type(error).__name__}: {error}")
         return True
@@ -155,7 +156,7 @@ class WatchedWorkers:
             self._handshakes.setdefault(domain, deque(maxlen=_HANDSHAKES)).append(handshake)
 
     def _say(self, call: Call, what: str) -> None:
-        """Say of a worker, once until it answers, that nothing is known of it."""
+        """Log a problem of a worker, once until it answers."""
         if call.worker in self._said:
             return
         self._said.add(call.worker)

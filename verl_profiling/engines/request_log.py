@@ -133,7 +133,7 @@ class RequestLog:
         Args:
             engine: The engine.
             method: Name of the method.
-            logged: Returns the stream that stands for the original, its first argument, given the call's.
+            logged: Wraps the original stream, its first argument; the arguments of the call follow.
         """
         generate = getattr(engine, method)
 
@@ -264,7 +264,7 @@ class OpenRequest(msgspec.Struct, eq=False):
         )
 
     def _engine_times(self, end_ns: int) -> tuple[int, int, int, int]:
-        """Return arrival, scheduling, first and last token; unknown unless all known ones are in order."""
+        """Return arrival, scheduling, first and last token; 0 each if the known ones are out of order."""
         first_ns = self.first_token_ns or self._first_output_ns
         times = (self.arrival_ns, self.scheduled_ns, first_ns, self.last_token_ns)
         before = self.begin_ns

@@ -232,7 +232,7 @@ def check_sglang(
 
 def _check_npu_window(window: RolloutOptions, role: str, dp_ranks: int) -> None:
     """Refuse what cannot be told apart in torch_npu's folders, which name the rank only."""
-    why = "the recordings of torch_npu do not say which is which"
+    why = "recordings of torch_npu name their rank only"
     if window.by_stage:
         raise ConfigError("rollout.by_stage", f"{why}; set it to false on an NPU")
     if dp_ranks > 1:

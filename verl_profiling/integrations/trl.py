@@ -127,7 +127,7 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
                 yield
 
     def _turn_to(self, name: str | None) -> None:
-        """End the stage that no single method of the trainer is, and begin the next one."""
+        """End the open stage that spans several methods of the trainer; begin the next, if any."""
         self._open.close()
         self._current = name
         if name is not None:
@@ -150,7 +150,7 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
 
     @contextmanager
     def _rewards(self) -> Iterator[None]:
-        """Mark the stage ``advantage``, from the rewards to the scored batch."""
+        """Mark the stage ``reward``; ``advantage`` follows until the batch has been scored."""
         with self._stage("reward"):
             yield
         self._turn_to(_ADVANTAGE)

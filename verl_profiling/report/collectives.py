@@ -82,7 +82,7 @@ class Calls(NamedTuple):
 
 
 def matched_calls(step: Step) -> list[Calls]:
-    """Return the collectives that ranks of one group called equally often: the nth runs are of one call.
+    """Return the collectives that all ranks of a group called equally often; their nth runs are matched.
 
     Where some ranks called it more often, it is not known which runs belong together. Groups of replicas
     have the same names, and are not the same.

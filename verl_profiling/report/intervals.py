@@ -76,7 +76,7 @@ def subtract(spans: Spans, holes: Spans) -> Spans:
 
 
 def intersection(spans: Spans, other: Spans) -> Spans:
-    """Return the time in both."""
+    """Return the overlap of two sets of spans."""
     return subtract(spans, subtract(spans, other))
 
 

@@ -28,7 +28,7 @@ class Asked(Trigger, frozen=True, kw_only=True):
 
     Attributes:
         when: When the capture began, on the clock of the loop's host, as a date and time.
-        last: Captured rank that the others waited for in the collectives of that stage, if it was mostly one.
+        last: The rank that others mostly waited for in the collectives of that stage; empty if there is none.
         waited_s: For how long they did, added up.
     """
 

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from verl_profiling import clock
+from verl_profiling.trajectories.loop_lag import LoopState
 from verl_profiling.trajectory_log import Counted, FateChange
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from verl_profiling.trajectories.loop_lag import LoopState
 
 _log: Any = None
 _totals: Any = None

@@ -313,7 +313,7 @@ class _Lead(_Evidence):
         self._noticed_share = 0.0
 
     def is_news(self, share: float, least: float) -> bool:
-        """Return whether it leads by a share of the step, and by more than when it was noticed last."""
+        """Add a step; return whether the lead is large enough, and larger than when it was noticed last."""
         leads = share >= max(least, NEWS * self._noticed_share)
         if not self.add(_OF_A_LEAD if leads else -1.0):
             return False

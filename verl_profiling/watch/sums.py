@@ -34,14 +34,13 @@ LONG_NS = 20_000_000
 """Memory is read at the end of a stage of this length."""
 
 PAUSE_NS = 50_000_000
-"""Memory is read once in this time where all stages are short, after the same one if that ends soon."""
+"""Memory is read at most once in this time after short stages, at the end of the same stage if possible."""
 
 _LONGEST_NAME = 200
 _TOUCHING_NS = 1_000_000
 _SLACK_NS = 1_000_000_000
 _SMALL_PART = 100
-"""A stage reaches into a step with at least the 100th part of itself, or is not of the step; an open one with
-the 100th part of the step."""
+"""A stage counts in a step from the 100th part of the stage; an open one from the 100th part of the step."""
 
 
 class OpenStage(msgspec.Struct, eq=False, gc=False):
@@ -113,7 +112,7 @@ class StageSums:
             self._end(stage)
 
     def open(self, name: str) -> OpenStage:
-        """Begin a stage that lies in no other, and in which none lies; :meth:`end_stage` ends it."""
+        """Begin a stage outside of the nesting, without parent or children; :meth:`end_stage` ends it."""
         stage = OpenStage(self, None, name, clock.now_ns())
         self._open[id(stage)] = stage
         return stage

@@ -109,7 +109,7 @@ class AsyncTrainerProfiler(Profiler):
         return True
 
     def no_step(self) -> None:
-        """Summarize no step that was begun, and had no batch."""
+        """Drop a step that began without a batch from the watch."""
         if (watch := self._callback.watch) is not None:
             watch.no_step()
 

@@ -96,7 +96,7 @@ class Profiler:
             if said := fates():
                 self._processes.agent_loops[0].trajectory_fates.remote(said)
         except Exception as error:
-            logger.warning("what became of trajectories is not recorded: %s: %s", type(error).__name__, error)
+            logger.warning("outcomes of trajectories are not recorded: %s: %s", type(error).__name__, error)
 
     def begin(self, agent_loops: Any) -> None:
         """Add the workers, and say what is not recorded.

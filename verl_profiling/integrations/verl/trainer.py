@@ -77,7 +77,7 @@ class TrainerProfiler(Profiler):
         blocks = inspect.iscoroutinefunction(trainer.fit)
         super().__init__(trainer, settings, ProfilingCallback(settings, blocks_event_loop=blocks))
         if hasattr(trainer, "on_sample_end"):
-            # In every V1 trainer's own way engines free their memory here, or give up the rest.
+            # Here V1 trainers free the memory of engines, or abort the remaining requests.
             mark(trainer, "on_sample_end", partial(trainer_stage, "on_sample_end"))
         self._generating = False
 

@@ -150,7 +150,7 @@ def innermost(owner: Ints, begin: Ints, end: Ints, parent: Ints) -> tuple[Ints, 
 
 
 def _nested(owner: Ints, begin: Ints, end: Ints, parent: Ints, inside: Ints) -> tuple[Ints, Ints]:
-    """Return the open span around each of some, and until when something is open in each span."""
+    """Return the open parent of each selected span, and the end of each span with its descendants."""
     begins, ends, reach = begin.tolist(), end.tolist(), end.tolist()
     up, owners = np.where(parent < np.arange(len(parent)), parent, -1).tolist(), owner.tolist()
     found = []
