@@ -14,6 +14,9 @@ from step_folders import build_step
 from verl_profiling.analysis import open_step, open_steps
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import RunInfo
+from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
 
 DATA = Path(__file__).parent / "data"
@@ -303,3 +306,22 @@ def test_nothing_is_written_behind_a_step_folder_that_is_a_link(
     assert f"{link}: is a link; name the folder itself, {theirs}" in capsys.readouterr().err
     assert files(theirs) == before
     assert main([*command, str(theirs)]) == EXIT_OK
+
+
+def test_a_step_folder_that_leads_back_to_its_run_is_in_nobodys_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is one run, its step is read, and no command takes the run for a step."""
+    run = tmp_path / "run"
+    build_step(run, step=1)
+    info = RunInfo(run_id="run", begin_ns=1, process=ProcessId.current(), config={}, versions={}, end_ns=2)
+    write_json_atomically(run / "run.json", info)
+    (run / "step_000009").symlink_to(".")
+    assert main(["check", str(run)]) == EXIT_FINDING
+    for command in (["merge"], ["report", "--save"], ["report", "--json"]):
+        capsys.readouterr()
+        assert main([*command, str(run)]) == EXIT_FINDING
+        printed = capsys.readouterr()
+        assert f"{run}/step_000009: is a link" in printed.err
+    assert json.loads(printed.out)["step"] == 1
+    assert {path.name for path in run.iterdir()} == {"index.html", "run.json", "step_000001", "step_000009"}

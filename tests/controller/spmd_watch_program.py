@@ -2,7 +2,7 @@
 
 In each step the ranks do a part of their own, and meet; each writes its summaries. ``slow``: they meet in a
 collective, one becomes late, and training ends when that was captured. Else they meet through files.
-``added inside``: the workers are added when training has begun.
+``added inside``: the workers are added when training has begun, and rank 0 ends before the others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from fleet import TrainWorker
 
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
+from verl_profiling.capture.messages import StopReply
 
 RANK = int(os.environ["RANK"])
 LATE = 2
@@ -27,6 +28,15 @@ TIMES_S = {"slow": (0.1, 0.7)}  # so long that nothing else on a busy machine lo
 USUAL_S, LATE_S = 0.02, 0.2
 STEPS = {"slow": 300, "unlike": 16}
 Meet = Callable[[bool], bool]
+
+
+class EndsLate(TrainWorker):
+    """Takes a while when training has ended."""
+
+    def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        """Stop, later than rank 0."""
+        time.sleep(0.5 if RANK else 0.0)
+        return super().stop_capture(capture_id, finish_s)
 
 
 def meeting_in_a_collective() -> Meet:
@@ -60,7 +70,7 @@ def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> Non
     """Run one training."""
     usual_s, late_s = TIMES_S.get(scenario, (USUAL_S, LATE_S))
     profiling = ProfilingCallback(config)
-    worker = TrainWorker()
+    worker = EndsLate() if scenario == "added inside" else TrainWorker()
     worker.init_capture(config, role="actor")
     if scenario != "added inside":
         profiling.add_workers("actor", worker)

@@ -11,7 +11,7 @@ import pytest
 from fleet import TrainWorker
 from test_callback import configured, local_worker, manifest
 
-from verl_profiling import AsyncProfilingCallback, CaptureStateError, ProfilingCallback
+from verl_profiling import AsyncProfilingCallback, CaptureStateError, ProfilingCallback, ProfilingError
 from verl_profiling.capture.session import Session
 
 FAILS_AT_STOP = "tools.test_third_party:FailsAtStop"
@@ -147,6 +147,16 @@ async def test_a_coroutine_ends_training_on_leaving(tmp_path: Path, session: Ses
             worker.work(["update_actor"] * 20)
             await profiling.on_step_end()
         assert [artifact.status for artifact in manifest(config, step).workers[0].artifacts] == ["ok"]
+
+
+async def test_strict_settings_raise_where_a_coroutine_did_not(tmp_path: Path, session: Session) -> None:
+    """What fails in the last step, which the block's end closes, ends training."""
+    config = configured(tmp_path, strict=True, tool=FAILS_AT_STOP)
+    profiling = AsyncProfilingCallback(config)
+    profiling.add_workers("actor", local_worker(config))
+    with pytest.raises(ProfilingError, match="actor_rank0 failed"):
+        async with profiling:
+            await profiling.on_step_begin(2)
 
 
 async def test_a_task_that_is_cancelled_keeps_its_step(tmp_path: Path, session: Session) -> None:

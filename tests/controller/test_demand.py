@@ -26,6 +26,8 @@ from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import Aim, Demand
 from verl_profiling.cli import main
 from verl_profiling.commands.asking import Answer, find_job
+from verl_profiling.controller.step_folder import StepFolders
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.run_files import read_manifest
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
@@ -257,6 +259,38 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, session: Session) -> 
     job.callback.on_step_end()
     assert (answer().state, "could not be written" in answer().reason) == ("refused", True)
     job.callback.on_train_end()
+
+
+def _no_space(*given: object, **others: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_capture_that_cannot_begin_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder cannot be made: who asked does not wait for the end of training."""
+    answer = job.ask()
+    with monkeypatch.context() as full:
+        full.setattr(Path, "mkdir", _no_space)
+        job.step()
+    assert (answer().state, "could not begin: [Errno 28]" in answer().reason) == ("refused", True)
+    job.step()
+    assert job.captured() == []
+
+
+def test_training_ends_also_where_its_last_capture_cannot_be_written(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks hears that, no request is left open, and the signal has its default action again."""
+    job = Job(configured(tmp_path))
+    job.step()
+    captured, later = job.ask(), job.ask(at=9)
+    job.callback.on_step_begin(2)
+    monkeypatch.setattr(StepFolders, "write", _no_space)
+    job.callback.on_train_end()
+    assert ("could not be written" in captured().reason, later().state) == (True, "refused")
+    with pytest.raises(TraceFormatError, match="training ended"):
+        find_job(job.run)
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    assert len((job.run / "watch.jsonl").read_text().splitlines()) == 2, "a line a step"
 
 
 def test_no_room_is_said_to_who_asked(tmp_path: Path, session: Session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -580,6 +581,29 @@ def test_a_group_that_cannot_be_called_is_failed_entries(tmp_path: Path) -> None
         ("actor_rank0", "failed", "start_capture raised ConnectionError: lost"),
         ("actor_rank1", "failed", "start_capture raised ConnectionError: lost"),
     ]
+
+
+def test_cancelled_workers_are_failed_entries(tmp_path: Path) -> None:
+    """A local worker whose method or coroutine is cancelled does not end the training."""
+
+    class Plain:
+        def start_capture(self, *arguments: Any) -> Any:
+            raise asyncio.CancelledError
+
+        stop_capture = start_capture
+
+    class Coroutine:
+        async def start_capture(self, *arguments: Any) -> Any:
+            raise asyncio.CancelledError
+
+        stop_capture = start_capture
+
+    config = configured(tmp_path)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", [Plain(), Coroutine()])
+    run(callback, lambda step: None)
+    results = manifest(config).workers
+    assert [(one.status, "CancelledError" in one.reason) for one in results] == [("failed", True)] * 2
 
 
 def test_answers_that_are_not_ours_are_failed_entries(tmp_path: Path) -> None:

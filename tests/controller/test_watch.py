@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingC
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import Aim
 from verl_profiling.commands.asking import find_job
+from verl_profiling.controller.watch import Watch
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.reading import WatchQuestion, WatchReading
@@ -345,6 +347,44 @@ def test_a_listener_that_raises_is_said_once_and_the_others_hear(
     run(callback, lambda step: None, steps=3)
     assert len(whole) == 3
     assert [record.message for record in caplog.records].count("watch: step 1: OSError: no space left") == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("method", ["step_begins", "step_ends", "rollout_begins"])
+def test_a_mistake_of_the_watch_is_no_matter_of_the_loop(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    strict: bool,
+) -> None:
+    """Of whatever kind it is, unless the settings are strict."""
+
+    def fails(*given: object) -> None:
+        raise KeyError("a mistake")
+
+    fails.__name__ = method
+    profiling = ProfilingCallback(watched(tmp_path, strict=strict))
+    with monkeypatch.context() as broken, pytest.raises(KeyError) if strict else contextlib.nullcontext():
+        broken.setattr(Watch, method, fails)
+        run(profiling, lambda step: None, steps=2)
+    profiling.on_train_end()
+    assert ("profiling failed, training goes on: KeyError: 'a mistake'" in caplog.text) != strict
+
+
+def test_a_summary_that_cannot_be_added_up_is_said_once_and_the_loop_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hooks raise nothing, and the durations are there."""
+
+    def broken(*given: object) -> None:
+        raise ZeroDivisionError("no stage")
+
+    monkeypatch.setattr("verl_profiling.controller.watch.exposed", broken)
+    callback, whole = followed(watched(tmp_path, every=1, schedule={"steps": [100]}))
+    run(callback, lambda step: None, steps=3)
+    assert [names(summary.loop) for summary in whole] == [{"controller": ["rollout", "update_actor"]}] * 3
+    assert sum("ZeroDivisionError: no stage" in message for message in caplog.messages) == 1
 
 
 def test_the_account_of_an_aimed_capture_has_the_others_too(tmp_path: Path, pool: Pool) -> None:

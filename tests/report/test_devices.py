@@ -95,6 +95,13 @@ def test_the_kernels_of_deepseeks_own_experts_communicate(tmp_path: Path) -> Non
     assert (row.communication_us, row.compute_us) == (40, 20)
 
 
+def test_an_empty_event_behind_the_last_is_no_damage(tmp_path: Path) -> None:
+    """JAX ends the list of its events with one."""
+    report = report_of(tmp_path, [event("kernel", 0, 10), event("kernel", 20, 30), {}])
+    assert (report.coverage.missing, report.coverage.events, report.notes) == ([], 2, [])
+    assert report.workers[0].busy_us == 20
+
+
 def test_an_mtia_accelerator_is_a_device() -> None:
     """Idle and computation are those of HolisticTraceAnalysis, which rounds times to microseconds."""
     row = only_row("mtia.json.gz")

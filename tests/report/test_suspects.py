@@ -193,14 +193,18 @@ def test_no_sentence_says_that_a_slowness_is_over(
 def test_kernels_of_a_suspect_and_its_peer_are_of_one_range(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One ran no operator in the stage: what it ran elsewhere is not set against the other's stage."""
+    """One ran no operator in the stage: what it ran elsewhere is not set against the other's stage.
+
+    What took both less than a hundredth of the step, which is 80 ms, is no row.
+    """
     rows = {}
+    more: list[Drawn] = [("aten::mm", 2, 7), ("aten::add_", 7.1, 7.17), ("aten::copy_", 7.8, 8)]
     for stage in ("update_actor", ""):
         own: list[Drawn] = [("sync", 0, 2), ("update_actor", 2, 7.5)]
         reduce: Drawn = ("gloo:all_reduce", 1.0, 1.244)
         workers = [
             Worker("actor", 0, stages=own, operators=[reduce]),
-            Worker("actor", 1, stages=own, operators=[reduce, ("aten::mm", 2, 7), ("aten::copy_", 7.8, 8)]),
+            Worker("actor", 1, stages=own, operators=[reduce, *more]),
         ]
         drawn_inputs(tmp_path, own, workers, 8.0)
         told = reported(tmp_path, msgspec.structs.replace(SLOW_STAGE, stage=stage), capsys)
@@ -340,6 +344,25 @@ def test_memory_is_compared_by_the_peaks_of_the_stage(tmp_path: Path) -> None:
     report = asked_by(trigger, msgspec.structs.replace(inputs, manifest=manifest))
     (row,) = (row for row in report.suspects if row.kind == "memory")
     assert (row.name, row.value, row.peer_value) == ("process_peak_rss_bytes", 572e6, 379e6)
+
+
+def test_a_process_without_stages_and_operators_has_its_memory(tmp_path: Path) -> None:
+    """Its artifacts are ``ok`` and have events, so it did record: what both measured is compared."""
+    workers = [Worker("agent_loop", index, iterations=[("turn", 0, 2)] * 128) for index in range(2)]
+    inputs = drawn_inputs(tmp_path, [("rollout", 0.0, 8.0)], workers, 8.0)
+    assert inputs.manifest is not None
+    results = [
+        msgspec.structs.replace(worker, metrics={"process_peak_rss_bytes": value})
+        for worker, value in zip(inputs.manifest.workers, (379e6, 572e6), strict=True)
+    ]
+    manifest = msgspec.structs.replace(inputs.manifest, workers=results)
+    trigger = msgspec.structs.replace(
+        SLOW_STAGE, stage="rollout", suspects=["agent_loop_rank1"], peers=["agent_loop_rank0"]
+    )
+    report = asked_by(trigger, msgspec.structs.replace(inputs, manifest=manifest))
+    found = {(row.kind, row.value, row.peer_value) for row in report.suspects}
+    assert ("memory", 572e6, 379e6) in found
+    assert "recorded nothing" not in printed(report)
 
 
 def test_what_is_of_the_suspect_alone_is_the_first_finding(

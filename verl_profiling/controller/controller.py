@@ -390,11 +390,10 @@ class Controller:
             manifest = self._manifest(live, end_ns)
             if ranks is not None:
                 stages, results = ranks.joined(stages, results, [*self.roster.notes, *live.notes], why)
-            if ranks is not None and ranks.leads:
-                results += ranks.expected(live.model(), live.request.aim)
+            others = ranks.expected(live.model(), live.request.aim) if ranks and ranks.leads else []
             if keep and self._leads:
                 manifest = msgspec.structs.replace(
-                    manifest, complete=complete, stages=stages, workers=results
+                    manifest, complete=complete, stages=stages, workers=[*results, *others]
                 )
                 self._folders.write(live.folder, manifest, live.outside)
                 upload, steps = live.request.upload, step_list(manifest.steps)
