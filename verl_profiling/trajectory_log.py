@@ -385,12 +385,16 @@ def _decoded(path: Path, begin: bytes = b"") -> Iterator[Line]:
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file that end in a line break; a file that was cut has half a line at its end."""
-    left, pending = MAX_BYTES, b""
+    left, pending = MAX_BYTES, bytearray()
     try:
         with gzip.open(path, "rb") as file:
             while block := file.read1(_BLOCK_BYTES):
-                *lines, pending = (pending + block).split(b"\n")
+                pending += block
                 left -= len(block)
+                lines: list[bytes] = []
+                if b"\n" in block:  # a member of a byte each must not copy the line each time
+                    *lines, rest = bytes(pending).split(b"\n")
+                    pending = bytearray(rest)
                 if left < 0 or len(pending) > MAX_LINE:
                     what = f"a line of over {MAX_LINE:,}" if left >= 0 else f"more than {MAX_BYTES:,}"
                     raise TraceFormatError(path, f"has {what} bytes, which no log of trajectories has")

@@ -18,6 +18,7 @@ from verl_profiling import CaptureStateError, ProfilingConfig, stage
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.capture.stage import Stage
+from verl_profiling.capture_request import Aim
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.testing import record_step
@@ -110,6 +111,13 @@ def test_another_capture_closes_the_open_one(spans_only: Session, tmp_path: Path
     assert (left["status"], left["reason"], left["step"]) == ("failed", "never stopped", 11)
     assert [span["name"] for span in left["stages"]] == ["update_actor"]
     assert spans_only.stop("run-12").result.status == "ok"
+
+
+def test_a_start_that_is_refused_closes_a_forgotten_capture(spans_only: Session, tmp_path: Path) -> None:
+    """Any start with another capture's id does."""
+    spans_only.start(request(tmp_path / "1"), ACTOR)
+    refused = spans_only.start(request(tmp_path / "2", 2, aim=Aim(tools=("tporch",))), ACTOR)
+    assert (refused.status, spans_only.recording) == ("refused", False)
 
 
 def test_a_worker_that_is_not_set_up_is_refused(session: Session, tmp_path: Path) -> None:
@@ -419,7 +427,7 @@ def test_a_recording_whose_thread_has_ended_is_failed_and_does_not_crash(
         from verl_profiling.testing import record_step
 
         session, actor = process_session(), WorkerIdentity(role="actor")
-        session.register(settings(tools={"torch": {"memory": True}}, timeouts={"stop_s": 2}), actor)
+        session.register(settings(tools={"torch": {"memory": True}}, timeouts={"stop_s": 60}), actor)
         request = CaptureRequest(capture_id="r", run_id="r", step=1, folder=sys.argv[1])
 
         def on_a_thread(function):
@@ -435,7 +443,7 @@ def test_a_recording_whose_thread_has_ended_is_failed_and_does_not_crash(
         result = on_a_thread(lambda: session.stop("r")).result
         assert time.monotonic() - begin < 10
         assert result.status == "failed", result
-        assert "passed no stage for 1.0 s" in result.reason
+        assert "another thread than the one that started" in result.reason
         with record_step(settings(), Path(sys.argv[1])) as recorded:
             train()
         assert recorded.result.status == "ok", recorded.result

@@ -39,7 +39,7 @@ class AfterHooks:
 
     def __init__(self, hooks: Mapping[str, AfterHook]) -> None:
         self._hooks = dict(hooks)
-        self._background = BackgroundWork("after")
+        self._background = BackgroundWork("after", at_once=False)
         self._capture_id = ""
         self._runs: dict[str, Callable[[], None]] = {}
         self._last: dict[str, Callable[[], None]] = {}

@@ -123,7 +123,12 @@ class Capture:
         """Stop recording and return the result, of which the tools' errors are a part."""
         self._stop_asked = True
         self._stop_for_good()
-        if not self._stopped.wait(self._handover_s):
+        deadline_s = time.monotonic() + self._handover_s
+        owner = Path("/proc/self/task", str(self._owner))
+        while not self._stopped.wait(_LOOK_S) and time.monotonic() < deadline_s:
+            if owner.parent.exists() and not owner.exists():  # it ended without stopping its tools
+                break
+        if not self._stopped.is_set():
             with self._lock:
                 if not self._stopped.is_set():
                     self._give_up()
@@ -144,6 +149,9 @@ class Capture:
         if self._stop_asked:
             self._stop_for_good()
         if self.whole or not self._selects(name):
+            self._spans.begin(name)
+            return
+        if (recorded := self._recorded) is not None and recorded.end_ns:  # its export holds the lock
             self._spans.begin(name)
             return
         with self._lock:

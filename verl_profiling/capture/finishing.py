@@ -26,10 +26,12 @@ class BackgroundWork:
 
     Args:
         name: What it does, for the name of its thread.
+        at_once: Where no thread starts, work is done on the caller's, else in :meth:`drain`.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, at_once: bool = True) -> None:
         self._name = name
+        self._at_once = at_once
         self._changed = threading.Condition()
         self._work: deque[Callable[[], object]] = deque()
         self._running = False
@@ -45,10 +47,15 @@ class BackgroundWork:
         try:
             thread.start()
         except RuntimeError:  # the interpreter ends, and since Python 3.12 starts no thread
-            self._run()
+            with self._changed:
+                self._running = False
+            if self._at_once:
+                self._run()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all work is done; return whether it was done in time."""
+        if not self._running and self._work:
+            self._run()
         with self._changed:
             return self._changed.wait_for(lambda: not self._running, max(0.0, timeout_s))
 

@@ -93,7 +93,8 @@ class Session:
                     multiprocessing.util.Finalize(None, self.leave, exitpriority=100)
                 self._slot = Slot(config.after)
             self._configs[identity.name] = config
-            self.identity = self.identity or identity
+            if self.identity is None or (self.identity.replica is not None and identity.replica is None):
+                self.identity = identity  # of a trainer, where an engine shares its process
             self.keep_every_step(config.watch)
             if self.sums is not None and TRAJECTORIES in config.tool_names(identity.role):
                 self.sums.spans = self.sums.spans or SpanSums()
@@ -137,6 +138,14 @@ class Session:
         with self._lock:
             if identity.name not in self._configs:
                 raise not_set_up(request, identity, "")
+            capture = self._capture
+            if capture is not None and capture.request.capture_id != request.capture_id:
+                logger.warning(
+                    "start_capture(step=%d): step %d was never stopped (%s); closing it",
+                    *(request.step, capture.request.step, capture.identity),
+                )
+                self._close(capture, NOT_STOPPED)
+                capture = None
             try:
                 role = self._role(identity, request.aim)
                 selected = role.selects(identity.rank, identity.replica, identity.topology, identity.sizes)
@@ -150,15 +159,8 @@ class Session:
             if not selected:
                 self._slot.hooks.begun(request, identity, recorded=False)
                 return StartReply(identity, "skipped", received_ns, "not selected")
-            capture = self._capture
-            if capture is not None and capture.request.capture_id == request.capture_id:
-                return self._join(capture, request, identity, received_ns)
             if capture is not None:
-                logger.warning(
-                    "start_capture(step=%d): step %d was never stopped (%s); closing it",
-                    *(request.step, capture.request.step, capture.identity),
-                )
-                self._close(capture, NOT_STOPPED)
+                return self._join(capture, request, identity, received_ns)
             file = self._slot.file.opened(request, role, identity)
             capture = Capture(request, role, identity, self._slot.background, file.finished, self._handover_s)
             expected = capture.open()

@@ -113,17 +113,21 @@ class EngineRecorder:
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         """Stop a capture; never raises for one that is not open."""
         received_ns = clock.now_ns()
-        async with self._lock:
-            window = self._window
-            if window is not None and capture_id in (None, window.request.capture_id):
-                result = await self._close(window)
-            else:
-                result = self._slot.result(capture_id, self._identity, window.request if window else None)
+        result = await asyncio.shield(
+            asyncio.ensure_future(self._end(capture_id))
+        )  # though the caller leaves
         if finish_s:
             result = await asyncio.to_thread(self._slot.settle, result, capture_id, finish_s)
         else:
             result = self._slot.settle(result, capture_id, 0.0)
         return StopReply(result, received_ns)
+
+    async def _end(self, capture_id: str | None) -> CaptureResult:
+        async with self._lock:
+            window = self._window
+            if window is not None and capture_id in (None, window.request.capture_id):
+                return await self._close(window)
+            return self._slot.result(capture_id, self._identity, window.request if window else None)
 
     async def _open(self, request: CaptureRequest, role: RoleConfig, ranks: Sequence[int]) -> Window:
         if request.keep:

@@ -62,17 +62,18 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     claims["weight_sync"] = union(step.during(WEIGHT_SYNC), own.get(WEIGHT_SYNC, EMPTY))
     half_done, all_done = _done(step, tail)
     if lane.is_engine:
-        work = working_span(lane, step)
+        work, held = working_span(lane, step), EMPTY
         if len(work):
             first, last = int(work[0, 0]), int(work[0, 1])
+            held = intersection(rollout, spans_of([(last, all_done)]))  # requests come back
             if tail is not None and tail.last_replica != lane.source.replica:
-                claims["long_tail"] = intersection(rollout, spans_of([(last, all_done)]))
-            claims["after_generation"] = intersection(rollout, spans_of([(last, step.end_ns)]))
+                claims["long_tail"], held = held, EMPTY
+            claims["after_generation"] = intersection(rollout, spans_of([(max(last, all_done), step.end_ns)]))
             claims["waiting_for_rollout"] = intersection(rollout, spans_of([(step.begin_ns, first)]))
         generating = _generating(lane, step)
         if (replica := lane.source.replica) in step.served:
             claims["no_requests"] = subtract(union(rollout, generating), step.served[replica])
-        claims["host_bound"] = union(generating, own_time)
+        claims["host_bound"] = union(generating, own_time, held)
     else:
         rollout = subtract(rollout, own_time)  # in an asynchronous loop, ranks work beside it
         claims["long_tail"] = intersection(rollout, spans_of([(half_done, all_done)]))

@@ -225,7 +225,7 @@ def _opening(inputs: StepInputs, plan: list[MemberJob], pids: _WorkerPids, base_
     """Return the events that come before all others: the controller's lanes and the workers' stages."""
     titles = {job.source.worker: job.source.title for job in reversed(plan)}
     events = controller_events(inputs.manifest, pids, base_ns) if inputs.manifest else []
-    used = {event.pid for event in events} or {plan[0].pid}
+    used = {event.pid for event in events} or {job.pid for job in plan[:1]}
     for worker, pid in pids.items():
         if pid in used:
             events += name_process(pid, titles.get(worker, worker))
@@ -281,7 +281,7 @@ def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, 
     for name in names:
         if name not in {stage.name for stage in stages}:
             known = choices_hint(name, {stage.name for stage in stages}) if stages else "it has no manifest"
-            raise ConfigError("--stages", f"{inputs.title} has no stage {name!r}; {known}")
+            raise ConfigError("--stage", f"{inputs.title} has no stage {name!r}; {known}")
     wanted = set(names)
     return tuple((stage.begin_ns, stage.end_ns) for stage in stages if stage.name in wanted)
 

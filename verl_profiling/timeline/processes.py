@@ -90,7 +90,7 @@ def draw(
     """
     since = begin_ns - base_ns if begin_ns > base_ns else 0
     args = NO_ARGS if about is None else msgspec.Raw(_ENCODER.encode(about))
-    took = end_ns - base_ns - since
+    took = max(end_ns - base_ns - since, 0)
     return Event("X", category, shortened(name), pid, tid, since / 1000, took / 1000, args=args)
 
 

@@ -38,7 +38,7 @@ _MOST_SPANS_NAMED = 2
 
 _LEAST_SPREAD = 0.05
 _WIDEST = log(2)
-_OF_THE_SPREAD, _FULL = 1.35, 6.5
+_OF_THE_SPREAD, _FULL = 2.0, 6.5
 _BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.15, 0.6, 1.0
 
 
@@ -167,6 +167,7 @@ class Detector:
         self._step = _Series(options.window)
         self._stages: dict[str, _Series] = {}
         self._ran: deque[set[str]] = deque(maxlen=options.window)
+        self._seldom: set[str] = set()
         self._leads: dict[tuple[str, str], _Lead] = {}
         self._spans: dict[tuple[str, str], deque[SpanTotal]] = {}
         self._growth = Growth(options)
@@ -188,7 +189,8 @@ class Detector:
         for row in summary.exposed:
             stages[row.name] = stages.get(row.name, 0.0) + row.exposed_ns / 1e9
         ran = Counter(stage for those in self._ran for stage in those)
-        seldom = {stage for stage in stages if stage and 2 * ran[stage] < len(self._ran)}
+        self._seldom |= {stage for stage in stages if stage and 2 * ran[stage] < len(self._ran)}
+        seldom = self._seldom & stages.keys()
         self._ran.append({*stages})
         took = summary.duration_ns / 1e9 - sum(stages[stage] for stage in seldom)
         self._step.take(took, options.slow_step, LEAST_S, of)
@@ -314,6 +316,8 @@ class _Lead(_Evidence):
 
     def is_news(self, share: float, least: float) -> bool:
         """Add a step; return whether the lead is large enough, and larger than when it was noticed last."""
+        if self._noticed:
+            self._score, self.steps, self._age, self._lasted, self._noticed = 0.0, 0, 0, 0, False
         leads = share >= max(least, NEWS * self._noticed_share)
         if not self.add(_OF_A_LEAD if leads else -1.0):
             return False

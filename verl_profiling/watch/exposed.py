@@ -7,6 +7,7 @@ process that calls workers, each of its stages is refined by what they did insid
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
@@ -133,8 +134,9 @@ class _Workers:
     ) -> None:
         self._before = before.workers if before is not None else []
         self._lanes: dict[str, list[str]] = {}
-        for lane, role in {use.lane: use.role for use in (*self._before, *summary.workers)}.items():
+        for lane, role in {use.lane: use.role for use in (*summary.workers, *self._before)}.items():
             self._lanes.setdefault(role, []).append(lane)
+        self._answered = Counter(use.role for use in summary.workers)
         self._numbers = {lane: number for number, lane in enumerate(chain(*self._lanes.values()))}
         self._origin_ns, self._stages, self._loop = summary.begin_ns, stages, loop
         self._runs = runs_of(summary.workers, self._origin_ns, self._numbers, stages)
@@ -187,6 +189,8 @@ class _Workers:
             if not mine.who.size:
                 continue
             mine = mine._replace(who=mine.who - first)
+            if answered := self._answered[role]:  # the others are unknown
+                lanes = lanes[: max(answered, int(mine.who.max()) + 1)]
             totals = np.bincount(mine.who, mine.length, len(lanes)).astype(float)
             if totals.max() > (1 + TIED) * room_ns:
                 mine = mine._replace(length=mine.length * (room_ns / totals.max()))

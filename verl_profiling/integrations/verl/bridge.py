@@ -271,8 +271,11 @@ def _role(
     for field, roles, default, why in _WITHOUT_COUNTERPART:
         field = field.replace("*", tool)
         used = role in roles and (not field.startswith("tool_config.") or f".{tool}." in field)
-        # What global_profiler says is the default of every role.
-        if used and (value := _at(block, field)) and value not in (default, _at(common, field)):
+        # Defaults of a role: those of global_profiler, and for its hook those of the actor.
+        inherited = [default, _at(common, field)]
+        if role == ROLLOUT_ROLE and field.startswith("finish_hook"):
+            inherited.append(_at(config.actor_rollout_ref.actor.get("profiler") or {}, field))
+        if used and (value := _at(block, field)) and value not in inherited:
             notes.append(f"{where}.{field.removesuffix('.active')}: {why}")
     of_engines = "npu" if _device(config) == "npu" else "torch"
     if role == ROLLOUT_ROLE and tool != of_engines:
