@@ -28,8 +28,8 @@ class Anomaly:
     """Thresholds from which the watch requests a capture. ``None`` switches one of the signs off.
 
     Attributes:
-        slow_step: Steps take longer than the median of the window by this ratio; ``null``: no sign.
-        slow_stage: The exposed time of a stage is more than its median by this ratio; ``null``: no sign.
+        slow_step: Steps last longer than the median of the window by about this ratio; ``null``: no sign.
+        slow_stage: The exposed time of a stage is above its median by about this ratio; ``null``: no sign.
         leader: One process leads in a stage by this share of the step, in three steps of a few; ``null``: no
             sign.
         memory: Memory that a process holds grows in every step of the window, by this share in all;
