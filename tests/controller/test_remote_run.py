@@ -253,6 +253,13 @@ def test_a_staged_folder_that_somebody_removes_costs_only_that(tmp_path: Path, s
     assert check(copied(tmp_path) / "step_000004").ok
 
 
+def test_a_result_without_pending_artifacts_arrives(tmp_path: Path, session: Session) -> None:
+    """Nothing is finished after its stop that could bring it there."""
+    train(settings(tmp_path, tool="spans"))
+    assert (copied(tmp_path) / "step_000002" / "actor_rank0.result.json").exists()
+    assert not any((tmp_path / "staging").iterdir())
+
+
 def test_hooks_are_told_the_url_once_all_is_there(
     tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:

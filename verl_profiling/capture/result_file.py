@@ -65,6 +65,13 @@ class Slot:
         state = f"capture {open_now.capture_id} is open" if open_now else "nothing is open"
         return skipped(identity, f"stop_capture: {state}; call start_capture(...) first", capture_id)
 
+    def close(self, result: CaptureResult) -> CaptureResult:
+        """Write the result of the stopped capture; return it. Uploads run in the background."""
+        result = self.file.close(result)
+        if self.file.request.upload is not None and self.file.is_settled():
+            self.background.submit(self.file.upload)
+        return result
+
     def settle(self, result: CaptureResult, capture_id: str | None, finish_s: float) -> CaptureResult:
         """Run the hooks of a capture that ended; return its result, after waiting for the work that is left.
 
@@ -184,6 +191,11 @@ class ResultFile:
         with self._lock:
             self._windows = [change(self.result)]
             return self._write()
+
+    def upload(self) -> None:
+        """Move the result behind the URL of its run, if nothing is pending."""
+        with self._lock:
+            self._write(upload=True)
 
     def _write(self, upload: bool = False) -> CaptureResult:
         request = self.request

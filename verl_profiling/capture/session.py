@@ -268,7 +268,7 @@ class Session:
             result = complete(result)
         if failed:
             result = msgspec.structs.replace(result, status="failed", reason=failed)
-        return self._slot.file.close(result)
+        return self._slot.close(result)
 
     def _pass_stages_to(self, capture: Capture | None) -> None:
         """Set the receiver of stages."""
