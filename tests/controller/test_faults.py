@@ -40,6 +40,12 @@ def switches(tmp_path: Path) -> Path:
     return folder
 
 
+def answered(actor: Any) -> None:
+    """Wait until the actor has done its calls, and until this process has heard of it."""
+    ray.get(actor.work.remote())
+    time.sleep(1)
+
+
 @pytest.fixture
 def mortal(ray_cluster: None) -> Iterator[Any]:
     """An actor that a test may kill."""
@@ -254,7 +260,7 @@ def test_a_hung_actor_is_a_failed_entry_until_it_answers_again(
     callback.on_step_end()
     assert time.monotonic() - begin < 10, "neither for its start, up to 20 s"
     (switches / "stop").unlink()
-    ray.get(pool.sync[1].work.remote())
+    answered(pool.sync[1])
     callback.on_step_begin(3)
     ray.get([actor.work.remote() for actor in pool.sync[:2]])
     callback.on_step_end()
@@ -282,7 +288,7 @@ def test_an_actor_that_hangs_at_the_start_does_not_hold_up_the_others(
     callback.on_step_begin(1)
     callback.on_step_end()
     (switches / "start").unlink()
-    ray.get(pool.sync[1].counts.remote())
+    answered(pool.sync[1])
     callback.on_step_begin(2)
     callback.on_step_end()
     callback.on_train_end()
@@ -314,7 +320,7 @@ def test_a_recording_that_is_stopped_late_is_taken_up(
         assert (before.status, "did not return within 0.5 s" in before.reason) == ("failed", True)
         if answers == "by the next captured step":
             (switches / "stop").unlink()
-            ray.get(pool.sync[0].counts.remote())
+            answered(pool.sync[0])
             callback.on_step_begin(2)
             callback.on_step_end()
             assert manifest(config, 1).workers[0].status == "ok"
@@ -324,7 +330,7 @@ def test_a_recording_that_is_stopped_late_is_taken_up(
     if answers == "never":
         assert after == before
         (switches / "stop").unlink()
-        ray.get(pool.sync[0].counts.remote())
+        answered(pool.sync[0])
         return
     [artifact] = after.artifacts
     assert (after.status, artifact.status, artifact.step) == ("ok", "ok", 1)

@@ -37,6 +37,12 @@ def rows(outcomes: list[Outcome]) -> list[str]:
     return found
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes were writing, which stays where it is."""
+    for part in folder.rglob(".*.part"):
+        part.unlink()
+
+
 @pytest.mark.parametrize(
     ("kinds", "steps", "seed"),
     [
@@ -67,8 +73,7 @@ def test_every_step_is_done_and_what_was_not_damaged_is_whole(
         outcomes = run.train()
     finally:
         run.end()
-    for part in tmp_path.rglob(".*.part"):  # what a killed process was writing stays where it is
-        part.unlink()
+    remove_unfinished(tmp_path)
     for row in rows(outcomes):
         record_property(COLUMNS, row)
     record_property(COLUMNS, f"| (SOAK_SEED={seed}) | {steps} | | | |")
@@ -94,6 +99,7 @@ def test_a_loop_that_is_killed_keeps_every_stage_that_was_over(
         command += [str(max(1, 2 * number)), str(doomed), str(doomed), place]
         done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
         assert done.returncode == (-signal.SIGKILL if place else 0), done.stderr
+    remove_unfinished(tmp_path)
     kept = 0
     runs = [run, *(run / f"run_{number}" for number in range(2, kills + 1))]
     cut = [one / f"step_{2 * number + 2:06d}" for number, one in enumerate(runs)]

@@ -32,6 +32,7 @@ WORTH_NS = 5_000_000
 PAUSE_NS = 20_000_000
 MOST_RECORDS = 100_000
 _NEVER: Final = 1 << 62
+_LOOP = ("_run_once", "run_forever", "run_until_complete", "run")
 _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 
 
@@ -205,13 +206,14 @@ def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample]) -> Iter
 
 
 def _function(frame: FrameType | None) -> str:
-    """Return the innermost function that is not Python's own: ``module.function (file:line)``."""
-    innermost = frame
+    """Return the innermost function that is not Python's own: ``module.function (file:line)``.
+
+    Nothing where the event loop itself runs: who called it has not blocked it.
+    """
     while frame is not None and frame.f_code.co_filename.startswith(_OWN):
         if "site-packages" in frame.f_code.co_filename:
             break
-        frame = frame.f_back
-    frame = frame if frame is not None else innermost
+        frame = None if frame.f_code.co_name in _LOOP else frame.f_back
     if frame is None:
         return ""
     code = frame.f_code
