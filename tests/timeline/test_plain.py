@@ -16,7 +16,7 @@ from verl_profiling.timeline.step import StepInputs
 from verl_profiling.timeline.trace import Trace
 
 DATA = Path(__file__).parents[1] / "data"
-TRACES = sorted(path for path in DATA.glob("*.json*") if path.name != "hta.json")
+TRACES = sorted(path for path in DATA.glob("*.json*") if path.name not in ("hta.json", "figures.json"))
 
 
 def lanes(inputs: StepInputs) -> list[str]:
