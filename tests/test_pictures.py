@@ -107,6 +107,7 @@ class TestInABrowser:
         seen = run_script("report.js", str(page), str(folder))
         assert seen["problems"] == []
         assert size_of(folder / "report-light.png")[0] == size_of(folder / "report-dark.png")[0] == 1240
+        assert size_of(folder / "report-numbered.png")[0] == 1240
         assert size_of(folder / "report-phone.png")[0] == 390
 
     def test_the_page_of_the_run(self, steps: list[StepInputs], folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,21 @@
 const path = require("path");
 const { main, open, settled, violations } = require("./page.js");
 
+// What docs/report.md explains, in its order.
+const PARTS = ["#figures", "#findings", "#lanes-over-time h2", "#stages h2", "#lost h2"];
+
+function number(selectors) {
+  selectors.forEach((selector, index) => {
+    const box = document.querySelector(selector).getBoundingClientRect();
+    const circle = document.createElement("b");
+    circle.className = "number";
+    circle.textContent = index + 1;
+    circle.style = `position: absolute; z-index: 9; left: ${Math.max(box.left - 14, 2)}px; top: ${box.top + scrollY - (box.height < 40 ? 26 : 12)}px;
+      width: 28px; height: 28px; border-radius: 50%; background: #b00020; color: #fff; text-align: center; line-height: 28px`;
+    document.body.append(circle);
+  });
+}
+
 main(async ([executablePath, address, folder]) => {
   const { browser, page, seen } = await open(executablePath, address);
   const theme = () => page.evaluate(() => document.documentElement.dataset.theme);
@@ -21,6 +36,11 @@ main(async ([executablePath, address, folder]) => {
   seen.theme = [await theme()];
   seen.paper = [await paper()];
   await shot("report-light.png");
+  if (folder) {
+    await page.evaluate(number, PARTS);
+    await shot("report-numbered.png");
+    await page.$$eval(".number", (all) => all.forEach((each) => each.remove()));
+  }
   await page.click("#theme");
   seen.theme.push(await theme());
   seen.paper.push(await paper());
