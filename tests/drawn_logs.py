@@ -5,18 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
-import msgspec
-from step_folders import build_step, read_events
+from drawn_steps import BASE, S
+from step_folders import build_step, read_events, rewrite, rewrite_worker
 
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, HostClock, Request
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.manifest import Artifact, CaptureResult, HostClock, Request
+from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.step import Keep
 from verl_profiling.trajectory_log import (
     LOG_SUFFIX,
+    Block,
     Fact,
     LoopRecord,
     SpanRecord,
@@ -58,15 +60,103 @@ def add_log(folder: Path, log: TrajectoryLog, *, rank: int = 0, clock_ns: int = 
     )
     manifest = read_manifest(folder)
     clock = HostClock(host=host, clock_domain=host, offset_ns=clock_ns, error_ns=1_000, samples=8)
-    changed = msgspec.structs.replace(
-        manifest, workers=[*manifest.workers, worker], clocks=[*manifest.clocks, clock]
-    )
-    write_json_atomically(folder / MANIFEST_NAME, changed)
+    rewrite(folder, workers=[*manifest.workers, worker], clocks=[*manifest.clocks, clock])
     return path
 
 
-class Drawn:
-    """A log that is drawn in milliseconds after the step's begin, and added to a step as rank 0's.
+class DrawnLog:
+    """The log of an agent-loop worker, drawn in some unit of time after the step's begin.
+
+    Args:
+        rank: Rank of the worker.
+        end: When its recording ended.
+        begin_ns: The step's begin, by the controller's clock.
+        unit_ns: The unit of time.
+        clock_ns: How far the clock of the log is ahead of the controller's.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        end: float = 10.0,
+        *,
+        begin_ns: int = BASE,
+        unit_ns: int = S,
+        clock_ns: int = 0,
+        **what: object,
+    ) -> None:
+        self.rank = rank
+        self.begin_ns = begin_ns
+        self.clock_ns = clock_ns
+        self._unit_ns = unit_ns
+        self.log = TrajectoryLog(
+            lane=f"agent_loop_rank{rank}",
+            begin_ns=self.ns(0),
+            end_ns=self.ns(end),
+            loops=[LoopRecord(0, 7, "Main"), LoopRecord(1, 8, "Other")],
+            **what,
+        )
+
+    def ns(self, at: float) -> int:
+        """Return an instant on the clock of the log."""
+        return self.begin_ns + round(at * self._unit_ns) + self.clock_ns
+
+    def trajectory(
+        self,
+        begin: float,
+        end: float,
+        *spans: tuple[str, float, float],
+        group: str = "g",
+        sample: Any = ...,
+        fate: str = "done",
+        loop: int = 0,
+        error: str = "",
+        **facts: Fact,
+    ) -> int:
+        """Add a trajectory with its spans; return its number, which is its sample unless one is given."""
+        number = len(self.log.trajectories)
+        sample = number if sample is ... else sample
+        record = TrajectoryRecord(
+            number, group, sample, self.ns(begin), self.ns(end), fate, loop, error, facts
+        )
+        self.log.trajectories.append(record)
+        for span in spans:
+            self.span(*span, number)
+        return number
+
+    def span(
+        self,
+        name: str,
+        begin: float,
+        end: float,
+        trajectory: int = -1,
+        parent: int = -1,
+        *,
+        request: str = "",
+        loop: int = 0,
+        failed: bool = False,
+        still_open: bool = False,
+        **facts: Fact,
+    ) -> int:
+        """Add a span; return its number."""
+        number = len(self.log.spans)
+        times = self.ns(begin), self.ns(end)
+        self.log.spans.append(
+            SpanRecord(number, trajectory, parent, name, *times, 7, loop, failed, request, facts, still_open)
+        )
+        return number
+
+    def block(self, begin: float, end: float, span: int = -1, function: str = "", loop: int = 0) -> None:
+        """Add a block of an event loop."""
+        self.log.blocks.append(Block(loop, self.ns(begin), self.ns(end), span, "Task-1", function))
+
+    def add_to(self, folder: Path) -> Path:
+        """Add the log to a step; return its path."""
+        return add_log(folder, self.log, rank=self.rank, clock_ns=self.clock_ns)
+
+
+class Drawn(DrawnLog):
+    """A log that is drawn in milliseconds, and a real step that it is added to.
 
     Args:
         run: Where the step goes.
@@ -75,55 +165,12 @@ class Drawn:
 
     def __init__(self, run: Path, clock_ms: float = 0) -> None:
         self.folder = build_step(run)
-        self.begin_ns = read_manifest(self.folder).begin_ns
-        self._clock_ns = round(clock_ms * MS)
-        self.log = TrajectoryLog(
-            lane="agent_loop_rank0",
-            begin_ns=self.ns(0),
-            end_ns=self.ns(100),
-            loops=[LoopRecord(0, 7, "Main")],
-        )
-
-    def ns(self, ms: float) -> int:
-        """Return an instant on the clock of the log."""
-        return self.begin_ns + round(ms * MS) + self._clock_ns
-
-    def trajectory(
-        self,
-        begin: float,
-        end: float,
-        group: str = "g",
-        sample: int | None = 0,
-        fate: str = "done",
-        **facts: Fact,
-    ) -> int:
-        number = len(self.log.trajectories)
-        error = "it broke" if fate == "failed" else ""
-        record = TrajectoryRecord(number, group, sample, self.ns(begin), self.ns(end), fate, 0, error, facts)
-        self.log.trajectories.append(record)
-        return number
-
-    def span(
-        self,
-        name: str,
-        begin: float,
-        end: float,
-        owner: int = -1,
-        parent: int = -1,
-        request: str = "",
-        **facts: Fact,
-    ) -> int:
-        number = len(self.log.spans)
-        record = SpanRecord(
-            number, owner, parent, name, self.ns(begin), self.ns(end), 7, 0, False, request, facts
-        )
-        self.log.spans.append(record)
-        return number
+        begin_ns = read_manifest(self.folder).begin_ns
+        super().__init__(end=100, begin_ns=begin_ns, unit_ns=MS, clock_ns=round(clock_ms * MS))
 
     def requests(self, *requests: tuple[str, float, float]) -> None:
         """Give the engine requests, on the controller's clock."""
-        manifest = read_manifest(self.folder)
-        begin = manifest.begin_ns
+        begin = self.begin_ns
         made = [
             Request(
                 replica=0,
@@ -136,14 +183,11 @@ class Drawn:
             )
             for name, a, b in requests
         ]
-        workers = [
-            msgspec.structs.replace(w, requests=made) if w.name == "rollout0" else w for w in manifest.workers
-        ]
-        write_json_atomically(self.folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+        rewrite_worker(self.folder, "rollout0", requests=made)
 
     def merged(self, keep: Keep | None = None, **options: int) -> tuple[MergeResult, Timeline]:
         """Merge the step."""
-        add_log(self.folder, self.log, clock_ns=self._clock_ns)
+        self.add_to(self.folder)
         (inputs,) = find_steps(self.folder)
         result = merge(inputs, keep=keep, **options)
         return result, Timeline(result.path, self.begin_ns)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -167,11 +168,24 @@ def build_step(run: Path, *, step: int = STEP, mode: str = "e2e", rank1_clock_ns
     return folder
 
 
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Change what the manifest of a step says."""
+    manifest = msgspec.structs.replace(read_manifest(folder), **changes)
+    write_json_atomically(folder / MANIFEST_NAME, manifest)
+
+
+def rewrite_worker(folder: Path, *names: str, **changes: Any) -> None:
+    """Change what the manifest of a step says of some workers; of all, if none is named."""
+    workers = [
+        msgspec.structs.replace(worker, **changes) if worker.name in names or not names else worker
+        for worker in read_manifest(folder).workers
+    ]
+    rewrite(folder, workers=workers)
+
+
 def with_facts(folder: Path) -> Path:
     """Add two requests, and the peaks and the cost of actor rank 0, to a step."""
-    manifest = read_manifest(folder)
-    first, *others, engine = manifest.workers
-    begin = manifest.begin_ns
+    begin = read_manifest(folder).begin_ns
     requests = [
         Request(replica=0, begin_ns=begin, end_ns=begin + 200_000, prompt_tokens=4, response_tokens=9),
         Request(
@@ -185,16 +199,13 @@ def with_facts(folder: Path) -> Path:
             failed=True,
         ),
     ]
-    workers = [
-        msgspec.structs.replace(
-            first,
-            cost=CaptureCost(start_s=0.25, stop_s=1.5, export_s=0.5),
-            metrics={"stage/update_actor/process_peak_rss_bytes": 3e9, "throughput": 2.0},
-        ),
-        *others,
-        msgspec.structs.replace(engine, requests=requests),
-    ]
-    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    rewrite_worker(
+        folder,
+        "actor_rank0",
+        cost=CaptureCost(start_s=0.25, stop_s=1.5, export_s=0.5),
+        metrics={"stage/update_actor/process_peak_rss_bytes": 3e9, "throughput": 2.0},
+    )
+    rewrite_worker(folder, "rollout0", requests=requests)
     return folder
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import warnings
 from pathlib import Path
 
+from rich.console import Console
+
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.manifest import Manifest
+from verl_profiling.report.files import write_csv
+from verl_profiling.report.model import Report
+from verl_profiling.report.terminal import print_report
 
 
 def verdict(folder: Path) -> tuple[int, str]:
@@ -18,6 +24,20 @@ def verdict(folder: Path) -> tuple[int, str]:
     with contextlib.redirect_stdout(printed):
         status = main(["check", str(folder)])
     return status, "\n".join(line for line in printed.getvalue().splitlines() if not line.startswith("ok "))
+
+
+def printed(report: Report, width: int = 200, *, everything: bool = True) -> str:
+    """Return what a terminal of some width shows of a report."""
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width)
+    print_report(report, console, everything=everything)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def csv_rows(folder: Path, *reports: Report, table: str) -> list[dict[str, str]]:
+    """Write the tables of reports into a folder, and return the rows of one."""
+    write_csv(reports, folder)
+    with (folder / f"{table}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def recorded(folder: Path) -> Manifest:

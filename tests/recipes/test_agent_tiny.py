@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,12 +9,12 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
 
-from verl_profiling.report.build import build_report
-from verl_profiling.timeline.inputs import find_steps
+from recipe_runs import run_module
+
+from verl_profiling.analysis import open_step
 from verl_profiling.trajectory_log import TrajectoryLog, read_log
 
 pytestmark = [pytest.mark.recipes, pytest.mark.timeout(300)]  # the first test of an engine runs the recipe
-ROOT = Path(__file__).parents[2]
 PROMPTS, GROUP, TURNS = 4, 4, 2
 
 
@@ -32,22 +29,11 @@ PROMPTS, GROUP, TURNS = 4, 4, 2
 def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a captured step."""
     output = tmp_path_factory.mktemp("agent_tiny")
-    command = [
-        *(sys.executable, "-m", "recipes.agent_tiny.train", f"output_dir={output}", "steps=1"),
-        *("profiling=e2e", f"rollout.engine={request.param}", "rollout.replicas=1"),
+    run_module(
+        *("recipes.agent_tiny.train", f"output_dir={output}", "steps=1", "profiling=e2e"),
+        *(f"rollout.engine={request.param}", "rollout.replicas=1"),
         *(f"batch.prompts={PROMPTS}", f"batch.group_size={GROUP}", f"agent.turns={TURNS}"),
-    ]
-    path = os.pathsep.join([str(ROOT / "recipes" / "sglang_cpu"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     return output / "profiling" / "step_000001"
 
 
@@ -89,9 +75,7 @@ def test_the_log_says_who_blocked(logs: list[TrajectoryLog]) -> None:
 
 def test_the_report_begins_with_the_tool_that_blocks(step: Path) -> None:
     """The first finding names it, the processes whose event loops it blocked, and how many stood still."""
-    [inputs] = find_steps(step)
-    report = build_report(inputs)
-    first = report.findings[0]
+    first = open_step(step).report().findings[0]
     assert first.rule == "loop_blocked"
     assert set(first.lanes) == {"agent_loop_rank0", "agent_loop_rank1"}
     loops = " and ".join(first.lanes)

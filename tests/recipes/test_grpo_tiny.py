@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +12,12 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
 
+from recipe_runs import run_module
+
 from recipes.grpo_tiny import task
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
 
-ROOT = Path(__file__).parents[2]
 STEPS = (2, 3)
 CONTROLLER_STAGES = {"rollout", "reward", "old_log_prob", "advantage", "update_actor", "update_weights"}
 ACTORS = ("actor_rank0", "actor_rank1")
@@ -53,19 +51,7 @@ class Run:
 
 def train(folder: Path, *overrides: str) -> None:
     """Run the recipe from the command line."""
-    command = [sys.executable, "-m", "recipes.grpo_tiny.train", f"output_dir={folder}", *overrides]
-    path = os.pathsep.join([str(ROOT / "recipes" / "sglang_cpu"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_module("recipes.grpo_tiny.train", f"output_dir={folder}", *overrides)
 
 
 @pytest.fixture(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
 
+from recipe_runs import run_module
+
 from verl_profiling.analysis import open_step
 from verl_profiling.report.model import Finding
 
-ROOT = Path(__file__).parents[2]
 HEALTHY, SLOW = (2, 3), 4  # a machine that does other things may slow a rank down in one of them
 
 pytestmark = [pytest.mark.recipes, pytest.mark.timeout(600)]
@@ -28,25 +26,7 @@ def first_finding(run: Path, step: int) -> Finding | None:
 def test_a_slow_rank_is_the_first_finding_of_its_step(tmp_path: Path) -> None:
     """Named with its stage and its seconds; a step without it says something else first."""
     settings = ["profiling=e2e", f"profiling.schedule.steps={[*HEALTHY, SLOW]}", "steps=4"]
-    command = [
-        sys.executable,
-        "-m",
-        "tests.recipes.slow_rank",
-        str(SLOW),
-        f"output_dir={tmp_path}",
-        *settings,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_module("tests.recipes.slow_rank", SLOW, f"output_dir={tmp_path}", *settings)
     slow = first_finding(tmp_path, SLOW)
     assert slow is not None
     assert (slow.rule, slow.lanes) == ("straggler", ["actor_rank1"])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from recipe_runs import run_module
 
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
@@ -17,30 +15,13 @@ from verl_profiling.watch_log import WatchLogReader
 
 pytest.importorskip("hydra", reason="hydra-core is not installed; `make env` builds an environment")
 
-ROOT = Path(__file__).parents[2]
-
-
-def torchrun(*overrides: str) -> str:
-    """Run the recipe on two ranks; return what it printed."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", "recipes.spmd_tiny.train", *overrides],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_both_ranks_are_in_each_step(tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every artifact of both is whole when the run ends, and one timeline and one report hold them."""
-    printed = torchrun(f"output_dir={tmp_path}", f"profiling={mode}")
+    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"
+    printed = run_module(*launcher, "recipes.spmd_tiny.train", f"output_dir={tmp_path}", f"profiling={mode}")
     # Both ranks print into one pipe: what one logs may follow on a line of the other.
     rewards = [float(reward) for reward in re.findall(r"step \d+  reward (\d\.\d{3})", printed)]
     assert len(rewards) == 4

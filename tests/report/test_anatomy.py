@@ -82,7 +82,7 @@ def test_a_stage_counts_inside_of_the_step_only(tmp_path: Path) -> None:
 SPANS = st.tuples(st.sampled_from("abcd"), st.integers(-2, 12), st.integers(0, 6), st.sampled_from((0, 0, 1)))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(SPANS, min_size=1, max_size=8),
     st.lists(st.tuples(st.integers(-2, 12), st.integers(0, 4), st.sampled_from("abx")), max_size=4),
@@ -105,3 +105,42 @@ def test_outermost_rows_add_up_to_the_step(
     assert sum(row.share for row in report.stages if row.depth == 0) == pytest.approx(1.0)
     assert all(0 <= row.share * report.span_us <= row.duration_us + 1e-3 for row in report.stages)
     assert all(0 <= row.side_by_side_us <= row.duration_us for row in report.stages)
+
+
+def test_stages_side_by_side_are_in_rows(tmp_path: Path) -> None:
+    """A nested stage is in the row of the one around it, though the first row is free."""
+    stages = [("rollout", 0, 4), ("update_actor", 3, 9), ("mini_batch", 5, 6, 1), ("reward", 9, 10)]
+    report = report_of(tmp_path, stages, [])
+    assert [(span.name, span.row, span.depth) for span in report.gantt] == [
+        ("rollout", 0, 0),
+        ("update_actor", 1, 0),
+        ("mini_batch", 1, 1),
+        ("reward", 0, 0),
+    ]
+
+
+def test_a_tool_is_shown_where_it_started_and_stopped(tmp_path: Path) -> None:
+    """Inside of the step: in e2e mode a tool starts before it and stops after it."""
+    tool = [("start", 1.0, 1.2, "update_actor"), ("stop", 9.5, 12.0, "update_actor"), ("stop", 20, 21, None)]
+    worker = Worker("actor", stages=[("update_actor", 1.2, 9.5)], tool=tool, mode="discrete")
+    report = report_of(tmp_path, [], [worker])
+    assert [(span.lane, span.name, span.kind, span.begin_us, span.end_us) for span in report.gantt] == [
+        ("actor_rank0", "update_actor", "stage", 1.2e6, 9.5e6),
+        ("actor_rank0", "update_actor", "start", 1.0e6, 1.2e6),
+        ("actor_rank0", "update_actor", "stop", 9.5e6, 10e6),
+    ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10), st.integers(0, 2)), min_size=1, max_size=12)
+)
+def test_spans_of_one_depth_in_one_row_follow_each_other(drawn: list[tuple[int, int, int]]) -> None:
+    """However stages overlap, no bar lies on another."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = report_of(Path(folder), [("s", a, a + b, depth) for a, b, depth in drawn], [], end=50)
+    assert len(report.gantt) == len(drawn)
+    places: dict[tuple[int, int], float] = {}
+    for span in sorted(report.gantt, key=lambda span: span.begin_us):
+        assert places.get((span.row, span.depth), 0.0) <= span.begin_us
+        places[span.row, span.depth] = span.end_us

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import json
 from pathlib import Path
 
 import msgspec
 import pytest
 from drawn_steps import Worker, ns, report_of
-from rich.console import Console
+from step_folders import rewrite
+from step_outcome import csv_rows, printed
 
 from verl_profiling.analysis import open_step
-from verl_profiling.manifest import MANIFEST_NAME, Rpc, StageSpan
+from verl_profiling.manifest import Rpc, StageSpan
 from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.diff import compare
-from verl_profiling.report.files import scalars, write_csv
+from verl_profiling.report.files import scalars
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.terminal import print_report
-from verl_profiling.run_files import read_manifest, write_json_atomically
 
 OUTSIDE = [
     StageSpan("capture_start", ns(-0.5), ns(0)),
@@ -49,20 +46,13 @@ def reported(folder: Path, outside: list[StageSpan], calls: list[Rpc] = CALLS) -
     """Return the report of the drawn step with what was done around it."""
     folder.mkdir(exist_ok=True)
     report_of(folder, STAGES, WORKERS)
-    manifest = msgspec.structs.replace(read_manifest(folder), outside=outside, rpcs=calls)
-    write_json_atomically(folder / MANIFEST_NAME, manifest)
+    rewrite(folder, outside=outside, rpcs=calls)
     return open_step(folder).report()
 
 
 @pytest.fixture
 def report(tmp_path: Path) -> Report:
     return reported(tmp_path / "step", OUTSIDE)
-
-
-def printed(report: Report) -> str:
-    text = io.StringIO()
-    print_report(report, Console(file=text, width=200), everything=True)
-    return text.getvalue()
 
 
 def test_rows_say_who_was_waited_for(report: Report) -> None:
@@ -94,9 +84,7 @@ def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
     assert '<section id="outside">' in page
     assert '<td class="n" data-v="12">12.0 s</td>' in page
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report).outside == report.outside
-    write_csv([report], tmp_path)
-    with (tmp_path / "outside.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
+    found = csv_rows(tmp_path, report, table="outside")
     assert [row["name"] for row in found] == ["capture_start", "capture_stop", "validate"]
     assert found[1]["parts"] == "rollout 2.9; actor 1; write 0.2"
     frame = open_step(report.directory).to_frame("outside")

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
-from rich.console import Console
-from step_folders import build_step, with_facts
+from step_folders import build_step, rewrite_worker, with_facts
+from step_outcome import csv_rows, printed
 
 from verl_profiling.analysis import open_step
-from verl_profiling.manifest import MANIFEST_NAME, ClockAnchor
-from verl_profiling.report.files import scalars, write_csv
+from verl_profiling.manifest import ClockAnchor
+from verl_profiling.report.files import scalars
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.rows import AnchorRow, CostRow, MeasureRow
-from verl_profiling.report.tables import cell
-from verl_profiling.report.terminal import print_report
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.run_files import read_manifest
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The report of a step in which actor rank 0 recorded two numbers, and read its clock twice."""
     folder = with_facts(build_step(tmp_path_factory.mktemp("run")))
-    manifest = read_manifest(folder)
-    begin = manifest.begin_ns
+    begin = read_manifest(folder).begin_ns
     anchors = [ClockAnchor(begin - 10**9, 5 * 10**9), ClockAnchor(begin + 10**9 + 3000, 7 * 10**9)]
-    first = msgspec.structs.replace(manifest.workers[0], anchors=anchors)
-    workers = [first, *manifest.workers[1:]]
-    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    rewrite_worker(folder, "actor_rank0", anchors=anchors)
     return open_step(folder).report()
 
 
@@ -56,9 +48,7 @@ def test_each_worker_has_its_cost_with_its_bytes_on_disk(report: Report) -> None
 
 def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
     """Terminal, page and CSV."""
-    text = io.StringIO()
-    print_report(report, Console(file=text), everything=True)
-    shown = text.getvalue()
+    shown = printed(report)
     assert re.search(r"actor_rank0 +update_actor +process_peak_rss_bytes +3 GB", shown)
     assert re.search(r"actor_rank0 +250 ms +1.50 s +500 ms", shown)
     assert re.search(r"actor_rank0 +here +2.00 s +3.00 us", shown)
@@ -69,11 +59,9 @@ def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
     assert "process_peak_rss_bytes" in page
     assert '<td class="n" data-v="3e+09">3 GB</td>' in page
     assert '<section id="costs">' in page
-    write_csv([report], tmp_path)
-    with (tmp_path / "measures.csv").open(newline="") as file:
-        assert [row["value"] for row in csv.DictReader(file)] == ["3000000000.0", "2.0"]
-    with (tmp_path / "costs.csv").open(newline="") as file:
-        assert [row["stop_s"] for row in csv.DictReader(file)] == ["1.5", "0.0", "0.0"]
+    measures, costs = (csv_rows(tmp_path, report, table=name) for name in ("measures", "costs"))
+    assert [row["value"] for row in measures] == ["3000000000.0", "2.0"]
+    assert [row["stop_s"] for row in costs] == ["1.5", "0.0", "0.0"]
 
 
 def test_tensorboard_marks_the_step_and_has_them_as_scalars(report: Report) -> None:
@@ -103,27 +91,8 @@ def test_nothing_recorded_shows_nothing(tmp_path: Path) -> None:
     plain = open_step(trace).report()
     assert (plain.measures, plain.costs, plain.anchors) == ([], [], [])
     assert not [name for name, _ in scalars(plain) if name.startswith(("capture", "peak", "clock"))]
-    text = io.StringIO()
-    print_report(plain, Console(file=text), everything=True)
-    assert "The capture" not in text.getvalue()
-    assert "Measures" not in text.getvalue() + render_html(plain)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("peak_bytes", 1.25e9, "1.25 GB"),
-        ("peak_bytes", 999e6, "999 MB"),
-        ("peak_bytes", 0, "0 bytes"),
-        ("loss", 1 / 3, "0.333333"),
-        ("tokens", 1234567.0, "1.23457e+06"),
-        ("loss", float("nan"), "nan"),
-    ],
-)
-def test_numbers_are_printed_with_their_unit(name: str, value: float, text: str) -> None:
-    """The unit is in the name."""
-    row = MeasureRow(worker="actor_rank0", stage="", name=name, value=value)
-    assert cell("value", row).text == text
+    assert "The capture" not in printed(plain)
+    assert "Measures" not in printed(plain) + render_html(plain)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +105,8 @@ def test_a_clock_that_was_set_is_noted(
 ) -> None:
     """Unix time that ran apart from monotonic time during the capture puts a lane in the wrong place."""
     folder = build_step(tmp_path)
-    manifest = read_manifest(folder)
     elapsed, ahead = round(elapsed_s * 1e9), round(ahead_ms * 1e6)
     anchors = [ClockAnchor(10**18, 500), ClockAnchor(10**18 + elapsed + ahead, 500 + elapsed)]
-    first = msgspec.structs.replace(manifest.workers[0], anchors=anchors)
-    workers = [first, *manifest.workers[1:]]
-    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    rewrite_worker(folder, "actor_rank0", anchors=anchors)
     notes = [note for note in open_step(folder).report().notes if "clock of" in note]
     assert [f"set by {ahead_ms:+.0f} ms " in note for note in notes] == [True] * noted

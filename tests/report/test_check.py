@@ -8,12 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from step_folders import build_step
+from step_folders import build_step, rewrite, rewrite_worker
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.check import check
-from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.run_files import read_manifest
 
 VICTIM = "actor_rank0.torch.json.gz"
 
@@ -30,21 +29,6 @@ def test_a_whole_step_passes(tmp_path: Path, mode: str) -> None:
     assert result.ok
     assert [entry.fate for entry in result.artifacts] == ["ok"] * 3
     assert all(entry.events for entry in result.artifacts)
-
-
-def test_a_worker_that_died_beside_whole_artifacts_is_told(tmp_path: Path) -> None:
-    """It had written a stage before it died, and what it did not come to is in no list of artifacts."""
-    folder = build_step(tmp_path)
-    manifest = read_manifest(folder)
-    first, *others = manifest.workers
-    died = msgspec.structs.replace(first, status="failed", reason="the actor died")
-    manifest = msgspec.structs.replace(manifest, workers=[died, *others])
-    write_json_atomically(folder / "manifest.json", manifest)
-    result = check(folder)
-    assert not result.ok
-    assert [(entry.path, entry.fate, entry.reason) for entry in result.artifacts if entry.fate != "ok"] == [
-        (first.name, "failed", "the actor died")
-    ]
 
 
 @pytest.mark.parametrize(
@@ -105,57 +89,44 @@ def test_a_broken_manifest_is_unreadable(tmp_path: Path) -> None:
     assert found["step_000002/actor_rank0.torch.json.gz"] == "ok"
 
 
-def rewrite(folder: Path, **changes: Any) -> None:
-    """Change what the manifest says of the victim's artifact."""
-    manifest = read_manifest(folder)
-    workers = [
-        msgspec.structs.replace(
-            worker,
-            artifacts=[
-                msgspec.structs.replace(artifact, **changes) if artifact.path == VICTIM else artifact
-                for artifact in worker.artifacts
-            ],
-        )
-        for worker in manifest.workers
-    ]
-    write_json_atomically(folder / "manifest.json", msgspec.structs.replace(manifest, workers=workers))
-
-
 @pytest.mark.parametrize("status", ["empty", "failed"])
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_what_the_manifest_knows_is_said_with_its_reason(tmp_path: Path, status: str, on_disk: bool) -> None:
     """A window that was never reached left no file: that is `empty` and why, not `missing`."""
     folder = build_step(tmp_path)
-    rewrite(folder, status=status, reason="the window was never reached (start=100)")
+    [artifact] = read_manifest(folder).workers[0].artifacts
+    reason = "the window was never reached (start=100)"
+    known = msgspec.structs.replace(artifact, status=status, reason=reason)
+    rewrite_worker(folder, "actor_rank0", artifacts=[known])
     if not on_disk:
         (folder / VICTIM).unlink()
     [entry] = [entry for entry in check(folder).artifacts if entry.path == VICTIM]
-    assert (entry.fate, entry.reason) == (status, "the window was never reached (start=100)")
+    assert (entry.fate, entry.reason) == (status, reason)
     assert not check(folder).ok
 
 
-def test_a_worker_that_made_no_artifact_is_named(tmp_path: Path) -> None:
-    """Whatever its status, if it is not well: here no selected stage ran."""
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"status": "empty", "reason": "no selected stage ran (selected: reward)", "artifacts": []},
+        {"status": "failed", "reason": "the actor died"},
+    ],
+)
+def test_a_worker_that_is_not_well_is_named(tmp_path: Path, found: dict[str, Any]) -> None:
+    """Without an artifact, or beside those that it wrote before it died."""
     folder = build_step(tmp_path)
-    manifest = read_manifest(folder)
-    reason = "no selected stage ran (selected: reward; ran: update_actor)"
-    idle, *others = manifest.workers
-    idle = msgspec.structs.replace(idle, status="empty", reason=reason, artifacts=[])
-    changed = msgspec.structs.replace(manifest, workers=[idle, *others])
-    write_json_atomically(folder / "manifest.json", changed)
+    rewrite_worker(folder, "actor_rank0", **found)
     result = check(folder)
     assert [(e.path, e.fate, e.reason) for e in result.artifacts if e.fate != "ok"] == [
-        (idle.name, "empty", reason)
+        ("actor_rank0", found["status"], found["reason"])
     ]
     assert not result.ok
-    assert any(reason in line for line in find_steps(folder)[0].absent)
 
 
 def test_a_step_that_recorded_nobody_is_a_finding(tmp_path: Path) -> None:
     """The manifest's notes say why, and so does the check."""
     folder = build_step(tmp_path)
-    changed = msgspec.structs.replace(read_manifest(folder), workers=[], notes=["nobody was added"])
-    write_json_atomically(folder / "manifest.json", changed)
+    rewrite(folder, workers=[], notes=["nobody was added"])
     result = check(folder)
     assert (result.artifacts[-1].path, result.artifacts[-1].fate) == ("manifest.json", "empty")
     assert result.artifacts[-1].reason == "no worker was captured; nobody was added"

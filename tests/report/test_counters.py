@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
-from drawn_logs import add_log
-from drawn_steps import Worker, drawn_inputs, ns
-from rich.console import Console
+from drawn_logs import DrawnLog
+from drawn_steps import Worker, drawn_inputs
+from step_outcome import printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.rows import CounterRow
-from verl_profiling.report.terminal import print_report
-from verl_profiling.trajectory_log import Counted, TrajectoryLog
+from verl_profiling.trajectory_log import Counted
 
 
 def counted(folder: Path, *counts: tuple[str, float, float], clock_ns: int = 0) -> Report:
     """Return the report of a step of 10 s in which a process counted, at these seconds."""
     drawn_inputs(folder, [("rollout", 0, 10)], [Worker("actor")])
-    log = TrajectoryLog(lane="agent_loop_rank0", begin_ns=ns(-5), end_ns=ns(11))
-    log.counts += [Counted(name, ns(at) + clock_ns, value) for name, at, value in counts]
-    add_log(folder, log, clock_ns=clock_ns)
+    log = DrawnLog(clock_ns=clock_ns)
+    log.log.counts += [Counted(name, log.ns(at), value) for name, at, value in counts]
+    log.add_to(folder)
     return open_step(folder).report()
 
 
@@ -56,11 +54,8 @@ def test_what_was_counted_after_the_step_alone_is_left_out(tmp_path: Path) -> No
 def test_the_faces_have_the_counts(tmp_path: Path) -> None:
     """Terminal and page have a table; a name that is none does no harm."""
     report = counted(tmp_path, ("message queue", 5, 6), ("<b>[red]", 5, 1))
-    console = Console(file=io.StringIO(), width=100)
-    print_report(report, console, everything=True)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text, page = printed(report), render_html(report)
     assert "message queue" in text
-    assert "<b>[red]" in text
-    page = render_html(report)
     assert "message queue" in page
+    assert "<b>[red]" in text
     assert "<b>[red]" not in page

@@ -11,21 +11,18 @@ import pytest
 from rich.console import Console
 from step_folders import build_step
 
-from verl_profiling.analysis import load_reports
+from verl_profiling.analysis import load_reports, open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.report.build import build_report
 from verl_profiling.report.diff import Diff, compare, print_diff
 from verl_profiling.report.model import Report
 from verl_profiling.report.rows import KernelRow, StageRow
-from verl_profiling.timeline.inputs import find_steps
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The report of a real step."""
-    (inputs,) = find_steps(build_step(tmp_path_factory.mktemp("run")))
-    return build_report(inputs)
+    return open_step(build_step(tmp_path_factory.mktemp("run"))).report()
 
 
 def with_stage(report: Report, seconds: float, step_seconds: float = 10.0) -> Report:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
 from step_folders import WORKERS, build_step
+from step_outcome import csv_rows
 
-from verl_profiling.report.build import build_report
-from verl_profiling.report.files import write_csv, write_tensorboard
+from verl_profiling.analysis import load_reports
+from verl_profiling.report.files import write_tensorboard
 from verl_profiling.report.model import Report
-from verl_profiling.timeline.inputs import find_steps
 
 
 @pytest.fixture(scope="module")
@@ -20,18 +19,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
     run = tmp_path_factory.mktemp("run")
     for step in (3, 4):
         build_step(run, step=step)
-    return [build_report(inputs) for inputs in find_steps(run)]
+    return load_reports(run)
 
 
 def test_csv_has_a_row_per_lane_and_step(tmp_path: Path, reports: list[Report]) -> None:
     """The columns are those of the JSON, with the causes of idle time spread out."""
-    assert {path.name for path in write_csv(reports, tmp_path / "csv")} >= {
-        "workers.csv",
-        "stages.csv",
-        "kernels.csv",
-    }
-    with (tmp_path / "csv" / "workers.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(tmp_path / "csv", *reports, table="workers")
+    assert {path.name for path in (tmp_path / "csv").iterdir()} >= {"stages.csv", "kernels.csv"}
     assert [(row["step"], row["name"]) for row in rows] == [(s, lane) for s in ("3", "4") for lane in WORKERS]
     for row in rows:
         causes = sum(float(value) for key, value in row.items() if key.startswith("lost_"))

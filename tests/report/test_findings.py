@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from drawn_steps import STAGES, Drawn, Worker, drawn_inputs, ns, report_of
+from drawn_steps import STAGES, Drawn, Worker, ns, report_of
+from step_folders import rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
-from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.report.findings import LIMIT
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.run_files import read_manifest
 
 WHOLE: list[Drawn] = [("update_actor", 0, 10)]
 REDUCE = "ncclDevKernel_AllReduce_Sum"
@@ -32,6 +34,12 @@ def said(report: Report, rule: str) -> Finding:
     return found
 
 
+def engine(replica: int, end: float, **more: Any) -> Worker:
+    """Return an engine that generates until some time."""
+    iterations = [("execute_context_0(0)_generation_2(2)", 0, end)]
+    return Worker("rollout", replica=replica, kernels=[("attention", 0, end)], iterations=iterations, **more)
+
+
 def without_manifest(folder: Path) -> Report:
     """Return the report of the same traces, as any profiler leaves them."""
     (folder / "manifest.json").unlink()
@@ -41,27 +49,24 @@ def without_manifest(folder: Path) -> Report:
 def test_a_synchronous_loop_is_no_finding(tmp_path: Path) -> None:
     """Ranks wait for the rollout, and engines for the ranks, in every healthy step: most of this one."""
     stages = [("rollout", 0, 6), ("update_actor", 6, 10)]
-    iteration = "execute_context_0(0)_generation_2(2)"
-    engine = Worker("rollout", replica=0, kernels=[("attention", 0, 6)], iterations=[(iteration, 0, 6)])
     actors = [
         Worker("actor", rank, stages=[("update_actor", 6, 10)], kernels=[("gemm", 6, 10)]) for rank in (0, 1)
     ]
-    report = report_of(tmp_path, stages, [*actors, engine])
+    report = report_of(tmp_path, stages, [*actors, engine(0, 6)])
     assert {row.cause: row.seconds for row in report.lost}["waiting_for_rollout"] == 12
     assert report.findings == []
 
 
 def test_the_slow_rank_is_found_behind_a_collective(tmp_path: Path) -> None:
     """The fast rank is busy from begin to end, and the slow one is idle: yet it is named."""
-    reduce = "ncclDevKernel_AllReduce_Sum"
-    fast = Worker("actor", 0, stages=WHOLE, kernels=[("gemm", 0, 4), (reduce, 4, 10)])
-    slow = Worker("actor", 1, stages=WHOLE, kernels=[("gemm", 0, 4), (reduce, 9, 10)])
+    fast = Worker("actor", 0, stages=WHOLE, kernels=[("gemm", 0, 4), (REDUCE, 4, 10)])
+    slow = Worker("actor", 1, stages=WHOLE, kernels=[("gemm", 0, 4), (REDUCE, 9, 10)])
     report = report_of(tmp_path, WHOLE, [fast, slow])
     first = report.findings[0]
     assert (first.rule, first.lanes, first.seconds) == ("straggler", ["actor_rank1"], pytest.approx(5))
     assert "actor_rank1 is slow in update_actor: it worked 10.0 s there, the other one 5.00 s" in first.text
     assert "host_bound" not in rules(report)  # what only one rank has is the straggler's
-    even = report_of(tmp_path, WHOLE, [fast, as_rank(fast, 1)])
+    even = report_of(tmp_path, WHOLE, [fast, replace(fast, rank=1)])
     assert "straggler" not in rules(even)
 
 
@@ -75,9 +80,8 @@ def small_straggler(folder: Path, trigger: Trigger, marked: bool) -> Report:
         )
         kernels = [("gemm", 99, ready), (REDUCE, ready, 99.6), ("gemm", 99.6, 100)]
         workers.append(Worker("actor", rank, stages=own, kernels=kernels, recorded=(0, 100)))
-    inputs = drawn_inputs(folder, stages, workers, 100)
-    manifest = msgspec.structs.replace(inputs.manifest, trigger=trigger)
-    write_json_atomically(folder / MANIFEST_NAME, manifest)
+    report_of(folder, stages, workers, 100)
+    rewrite(folder, trigger=trigger)
     return open_step(folder).report()
 
 
@@ -116,10 +120,8 @@ def test_ranks_that_come_last_in_turn_are_not_named(tmp_path: Path) -> None:
         Worker("actor", rank, stages=[("update_actor", 0, 4)], kernels=[(REDUCE, a, 2), (REDUCE, b, 4)])
         for rank, (a, b) in begins.items()
     ]
-    inputs = drawn_inputs(tmp_path, [("update_actor", 0, 4)], workers, 4)
-    trigger = Trigger(kind="anomaly", sign="slow_stage", stage="update_actor")
-    manifest = msgspec.structs.replace(inputs.manifest, trigger=trigger)
-    write_json_atomically(tmp_path / MANIFEST_NAME, manifest)
+    report_of(tmp_path, [("update_actor", 0, 4)], workers, 4)
+    rewrite(tmp_path, trigger=Trigger(kind="anomaly", sign="slow_stage", stage="update_actor"))
     assert "straggler" not in rules(open_step(tmp_path).report())
 
 
@@ -131,27 +133,15 @@ def test_the_outermost_stage_of_a_slow_rank_is_named(tmp_path: Path) -> None:
         Worker("actor", 1, stages=[("update_actor", 0, 4)], kernels=[("gemm", 0, 4)]),
     ]
     report_of(tmp_path, WHOLE, workers)
-    manifest = read_manifest(tmp_path)
-    inner = [
-        msgspec.structs.replace(worker.stages[0], name="mini_batch", depth=1, end_ns=ns(end))
-        for worker, end in zip(manifest.workers, (10, 1), strict=True)
-    ]
-    nested = [
-        msgspec.structs.replace(worker, stages=[*worker.stages, part])
-        for worker, part in zip(manifest.workers, inner, strict=True)
-    ]
-    write_json_atomically(tmp_path / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=nested))
+    for worker, end in zip(read_manifest(tmp_path).workers, (10, 1), strict=True):
+        part = msgspec.structs.replace(worker.stages[0], name="mini_batch", depth=1, end_ns=ns(end))
+        rewrite_worker(tmp_path, worker.name, stages=[*worker.stages, part])
     report = open_step(tmp_path).report()
     assert [(row.stage, row.behind_us) for row in report.stragglers] == [
         ("mini_batch", 9e6),
         ("update_actor", 6e6),
     ]
     assert said(report, "straggler").text.startswith("actor_rank0 is slow in update_actor: ")
-
-
-def as_rank(worker: Worker, rank: int) -> Worker:
-    """Return the same worker as another rank."""
-    return Worker(worker.role, rank, stages=worker.stages, kernels=worker.kernels)
 
 
 def test_a_stage_in_which_nothing_works_is_named(tmp_path: Path) -> None:
@@ -178,13 +168,7 @@ def test_a_stage_that_is_dispatched_slowly_is_told_from_one_that_is_scored(tmp_p
 def test_a_replica_that_is_slow_outside_of_the_rollout_is_a_straggler(tmp_path: Path) -> None:
     """Its lanes are those of its ranks; in the rollout the tail says who was late."""
     engines = [
-        Worker(
-            "rollout",
-            replica=replica,
-            stages=[("rollout", 0.0, end), ("load", 5.0, 5 + end)],
-            kernels=[("attention", 0, end)],
-            iterations=[("execute_context_0(0)_generation_2(2)", 0, end)],
-        )
+        engine(replica, end, stages=[("rollout", 0.0, end), ("load", 5.0, 5 + end)])
         for replica, end in ((0, 1.0), (1, 4.0))
     ]
     finding = said(report_of(tmp_path, [("rollout", 0, 4), ("load", 5, 9)], engines), "straggler")
@@ -195,15 +179,7 @@ def test_a_replica_that_is_slow_outside_of_the_rollout_is_a_straggler(tmp_path: 
 def test_the_late_replica_is_named(tmp_path: Path) -> None:
     """The lanes that a tail is about are those of the replica that is waited for."""
     ends = {0: 1.0, 1: 1.2, 2: 4.0}
-    engines = [
-        Worker(
-            "rollout",
-            replica=replica,
-            kernels=[("attention", 0, end)],
-            iterations=[("execute_context_0(0)_generation_2(2)", 0, end)],
-        )
-        for replica, end in ends.items()
-    ]
+    engines = [engine(replica, end) for replica, end in ends.items()]
     finding = said(report_of(tmp_path, STAGES, engines), "long_tail")
     assert finding.lanes == ["rollout2_rank0"]
     assert "rollout2 was done after 4.00 s, the median is 1.20 s" in finding.text
@@ -286,16 +262,14 @@ def test_what_is_missing_comes_first_and_the_captures_cost_last(tmp_path: Path) 
 def test_there_are_at_most_five_and_each_has_seconds_and_lanes(tmp_path: Path) -> None:
     """Ordered by what is at stake, on a step in which much is wrong."""
     stages = [("rollout", 0, 3), ("reward", 3, 5), ("update_actor", 5, 8), ("update_weights", 8, 9)]
-    reduce = "ncclDevKernel_AllReduce_Sum"
-    iterations: list[Drawn] = [("execute_context_0(0)_generation_2(2)", 0, 1)]
     own = [("update_actor", 5.0, 8.0)]
     report = report_of(
         tmp_path,
         stages,
         [
-            Worker("actor", 0, stages=own, kernels=[("k", 5, 5.2), (reduce, 5.3, 8)]),
-            Worker("actor", 1, stages=own, kernels=[("k", 5, 5.2), (reduce, 7, 8)]),
-            Worker("rollout", replica=0, kernels=[("k", 0, 1)], iterations=iterations),
+            Worker("actor", 0, stages=own, kernels=[("k", 5, 5.2), (REDUCE, 5.3, 8)]),
+            Worker("actor", 1, stages=own, kernels=[("k", 5, 5.2), (REDUCE, 7, 8)]),
+            engine(0, 1),
         ],
         calls=[("stop_capture", 9, 10)],
     )
@@ -344,13 +318,7 @@ def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(
         folder = tmp_path / case
         folder.mkdir()
         engines = [
-            Worker(
-                "rollout",
-                replica=replica,
-                kernels=[("attention", 0, end)],
-                iterations=[("execute_context_0(0)_generation_2(2)", 0, end)],
-                requests=[(0, end, tokens if replica == 2 else 100)],
-            )
+            engine(replica, end, requests=[(0, end, tokens if replica == 2 else 100)])
             for replica, end in ((0, 2.0), (1, 2.0), (2, 4.0))
         ]
         report_of(folder, [("rollout", 0, 4)], engines, end=4.5)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_profiling.report.build import build_report
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.analysis import open_step
 
 DATA = Path(__file__).parents[1] / "data"
 STORED = json.loads((DATA / "hta.json").read_text())
@@ -17,8 +16,7 @@ STORED = json.loads((DATA / "hta.json").read_text())
 
 def compare(trace: str, theirs: dict[str, float]) -> None:
     """Hold our row for a trace against HTA's figures, to 0.1 percentage points."""
-    (inputs,) = find_steps(DATA / trace)
-    (row,) = build_report(inputs).workers
+    (row,) = open_step(DATA / trace).report().workers
     assert row.device
     assert 100 * row.idle_us / row.span_us == pytest.approx(theirs["idle_percent"], abs=0.1)
     assert 100 * row.compute_us / row.span_us == pytest.approx(theirs["compute_percent"], abs=0.1)

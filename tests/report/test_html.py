@@ -13,20 +13,18 @@ from drawn_steps import whole_step
 from html_elements import Elements
 from step_folders import build_step
 
-from verl_profiling.report.build import build_report
+from verl_profiling.analysis import open_step
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Finding, GanttSpan, Report
 from verl_profiling.report.page.document import table
 from verl_profiling.report.rows import CollectiveRow, KernelRow, StragglerRow
 from verl_profiling.report.tables import named
-from verl_profiling.timeline.inputs import find_steps
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The report of a real capture."""
-    (inputs,) = find_steps(build_step(tmp_path_factory.mktemp("run"), rank1_clock_ns=5_000))
-    return build_report(inputs)
+    return open_step(build_step(tmp_path_factory.mktemp("run"), rank1_clock_ns=5_000)).report()
 
 
 def test_the_page_is_well_formed_and_self_contained(report: Report) -> None:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from drawn_steps import STAGES, Worker, ns, report_of
-from step_folders import build_step
+from step_folders import build_step, rewrite, rewrite_worker
 
+from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.manifest import (
-    MANIFEST_NAME,
     Rpc,
 )
 from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
-from verl_profiling.report.build import build_report
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import OTHER_RANKS, Report
 from verl_profiling.report.page.picture import picture
-from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.timeline.inputs import find_steps
 
 
 def seconds(report: Report, lane: str) -> dict[str, float]:
@@ -148,11 +144,8 @@ def test_time_spent_on_starting_and_stopping_is_found(tmp_path: Path) -> None:
     """Between stages the loop waits for an engine to stop: the report says how long."""
     report_of(tmp_path, [("rollout", 0, 4), ("update_actor", 6, 10)], [Worker("rollout", replica=0)])
     stop = Rpc("rollout0", "stop_capture", ns(3.5), ns(5))
-    write_json_atomically(
-        tmp_path / MANIFEST_NAME, msgspec.structs.replace(read_manifest(tmp_path), rpcs=[stop])
-    )
-    (inputs,) = find_steps(tmp_path)
-    report = build_report(inputs)
+    rewrite(tmp_path, rpcs=[stop])
+    report = open_step(tmp_path).report()
     rows = {row.name: row.duration_us for row in report.stages}
     assert (rows[CAPTURE_CALLS], rows[OUTSIDE_STAGES]) == (1e6, 1e6)
     (finding,) = (finding for finding in report.findings if finding.rule == "capture")
@@ -181,8 +174,7 @@ def test_a_host_in_a_blocking_call_does_not_fail_to_launch(tmp_path: Path) -> No
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_causes_add_up_to_all_idle_time(tmp_path: Path, mode: str) -> None:
     """In a real capture too, no instant is lost and none is counted twice."""
-    (inputs,) = find_steps(build_step(tmp_path, mode=mode, rank1_clock_ns=777))
-    report = build_report(inputs)
+    report = open_step(build_step(tmp_path, mode=mode, rank1_clock_ns=777)).report()
     for row in report.workers:
         assert list(row.lost_us) == [*CAUSES, OTHER_RANKS]
         assert sum(row.lost_us.values()) == pytest.approx(row.idle_us + row.waiting_us)
@@ -196,11 +188,8 @@ def test_stages_alone_tell_stragglers_and_gantt(tmp_path: Path) -> None:
     """A capture with the ``spans`` tool has no traces, and still says who was slow."""
     workers = [Worker("actor", rank, stages=[("update_actor", 1, 2 + rank)]) for rank in range(2)]
     report_of(tmp_path, STAGES, workers)
-    manifest = read_manifest(tmp_path)
-    bare = [msgspec.structs.replace(worker, artifacts=[]) for worker in manifest.workers]
-    write_json_atomically(tmp_path / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=bare))
-    (inputs,) = find_steps(tmp_path)
-    report = build_report(inputs)
+    rewrite_worker(tmp_path, artifacts=[])
+    report = open_step(tmp_path).report()
     assert report.workers == []
     assert [(row.slowest, row.wait_us) for row in report.stragglers] == [("actor_rank1", 1e6)]
     assert {span.lane for span in report.gantt} == {"controller", "actor_rank0", "actor_rank1"}

@@ -212,8 +212,7 @@ def test_a_difference_from_the_overlap_analysis_is_said(tmp_path: Path) -> None:
         if event["name"] == "Computing" and event["ts"] == "1700000000000300":
             event["dur"] += 70.0
     (tmp_path / "trace_view.json").write_text(json.dumps(events))
-    (inputs,) = find_steps(tmp_path)
-    (note,) = build_report(inputs).notes
+    (note,) = open_step(tmp_path).report().notes
     assert "320 us of Computing" in note
     assert "250 us" in note
 
@@ -227,8 +226,7 @@ def test_older_names_of_processes_are_known(tmp_path: Path) -> None:
             name = event["args"]["name"]
             event["args"]["name"] = older.get(name, name)
     (tmp_path / "trace_view.json").write_text(json.dumps(events))
-    (inputs,) = find_steps(tmp_path)
-    report = build_report(inputs)
+    report = open_step(tmp_path).report()
     (row,) = report.workers
     assert (row.compute_us, row.communication_us, row.memcpy_us) == (250, 180, 20)
     assert report.notes == []

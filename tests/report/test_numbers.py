@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import drawn_steps
 import msgspec
 import pytest
 from step_folders import WORKERS, build_step, recordings
 
+from verl_profiling.analysis import open_step
 from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
-from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
-from verl_profiling.timeline.inputs import find_steps
 
 
 def report_of(path: Path) -> Report:
     """Return the report of a folder with one step."""
-    (inputs,) = find_steps(path)
-    return build_report(inputs)
+    return open_step(path).report()
 
 
 def test_the_anatomy_adds_up_to_the_step(tmp_path: Path) -> None:
@@ -51,6 +50,18 @@ def test_busy_is_the_time_with_an_operator_running(tmp_path: Path, clock_ns: int
         assert row.busy_us + row.idle_us == pytest.approx(row.span_us)
         assert row.span_us == pytest.approx(report.span_us)
         assert not row.device
+    assert sum(kernel.self_us for kernel in report.kernels) == pytest.approx(
+        sum(row.busy_us for row in report.workers), rel=1e-3
+    )
+
+
+def test_a_call_belongs_to_the_stage_that_it_begins_in(tmp_path: Path) -> None:
+    """A stage that runs twice is one row, and outside of all stages there is one without a name."""
+    stages = [("train", 1, 2), ("train", 4, 5), ("rollout", 5.5, 5.9)]
+    kernels = [("mm", 0, 0.5), ("mm", 1, 3), ("mm", 4, 4.5), ("mm", 6, 6.1)]
+    report = drawn_steps.report_of(tmp_path, stages, [drawn_steps.Worker("actor", kernels=kernels)])
+    found = {(row.stage, row.name): (row.calls, row.self_us) for row in report.kernels}
+    assert found == {("", "mm"): (2, 0.6e6), ("train", "mm"): (2, 2.5e6)}
 
 
 def test_a_discrete_capture_is_measured_where_it_recorded(tmp_path: Path) -> None:

@@ -9,57 +9,21 @@ from drawn_steps import STAGES, Worker, report_of
 from step_folders import build_step, with_facts
 
 from verl_profiling.analysis import open_step
-from verl_profiling.report.over_time import PARTS, requests_running
-from verl_profiling.report.rows import RequestRow
-
-SECOND = 1_000_000_000
+from verl_profiling.report.over_time import PARTS
 
 
-def request(begin_s: float, end_s: float, replica: int = 0, **engine: float) -> RequestRow:
-    """Return a request of a replica."""
-    return RequestRow(
-        worker=f"rollout{replica}",
-        replica=replica,
-        begin_us=begin_s * 1e6,
-        first_token_us=None,
-        end_us=end_s * 1e6,
-        latency_us=(end_s - begin_s) * 1e6,
-        prompt_tokens=1,
-        response_tokens=1,
-        policy_version=None,
-        failed=False,
-        **engine,  # type: ignore[arg-type]
-    )
-
-
-def test_each_replica_has_a_curve_of_its_requests() -> None:
-    """Two requests at once are 2, half a part of one is 0.5; replicas come in order."""
-    rows = requests_running(
-        [request(0, 2, replica=1), request(1, 2.5, replica=1), request(3, 4)], PARTS * 1e6
-    )
-    assert [row.worker for row in rows] == ["rollout0", "rollout1"]
-    assert rows[0].requests[:5] == [0, 0, 0, 1, 0]
-    assert rows[1].requests[:4] == [1, 2, 0.5, 0]
-    assert {len(row.requests) for row in rows} == {PARTS}
-
-
-def test_the_queue_is_told_from_what_the_engine_has_scheduled() -> None:
-    """From the engine getting a request, or else from its begin; unknown where no request tells."""
-    known = {"arrival_us": 1e6, "scheduled_us": 3e6}
-    backwards = {"arrival_us": 2e6, "scheduled_us": 1e6}
-    rows = requests_running(
-        [
-            request(0, 5, **known),
-            request(2, 6, scheduled_us=2.5e6),
-            request(2, 6, **backwards),
-            request(3, 4),
-            request(0, 5, replica=1),
-        ],
-        PARTS * 1e6,
-    )
-    assert rows[0].queued[:5] == [0, 1, 1.5, 0, 0]
-    assert rows[0].requests[:5] == [1, 1, 3, 4, 3]
-    assert rows[1].queued == []
+def test_each_replica_has_a_curve_of_its_requests(tmp_path: Path) -> None:
+    """Those that run, and those that the engine has not scheduled; half a part of one is 0.5."""
+    engines = [
+        Worker("rollout", replica=0, requests=[(3, 4, 1)]),
+        Worker("rollout", replica=1, requests=[(0, 2, 1), (1, 2.5, 1)]),
+    ]
+    first, second = report_of(tmp_path, STAGES, engines, end=float(PARTS)).running
+    assert (first.worker, second.worker) == ("rollout0", "rollout1")
+    assert len(first.requests) == len(first.queued) == PARTS
+    assert first.requests[:5] == [0, 0, 0, 1, 0]
+    assert second.requests[:4] == [1, 2, 0.5, 0]
+    assert second.queued[:3] == [0.2, 0.15, 0]
 
 
 def test_a_rank_that_waits_in_a_collective_is_told_from_one_that_computes(tmp_path: Path) -> None:
@@ -85,4 +49,4 @@ def test_a_step_has_its_curves_and_its_place_in_the_timeline(tmp_path: Path) -> 
     assert row.worker == "rollout0"
     assert sum(row.requests) / PARTS * report.span_us == pytest.approx(300, rel=0.05)
     assert report.timeline_begin_ns is not None
-    assert 3_600 * SECOND <= report.timeline_begin_ns < 3_601 * SECOND
+    assert 3_600 <= report.timeline_begin_ns / 1e9 < 3_601

@@ -31,7 +31,9 @@ def test_lanes_are_grouped_by_role_the_controller_first(report: Report) -> None:
         "actor": 12,
         "rollout": 2,
     }
-    assert [lane["name"] for lane in groups["actor"]["lanes"] if lane["stands_out"]] == ["actor_rank7"]
+    (lane,) = (lane for lane in groups["actor"]["lanes"] if lane["stands_out"])
+    assert lane["name"] == "actor_rank7"
+    assert lane["stands_out"].startswith("slowest in update_actor: 6.60 s, median ")
     assert groups["rollout"]["engine"]
 
 
@@ -68,24 +70,6 @@ def test_starts_and_stops_of_a_tool_are_no_stages(report: Report) -> None:
     ]
     (controller,) = found["groups"]
     assert [(one["stage"], one["row"]) for one in controller["lanes"][0]["spans"]] == [(0, 0), (1, 1)]
-
-
-def test_workers_without_a_trace_have_a_lane(report: Report) -> None:
-    """Their role is that of their name."""
-    spans = [span("generate", 0, 1, lane="agent_loop3"), span("ref", 0, 1, lane="ref_rank0")]
-    groups = picture(msgspec.structs.replace(report, gantt=spans, workers=[]))["groups"]
-    assert [(group["role"], group["lanes"][0]["load"]) for group in groups] == [
-        ("agent_loop", []),
-        ("ref", []),
-    ]
-
-
-def test_a_curve_without_anything_in_it_is_empty(report: Report) -> None:
-    """The page is smaller for it."""
-    old = [msgspec.structs.replace(row, communication_load=[]) for row in report.workers]
-    found = picture(msgspec.structs.replace(report, workers=old, running=[], timeline_begin_ns=None))
-    assert found["running"] == {}
-    assert found["groups"][1]["communication"] == []
 
 
 def test_the_curve_of_many_requests_is_thinned(report: Report) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 from browser import needs_browser, run_script
-from drawn_logs import add_log
-from drawn_steps import Worker, ns, report_of
+from drawn_logs import DrawnLog
+from drawn_steps import Worker, report_of
 
 from verl_profiling.analysis import open_step
 from verl_profiling.report.html import render_html
-from verl_profiling.trajectory_log import LoopRecord, SpanRecord, TrajectoryLog, TrajectoryRecord
 
 pytestmark = needs_browser
 
@@ -19,25 +18,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """What is seen of nine trajectories of which one takes twice as long, in a tool with a wild name."""
     folder = tmp_path_factory.mktemp("step")
     report_of(folder, [("rollout", 0, 8)], [Worker("rollout", replica=0, kernels=[("k", 0, 4)])], end=8)
-    ends = [4.0] * 8 + [8.0]
-    spans = [("tool:search", 1, 2, number) for number in range(9)] + [
-        ("tool:</i><b>\u202e" + "x" * 90, 4, 8, 8)
-    ]
-    log = TrajectoryLog(
-        lane="agent_loop_rank0",
-        begin_ns=ns(0),
-        end_ns=ns(8),
-        loops=[LoopRecord(0, 7, "AsyncIO")],
-        trajectories=[
-            TrajectoryRecord(number, f"g{number // 3}", number, ns(0), ns(end), "done", 0, "", {})
-            for number, end in enumerate(ends)
-        ],
-        spans=[
-            SpanRecord(number, of, -1, name, ns(begin), ns(end), 7, 0, False, "", {})
-            for number, (name, begin, end, of) in enumerate(spans)
-        ],
-    )
-    add_log(folder, log)
+    log = DrawnLog(end=8)
+    for number in range(9):
+        log.trajectory(0, 4.0 if number < 8 else 8.0, ("tool:search", 1, 2), group=f"g{number // 3}")
+    log.span("tool:</i><b>\u202e" + "x" * 90, 4, 8, 8)
+    log.add_to(folder)
     page = folder / "report.html"
     page.write_text(render_html(open_step(folder).report()), encoding="utf-8")
     return run_script("rollout.js", str(page))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import again
 
 from verl_profiling import AsyncProfilingCallback, span, trajectory
 from verl_profiling.cli import main
@@ -23,16 +24,18 @@ async def nothing() -> None:
 
 
 @pytest.fixture
-def reported(tmp_path: Path, capsys: pytest.CaptureFixture[str], session: object) -> Reported:
+def reported(
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], session: object
+) -> Reported:
     """Capture a step in which an agent loop runs a coroutine; return its report, as ``--json`` prints it.
 
     Another coroutine has begun when the capture does, and goes on in it.
     """
 
     async def loop(
-        body: Coroutine[Any, Any, object], before: Coroutine[Any, Any, object], watch: bool
+        folder: Path, body: Coroutine[Any, Any, object], before: Coroutine[Any, Any, object], watch: bool
     ) -> None:
-        config = {"enable": True, "save_path": str(tmp_path), "schedule": {"steps": [1]}, "tool": "spans"}
+        config = {"enable": True, "save_path": str(folder), "schedule": {"steps": [1]}, "tool": "spans"}
         callback = AsyncProfilingCallback({**config, "watch": {"enable": watch}})
         worker = AgentLoopCaptureMixin()
         worker.init_capture(callback.config)
@@ -51,9 +54,10 @@ def reported(tmp_path: Path, capsys: pytest.CaptureFixture[str], session: object
         before: Coroutine[Any, Any, object] | None = None,
         watch: bool = False,
     ) -> dict[str, Any]:
-        asyncio.run(loop(body, before or nothing(), watch))
+        folder = tmp_path_factory.mktemp("run")
+        asyncio.run(loop(folder, body, before or nothing(), watch))
         capsys.readouterr()
-        main(["report", str(tmp_path / "step_000001"), "--json"])
+        main(["report", str(folder / "step_000001"), "--json"])
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 
@@ -72,6 +76,7 @@ def blocked(report: dict[str, Any]) -> dict[str, float]:
     return {row["what"]: row["seconds"] for row in report["rollout"]["blocks"]}
 
 
+@again
 def test_a_span_that_waits_for_another_thread_blocks_no_event_loop(reported: Reported) -> None:
     """What keeps the GIL in an executor is not known, and is not to be run in a thread."""
 
@@ -89,6 +94,7 @@ def test_a_span_that_waits_for_another_thread_blocks_no_event_loop(reported: Rep
     assert not [found for found in report["findings"] if "in a thread" in found["advice"]]
 
 
+@again
 def test_a_span_that_keeps_the_gil_in_its_event_loop_is_named(reported: Reported) -> None:
     """No sample can be taken meanwhile; a later one counts, for the loop's thread has used the CPU."""
 
@@ -106,13 +112,16 @@ def test_a_span_that_keeps_the_gil_in_its_event_loop_is_named(reported: Reported
 
 
 @pytest.mark.parametrize("watch", [True, False])
+@again
 def test_what_began_before_the_capture_has_the_name_of_its_span(reported: Reported, watch: bool) -> None:
     """The watch knows the spans that are open; without it, all that is known is said."""
 
     async def before() -> None:
         async with trajectory(), span("turn"):
+            begin_s = time.monotonic()
             async with span("tool:sandbox"):
                 await asyncio.sleep(1.5)
+            in_sandbox_s.append(time.monotonic() - begin_s)
             async with span("tool:search"):
                 await asyncio.sleep(0.3)
 
@@ -121,8 +130,11 @@ def test_what_began_before_the_capture_has_the_name_of_its_span(reported: Report
             await asyncio.sleep(30)
 
     async def both() -> None:
-        await asyncio.wait([asyncio.create_task(before()), asyncio.create_task(too_long())], timeout=2.2)
+        task = asyncio.create_task(too_long())
+        await before()
+        task.cancel()
 
+    in_sandbox_s: list[float] = []
     report = reported(nothing(), both(), watch)
     shares = {row["cause"]: row["share"] for row in report["rollout"]["causes"]}
     unknown = "began before the capture"
@@ -133,7 +145,7 @@ def test_what_began_before_the_capture_has_the_name_of_its_span(reported: Report
         assert named <= set(shares)
         assert shares.get(unknown, 0) < 0.02
         assert shares["environment:start"] > 0.4
-        assert seconds["tool:search"] < seconds["tool:sandbox"] < 1.6, "as much of it as is in the capture"
+        assert seconds["tool:sandbox"] < in_sandbox_s[0], "as much of it as is in the capture"
     else:
         assert shares[unknown] > 0.7
         assert seconds["tool:search"] > 0.25

@@ -2,91 +2,32 @@
 
 from __future__ import annotations
 
-import csv
 import html
-import io
 import re
 from pathlib import Path
 
 import msgspec
 import pytest
-from drawn_logs import add_log
+from drawn_logs import DrawnLog
 from drawn_steps import Worker, ns, report_of
-from rich.console import Console
-from step_folders import read_events
+from step_folders import read_events, rewrite, rewrite_worker
+from step_outcome import csv_rows, printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
-from verl_profiling.manifest import MANIFEST_NAME, POLLING, Request
+from verl_profiling.manifest import POLLING, Request
 from verl_profiling.report.diff import compare
-from verl_profiling.report.files import data_frame, scalars, write_csv
+from verl_profiling.report.files import scalars
 from verl_profiling.report.findings import all_findings
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.rollout.records import OTHERS
-from verl_profiling.report.rows import CallRow, Polling, Rollout
+from verl_profiling.report.rows import Polling, Rollout
 from verl_profiling.report.sentences import rollout_sentences
-from verl_profiling.report.tables import TABLES
-from verl_profiling.report.terminal import print_report
-from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.trajectory_log import (
-    Block,
     FateChange,
-    LoopRecord,
-    SpanRecord,
-    TrajectoryLog,
-    TrajectoryRecord,
 )
 from verl_profiling.units import duration
-
-SpanDrawn = tuple[str, float, float]
-
-
-class DrawnLog:
-    """A log that is drawn by hand, in seconds after the step's begin."""
-
-    def __init__(self, rank: int = 0, end: float = 10.0) -> None:
-        self.rank = rank
-        self.log = TrajectoryLog(
-            lane=f"agent_loop_rank{rank}", begin_ns=ns(0), end_ns=ns(end), loops=[LoopRecord(0, 7, "AsyncIO")]
-        )
-        self.log.trajectories, self.log.spans, self.log.blocks, self.log.fates = [], [], [], []
-
-    def trajectory(
-        self,
-        begin: float,
-        end: float,
-        *spans: SpanDrawn,
-        group: str = "g",
-        fate: str = "done",
-        **facts: object,
-    ) -> int:
-        number = len(self.log.trajectories)
-        self.log.trajectories.append(
-            TrajectoryRecord(number, group, number, ns(begin), ns(end), fate, 0, "", facts)
-        )
-        for span in spans:
-            self.span(*span, trajectory=number)
-        return number
-
-    def span(
-        self,
-        name: str,
-        begin: float,
-        end: float,
-        *,
-        trajectory: int = -1,
-        request: str = "",
-        failed: bool = False,
-        still_open: bool = False,
-    ) -> int:
-        number = len(self.log.spans)
-        self.log.spans.append(
-            SpanRecord(
-                number, trajectory, -1, name, ns(begin), ns(end), 7, 0, failed, request, {}, still_open
-            )
-        )
-        return number
 
 
 def report_with(
@@ -105,8 +46,8 @@ def report_with(
     )
     report_of(folder, list(stages), [engine])
     for log in logs:
-        add_log(folder, log.log, rank=log.rank)
-    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(read_manifest(folder), **manifest))
+        log.add_to(folder)
+    rewrite(folder, **manifest)
     return open_step(folder).report()
 
 
@@ -212,7 +153,8 @@ def test_a_block_that_no_sample_saw_has_no_name(tmp_path: Path, capsys: pytest.C
     log = DrawnLog()
     asking = log.trajectory(0, 5, ("tokenize", 1, 4))
     log.trajectory(0, 5, ("tool:search", 1, 4))
-    log.log.blocks = [Block(0, ns(1), ns(4), -1, "", ""), Block(0, ns(4.5), ns(4.7), asking, "", "")]
+    log.block(1, 4)
+    log.block(4.5, 4.7, asking)
     report = report_with(tmp_path, log)
     [row] = rollout_of(report).blocks
     assert (row.what, row.function, row.blocks, row.trajectories) == ("unknown", "", 2, 2)
@@ -283,7 +225,7 @@ def test_what_blocks_a_loop_is_named_with_those_that_stood_still(tmp_path: Path)
     number = log.span("tool:search", 2, 5, trajectory=mine)
     log.trajectory(0, 6, ("tool:http", 1, 5.01))
     log.trajectory(0, 5, ("tool:http", 1, 1.5))
-    log.log.blocks = [Block(0, ns(2), ns(5), number, "Task-1", "tools.search (tools.py:3)")]
+    log.block(2, 5, number, "tools.search (tools.py:3)")
     rollout = rollout_of(report_with(tmp_path, log))
     (row,) = rollout.blocks
     assert (row.lane, row.what, row.function) == (
@@ -330,7 +272,6 @@ def test_versions_are_those_that_the_loop_says_or_else_those_of_the_requests(tmp
     log.trajectory(0, 4)
     log.trajectory(0, 4, min_version=1, max_version=1, validate=True)
     report_with(tmp_path, log, policy_version=6)
-    manifest = read_manifest(tmp_path)
     requests = [
         Request(
             replica=0,
@@ -343,11 +284,7 @@ def test_versions_are_those_that_the_loop_says_or_else_those_of_the_requests(tmp
         )
         for id, at, version in (("old", 1, 4), ("new", 2, 6))
     ]
-    engine, *others = manifest.workers
-    engine = msgspec.structs.replace(engine, requests=requests)
-    write_json_atomically(
-        tmp_path / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=[engine, *others])
-    )
+    rewrite_worker(tmp_path, "rollout0", requests=requests)
     rollout = rollout_of(open_step(tmp_path).report())
     found = [
         (r.version, r.behind, r.oldest, r.newest, r.segments, r.segment_tokens) for r in rollout.versions
@@ -382,24 +319,19 @@ def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path
     """On one line, counted over processes, with an example; of many errors the rest is one row."""
     logs = [DrawnLog(0), DrawnLog(1)]
     for log in logs:
-        number = log.trajectory(1, 4, group="g7", fate="failed")
+        error = "ValueError: no\nsuch   row " + "x" * 500
+        number = log.trajectory(1, 4, group="g7", fate="failed", error=error)
         log.span("environment:step", 1, 4, trajectory=number, failed=True)
         log.span("tool:<b>", 2, 4, trajectory=number, failed=True)
         log.span("tool:fine", 3, 3.5, trajectory=number)
         log.span("tool:background", 3.6, 4, trajectory=number, still_open=True)
-        log.log.trajectories[number] = msgspec.structs.replace(
-            log.log.trajectories[number], error="ValueError: no\nsuch   row " + "x" * 500
-        )
         log.trajectory(1, 4, fate="failed")
     for index in range(12):
-        number = logs[0].trajectory(1, 4, fate="cancelled", validate=index == 11)
-        logs[0].log.trajectories[number] = msgspec.structs.replace(
-            logs[0].log.trajectories[number], error=f"E{index:02}", sample=None
-        )
+        about = {"error": f"E{index:02}", "sample": None, "validate": index == 11}
+        number = logs[0].trajectory(1, 4, fate="cancelled", **about)
         if index == 0:
             logs[0].span("tool:slow", 2, 4, trajectory=number, still_open=True)
-    late = msgspec.structs.replace(logs[0].log.trajectories[0], id=99, begin_ns=ns(20), end_ns=ns(21))
-    logs[0].log.trajectories.append(late)
+    logs[0].trajectory(20, 21, group="g7", fate="failed", error=error)
     report = report_with(tmp_path, *logs)
     first, second, third, *_, rest, validation = rollout_of(report).failures
     assert (first.trajectories, first.fate, first.span, first.example) == (2, "failed", "tool:<b>", "g7/0")
@@ -412,12 +344,11 @@ def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path
         (OTHERS, 1, True),
     ]
     assert len(rollout_of(report).failures) == 12
-    text, page = io.StringIO(), render_html(report)
-    print_report(report, Console(file=text, width=100), everything=True)
+    text, page = printed(report, 100), render_html(report)
     for shown in ("Trajectory failures", "g7/0", "no such row"):
-        assert shown in text.getvalue()
+        assert shown in text
         assert shown in page
-    assert "tool:<b>" in text.getvalue()
+    assert "tool:<b>" in text
     assert "tool:<b>" not in page
 
 
@@ -447,7 +378,7 @@ def busy(tmp_path: Path) -> Report:
     number = log.span("tool:blocking", 1.6, 2.9, trajectory=mine)
     for waiting in range(5, 20):
         log.span("tool:http", 1.55, 2.901, trajectory=waiting)
-    log.log.blocks = [Block(0, ns(1.6), ns(2.9), number, "Task-1", "tools.search (tools.py:3)")]
+    log.block(1.6, 2.9, number, "tools.search (tools.py:3)")
     log.log.fates = [FateChange("g0", None, "filtered", ns(9))]
     log.trajectory(0, 1, validate=True)
     return report_with(tmp_path, log, policy_version=5)
@@ -484,10 +415,8 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: in
         mine = log.trajectory(0, 4)
         number = log.span("tool:lookup", 1, 2, trajectory=mine)
         log.trajectory(0, 4, ("tool:http", 0.5, 2.001), ("tool:http", 2.2, 3.001))
-        log.log.blocks = [
-            Block(0, ns(1), ns(2), number, "Task-1", "tool:lookup"),
-            Block(0, ns(2.5), ns(3), -1, "Task-2", "json.loads (json.py:3)"),
-        ]
+        log.block(1, 2, number, "tool:lookup")
+        log.block(2.5, 3, function="json.loads (json.py:3)")
     report = report_with(tmp_path, *logs)
     said = [finding for finding in all_findings(report) if finding.rule == "loop_blocked"]
     still = "trajectory" if processes == 1 else "trajectories"
@@ -506,20 +435,16 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: in
 
 def test_every_face_shows_the_rollout(busy: Report, tmp_path: Path) -> None:
     """Terminal, page, CSV, data frame, scalars, the JSON that comes back, and the comparison."""
-    text = io.StringIO()
-    print_report(busy, Console(file=text, width=100), everything=True)
-    page = render_html(busy)
+    text, page = printed(busy, 100), render_html(busy)
     for title in ("Trajectory calls", "Loop blocks", "Trajectory fates"):
-        assert title in text.getvalue()
+        assert title in text
         assert title in page
     assert "<b>sandbox" not in page
-    write_csv([busy], tmp_path / "csv")
-    with (tmp_path / "csv" / "trajectory_causes.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(tmp_path / "csv", busy, table="trajectory_causes")
     assert sum(float(row["seconds"]) for row in rows if row["validate"] == "False") == pytest.approx(
         rollout_of(busy).seconds
     )
-    frame = data_frame(CallRow, [(busy.step, TABLES["trajectory_calls"].rows(busy))])
+    frame = open_step(busy.directory).to_frame("trajectory_calls")
     assert set(frame["name"]) == {"tool:search", "tool:<b>sandbox", "tool:blocking", "tool:http"}
     found = dict(scalars(busy))
     assert found["trajectories/count"] == 40
@@ -541,8 +466,7 @@ def test_thousands_of_names_make_a_page_of_bounded_size(tmp_path: Path) -> None:
             group="g" * number,
             fate=f"fate {number}",
         )
-        block = Block(0, ns(begin), ns(begin + 0.004), mine, f"Task-{number}", "f" * 1_000)
-        log.log.blocks.append(block)
+        log.block(begin, begin + 0.004, mine, "f" * 1_000)
     report = report_with(tmp_path, log)
     rollout = rollout_of(report)
     assert [len(rows) for rows in (rollout.causes, rollout.calls, rollout.blocks)] == [101, 51, 20]

@@ -24,6 +24,7 @@ from verl_profiling.timeline.step import Source
 from verl_profiling.trajectories.log import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log
 
+pytestmark = pytest.mark.soak  # what it compares are milliseconds
 QUEUED, PREFILL = 0.05, 0.05
 BLOCK = 0.4
 ONES = 8

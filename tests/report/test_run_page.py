@@ -13,7 +13,7 @@ from browser import needs_browser, run_script
 from drawn_steps import STAGES, report_of, whole_step
 from drawn_summaries import summary
 from html_elements import Elements
-from step_folders import build_step
+from step_folders import build_step, rewrite
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
@@ -21,7 +21,6 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Asked, Report
 from verl_profiling.report.run_page import render_run, runs_of
 from verl_profiling.report.watch_picture import watch_picture
-from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch_log import logged
@@ -75,6 +74,21 @@ def test_captures_that_were_asked_for_are_not_compared(steps: list[Report], tmp_
     by_schedule = Asked(kind="schedule", reason="", sign="slow_step")
     both = [msgspec.structs.replace(r, asked=by_schedule) for r in steps]
     assert "Changed first: rollout in Step 13" in text_of(page_of(both, tmp_path), "findings")
+
+
+def test_steps_that_stay_in_their_range_have_no_change(steps: list[Report], tmp_path: Path) -> None:
+    """What left it is the stage, or else the cause of lost time; one that became shorter did, too."""
+    none = "No stage and no cause of lost time left its range."
+    assert none in text_of(page_of([steps[0]] * 5, tmp_path), "findings")
+    lost = [
+        msgspec.structs.replace(row, seconds=90.0) if row.cause == "waiting_for_rollout" else row
+        for row in steps[0].lost
+    ]
+    waits = msgspec.structs.replace(steps[0], step=12, lost=lost)
+    said = text_of(page_of([*steps[:2], waits], tmp_path), "findings")
+    assert "Changed first: lost time, waiting for rollout in Step 12" in said
+    shorter = page_of([steps[3], steps[3], steps[0]], tmp_path)
+    assert "Changed first: rollout in Step 10" in text_of(shorter, "findings")
 
 
 def test_every_step_has_a_row_with_a_link_to_its_page(steps: list[Report], tmp_path: Path) -> None:
@@ -187,10 +201,8 @@ class TestEveryStep:
     def run(self, tmp_path: Path) -> Path:
         """A run of 20 steps, of which step 12 was captured because it was slow."""
         run = tmp_path / "run"
-        manifest = read_manifest(build_step(run, step=12))
         asked = Trigger(kind="anomaly", reason="rollout took 9.00 s")
-        manifest = msgspec.structs.replace(manifest, trigger=asked)
-        write_json_atomically(run / "step_000012" / "manifest.json", manifest)
+        rewrite(build_step(run, step=12), trigger=asked)
         log = WatchLog(run)
         for number in range(20):
             slow = {"rollout": 9000.0} if number == 12 else {}

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 from drawn_steps import STAGES, Worker, report_of
-from rich.console import Console
-from step_folders import build_step
+from step_folders import build_step, rewrite_worker
+from step_outcome import csv_rows, printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.devices import Device
-from verl_profiling.manifest import MANIFEST_NAME
-from verl_profiling.report.files import scalars, write_csv
+from verl_profiling.report.files import scalars
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.terminal import print_report
-from verl_profiling.run_files import read_manifest, write_json_atomically
 
 GPU = Device(kind="cuda", index=0, uuid="8932f937-d72c-4106-c12f-20bd9faed9f6", place="node7/0")
 OTHER = Device(kind="cuda", index=0, uuid="0032f937-d72c-4106-c12f-20bd9faed9f6", place="node8/0")
@@ -72,17 +66,13 @@ def test_a_shared_device_is_busy_while_any_of_its_lanes_is(tmp_path: Path) -> No
 def test_every_face_says_devices(tmp_path: Path) -> None:
     """Terminal, page, CSV and trackers count them alike."""
     report = colocated(tmp_path, [GPU], [GPU])
-    shown = io.StringIO()
-    print_report(report, Console(file=shown, width=100), everything=True)
     page = render_html(report)
-    for text in (shown.getvalue(), page):
+    for text in (printed(report), page):
         assert "per second and GPU" in text
         assert "actor_rank0 + rollout0_rank0" in text
         assert "node7/0" in text
     assert "of 1 device (2 lanes)" in page
-    write_csv([report], tmp_path / "csv")
-    with (tmp_path / "csv" / "devices.csv").open() as file:
-        [row] = csv.DictReader(file)
+    [row] = csv_rows(tmp_path / "csv", report, table="devices")
     assert (row["lanes"], row["busy_us"]) == ("actor_rank0; rollout0_rank0", "4000000.0")
     numbers = dict(scalars(report))
     assert (numbers["busy_share"], numbers["lost/host_bound_s"]) == (0.4, 2.0)
@@ -138,12 +128,7 @@ def test_ranks_of_a_replica_have_the_devices_in_their_order(tmp_path: Path) -> N
 def test_time_of_real_traces_is_divided_once(tmp_path: Path, mode: str) -> None:
     """One of two training ranks and the engine share a device: a union of both, and all idle time named."""
     folder = build_step(tmp_path, mode=mode, rank1_clock_ns=777)
-    manifest = read_manifest(folder)
-    workers = [
-        msgspec.structs.replace(worker, devices=[] if worker.name == "actor_rank1" else [GPU])
-        for worker in manifest.workers
-    ]
-    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    rewrite_worker(folder, "actor_rank0", "rollout0", devices=[GPU])
     report = open_step(folder).report()
     alone = {row.name: row for row in report.workers}
     shared = next(row for row in report.devices if "actor_rank0" in row.lanes)

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from conftest import ROOT
 from drawn_steps import Drawn, Worker, drawn_inputs
-from rich.console import Console
+from step_folders import rewrite, rewrite_worker
+from step_outcome import csv_rows, printed
 
+from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
-from verl_profiling.report.build import build_report
-from verl_profiling.report.files import write_csv
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Asked, Report
 from verl_profiling.report.sentences import asked_sentences
-from verl_profiling.report.terminal import print_report
-from verl_profiling.run_files import write_json_atomically
-from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.step import StepInputs
 
 SLOW_STAGE = Trigger(
     kind="anomaly",
@@ -49,11 +40,13 @@ def rank(index: int, kernels: list[Drawn], stages: list[Drawn] | None = None) ->
     return Worker("actor", rank=index, stages=stages or [("update_actor", 2, 8)], kernels=kernels)
 
 
-def asked_by(trigger: Trigger, inputs: StepInputs) -> Report:
-    """Return the report of a capture that this asked for."""
-    assert inputs.manifest is not None
-    manifest = msgspec.structs.replace(inputs.manifest, trigger=trigger)
-    return build_report(msgspec.structs.replace(inputs, manifest=manifest))
+def asked_by(
+    trigger: Trigger, folder: Path, workers: list[Worker], stages: list[Drawn] = STAGES, end: float = 8.0
+) -> Report:
+    """Return the report of a drawn step that this asked for."""
+    drawn_inputs(folder, stages, workers, end)
+    rewrite(folder, trigger=trigger)
+    return open_step(folder).report()
 
 
 def two_ranks(folder: Path, trigger: Trigger, slow: float = 3.0) -> Report:
@@ -62,13 +55,12 @@ def two_ranks(folder: Path, trigger: Trigger, slow: float = 3.0) -> Report:
         rank(0, [("gemm", 2, 4), ("ncclDevKernel_AllReduce", 4, 5 + slow)]),
         rank(1, [("gemm", 2, 4 + slow), ("ncclDevKernel_AllReduce", 4 + slow, 5 + slow)]),
     ]
-    return asked_by(trigger, drawn_inputs(folder, STAGES, workers, 8.0))
+    return asked_by(trigger, folder, workers)
 
 
 def reported(folder: Path, trigger: Trigger, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """Return what ``report --json`` says of a step folder, captured for this reason."""
-    path = folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "trigger": msgspec.to_builtins(trigger)}))
+    rewrite(folder, trigger=trigger)
     assert main(["report", str(folder), "--json"]) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     return told
@@ -77,12 +69,6 @@ def reported(folder: Path, trigger: Trigger, capsys: pytest.CaptureFixture[str])
 def asked(report: Report) -> Asked:
     assert report.asked is not None
     return report.asked
-
-
-def printed(report: Report) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    print_report(report, console, everything=True)
-    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_suspect_is_told_from_the_peer_that_waits_for_it(tmp_path: Path) -> None:
@@ -99,7 +85,7 @@ def test_the_suspect_is_told_from_the_peer_that_waits_for_it(tmp_path: Path) -> 
 def test_the_parts_of_the_time_add_up_to_the_stage(tmp_path: Path) -> None:
     """Computing, communicating, waiting and idle time by cause leave nothing of the stage out."""
     workers = [rank(0, [("gemm", 2, 3)]), rank(1, [("gemm", 2, 4), ("copy", 5, 6)])]
-    report = asked_by(SLOW_STAGE, drawn_inputs(tmp_path, STAGES, workers, 8.0))
+    report = asked_by(SLOW_STAGE, tmp_path, workers)
     parts = [row for row in report.suspects if row.kind == "time"]
     assert sum(row.value for row in parts) == pytest.approx(6.0)
     assert sum(row.peer_value or 0.0 for row in parts) == pytest.approx(6.0)
@@ -112,7 +98,7 @@ def test_a_rank_that_begins_the_step_after_rank_0_is_compared_by_its_own_stages(
     trigger = msgspec.structs.replace(SLOW_STAGE, stage="rollout", median=0.2, value=2.0)
     (row,) = (
         row
-        for row in asked_by(trigger, drawn_inputs(tmp_path, stages, workers, 3.0)).suspects
+        for row in asked_by(trigger, tmp_path, workers, stages, 3.0).suspects
         if (row.kind, row.name) == ("stage", "rollout")
     )
     assert (row.value, row.peer_value) == pytest.approx((2.0, 0.2))
@@ -140,10 +126,7 @@ def test_what_cannot_be_compared_has_no_row(
     workers = [rank(0, [("gemm", 2, 4)]), rank(1, [("gemm", 2, 7)]), rank(2, []), Worker("critic")]
     workers[3].kernels.append(("gemm", 2.0, 3.0))
     drawn_inputs(tmp_path, STAGES, workers, 8.0)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    (silent,) = [worker for worker in manifest["workers"] if worker["identity"]["rank"] == 2]
-    silent["stages"], silent["artifacts"] = [], []
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    rewrite_worker(tmp_path, "actor_rank2", stages=[], artifacts=[])
     (tmp_path / "actor_rank2.torch.json.gz").unlink()
     told = reported(tmp_path, msgspec.structs.replace(SLOW_STAGE, **change), capsys)
     assert told["suspects"] == []
@@ -153,7 +136,7 @@ def test_without_a_named_peer_the_others_of_the_role_are_the_peers(tmp_path: Pat
     """A peer that is unknown is none; of several others the median is taken."""
     workers = [rank(index, [("gemm", 2, 7 if index == 1 else 4)]) for index in range(4)]
     trigger = msgspec.structs.replace(SLOW_STAGE, peers=["actor_rank9"])
-    report = asked_by(trigger, drawn_inputs(tmp_path, STAGES, workers, 8.0))
+    report = asked_by(trigger, tmp_path, workers)
     assert asked(report).peers == ["actor_rank0", "actor_rank2", "actor_rank3"]
     assert {row.peers for row in report.suspects} == {"median of 3"}
 
@@ -167,7 +150,7 @@ def test_an_engine_is_compared_by_what_its_lane_was_busy(tmp_path: Path) -> None
     trigger = msgspec.structs.replace(
         SLOW_STAGE, sign="leader", stage="rollout", suspects=["rollout1_rank0"], peers=["rollout0_rank0"]
     )
-    report = asked_by(trigger, drawn_inputs(tmp_path, STAGES, workers, 8.0))
+    report = asked_by(trigger, tmp_path, workers)
     stage = next(row for row in report.suspects if row.kind == "stage")
     assert (stage.value, stage.peer_value) == pytest.approx((1.9, 0.5))
 
@@ -239,10 +222,21 @@ def test_every_face_has_the_comparison(tmp_path: Path) -> None:
     page = render_html(report)
     assert page.index('id="asked"') < page.index('id="figures"') < page.index('id="suspects"')
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
-    write_csv([report], tmp_path / "csv")
-    first, *rows = (tmp_path / "csv/suspects.csv").read_text().splitlines()
-    assert first.startswith("title,directory,step,suspect,peers,kind,name,unit,value,peer_value")
+    rows = csv_rows(tmp_path / "csv", report, table="suspects")
     assert len(rows) == len(report.suspects)
+    columns = [
+        "title",
+        "directory",
+        "step",
+        "suspect",
+        "peers",
+        "kind",
+        "name",
+        "unit",
+        "value",
+        "peer_value",
+    ]
+    assert list(rows[0])[: len(columns)] == columns
 
 
 def test_a_scheduled_step_that_the_watch_had_asked_for_is_compared_too(tmp_path: Path) -> None:
@@ -263,10 +257,8 @@ def test_other_commands_take_a_capture_that_was_asked_for(
     for step in (2, 3):
         folder = tmp_path / f"run/step_{step:06d}"
         folder.mkdir(parents=True)
-        inputs = drawn_inputs(folder, STAGES, [rank(0, [("gemm", 2, 4)]), rank(1, [("gemm", 2, 7)])], 8.0)
-        assert inputs.manifest is not None
-        asked_for = msgspec.structs.replace(inputs.manifest, step=step, steps=[step], trigger=SLOW_STAGE)
-        write_json_atomically(folder / "manifest.json", asked_for)
+        two_ranks(folder, SLOW_STAGE)
+        rewrite(folder, step=step, steps=[step])
         folders.append(str(folder))
     assert main(["check", str(tmp_path / "run")]) in (0, 1)
     assert main(["diff", *folders]) == 0
@@ -281,7 +273,7 @@ def test_starts_and_stops_of_the_capture_do_not_count(tmp_path: Path) -> None:
     workers = [rank(0, [("gemm", 4, 7)]), rank(1, [("gemm", 4, 7)])]
     for worker in workers:
         worker.tool, worker.mode, worker.recorded = list(tool), "discrete", (4.0, 7.0)
-    report = asked_by(SLOW_STAGE, drawn_inputs(tmp_path, STAGES, workers, 8.0))
+    report = asked_by(SLOW_STAGE, tmp_path, workers)
     stage = next(row for row in report.suspects if row.kind == "stage")
     assert (stage.value, stage.peer_value) == pytest.approx((3.0, 3.0))
 
@@ -290,23 +282,16 @@ def waited_for(folder: Path, late: list[Drawn], other: list[Drawn]) -> Report:
     """Return the report of a loop that waits for 6 s of 8; what replicas run at its end is cut off there."""
     workers = [Worker("rollout", replica=index, stages=stages) for index, stages in enumerate((late, other))]
     stages = [("wait_rollout", 0.0, 6.0), ("update_actor", 6.0, 8.0)]
-    inputs = drawn_inputs(folder, stages, workers, 8.0)
-    manifest = inputs.manifest
+    manifest = drawn_inputs(folder, stages, workers, 8.0).manifest
     assert manifest is not None
-    results = [
-        msgspec.structs.replace(
-            worker,
-            stages=[
-                msgspec.structs.replace(span, failed=span.end_ns > manifest.end_ns) for span in worker.stages
-            ],
-        )
-        for worker in manifest.workers
-    ]
-    trigger = msgspec.structs.replace(
-        SLOW_STAGE, stage="wait_rollout", suspects=["rollout0_rank0"], peers=["rollout1_rank0"]
-    )
-    inputs = msgspec.structs.replace(inputs, manifest=msgspec.structs.replace(manifest, workers=results))
-    return asked_by(trigger, inputs)
+    for worker in manifest.workers:
+        spans = [
+            msgspec.structs.replace(span, failed=span.end_ns > manifest.end_ns) for span in worker.stages
+        ]
+        rewrite_worker(folder, worker.name, stages=spans)
+    suspects = {"suspects": ["rollout0_rank0"], "peers": ["rollout1_rank0"]}
+    rewrite(folder, trigger=msgspec.structs.replace(SLOW_STAGE, stage="wait_rollout", **suspects))
+    return open_step(folder).report()
 
 
 SYNC = ("update_weights", 7.0, 7.3)
@@ -333,15 +318,11 @@ def test_what_the_capture_cut_off_is_compared_with_nothing(
 
 def test_memory_is_compared_by_the_peaks_of_the_stage(tmp_path: Path) -> None:
     """What the watch notices is memory that was held, which no capture has."""
-    inputs = drawn_inputs(tmp_path, STAGES, [rank(0, [("gemm", 2, 4)]), rank(1, [("gemm", 2, 4)])], 8.0)
-    assert inputs.manifest is not None
-    results = [
-        msgspec.structs.replace(worker, metrics={"stage/update_actor/process_peak_rss_bytes": value})
-        for worker, value in zip(inputs.manifest.workers, (379e6, 572e6), strict=True)
-    ]
-    manifest = msgspec.structs.replace(inputs.manifest, workers=results)
     trigger = msgspec.structs.replace(SLOW_STAGE, sign="memory", stage="", value=428e6, median=340e6)
-    report = asked_by(trigger, msgspec.structs.replace(inputs, manifest=manifest))
+    asked_by(trigger, tmp_path, [rank(0, [("gemm", 2, 4)]), rank(1, [("gemm", 2, 4)])])
+    for name, value in (("actor_rank0", 379e6), ("actor_rank1", 572e6)):
+        rewrite_worker(tmp_path, name, metrics={"stage/update_actor/process_peak_rss_bytes": value})
+    report = open_step(tmp_path).report()
     (row,) = (row for row in report.suspects if row.kind == "memory")
     assert (row.name, row.value, row.peer_value) == ("process_peak_rss_bytes", 572e6, 379e6)
 
@@ -349,17 +330,12 @@ def test_memory_is_compared_by_the_peaks_of_the_stage(tmp_path: Path) -> None:
 def test_a_process_without_stages_and_operators_has_its_memory(tmp_path: Path) -> None:
     """Its artifacts are ``ok`` and have events, so it did record: what both measured is compared."""
     workers = [Worker("agent_loop", index, iterations=[("turn", 0, 2)] * 128) for index in range(2)]
-    inputs = drawn_inputs(tmp_path, [("rollout", 0.0, 8.0)], workers, 8.0)
-    assert inputs.manifest is not None
-    results = [
-        msgspec.structs.replace(worker, metrics={"process_peak_rss_bytes": value})
-        for worker, value in zip(inputs.manifest.workers, (379e6, 572e6), strict=True)
-    ]
-    manifest = msgspec.structs.replace(inputs.manifest, workers=results)
-    trigger = msgspec.structs.replace(
-        SLOW_STAGE, stage="rollout", suspects=["agent_loop_rank1"], peers=["agent_loop_rank0"]
-    )
-    report = asked_by(trigger, msgspec.structs.replace(inputs, manifest=manifest))
+    suspects = {"suspects": ["agent_loop_rank1"], "peers": ["agent_loop_rank0"]}
+    trigger = msgspec.structs.replace(SLOW_STAGE, stage="rollout", **suspects)
+    asked_by(trigger, tmp_path, workers, [("rollout", 0.0, 8.0)])
+    for name, value in (("agent_loop_rank0", 379e6), ("agent_loop_rank1", 572e6)):
+        rewrite_worker(tmp_path, name, metrics={"process_peak_rss_bytes": value})
+    report = open_step(tmp_path).report()
     found = {(row.kind, row.value, row.peer_value) for row in report.suspects}
     assert ("memory", 572e6, 379e6) in found
     assert "recorded nothing" not in printed(report)
@@ -396,8 +372,7 @@ def test_a_process_that_ran_no_operator_is_not_damaged(
         recording = {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": "P"}
         trace["traceEvents"].append({**recording, "ts": 0.0, "dur": 8e6})
         path.write_bytes(gzip.compress(json.dumps(trace).encode()))
-    (inputs,) = find_steps(tmp_path)
-    report = build_report(inputs)
+    report = open_step(tmp_path).report()
     assert (report.coverage.missing, report.coverage.lanes, report.coverage.read) == ([], [], 2)
     assert "coverage" not in {finding.rule for finding in report.findings}
     noted = [note for note in report.notes if "ran no operator while it was recorded" in note]
@@ -406,53 +381,3 @@ def test_a_process_that_ran_no_operator_is_not_damaged(
     ]
     assert main(["check", str(tmp_path)]) == 0
     assert "all ok" in capsys.readouterr().out
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real run of two ranks, of which rank 1 multiplies four times as often."""
-    folder = tmp_path_factory.mktemp("slow_rank")
-    program = str(Path(__file__).with_name("slow_rank.py"))
-    both = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program, str(folder / "run")],
-            env={**os.environ, **both, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    return folder / "run"
-
-
-def more_in_the_stage(report: Report) -> float:
-    """Return how much longer the suspect worked in the stage than its peer."""
-    found = {(row.kind, row.name): row.difference for row in report.suspects}
-    return found["stage", "update_actor"] or 0.0
-
-
-@pytest.mark.parametrize(
-    ("suspect", "peer"), [("actor_rank1", "actor_rank0"), ("actor_rank0", "actor_rank1")]
-)
-def test_a_rank_that_really_has_more_to_do_is_told_by_what(recorded: Path, suspect: str, peer: str) -> None:
-    """Rank 1's own work sets it apart, and the operator that it is; rank 0, which waits, has nothing.
-
-    So says the middle one of five steps: a machine that does other things may hold a rank up in some.
-    """
-    trigger = msgspec.structs.replace(
-        SLOW_STAGE, sign="leader", value=0.5, median=0.0, history=[], suspects=[suspect], peers=[peer]
-    )
-    reports = [asked_by(trigger, inputs) for inputs in find_steps(recorded)]
-    assert len(reports) == 5
-    report = sorted(reports, key=more_in_the_stage)[2]
-    rows = {(row.kind, row.name): row for row in report.suspects}
-    more = rows["stage", "update_actor"].difference
-    assert more is not None
-    if suspect == "actor_rank1":
-        assert more > 0.3 * rows["stage", "update_actor"].value
-        assert (rows["kernel", "aten::mm"].difference or 0.0) > 0.3 * more
-    else:
-        assert more < 0

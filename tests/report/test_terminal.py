@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
 
 import msgspec
 import pytest
 from drawn_steps import whole_step
-from rich.console import Console
 from step_folders import build_step
+from step_outcome import printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.report.terminal import print_report
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +25,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return msgspec.structs.replace(
         found, workers=lanes, engines=engines, kernels=ops, stragglers=found.stragglers * 12
     )
-
-
-def printed(report: Report, width: int, *, everything: bool = True) -> str:
-    """Return what a terminal of this width shows."""
-    text = io.StringIO()
-    console = Console(file=text, force_terminal=True, color_system=None, width=width)
-    print_report(report, console, everything=everything)
-    return text.getvalue()
 
 
 @pytest.mark.parametrize("fault", ["healthy", "slow rank", "long tail", "slow weight sync"])

@@ -10,16 +10,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from step_folders import build_step
+from step_folders import build_step, rewrite
 
+from verl_profiling.analysis import open_step
 from verl_profiling.devices import VARIABLE
 from verl_profiling.engines.window import output_of
-from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult
-from verl_profiling.report.build import build_report
+from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.report.check import check
 from verl_profiling.report.model import Report
-from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.run_files import read_manifest
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.tools.trace_file import output_of_raw_trace
 
@@ -93,11 +92,8 @@ def test_an_engines_trace_says_so_too(
 def report_of(tmp_path: Path, change: Callable[[CaptureResult], CaptureResult]) -> Report:
     """Return the report of a step whose workers are changed."""
     folder = build_step(tmp_path)
-    manifest = read_manifest(folder)
-    workers = [change(worker) for worker in manifest.workers]
-    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
-    [step] = find_steps(folder)
-    return build_report(step)
+    rewrite(folder, workers=[change(worker) for worker in read_manifest(folder).workers])
+    return open_step(folder).report()
 
 
 def lost(worker: CaptureResult, **fields: Any) -> CaptureResult:

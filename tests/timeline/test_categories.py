@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_profiling.timeline.categories import CATEGORIES, is_host, is_on_device, meaning_of
-from verl_profiling.timeline.trace import Event
+from verl_profiling.timeline.categories import CATEGORIES, meaning_of
 
 
 def test_each_category_has_one_meaning() -> None:
@@ -29,25 +28,3 @@ def test_every_category_of_the_installed_torch_is_known() -> None:
     names = set(re.findall(r'\{"(\w+)", ActivityType::', header.read_text())) - {"ENUM_COUNT"}
     assert len(names) > 20
     assert {name for name in names if meaning_of(name) is None} == set()
-
-
-@pytest.mark.parametrize(
-    ("category", "phase", "on_device", "on_host"),
-    [
-        ("kernel", "X", True, False),
-        ("mlu_memcpy", "X", True, False),
-        ("gpu_user_annotation", "X", True, False),
-        ("user_annotation", "X", False, True),
-        ("ac2g", "f", True, False),
-        ("ac2g", "s", False, False),
-        ("Trace", "X", False, False),
-        ("odd", "X", False, False),
-        ("", "X", False, False),
-    ],
-)
-def test_where_an_event_is_follows_from_its_category(
-    category: str, phase: str, on_device: bool, on_host: bool
-) -> None:
-    """On a lane of a device, of a process on the host, or unknown."""
-    event = Event(phase, cat=category)
-    assert (is_on_device(event), is_host(event)) == (on_device, on_host)

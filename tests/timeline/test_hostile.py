@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from drawn_logs import Drawn, add_log
-from step_folders import build_step, read_events
+from drawn_logs import Drawn
+from step_folders import build_step, read_events, rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.processes import LANE_PIDS
 from verl_profiling.timeline.trace import Trace
@@ -94,9 +94,11 @@ def test_names_of_processes_may_be_anything(tmp_path: Path) -> None:
     assert everything(write(tmp_path, GOOD % 1, *events, GOOD % 5)) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["\\ud800", "\ud800", "\\udfff\\ud800"])
-def test_half_a_surrogate_pair_costs_one_character(tmp_path: Path, name: str) -> None:
-    """JSON can escape what is no character; the event is kept."""
+@pytest.mark.parametrize(
+    "name", ["\\ud800", "\ud800", "\\udfff\\ud800", f"execute_context_1({'9' * 5000})_generation_1(2)"]
+)
+def test_an_event_with_an_odd_name_is_kept(tmp_path: Path, name: str) -> None:
+    """JSON can escape what is no character; an engine's iteration may count more tokens than fit a number."""
     path = between(tmp_path, f'{{"ph":"X","cat":"kernel","name":"{name}","pid":0,"tid":7,"ts":3,"dur":1}}')
     assert everything(path) == [0, 0, 0]
     assert sum(len(events) for events in Trace(path).chunks()) == 3
@@ -151,15 +153,6 @@ def test_nested_heads_and_tails_are_refused(tmp_path: Path) -> None:
     """No depth overflows a stack."""
     assert everything(write(tmp_path, GOOD % 1, head=HEAD.replace("{", f'{{"x":{DEEP},', 1))) == [1, 2, 2]
     assert everything(write(tmp_path, GOOD % 1, tail=f'],"x":{DEEP}}}'))[0] == 1
-
-
-def test_numbers_in_the_names_of_iterations_are_bounded(tmp_path: Path) -> None:
-    """A name of an engine's iteration may count more tokens than fit a number."""
-    name = f"execute_context_1({'9' * 5000})_generation_1(2)"
-    path = between(
-        tmp_path, f'{{"ph":"X","cat":"user_annotation","name":"{name}","pid":1,"tid":1,"ts":3,"dur":1}}'
-    )
-    assert everything(path) == [0, 0, 0]
 
 
 def test_a_task_type_may_be_any_bytes(tmp_path: Path) -> None:
@@ -274,7 +267,7 @@ def step_with_log(run: Path, line: bytes, times: int) -> Path:
     """Make a step whose log of trajectories has one more line, many times: a few megabytes."""
     drawn = Drawn(run)
     drawn.span("tool:x", 1, 2, drawn.trajectory(0, 100))
-    path = add_log(drawn.folder, drawn.log)
+    path = drawn.add_to(drawn.folder)
     *lines, footer = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
     with gzip.open(path, "wb", compresslevel=6) as file:
         for part in (*lines, *[line * 1_000] * (times // 1_000), footer):
@@ -298,12 +291,11 @@ def test_a_small_log_of_trajectories_takes_no_memory_of_any_size(tmp_path: Path)
 def test_any_number_of_notes_is_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first hundred of them stand in the report; the others are counted."""
     step = build_step(tmp_path)
-    manifest = read_manifest(step)
     notes = [f"note {number} of the capture" for number in range(100_000)]
-    write_json_atomically(step / "manifest.json", msgspec.structs.replace(manifest, notes=notes))
-    begin_s = time.monotonic()
+    rewrite(step, notes=notes)
+    begin_s = time.thread_time()
     assert main(["report", str(step), "--all"]) == 0
-    assert time.monotonic() - begin_s < 20
+    assert time.thread_time() - begin_s < 20
     printed = capsys.readouterr().out
     assert "note 99 of" in printed
     assert "note 100 of" not in printed
@@ -314,12 +306,10 @@ def test_one_unreadable_trace_costs_the_lane_no_other(tmp_path: Path) -> None:
     """A lane of several traces is reported from those that can be read."""
     step = build_step(tmp_path, mode="discrete")
     (first, *_) = sorted(step.glob("actor_rank0.*.json.gz"))
-    manifest = read_manifest(step)
-    worker = next(worker for worker in manifest.workers if worker.name == "actor_rank0")
-    extra = msgspec.structs.replace(worker.artifacts[0], path="actor_rank0.z.torch.json.gz", stage="z")
+    [artifact] = read_manifest(step).workers[0].artifacts
+    extra = msgspec.structs.replace(artifact, path="actor_rank0.z.torch.json.gz", stage="z")
     (step / extra.path).write_bytes(b"no trace")
-    worker.artifacts.append(extra)
-    write_json_atomically(step / "manifest.json", manifest)
+    rewrite_worker(step, "actor_rank0", artifacts=[artifact, extra])
     report = open_step(step).report()
     assert first.is_file()
     assert "actor_rank0" in {row.name for row in report.workers}

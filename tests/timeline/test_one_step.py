@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from drawn_steps import Worker, drawn_inputs, ns
-from rich.console import Console
+from step_folders import rewrite, rewrite_worker
+from step_outcome import printed
 
 from verl_profiling.analysis import load_reports, open_run, open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.integrations.verl.profiler import log_reports
 from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, StepSpan
-from verl_profiling.report.build import build_report
 from verl_profiling.report.html import render_html
-from verl_profiling.report.model import Report
-from verl_profiling.report.terminal import print_report
-from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.timeline.step import one_by_one
 
 DECODE = "execute_context_0(0)_generation_4(4)"
 STEPS = [
@@ -58,13 +52,9 @@ def capture(folder: Path, steps: list[StepSpan] = STEPS) -> Path:
     return folder
 
 
-def reports(folder: Path) -> list[Report]:
-    return load_reports(folder)
-
-
 def test_each_step_has_its_own_length_stages_and_version(tmp_path: Path) -> None:
     """What lies between them is in neither, but stands around the one that it follows."""
-    first, second = reports(capture(tmp_path))
+    first, second = load_reports(capture(tmp_path))
     assert [(r.step, r.policy_version, r.span_us) for r in (first, second)] == [(2, 1, 5e6), (3, 2, 2e6)]
     assert [(row.name, row.begin_us, row.duration_us) for row in second.stages if row.duration_us] == [
         ("rollout", 0.0, 1e6),
@@ -81,7 +71,7 @@ def test_each_step_has_its_own_length_stages_and_version(tmp_path: Path) -> None
 
 def test_each_step_has_its_own_requests_and_tokens(tmp_path: Path) -> None:
     """Those of the validation count for no rollout."""
-    first, second = reports(capture(tmp_path))
+    first, second = load_reports(capture(tmp_path))
     assert [r.tail.requests for r in (first, second)] == [1, 2]
     assert [r.tail.last_finish_us for r in (first, second)] == [3e6, 0.5e6]
     assert [[row.requests for row in r.replicas] for r in (first, second)] == [[1], [2]]
@@ -94,7 +84,7 @@ def test_each_step_has_its_own_requests_and_tokens(tmp_path: Path) -> None:
 
 def test_each_step_has_its_own_device_time(tmp_path: Path) -> None:
     """Busy time, kernels and iterations are cut at the step; causes still add up to the idle time."""
-    first, second = reports(capture(tmp_path))
+    first, second = load_reports(capture(tmp_path))
     assert [[row.busy_us for row in r.workers] for r in (first, second)] == [[1e6, 3e6], [1e6, 0.5e6]]
     assert [[row.iterations for row in r.engines] for r in (first, second)] == [[1], [1]]
     for report in (first, second):
@@ -106,21 +96,15 @@ def test_each_step_has_its_own_device_time(tmp_path: Path) -> None:
 
 def test_what_the_capture_cost_is_in_the_step_in_which_it_was_spent(tmp_path: Path) -> None:
     """The tool starts before the first step and stops after the last."""
-    first, second = reports(capture(tmp_path))
+    first, second = load_reports(capture(tmp_path))
     costs = [next(row for row in r.costs if row.worker == "actor_rank0") for r in (first, second)]
     assert [(row.start_s, row.stop_s) for row in costs] == [(0.5, 0.0), (0.0, 3.0)]
-
-
-def test_a_capture_without_spans_of_steps_is_read_as_before(tmp_path: Path) -> None:
-    """Older manifests have none."""
-    [report] = reports(capture(tmp_path, []))
-    assert report.span_us == 10e6
 
 
 def test_validation_inside_of_a_step_is_no_rollout(tmp_path: Path) -> None:
     """Its requests are counted apart, its iterations are none of the rollout's, and it is a stage."""
     whole = StepSpan(step=2, begin_ns=ns(0), end_ns=ns(10))
-    [report] = reports(capture(tmp_path, [whole]))
+    [report] = load_reports(capture(tmp_path, [whole]))
     assert [(row.requests, row.validation) for row in report.replicas] == [(3, 4)]
     assert report.tail.requests == 3
     assert report.throughput.tokens == 3 * 10 + 80
@@ -221,13 +205,6 @@ def test_discrete_artifacts_of_other_steps_are_not_read(tmp_path: Path) -> None:
     assert first.report().coverage.missing == []
 
 
-def test_one_step_is_returned_as_it_is(tmp_path: Path) -> None:
-    """Whatever it is: a capture of one step, or a part of several."""
-    first, _ = one_by_one(open_step(capture(tmp_path)).inputs)
-    assert one_by_one(first) == [first]
-    assert build_report(first).step == 2
-
-
 @pytest.mark.parametrize(
     "steps",
     [
@@ -241,16 +218,15 @@ def test_one_step_is_returned_as_it_is(tmp_path: Path) -> None:
 )
 def test_steps_that_cannot_be_are_not_told_apart(tmp_path: Path, steps: list[StepSpan]) -> None:
     """A damaged or hostile manifest is reported on as one capture."""
-    [report] = reports(capture(tmp_path, steps))
+    [report] = load_reports(capture(tmp_path, steps))
     assert report.span_us == 10e6
 
 
 def test_the_last_step_of_a_killed_run_ends_with_what_was_recorded(tmp_path: Path) -> None:
     """When it began is known, when it would have ended is not."""
     folder = capture(tmp_path, [STEPS[0], StepSpan(step=3, begin_ns=ns(8), end_ns=ns(8))])
-    manifest = msgspec.structs.replace(read_manifest(folder), state="begun")
-    write_json_atomically(folder / MANIFEST_NAME, manifest)
-    assert [report.span_us for report in reports(folder)] == [5e6, 2e6]
+    rewrite(folder, state="begun")
+    assert [report.span_us for report in load_reports(folder)] == [5e6, 2e6]
 
 
 @pytest.mark.parametrize("command", ["report", "merge", "check", "view"])
@@ -268,17 +244,13 @@ def test_a_step_inside_of_another_folder_is_named_with_it(
 def test_numbers_of_the_whole_capture_are_said_to_be(tmp_path: Path) -> None:
     """Sizes, events and notes are known of all steps together; a capture of one step says nothing."""
     folder = capture(tmp_path)
-    manifest = read_manifest(folder)
-    engine = msgspec.structs.replace(manifest.workers[1], notes=["rollout0: 80 requests"])
-    changed = msgspec.structs.replace(manifest, steps=[2, 3], workers=[manifest.workers[0], engine])
-    write_json_atomically(folder / MANIFEST_NAME, changed)
-    for report in reports(tmp_path):
+    rewrite(folder, steps=[2, 3])
+    rewrite_worker(folder, "rollout0", notes=["rollout0: 80 requests"])
+    for report in load_reports(tmp_path):
         assert report.capture_steps == [2, 3]
         assert "of the whole capture, steps 2, 3: rollout0: 80 requests" in report.notes
-        console = Console(file=io.StringIO(), width=200)
-        print_report(report, console, everything=True)
-        text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+        text = " ".join(printed(report).split())
         assert "What is on disk is of all steps of the capture." in text
         assert "events (of the whole capture, steps 2, 3)" in text
         assert "events (of the whole capture, steps 2, 3)" in render_html(report)
-    assert reports(capture(tmp_path / "alone", STEPS[:1]))[0].capture_steps == []
+    assert load_reports(capture(tmp_path / "alone", STEPS[:1]))[0].capture_steps == []

@@ -16,7 +16,7 @@ from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.server import TimelineServer, bundled_ui
-from verl_profiling.trajectory_log import Block, Lag
+from verl_profiling.trajectory_log import Lag
 
 pytestmark = [
     *needs_browser,
@@ -152,14 +152,14 @@ def test_perfetto_nests_trajectories_and_binds_their_arrows(tmp_path: Path) -> N
     """Spans are inside their trajectory, an arrow joins a span to the whole request, counters are first."""
     drawn = Drawn(tmp_path, clock_ms=700)
     for sample in range(3):
-        one = drawn.trajectory(sample, 50 + sample, "g", sample)
+        one = drawn.trajectory(sample, 50 + sample)
         turn = drawn.span("turn", sample, 40, one)
         drawn.span("generate", sample + 1, 20, one, turn, request=f"r{sample}")
         for part in range(2):
             drawn.span(f"tool:{part}", 21 + part, 30 + part, one, turn)
     drawn.requests(("r0", 2, 18), ("r1", 2.5, 19), ("r2", 4, 17))
     drawn.log.lags.append(Lag(0, drawn.ns(39), 12_000_000))
-    drawn.log.blocks.append(Block(0, drawn.ns(27), drawn.ns(39), 3, "Task-1", "f"))
+    drawn.block(27, 39, 3, "f")
     result, _ = drawn.merged()
     found = perfetto(result.path, TRAJECTORIES)
     assert found["rows"] == [

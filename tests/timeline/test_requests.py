@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-from step_folders import build_step, read_events
+from step_folders import build_step, read_events, rewrite_worker
 
-from verl_profiling.manifest import MANIFEST_NAME, Request
-from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import merge
+from verl_profiling.analysis import open_step
+from verl_profiling.manifest import Request
+from verl_profiling.run_files import read_manifest
 
 
 def test_overlapping_requests_lie_side_by_side(tmp_path: Path) -> None:
     """Three requests, of which two overlap, need two rows."""
     folder = build_step(tmp_path)
-    manifest = read_manifest(folder)
-    begin = manifest.begin_ns
+    begin = read_manifest(folder).begin_ns
     times = [(0, 400, 1000), (500, 0, 2000), (1000, 1500, 1800)]
     requests = [
         Request(
@@ -30,13 +27,9 @@ def test_overlapping_requests_lie_side_by_side(tmp_path: Path) -> None:
         )
         for a, first, b in times
     ]
-    workers = [
-        msgspec.structs.replace(w, requests=requests) if w.name == "rollout0" else w for w in manifest.workers
-    ]
-    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    rewrite_worker(folder, "rollout0", requests=requests)
     whole = "request (9 tokens)"
-    (inputs,) = find_steps(folder)
-    events = read_events(merge(inputs).path)
+    events = read_events(open_step(folder).merge().path)
     slices = [event for event in events if event.get("cat") == "request" and event["name"] == whole]
     rows = {
         e["tid"]: e["args"]["name"]

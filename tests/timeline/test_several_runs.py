@@ -6,16 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from step_folders import build_step
+from step_folders import build_step, rewrite
 
 from verl_profiling.analysis import open_run
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, RunInfo
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.manifest import RUN_NAME, RunInfo
+from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import find_steps, runs_at
 
 BEGIN_NS = 1_700_000_000_000_000_000
@@ -27,10 +26,7 @@ def build_run(folder: Path, run_id: str, *steps: int) -> Path:
     info = RunInfo(run_id=run_id, begin_ns=BEGIN_NS, process=ProcessId.current(), config={}, versions={})
     write_json_atomically(folder / RUN_NAME, info)
     for step in steps:
-        built = build_step(folder, step=step)
-        write_json_atomically(
-            built / MANIFEST_NAME, msgspec.structs.replace(read_manifest(built), run_id=run_id)
-        )
+        rewrite(build_step(folder, step=step), run_id=run_id)
     return folder
 
 

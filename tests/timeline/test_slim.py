@@ -8,7 +8,7 @@ import pytest
 from step_folders import build_step, read_events
 
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import merge, min_us_for_share, select_ranks, stage_windows
+from verl_profiling.timeline.merge import merge, select_ranks, stage_windows
 from verl_profiling.timeline.step import Keep, StepInputs
 
 
@@ -44,14 +44,3 @@ def test_a_size_limit_is_met_by_leaving_out_the_shortest(step: StepInputs) -> No
     assert result.path.stat().st_size <= limit
     assert result.events + result.left_out == whole.events
     assert longest in {e["dur"] for e in read_events(result.path) if e.get("cat") == "cpu_op"}
-
-
-def test_the_threshold_keeps_at_most_the_share(step: StepInputs) -> None:
-    """Of all complete events, no more than the share is as long as the threshold."""
-    del step.sources[1:]
-    path = step.sources[0].path
-    durations = [event["dur"] for event in read_events(path) if event["ph"] == "X"]
-    for share in (0.5, 0.1, 0.01):
-        threshold = min_us_for_share(path, share)
-        assert sum(duration >= threshold for duration in durations) <= share * len(durations)
-    assert min_us_for_share(path, 1.0) == 0.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from drawn_logs import MS, Drawn, add_log
+from drawn_logs import MS, Drawn, DrawnLog, add_log
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_folders import read_events
@@ -18,20 +18,18 @@ from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.processes import LANE_PIDS, TRAJECTORIES_PID
 from verl_profiling.timeline.step import Keep
 from verl_profiling.trajectory_log import (
-    Block,
     Counted,
     FateChange,
     Lag,
-    TrajectoryLog,
 )
 
 
 def test_trajectories_take_as_many_rows_as_ran_at_once(tmp_path: Path) -> None:
     """Three of which two overlap need two rows; spans lie inside, on the controller's clock."""
     drawn = Drawn(tmp_path, clock_ms=5_000)
-    first = drawn.trajectory(0, 40, "g1", 0, turns=2)
-    drawn.trajectory(10, 90, "g1", 1, "failed")
-    third = drawn.trajectory(50, 60, "g2", 0, validate=True)
+    first = drawn.trajectory(0, 40, group="g1", turns=2)
+    drawn.trajectory(10, 90, group="g1", fate="failed", error="it broke")
+    third = drawn.trajectory(50, 60, group="g2", sample=0, validate=True)
     turn = drawn.span("turn", 1, 39, first)
     drawn.span("generate", 1, 20, first, turn)
     drawn.span("tool:search", 51, 55, third, query="what")
@@ -66,7 +64,7 @@ def test_spans_of_a_trajectory_that_overlap_are_on_rows_below_it(tmp_path: Path)
         tool = drawn.span(f"tool:{number}", 6 + number, 30 + number, one, gather)
         drawn.span(f"http:{number}", 10, 20, one, tool)
     drawn.span("later", 40, 44, one, gather)
-    drawn.trajectory(20, 60, "g", 1)
+    drawn.trajectory(20, 60)
     _, timeline = drawn.merged()
     assert timeline.shown("span") == [
         ("trajectories 0", "gather", 5, 45),
@@ -94,7 +92,7 @@ def test_spans_of_no_trajectory_have_rows_of_their_own(tmp_path: Path) -> None:
     drawn.span("fill the queue", 1, 9)
     drawn.span("inside", 2, 3, parent=0)
     drawn.span("wait:batch", 5, 12)
-    drawn.span("tool:lost", 20, 30, owner=77)
+    drawn.span("tool:lost", 20, 30, 77)
     result, timeline = drawn.merged()
     assert timeline.shown("span") == [
         ("spans 0", "fill the queue", 1, 9),
@@ -133,15 +131,9 @@ def test_an_arrow_leads_from_a_span_to_the_request_it_waited_for(tmp_path: Path)
 def test_the_last_word_on_a_fate_is_in_the_name(tmp_path: Path) -> None:
     """Said by another process, for a whole group."""
     drawn = Drawn(tmp_path)
-    drawn.trajectory(0, 10, "g1", 0)
-    drawn.trajectory(0, 10, "g2", None, "running")
-    said = TrajectoryLog(
-        lane="agent_loop_rank1",
-        begin_ns=1,
-        end_ns=2,
-        fates=[FateChange("g1", None, "filtered", drawn.ns(50))],
-    )
-    add_log(drawn.folder, said, rank=1)
+    drawn.trajectory(0, 10, group="g1")
+    drawn.trajectory(0, 10, group="g2", sample=None, fate="running")
+    DrawnLog(1, fates=[FateChange("g1", None, "filtered", drawn.ns(50))]).add_to(drawn.folder)
     _, timeline = drawn.merged()
     assert [name for _, name, _, _ in timeline.shown("trajectory")] == ["g1/0 (filtered)", "g2 (running)"]
 
@@ -152,18 +144,16 @@ def test_a_loop_shows_how_late_it_was_and_who_blocked_it(tmp_path: Path) -> None
     one = drawn.trajectory(0, 90)
     drawn.span("tool:slow", 10, 80, one)
     drawn.log.lags += [Lag(0, drawn.ns(75), 60 * MS), Lag(0, drawn.ns(80), MS // 2)]
-    drawn.log.blocks += [
-        Block(0, drawn.ns(15), drawn.ns(70), 0, "Task-3", "tools.slow (tools.py:7)"),
-        Block(0, drawn.ns(80), drawn.ns(90), -1, "", "gc (x.py:1)"),
-        Block(0, drawn.ns(95), drawn.ns(92), -1, "", "backwards"),
-    ]
+    drawn.block(15, 70, 0, "tools.slow (tools.py:7)")
+    drawn.block(80, 90, function="gc (x.py:1)")
+    drawn.block(95, 92, function="backwards")
     _, timeline = drawn.merged()
     assert timeline.counter("loop Main lag ms") == [(15, 60.0), (75, 0.0), (80, 0.0)]
     assert timeline.shown("block") == [
         ("loop Main blocked", "tool:slow", 15, 70),
         ("loop Main blocked", "gc (x.py:1)", 80, 90),
     ]
-    assert timeline.of("block")[0]["args"] == {"task": "Task-3", "function": "tools.slow (tools.py:7)"}
+    assert timeline.of("block")[0]["args"] == {"task": "Task-1", "function": "tools.slow (tools.py:7)"}
     assert next(iter(timeline.rows.values())) == "loop Main blocked", "it is above the trajectories"
 
 
@@ -183,9 +173,9 @@ def test_trajectories_may_begin_before_the_step_and_end_after_it(tmp_path: Path)
     """What began more than an hour before begins with the timeline; what ended by then is counted."""
     drawn = Drawn(tmp_path)
     hour = 3_600_000.0
-    drawn.trajectory(-20_000, 500_000, sample=0)
-    drawn.trajectory(-30 * hour, 10, sample=1)
-    drawn.trajectory(-40 * hour, -30 * hour, sample=2)
+    drawn.trajectory(-20_000, 500_000)
+    drawn.trajectory(-30 * hour, 10)
+    drawn.trajectory(-40 * hour, -30 * hour)
     result, timeline = drawn.merged()
     slices = {e["name"]: e for e in timeline.of("trajectory")}
     assert slices.keys() == {"g/0", "g/1"}
@@ -201,8 +191,8 @@ def test_trajectories_may_begin_before_the_step_and_end_after_it(tmp_path: Path)
 def test_a_selection_holds_for_trajectories_too(tmp_path: Path) -> None:
     """Short spans, other stages and requests are left out and counted; names of the rest stay."""
     drawn = Drawn(tmp_path)
-    one = drawn.trajectory(0, 40, sample=0)
-    drawn.trajectory(1_000, 2_000, sample=1)
+    one = drawn.trajectory(0, 40)
+    drawn.trajectory(1_000, 2_000)
     drawn.span("generate", 1, 20, one, request="a")
     drawn.span("tool:short", 21, 21.5, one)
     drawn.requests(("a", 2, 19), ("b", 3, 3.2))
@@ -244,7 +234,8 @@ def test_on_every_row_slices_nest(
         drawn.trajectory(begin, end)
     for owner, parent, begin, end in spans:
         drawn.span("s", begin, end, owner, parent)
-    drawn.log.blocks += [Block(loop, drawn.ns(a), drawn.ns(b), 1, "", "f") for loop, a, b in blocks]
+    for loop, begin, end in blocks:
+        drawn.block(begin, end, 1, "f", loop)
     _, timeline = drawn.merged()
     shown = [timeline.shown(category) for category in ("trajectory", "span", "block")]
     assert [len(found) for found in shown] == [
@@ -265,7 +256,7 @@ def test_on_every_row_slices_nest(
 def test_a_hostile_log_costs_its_own_lane(tmp_path: Path) -> None:
     """Names of 100 kB, thousands at once, texts of any kind: bounded, said, and the rest is whole."""
     drawn = Drawn(tmp_path)
-    one = drawn.trajectory(0, 40, "\u202e\x1b[31m" + "g" * 100_000, sample=None, fate="x" * 100_000)
+    one = drawn.trajectory(0, 40, group="\u202e\x1b[31m" + "g" * 100_000, sample=None, fate="x" * 100_000)
     for number in range(3_000):
         drawn.span("n" * 100_000 if number == 0 else "tool", number / 1_000, 40, one, query="q" * 1_000)
     drawn.log.spans[5] = msgspec.structs.replace(drawn.log.spans[5], facts={f"f{i}": i for i in range(5_000)})
@@ -282,9 +273,7 @@ def test_a_log_that_is_cut_damaged_or_missing_costs_what_is_not_there(tmp_path: 
     drawn = Drawn(tmp_path)
     for number in range(5_000):
         drawn.span("tool", number, number + 1)
-    path = add_log(drawn.folder, drawn.log)
-    for rank in (1, 2):
-        add_log(drawn.folder, drawn.log, rank=rank)
+    path, *_ = (add_log(drawn.folder, drawn.log, rank=rank) for rank in range(3))
     (drawn.folder / "agent_loop_rank1.trajectories.jsonl.gz").unlink()
     (drawn.folder / "agent_loop_rank2.trajectories.jsonl.gz").write_bytes(b"nothing of the kind")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -294,7 +283,7 @@ def test_a_log_that_is_cut_damaged_or_missing_costs_what_is_not_there(tmp_path: 
     assert 100 < shown < 5_000
     assert len(result.problems) == 3
     assert "agent_loop_rank1.trajectories.jsonl.gz is missing" in result.problems[0]
-    assert result.problems[1] == f"{path.name}: was cut behind line {shown + 2}"
+    assert result.problems[1] == f"{path.name}: was cut behind line {shown + 3}"
     assert "not a gzip file" in result.problems[2]
     inputs.limits = Limits(memory_bytes=1)
     limited = merge(inputs)

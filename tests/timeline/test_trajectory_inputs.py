@@ -16,7 +16,6 @@ from verl_profiling.timeline.logs import read_logs
 from verl_profiling.timeline.merge import merge, select_ranks
 from verl_profiling.trajectory_log import (
     LOG_SUFFIX,
-    FateChange,
     SpanRecord,
     TrajectoryLog,
     TrajectoryRecord,
@@ -46,30 +45,6 @@ def test_the_logs_of_a_step_come_by_lane_with_the_offset_of_their_clock(tmp_path
     assert [log.rank for log in select_ranks(inputs, "1").logs] == [1]
     with pytest.raises(ConfigError, match="selects nothing"):
         select_ranks(inputs, "7")
-
-
-def test_what_is_wrong_with_a_log_is_a_sentence(tmp_path: Path) -> None:
-    """One that is missing, is none, was cut or was full; the others are read."""
-    folder = build_step(tmp_path)
-    missing, none, cut = (add_log(folder, log_of(rank, spans=SPANS), rank=rank) for rank in (0, 1, 2))
-    add_log(folder, log_of(3, spans_left_out=1_500, trajectories_left_out=2), rank=3)
-    missing.unlink()
-    none.write_bytes(gzip.compress(b"[1]\n"))
-    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
-    (inputs,) = find_steps(folder)
-    assert any("agent_loop_rank0.trajectories.jsonl.gz is missing" in absent for absent in inputs.absent)
-    first, second, third = read_logs(inputs)
-    assert first.log is None
-    assert "agent_loop_rank1.trajectories.jsonl.gz: is not a log of trajectories" in first.problems[0]
-    assert second.log is not None
-    assert 0 < len(second.log.spans) < 20_000
-    behind = f"was cut behind line {len(second.log.spans) + 1}"
-    assert second.problems == [f"agent_loop_rank2.trajectories.jsonl.gz: {behind}"]
-    full = "that were not recorded, because the log was full"
-    assert third.problems == [
-        f"agent_loop_rank3.trajectories.jsonl.gz: trajectories {full}: 2",
-        f"agent_loop_rank3.trajectories.jsonl.gz: spans {full}: 1,500",
-    ]
 
 
 def span(number: int, owner: int, parent: int, begin: int, end: int) -> SpanRecord:
@@ -119,22 +94,6 @@ def test_records_that_contradict_each_other_are_mended(tmp_path: Path) -> None:
         f"{name}: left out, because they end before they begin or repeat a number: 4",
         f"{name}: spans of trajectories that are not in the log, which count as the process's: 2",
     ]
-
-
-def test_what_became_of_a_group_may_be_said_by_another_process(tmp_path: Path) -> None:
-    """The last word counts, on the controller's clock; one sample may have a fate of its own."""
-    folder = build_step(tmp_path)
-    trajectories = [
-        TrajectoryRecord(number, group, sample, 0, 9, "done", -1, "", {})
-        for number, (group, sample) in enumerate((("g", 0), ("g", 1), ("h", 0), ("", None)))
-    ]
-    add_log(folder, log_of(0, trajectories=trajectories, fates=[FateChange("g", None, "filtered", 100)]))
-    later = [FateChange("g", 1, "aborted", 250), FateChange("", None, "lost", 300)]
-    add_log(folder, log_of(1, fates=[*later, FateChange("g", None, "early", 90)]), rank=1, clock_ns=100)
-    (inputs,) = find_steps(folder)
-    first, _ = read_logs(inputs)
-    assert first.log is not None
-    assert [t.fate for t in first.log.trajectories] == ["filtered", "aborted", "done", "done"]
 
 
 def checked(folder: Path) -> dict[str, tuple[str, str]]:

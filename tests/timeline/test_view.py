@@ -13,9 +13,10 @@ import pytest
 from verl_profiling.timeline.server import TimelineServer
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A timeline, a report and a UI."""
+    tmp_path = tmp_path_factory.mktemp("served")
     (tmp_path / "timeline.json.gz").write_bytes(b"timeline")
     (tmp_path / "report.html").write_bytes(b"report")
     (tmp_path / "ui").mkdir()
@@ -32,13 +33,13 @@ def serve(folder: Path, ui: Path | None) -> Iterator[TimelineServer]:
         server.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def offline(folder: Path) -> Iterator[TimelineServer]:
     """With the bundled UI."""
     yield from serve(folder, folder / "ui")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def online(folder: Path) -> Iterator[TimelineServer]:
     """Without it."""
     yield from serve(folder, None)
@@ -46,7 +47,7 @@ def online(folder: Path) -> Iterator[TimelineServer]:
 
 def get(address: str) -> tuple[bytes, str | None]:
     """Return the content of an address, and who may read it."""
-    with urllib.request.urlopen(address, timeout=5) as answer:
+    with urllib.request.urlopen(address, timeout=60) as answer:
         return answer.read(), answer.headers["Access-Control-Allow-Origin"]
 
 
@@ -72,7 +73,7 @@ def test_a_page_under_another_name_gets_nothing(online: TimelineServer, host: st
     """DNS rebinding: the browser believes that this server is the page's own, and says so in Host."""
     request = urllib.request.Request(online.address("timeline.json.gz"), headers={"Host": host})
     with pytest.raises(urllib.error.HTTPError, match="421"):
-        urllib.request.urlopen(request, timeout=5)
+        urllib.request.urlopen(request, timeout=60)
 
 
 @pytest.mark.parametrize("path", ["../secret", "%2e%2e/secret", "nothing.txt"])

@@ -248,23 +248,32 @@ class TestUnderRay:
         assert worker.status == "failed", "the report does not mend that the worker died"
 
 
-def test_each_of_two_runs_with_one_save_path_gets_its_own_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nsight Systems leaves them in one folder; ``run_2`` is collected by itself, or with the other."""
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """A worker in this process, which believes that it was started under Nsight Systems."""
     pytest.importorskip("nvtx", reason="nvtx is not installed")
     (tmp_path / "nsys").mkdir()
     monkeypatch.setenv("VERL_PROFILING_NSYS_OUTPUT", str(tmp_path / "nsys" / "actor"))
     monkeypatch.setenv("VERL_PROFILING_NSYS_RANGES", "1000")
-    config = config_of(tmp_path)
-    worker = Worker(config, 0)
-    for _ in range(2):
-        callback = ProfilingCallback(config)
+    return Worker(config_of(tmp_path), 0)
+
+
+def run_local(config: dict[str, Any], worker: Worker, *steps: int) -> None:
+    """Run steps on a worker in this process."""
+    with ProfilingCallback(config) as callback:
         callback.add_workers("actor", worker)
-        callback.on_step_begin(2)
-        worker.train()
-        callback.on_step_end()
-        callback.on_train_end()
+        for step in steps:
+            callback.on_step_begin(step)
+            worker.train()
+            callback.on_step_end()
+
+
+def test_each_of_two_runs_with_one_save_path_gets_its_own_reports(
+    tmp_path: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nsight Systems leaves them in one folder; ``run_2`` is collected by itself, or with the other."""
+    for _ in range(2):
+        run_local(config_of(tmp_path), worker, 2)
     [(output, ranges)] = read_ranges(tmp_path / "nsys").items()
     assert [noted.folder for noted in ranges] == ["step_000002", "run_2/step_000002"]
     for noted in ranges:
@@ -281,22 +290,10 @@ def test_each_of_two_runs_with_one_save_path_gets_its_own_reports(
 
 
 def test_a_process_that_is_still_running_has_no_report_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Collecting too early says so, with exit code 1, and can be repeated."""
-    pytest.importorskip("nvtx", reason="nvtx is not installed")
-    (tmp_path / "nsys").mkdir()
-    monkeypatch.setenv("VERL_PROFILING_NSYS_OUTPUT", str(tmp_path / "nsys" / "actor"))
-    monkeypatch.setenv("VERL_PROFILING_NSYS_RANGES", "1000")
-    config = config_of(tmp_path)
-    worker = Worker(config, 0)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", worker)
-    for step in (1, 2):
-        callback.on_step_begin(step)
-        worker.train()
-        callback.on_step_end()
-    callback.on_train_end()
+    run_local(config_of(tmp_path), worker, 1, 2)
     assert main(["collect", str(tmp_path / "step_000002")]) == 1
     assert "has its process ended?" in capsys.readouterr().out
     assert artifacts_of(tmp_path, 2)[0].status == "pending"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,52 +10,10 @@ import pytest
 from verl_profiling import stage
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.testing import record_step
-from verl_profiling.tools.process_memory import StagePeaks, process_peak_bytes, take_host_peak
+from verl_profiling.tools.process_memory import process_peak_bytes, take_host_peak
 from verl_profiling.workers import CaptureMixin
 
 MIB = 1 << 20
-
-
-def readings(*values: int) -> Callable[[], Mapping[str, int]]:
-    """Return a high-water mark that reads these values, one after another."""
-    left: Iterator[int] = iter(values)
-    return lambda: {"peak_bytes": next(left)}
-
-
-def test_an_inner_stage_counts_for_the_outer_one() -> None:
-    """The outer stage's peak is the highest of all stretches in it, the inner one's only its own."""
-    peaks = StagePeaks(readings(900, 10, 50, 20))
-    peaks.begin("outer")
-    peaks.begin("inner")
-    peaks.end("inner")
-    peaks.end("outer")
-    assert peaks.metrics() == {"stage/outer/peak_bytes": 50, "stage/inner/peak_bytes": 50}
-
-
-def test_what_came_before_a_stage_does_not_count() -> None:
-    """The reading at the begin of a stage belongs to what ran before."""
-    peaks = StagePeaks(readings(900, 10, 800, 20))
-    for name in ("first", "second"):
-        peaks.begin(name)
-        peaks.end(name)
-    assert peaks.metrics() == {"stage/first/peak_bytes": 10, "stage/second/peak_bytes": 20}
-
-
-def test_a_stage_that_runs_again_keeps_its_highest_peak() -> None:
-    """The second, lower run does not overwrite the first."""
-    peaks = StagePeaks(readings(0, 70, 0, 30))
-    for _ in range(2):
-        peaks.begin("stage")
-        peaks.end("stage")
-    assert peaks.metrics() == {"stage/stage/peak_bytes": 70}
-
-
-def test_a_mark_that_cannot_be_set_back_gives_no_numbers() -> None:
-    """No number is better than a wrong one."""
-    peaks = StagePeaks(dict)
-    peaks.begin("stage")
-    peaks.end("stage")
-    assert peaks.metrics() == {}
 
 
 @pytest.mark.skipif(not take_host_peak(), reason="this system's peak resident size cannot be set back")
@@ -89,7 +46,7 @@ def test_every_tool_says_how_high_the_process_was_after_each_stage(
 
     Of a stage that is over within a millisecond it is not read; the machine may stop one of several in it.
     """
-    short = {f"short{number}" for number in range(3)}
+    short = {f"short{number}" for number in range(50)}
     with record_step({"enable": True, "tool": tool, "mode": mode}, tmp_path / "step") as recorded:
         with stage("large"), stage("inner"):
             before = process_peak_bytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +65,17 @@ class Flawed(Tool):
     fails = ""
 
     def prepare(self) -> None:
-        """Fail, maybe."""
         if self.fails == "prepare":
             raise ToolUnavailableError("flawed: install something")
 
     def start(self, destination: Destination) -> Recording:
-        """Fail, maybe."""
         if self.fails == "start":
             raise OSError("no device")
         return FlawedRecording(destination, self.fails)
 
 
 class FlawedRecording(Recording):
-    """Fails in the method that it is configured to fail in."""
+    """Fails where its tool does; ``marks`` shows stages, but for where it fails to."""
 
     discarded: list[str] = []
 
@@ -86,48 +83,51 @@ class FlawedRecording(Recording):
         self.destination = destination
         self.fails = fails
 
+    @property
+    def marks(self) -> Marks | None:
+        def fail(argument: object) -> object:
+            raise OSError("no range")
+
+        return {"begin": Marks(fail, str), "end": Marks(str, fail)}.get(self.fails)
+
     def step(self) -> None:
-        """Fail, maybe."""
         if self.fails == "step":
             raise OSError("no device")
 
     def stop(self) -> list[Output]:
-        """Fail, now or later."""
         if self.fails == "stop":
             raise OSError("device lost")
-        pending = self.destination.artifact(Flawed)
-        return [Output(pending, self._finish)]
+        return [Output(self.destination.artifact(Flawed), self._finish)]
 
     def _finish(self) -> Artifact:
         raise ValueError("cannot compress")
 
     def discard(self) -> None:
-        """Note it."""
         self.discarded.append(self.destination.lane)
 
 
 class FailsAtPrepare(Flawed):
-    """Cannot work here."""
-
     fails = "prepare"
 
 
 class FailsAtStart(Flawed):
-    """Cannot start."""
-
     fails = "start"
 
 
 class FailsAtStop(Flawed):
-    """Cannot stop."""
-
     fails = "stop"
 
 
 class FailsAtStep(Flawed):
-    """Cannot count."""
-
     fails = "step"
+
+
+class FailsAtBegin(Flawed):
+    fails = "begin"
+
+
+class FailsAtEnd(Flawed):
+    fails = "end"
 
 
 def of(cls: type[Tool], **more: Any) -> Any:
@@ -206,35 +206,6 @@ def test_a_tool_that_cannot_count_mini_batches_does_not_stop_training(tmp_path: 
         session.step()
 
 
-class MarksFail(FlawedRecording):
-    """Cannot show stages: neither their begin, nor their end."""
-
-    @property
-    def marks(self) -> Marks:
-        """Fail at one of the two."""
-
-        def fail(argument: object) -> object:
-            raise OSError("no range")
-
-        return Marks(fail, str) if self.fails == "begin" else Marks(str, fail)
-
-
-class FailsAtBegin(Flawed):
-    """Cannot begin to show a stage."""
-
-    fails = "begin"
-
-    def start(self, destination: Destination) -> Recording:
-        """Record without being able to show stages."""
-        return MarksFail(destination, self.fails)
-
-
-class FailsAtEnd(FailsAtBegin):
-    """Cannot end to show a stage."""
-
-    fails = "end"
-
-
 @pytest.mark.parametrize("tool", [FailsAtBegin, FailsAtEnd])
 def test_a_tool_that_cannot_show_stages_costs_no_stage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, tool: type[Tool]
@@ -261,21 +232,17 @@ class ThreadBound(Flawed):
     threads: list[int] = []
 
     def start(self, destination: Destination) -> Recording:
-        """Note the thread."""
         self.threads.append(threading.get_ident())
         return ThreadBoundRecording()
 
 
 class ThreadBoundRecording(Recording):
-    """Notes the thread that stops it."""
-
     def stop(self) -> list[Output]:
-        """Note the thread."""
         ThreadBound.threads.append(threading.get_ident())
         return []
 
     def discard(self) -> None:
-        """Nothing to do."""
+        pass
 
 
 def test_a_thread_bound_tool_is_stopped_on_the_thread_that_started_it(tmp_path: Path) -> None:
@@ -308,9 +275,8 @@ class SlowToStart(ThreadBound):
     go_on = threading.Event()
 
     def start(self, destination: Destination) -> Recording:
-        """Say that it starts, and wait."""
         self.starting.set()
-        self.go_on.wait(10)
+        self.go_on.wait(60)
         return super().start(destination)
 
 
@@ -326,9 +292,7 @@ def test_a_stop_beside_a_stage_that_starts_its_tool_leaves_the_tool_to_that_stag
         trainer = threading.Thread(target=train)
         trainer.start()
         owner = trainer.ident
-        SlowToStart.starting.wait(10)
+        SlowToStart.starting.wait(60)
         threading.Timer(0.3, SlowToStart.go_on.set).start()
-        begin = time.monotonic()
-    assert time.monotonic() - begin < 10
     trainer.join()
     assert ThreadBound.threads == [owner, owner]

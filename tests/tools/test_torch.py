@@ -80,25 +80,15 @@ def test_nothing_costly_is_recorded_unless_asked_for(tmp_path: Path) -> None:
     assert not any(event.get("cat") == "python_function" for event in spans(path))
 
 
-def test_shapes_reach_the_trace(tmp_path: Path) -> None:
-    """``shapes`` puts the dimensions of every op's inputs into its arguments."""
-    path, _ = recorded_artifact(tmp_path, shapes=True)
-    assert op_arguments(path)["Input Dims"][1] == [4, 8]
-
-
 @pytest.mark.filterwarnings("error")
-def test_stacks_reach_the_trace(tmp_path: Path) -> None:
-    """``stack`` records Python frames: the function that trained is among them."""
-    path, _ = recorded_artifact(tmp_path, stack=True)
+def test_what_is_asked_for_reaches_the_trace(tmp_path: Path) -> None:
+    """Dimensions of the inputs of every op, every allocation, and Python frames: who trained is in them."""
+    path, _ = recorded_artifact(tmp_path, shapes=True, memory=True, stack=True)
+    assert op_arguments(path)["Input Dims"][1] == [4, 8]
+    events = read_trace(path)["traceEvents"]
+    assert any(event["args"]["Bytes"] > 0 for event in events if event["name"] == "[memory]")
     frames = [event["name"] for event in spans(path) if event.get("cat") == "python_function"]
     assert any("train" in name and "example_loops.py" in name for name in frames)
-
-
-def test_memory_events_reach_the_trace(tmp_path: Path) -> None:
-    """``memory`` records every allocation."""
-    path, _ = recorded_artifact(tmp_path, memory=True)
-    events = [event for event in read_trace(path)["traceEvents"] if event["name"] == "[memory]"]
-    assert any(event["args"]["Bytes"] > 0 for event in events)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -212,15 +202,18 @@ def test_every_stage_name_makes_a_readable_trace(tmp_path: Path) -> None:
     assert set(shown.values()) <= found
 
 
-def test_stages_that_are_open_on_another_thread_when_it_stops_do_no_harm(
-    tmp_path: Path, run_python: Any
-) -> None:
-    """Their ends come when the profiler is gone, or when the next one records already."""
+def test_other_threads_and_other_profilers_do_not_crash_the_process(run_python: Any, tmp_path: Path) -> None:
+    """Torch has one profiler a process, and what is left of it must not meet the next one.
+
+    Stages that are open on another thread may end when the profiler is gone, or when the next one records.
+    A profiler that the user starts in a capture keeps its profile; ours fails, and the next capture works.
+    """
     run_python(
         """
         import sys, threading
         from pathlib import Path
-        from example_loops import settings, train, spans
+        from example_loops import settings, spans, train
+        from torch.profiler import ProfilerActivity, profile
         from verl_profiling import stage
         from verl_profiling.testing import record_step
 
@@ -248,6 +241,24 @@ def test_stages_that_are_open_on_another_thread_when_it_stops_do_no_harm(
                 for recorded in (first, second):
                     assert recorded.result.status == "ok", recorded.result
                     assert spans(recorded.path, "aten::addmm")
+        for ends in ("inside", "after"):
+            own = profile(activities=[ProfilerActivity.CPU])
+            with record_step(settings(), folder / ends) as first:
+                own.start()
+                train()
+                if ends == "inside":
+                    own.stop()
+            if ends == "after":
+                train()
+                own.stop()
+            own.export_chrome_trace(str(folder / ends / "own.json"))
+            with record_step(settings(), folder / f"{ends}b") as second:
+                train()
+            assert spans(folder / ends / "own.json", "aten::addmm")
+            [artifact] = first.result.artifacts
+            assert artifact.status == "failed", artifact
+            assert "another torch profiler was started" in artifact.reason, artifact
+            assert second.result.artifacts[0].status == "ok", second.result
         """,
         tmp_path,
     )
@@ -317,55 +328,13 @@ def test_a_raw_file_is_kept_when_it_cannot_be_compressed(tmp_path: Path) -> None
 
 def test_counts_do_not_depend_on_where_a_chunk_ends(tmp_path: Path) -> None:
     """Events are counted once each in a file of several chunks."""
-    number = 5_000
     event = b'{"ph": "X", "cat": "cpu_op", "name": "aten::addmm", "ts": 1, "dur": 1, "args": {"a": "%s"}}'
-    content = (
-        b'{"traceEvents": [' + b",\n".join(event % (b"x" * (2_000 + n % 9)) for n in range(number)) + b"]}"
-    )
-    assert len(content) > 2 * (4 << 20)
-    output, final = output_of(tmp_path, content)
+    events = [event % (b"x" * (2_000 + n % 9)) for n in range(5_000)]
+    output, final = output_of(tmp_path, b'{"traceEvents": [' + b",\n".join(events) + b"]}")
     assert output.finish is not None
     finished = output.finish()
-    assert (finished.status, finished.events) == ("ok", number)
-    assert len(read_trace(final)["traceEvents"]) == number
-
-
-def test_a_profiler_of_the_users_own_inside_a_capture_keeps_its_profile(
-    run_python: Any, tmp_path: Path
-) -> None:
-    """Torch has one a process: the process lives on, ours is failed and says why, the next capture works."""
-    run_python(
-        """
-        import json, sys
-        import torch
-        from pathlib import Path
-        from torch.profiler import ProfilerActivity, profile
-        from verl_profiling.testing import record_step
-
-        config = {"enable": True, "tool": "torch"}
-        for ends in ("inside", "after"):
-            folder = Path(sys.argv[1]) / ends
-            own = profile(activities=[ProfilerActivity.CPU])
-            with record_step(config, folder / "first") as first:
-                own.start()
-                torch.ones(8, 8) @ torch.ones(8, 8)
-                if ends == "inside":
-                    own.stop()
-            if ends == "after":
-                torch.ones(8, 8) @ torch.ones(8, 8)
-                own.stop()
-            own.export_chrome_trace(str(folder / "own.json"))
-            with record_step(config, folder / "second") as second:
-                torch.ones(8, 8) @ torch.ones(8, 8)
-            names = [event["name"] for event in json.loads((folder / "own.json").read_text())["traceEvents"]]
-            assert "aten::mm" in names
-            [artifact] = first.result.artifacts
-            assert artifact.status == "failed", artifact
-            assert "another torch profiler was started" in artifact.reason, artifact
-            assert second.result.artifacts[0].status == "ok", second.result
-        """,
-        tmp_path,
-    )
+    assert (finished.status, finished.events) == ("ok", 5_000)
+    assert len(read_trace(final)["traceEvents"]) == 5_000
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from conftest import again
 
 from verl_profiling import span, trajectory
 from verl_profiling.trajectories.log import OpenLog
@@ -59,6 +60,7 @@ def seconds(block: Block) -> float:
     return (block.end_ns - block.begin_ns) / 1e9
 
 
+@again
 def test_a_block_names_the_span_and_the_function(run: Callable[[Body], TrajectoryLog]) -> None:
     """The task that blocks is told apart from those that wait."""
     blocked: list[tuple[int, int]] = []
@@ -88,6 +90,7 @@ def test_a_block_names_the_span_and_the_function(run: Callable[[Body], Trajector
     assert max(lag.late_ns for lag in log.lags) > 0.15e9
 
 
+@again
 def test_a_short_block_at_a_span_is_exact(run: Callable[[Body], TrajectoryLog]) -> None:
     """60 ms inside a span that begins and ends in one go."""
     rounds: list[tuple[int, int]] = []
@@ -109,6 +112,7 @@ def test_a_short_block_at_a_span_is_exact(run: Callable[[Body], TrajectoryLog]) 
         assert begin_ns <= block.begin_ns < block.end_ns <= end_ns
 
 
+@again
 def test_tasks_that_block_one_after_another_share_the_time(run: Callable[[Body], TrajectoryLog]) -> None:
     """A loop that does not come to itself for long because several tasks block it in a row."""
 
@@ -131,6 +135,7 @@ def test_tasks_that_block_one_after_another_share_the_time(run: Callable[[Body],
     assert sum(share.values()) < took_s, log.blocks
 
 
+@again
 def test_a_loop_that_waits_is_not_blocked(run: Callable[[Body], TrajectoryLog]) -> None:
     """Neither is one that has much to do in small parts, nor one that works in a thread."""
 
@@ -144,10 +149,11 @@ def test_a_loop_that_waits_is_not_blocked(run: Callable[[Body], TrajectoryLog]) 
         with span("thread"):
             await asyncio.to_thread(time.sleep, 0.1)
 
-    tries = (run(body()).blocks for _ in range(30))
+    tries = (run(body()).blocks for _ in range(10))
     assert any(blocks == [] for blocks in tries), "a machine that is busy may stop the loop now and then"
 
 
+@again
 def test_a_loop_that_nobody_runs_is_not_blocked() -> None:
     """A loop that is run piece by piece, as synchronous workers do."""
     log = OpenLog(100)
@@ -171,6 +177,7 @@ def test_a_loop_that_nobody_runs_is_not_blocked() -> None:
     assert [record.id for record in found.loops] == [0]
 
 
+@again
 def test_a_block_that_lasts_when_recording_ends_is_kept() -> None:
     """It ends with the log, which another thread closes."""
     log = OpenLog(100)

@@ -26,6 +26,7 @@ from verl_profiling.trajectories.log import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log, total_spans
 from verl_profiling.watch.reading import WatchQuestion
 from verl_profiling.watch.span_sums import MOST_NAMES, SpanSums
+from verl_profiling.watch_log import WatchLogReader
 from verl_profiling.workers import AgentLoopCaptureMixin
 
 MS, S = 1_000_000, 1_000_000_000
@@ -244,10 +245,10 @@ def test_a_tool_that_becomes_slow_in_a_running_loop_is_named(
     worker.init_capture(config)
     profiling = ProfilingCallback(config)
     profiling.add_workers("agent_loop", [worker])
+    reader, seen = WatchLogReader(tmp_path), list[int]()
     with profiling:
         for step in range(1, 19):
             profiling.on_step_begin(step)
-            time.sleep(0.03)
             with profiling.stage("rollout"), stage("trajectories"):
                 for sample in range(3):
                     with trajectory(sample=sample):
@@ -258,6 +259,10 @@ def test_a_tool_that_becomes_slow_in_a_running_loop_is_named(
             with profiling.stage("update"):
                 time_passes.passes((400 if slow == "update" and step > 10 else 60) * MS)
             profiling.on_step_end()
+            deadline_s = time.monotonic() + 60
+            while step in (4, 8, 12) and step - 1 not in seen and time.monotonic() < deadline_s:
+                seen += [one.step for one in reader.read()]
+                time.sleep(0.01)
     [folder] = sorted(tmp_path.glob("step_*"))
     trigger = read_manifest(folder).trigger
     assert (trigger.kind, trigger.stage) == ("anomaly", "rollout" if slow == "tool" else "update")

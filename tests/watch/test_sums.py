@@ -104,7 +104,7 @@ def test_threads_and_tasks_have_outermost_stages_of_their_own(marked: Marked) ->
     def on_thread() -> None:
         with marked.stage("thread"):
             entered.set()
-            assert leave.wait(5)
+            assert leave.wait(60)
 
     async def child(started: asyncio.Event, parent_ended: asyncio.Event) -> None:
         with marked.stage("inside"):
@@ -123,7 +123,7 @@ def test_threads_and_tasks_have_outermost_stages_of_their_own(marked: Marked) ->
 
     thread = threading.Thread(target=on_thread)
     thread.start()
-    assert entered.wait(5)
+    assert entered.wait(60)
     with marked.stage("main"):
         pass
     asyncio.run(loop())
@@ -224,13 +224,6 @@ def test_a_session_keeps_every_step_while_a_capture_is_open_and_when_none_is(
     assert names(reading) == ["before", "e2e", "discrete", "after"]
     assert reading.received_ns <= reading.replied_ns
     assert reading.process.pid == os.getpid()
-
-
-def test_the_watch_switched_off_leaves_the_session_as_it_was(session: Session) -> None:
-    """Nothing kept, no receiver of stages, nothing to read."""
-    config = ProfilingConfig.from_any({"enable": True, "tool": "spans"})
-    session.register(config, worker := WorkerIdentity(role="actor"))
-    assert (session.sink, session.sums, session.read_watch(worker, QUESTION)) == (None, None, None)
 
 
 def test_a_fork_keeps_nothing_of_its_parent(session: Session) -> None:
