@@ -26,12 +26,12 @@ from step_folders import build_step
 from recipes.grpo_tiny.plot import plot_reward
 from verl_profiling.cli import main
 from verl_profiling.commands.top import View
+from verl_profiling.commands.view import TimelineServer, bundled_ui
 from verl_profiling.report.build import build_report
 from verl_profiling.report.html import render_html
 from verl_profiling.report.run_page import RUN_PAGE, render_run
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.server import TimelineServer, bundled_ui
 from verl_profiling.timeline.step import StepInputs
 from verl_profiling.watch.log import WatchLog
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from drawn_summaries import MS, summary
-from rich.console import Console
+from rich.console import Console, RenderableType
 from step_folders import build_step
 
 from verl_profiling.capture_request import Trigger
@@ -26,10 +26,9 @@ from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
-from verl_profiling.report.captures_so_far import CapturesSoFar
-from verl_profiling.report.sparkline import sparkline
-from verl_profiling.report.watch_frame import Pulse, WatchFrame
-from verl_profiling.report.watch_history import WatchHistory
+from verl_profiling.report.trend import sparkline
+from verl_profiling.report.watch_frame import Pulse, watch_frame
+from verl_profiling.report.watch_history import WatchHistory, captures_so_far
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.log import WatchLog
@@ -76,7 +75,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def drawn(frame: WatchFrame, width: int = 100, encoding: str = "utf-8") -> list[str]:
+def drawn(frame: RenderableType, width: int = 100, encoding: str = "utf-8") -> list[str]:
     """Return the lines of a frame in a terminal."""
     stream = TextIOWrapper(BytesIO(), encoding=encoding)
     console = Console(file=stream, width=width, color_system=None)
@@ -85,10 +84,10 @@ def drawn(frame: WatchFrame, width: int = 100, encoding: str = "utf-8") -> list[
     return stream.read().splitlines()
 
 
-def frame_of(*steps: object, **fields: object) -> WatchFrame:
+def frame_of(*steps: object) -> RenderableType:
     """Return a frame of some summaries."""
     logs = [logged(step) for step in steps]  # type: ignore[arg-type]
-    return WatchFrame(run="r", pulse=Pulse(says="lives"), steps=logs, **fields)  # type: ignore[arg-type]
+    return watch_frame("r", Pulse(says="lives"), logs)
 
 
 class TestOneFrame:
@@ -345,16 +344,13 @@ class TestCaptures:
     """Step folders of a run that goes on."""
 
     def test_a_capture_that_goes_on_is_shown_as_such(self, tmp_path: Path) -> None:
-        """And is looked at again when its manifest is written, also within one tick of the file system."""
+        """And is looked at again when its manifest is written."""
         folder = build_step(tmp_path, step=3)
         whole = read_manifest(folder)
         write_json_atomically(folder / "manifest.json", msgspec.structs.replace(whole, state="begun"))
-        captures = CapturesSoFar(tmp_path, 5)
-        assert [capture.goes_on for capture in captures.look()[1]] == [True]
-        before = (folder / "manifest.json").stat().st_mtime_ns
+        assert [capture.goes_on for capture in captures_so_far(tmp_path, 5)[1]] == [True]
         write_json_atomically(folder / "manifest.json", whole)
-        os.utime(folder / "manifest.json", ns=(before, before))
-        assert [capture.goes_on for capture in captures.look()[1]] == [False]
+        assert [capture.goes_on for capture in captures_so_far(tmp_path, 5)[1]] == [False]
 
     def test_manifests_that_cannot_be_read_are_no_matter(self, tmp_path: Path) -> None:
         """A link that leads out, a pipe, nonsense, none at all, a run that vanished."""
@@ -363,10 +359,10 @@ class TestCaptures:
         (tmp_path / "step_000000" / "manifest.json").symlink_to("/etc/passwd")
         os.mkfifo(tmp_path / "step_000001" / "manifest.json")
         (tmp_path / "step_000002" / "manifest.json").write_text('{"trigger": 3}')
-        count, found = CapturesSoFar(tmp_path, 3).look()
+        count, found = captures_so_far(tmp_path, 3)
         assert count == 4
         assert [(capture.step, capture.trigger) for capture in found] == [(1, None), (2, None), (3, None)]
-        assert CapturesSoFar(tmp_path / "gone", 3).look() == (0, [])
+        assert captures_so_far(tmp_path / "gone", 3) == (0, [])
 
 
 def test_a_sparkline_is_as_high_as_its_numbers() -> None:

@@ -13,7 +13,7 @@ from fleet import TrainWorker
 from verl_profiling import ConfigError, ProfilingCallback
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import Aim, Trigger
-from verl_profiling.commands.asking import Answer, find_job
+from verl_profiling.commands.trigger import Answer, find_job
 from verl_profiling.controller.requests import Decision
 from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest

@@ -25,7 +25,7 @@ from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingC
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import Aim, Demand
 from verl_profiling.cli import main
-from verl_profiling.commands.asking import Answer, find_job
+from verl_profiling.commands.trigger import Answer, find_job
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.run_files import read_manifest
@@ -85,7 +85,7 @@ class Job:
         """Run steps beside what the block does, as soon as a request is there."""
 
         def step() -> None:
-            wait_until(find_job(self.run).waiting)
+            wait_until(lambda: list(self.run.glob("requests/*.json")))
             self.step(times)
 
         stepping = threading.Thread(target=step)
@@ -544,7 +544,7 @@ def test_what_is_known_to_be_wrong_is_said_at_once(
     """The job is not asked."""
     assert main(["trigger", str(job.run), *options]) == 2
     assert said in capsys.readouterr().err
-    assert find_job(job.run).waiting() == []
+    assert not list(job.run.glob("requests/*.json"))
 
 
 LOOP = """

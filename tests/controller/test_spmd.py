@@ -21,7 +21,7 @@ from verl_profiling import ProfilingCallback
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import Aim
-from verl_profiling.commands.asking import Answer, find_job
+from verl_profiling.commands.trigger import Answer, find_job
 from verl_profiling.manifest import Manifest
 from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest, read_run

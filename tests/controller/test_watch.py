@@ -19,7 +19,7 @@ from test_callback import configured, local_worker, manifest, run, set_up
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig, clock
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import Aim
-from verl_profiling.commands.asking import find_job
+from verl_profiling.commands.trigger import find_job
 from verl_profiling.controller.watch import Watch
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.step_summary import RankUse, StepSummary

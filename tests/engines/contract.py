@@ -21,7 +21,7 @@ import pytest
 from verl_profiling import AsyncProfilingCallback
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture_request import Aim
-from verl_profiling.commands.asking import find_job
+from verl_profiling.commands.trigger import find_job
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.run_files import read_manifest
 

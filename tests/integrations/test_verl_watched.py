@@ -16,7 +16,7 @@ from integrations.verl_runs import PLUGINS, ROOT, Run, run_verl
 from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Demand
 from verl_profiling.cli import main
-from verl_profiling.commands.asking import Answer, Job
+from verl_profiling.commands.trigger import Answer, Job
 from verl_profiling.remote import LocalFolder
 from verl_profiling.run_files import read_run
 from verl_profiling.watch.values import PREFIX

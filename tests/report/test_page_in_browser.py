@@ -11,11 +11,11 @@ import pytest
 from browser import needs_browser, run_script
 from drawn_steps import whole_step
 
+from verl_profiling.commands.view import TimelineServer, bundled_ui
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.server import TimelineServer, bundled_ui
 
 pytestmark = needs_browser
 

@@ -12,10 +12,10 @@ from browser import needs_browser, run_script
 from drawn_logs import Drawn
 from step_folders import WORKERS, build_step, read_events
 
+from verl_profiling.commands.view import TimelineServer, bundled_ui
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.server import TimelineServer, bundled_ui
 from verl_profiling.trajectory_log import Lag
 
 pytestmark = [

@@ -12,8 +12,8 @@ from step_folders import build_step
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.check import check
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.logs import read_logs
 from verl_profiling.timeline.merge import merge, select_ranks
+from verl_profiling.timeline.trajectories import read_logs
 from verl_profiling.trajectory_log import (
     LOG_SUFFIX,
     SpanRecord,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_profiling.timeline.server import TimelineServer
+from verl_profiling.commands.view import TimelineServer
 
 
 @pytest.fixture(scope="module")

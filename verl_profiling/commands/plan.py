@@ -16,6 +16,7 @@ from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOverride
 from verl_profiling.settings.schedule import Action, Schedule
 from verl_profiling.tools import Tool
+from verl_profiling.units import step_list
 
 _MOST_LISTED = 10
 
@@ -68,9 +69,9 @@ def _lines(plan: Plan, steps: int | None) -> Iterator[str]:
     if not plan.captures:
         yield "  none" + (f" up to step {steps}" if steps is not None else "")
     if plan.warm_ups:
-        yield f"  warm-up, thrown away: {_few(plan.warm_ups)}"
+        yield f"  warm-up, thrown away: {step_list(plan.warm_ups)}"
     if plan.never:
-        yield f"  never come in {steps} steps: {_few(plan.never)}"
+        yield f"  never come in {steps} steps: {step_list(plan.never)}"
     if plan.kept:
         yield f"  kept on disk: {plan.kept}"
     for caution in plan.cautions:
@@ -89,11 +90,6 @@ def _lines(plan: Plan, steps: int | None) -> Iterator[str]:
         if role.most_files:
             once = ", if every stage runs once" if role.mode == "discrete" else ""
             yield f"           at most {role.most_files} for each capture{once}"
-
-
-def _few(steps: list[int]) -> str:
-    more = f" and {len(steps) - _MOST_LISTED} more" if len(steps) > _MOST_LISTED else ""
-    return ", ".join(map(str, steps[:_MOST_LISTED])) + more
 
 
 _MOST_CAPTURES = 10
@@ -191,7 +187,12 @@ def _captures(schedule: Schedule, last: int | None) -> tuple[list[PlannedCapture
     captures: list[PlannedCapture] = []
     warm_ups: list[int] = []
     most = _MOST_CAPTURES if last is None else _FAR
-    for step in islice(_candidates(schedule), _FAR):
+    every = schedule.every or 1
+    first = schedule.first_step + (0 if schedule.every else schedule.skip_first)
+    steps = (
+        count(-(-first // every) * every, every) if schedule.steps is None else sorted(set(schedule.steps))
+    )
+    for step in islice(steps, _FAR):
         if last is not None and step > last:
             return captures, warm_ups, False
         found = schedule.step_range(step)
@@ -207,15 +208,6 @@ def _captures(schedule: Schedule, last: int | None) -> tuple[list[PlannedCapture
     return captures, warm_ups, schedule.steps is None
 
 
-def _candidates(schedule: Schedule) -> Iterator[int]:
-    """Yield the steps that may be captured, in order."""
-    if schedule.steps is not None:
-        return iter(sorted(set(schedule.steps)))
-    if schedule.every is not None:
-        return count(-(-schedule.first_step // schedule.every) * schedule.every, schedule.every)
-    return count(schedule.first_step + schedule.skip_first)
-
-
 def _roles(config: ProfilingConfig) -> list[str]:
     named = list(dict.fromkeys([*(config.select.roles or ()), *config.roles]))
     return named if config.select.roles is not None else [*named, ""]
@@ -224,14 +216,12 @@ def _roles(config: ProfilingConfig) -> list[str]:
 def _role(config: ProfilingConfig, role: str) -> PlannedRole:
     settings = config.for_role(role)
     discrete = settings.mode == "discrete"
-    if role == ROLLOUT_ROLE:
-        stages = "from on_rollout_begin to on_rollout_end" if discrete else ""
-        each = 1
-    else:
-        stages = (
-            ("all" if settings.stages is None else ", ".join(sorted(settings.stages))) if discrete else ""
-        )
-        each = len(settings.stages) if discrete and settings.stages is not None else (0 if discrete else 1)
+    stages, each = "", 1
+    if discrete and role == ROLLOUT_ROLE:
+        stages = "from on_rollout_begin to on_rollout_end"
+    elif discrete:
+        named = sorted(settings.stages or ())
+        stages, each = ", ".join(named) or "all", len(named)
     ranks = len(settings.ranks) if settings.ranks is not None else 0
     writing = sum(bool(tool.suffix) for tool in settings.tools)
     return PlannedRole(

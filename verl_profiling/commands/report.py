@@ -21,7 +21,7 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, how_to_capture, is_uncaptured, render_run, runs_of
 from verl_profiling.report.terminal import print_report
-from verl_profiling.report.watch_frame import Pulse, WatchFrame
+from verl_profiling.report.watch_frame import Pulse, watch_frame
 from verl_profiling.report.watch_history import WatchHistory, watch_sentence
 from verl_profiling.run_files import naming, whole_file
 from verl_profiling.timeline.inputs import the_run
@@ -84,7 +84,7 @@ def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone
             print(msgspec.json.encode({"run": str(run), "note": note, "watch": history}).decode())
         else:
             pulse = Pulse(says="no step was captured", is_well=False)
-            fitting_console(Console()).print(WatchFrame(run=run.resolve().name, pulse=pulse, steps=history))
+            fitting_console(Console()).print(watch_frame(run.resolve().name, pulse, history))
             print(visible(note))
         if arguments.save:
             _write(run / RUN_PAGE, render_run(run, [], [], history).encode())

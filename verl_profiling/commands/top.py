@@ -10,23 +10,20 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from types import FrameType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.arguments import at_least_0, local_path
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import RUN_NAME, RunInfo
-from verl_profiling.report.captures_so_far import CapturesSoFar
 from verl_profiling.report.columns import fitting_console
-from verl_profiling.report.watch_frame import Pulse, WatchFrame
-from verl_profiling.report.watch_history import WatchHistory
+from verl_profiling.report.watch_frame import Pulse, watch_frame
+from verl_profiling.report.watch_history import WatchHistory, captures_so_far
 from verl_profiling.run_files import read_run
 from verl_profiling.timeline.inputs import described, runs_at
 from verl_profiling.units import duration
@@ -71,19 +68,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise TraceFormatError(run_dir, "no such folder of a run")
     view = View(run_dir)
     console = Console(highlight=False)
-    left, frame = False, view.frame()
+    frame = view.frame()
     if arguments.once or not console.is_terminal:
         fitting_console(console).print(frame)
-        return _exit_code(frame.pulse)
-    shown = Live(view.frame("q quits"), console=console, screen=True, auto_refresh=False)
-    with _quitting() as quits, shown as live:
-        while not (frame.pulse.is_over or (left := quits(max(arguments.interval, _FASTEST_S)))):
-            frame = view.frame("q quits")
-            live.update(frame, refresh=True)
-    if left:
-        return EXIT_OK
-    console.print(view.frame())
-    return _exit_code(frame.pulse)
+    else:
+        shown = Live(view.frame("q quits"), console=console, screen=True, auto_refresh=False)
+        with suppress(KeyboardInterrupt), _single_keys() as keys, shown as live:
+            while not (view.pulse.is_over or _quits(keys, max(arguments.interval, _FASTEST_S))):
+                live.update(view.frame("q quits"), refresh=True)
+        if view.pulse.is_over:
+            console.print(view.frame())
+    return EXIT_OK if view.pulse.is_well else EXIT_FINDING
 
 
 def _the_one(path: Path, run_id: str | None) -> Path:
@@ -92,23 +87,20 @@ def _the_one(path: Path, run_id: str | None) -> Path:
     Raises:
         TraceFormatError: There is none of that id, or several may be meant, which are listed.
     """
-    found = runs_at(path)
+    found = {run: _info(run) for run in runs_at(path)}
     if run_id is not None:
-        found = [run for run in found if (info := _info(run)) is not None and info.run_id == run_id]
+        found = {run: info for run, info in found.items() if info is not None and info.run_id == run_id}
         if not found:
             raise TraceFormatError(path, f"has no run {run_id!r}")
-    if len(found) > 1:
-        found = [run for run in found if _may_run(run)] or found
-    if len(found) > 1:
-        for run in found:
+    running = [
+        run for run, info in found.items() if info and not info.end_ns and info.process.alive() is not False
+    ]
+    one, *others = running or found
+    if others:
+        for run in (one, *others):
             print(visible(f"  {run}: {described(run)}"), file=sys.stderr)
-        raise TraceFormatError(path, f"holds {len(found)} runs; name one of these with --run")
-    return found[0]
-
-
-def _may_run(run: Path) -> bool:
-    info = _info(run)
-    return info is not None and info.end_ns is None and info.process.alive() is not False
+        raise TraceFormatError(path, f"holds {1 + len(others)} runs; name one of these with --run")
+    return one
 
 
 def _info(run: Path) -> RunInfo | None:
@@ -119,50 +111,44 @@ def _info(run: Path) -> RunInfo | None:
         return None
 
 
-def _exit_code(pulse: Pulse) -> int:
-    return EXIT_OK if pulse.is_well else EXIT_FINDING
-
-
 class View:
     """Follows a run.
 
     Raises:
         TraceFormatError: It has no log of its watch, and will not have one.
+
+    Attributes:
+        pulse: Whether the run lived when it was looked at last.
     """
+
+    pulse: Pulse
 
     def __init__(self, run_dir: Path) -> None:
         self._run = run_dir
         self._log = WatchLogReader(run_dir)
         self._history = WatchHistory(_STEPS)
-        self._captures = CapturesSoFar(run_dir, _CAPTURES)
         if not (has_watch_log(run_dir) or _is_watched(run_dir)):
             raise TraceFormatError(
                 run_dir, f"has no {WATCH_LOG}; start the run with watch.enable=true to have its steps logged"
             )
 
-    def frame(self, footer: str = "") -> WatchFrame:
+    def frame(self, footer: str = "") -> RenderableType:
         """Return what there is to show now."""
         self._history.add(self._log.read())
-        captures, latest = self._captures.look()
-        return WatchFrame(
-            run=self._run.resolve().name,
-            pulse=self._pulse(),
-            steps=self._history.steps,
-            captures=captures,
-            latest=latest,
-            footer=footer,
-        )
+        self.pulse = _pulse(self._run)
+        captures = captures_so_far(self._run, _CAPTURES)
+        return watch_frame(self._run.resolve().name, self.pulse, self._history.steps, *captures, footer)
 
-    def _pulse(self) -> Pulse:
-        heard = _heard(self._run)
-        last = read_run(self._run)
-        if last is None:
-            return Pulse(says=f"has no {RUN_NAME}; {heard}")
-        if last.end_ns is not None:
-            return Pulse(says=f"has ended; {heard}", is_over=True)
-        if last.process.alive() is False:
-            return Pulse(says=f"{last.process} is gone; {heard}", is_over=True, is_well=False)
-        return Pulse(says=f"{last.process}, {heard}")
+
+def _pulse(run: Path) -> Pulse:
+    heard, info = _heard(run), read_run(run)
+    if info is None:
+        return Pulse(says=f"has no {RUN_NAME}; {heard}")
+    if info.end_ns is not None:
+        return Pulse(says=f"has ended; {heard}", is_over=True)
+    if info.process.alive() is False:
+        return Pulse(says=f"{info.process} is gone; {heard}", is_over=True, is_well=False)
+    return Pulse(says=f"{info.process}, {heard}")
 
 
 def _heard(run_dir: Path) -> str:
@@ -184,48 +170,26 @@ def _is_watched(run_dir: Path) -> bool:
 
 
 @contextmanager
-def _quitting() -> Iterator[Callable[[float], bool]]:
-    """Yield what waits some seconds and returns whether the user quits; the terminal is left as it was.
+def _single_keys() -> Iterator[list[int]]:
+    """Yield the terminal, if there is one, from which keys can be read one by one.
 
-    A signal that ends the process, or says that its terminal was closed, counts as ``q``.
+    A signal that ends the process, or says that its terminal was closed, raises ``KeyboardInterrupt``.
     """
-    signalled, signals = os.pipe()
-
-    def leave(number: int, stack: FrameType | None) -> None:
-        os.write(signals, b"q")
-
-    before = {number: signal.signal(number, leave) for number in _SIGNALS}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _SIGNALS}
+    state = None
     try:
-        with _single_keys() as terminal:
-            yield partial(_quits, [signalled, *terminal])
+        with suppress(OSError, ValueError, termios.error):
+            state = termios.tcgetattr(sys.stdin)
+            tty.setcbreak(sys.stdin)
+        yield [sys.stdin.fileno()] if state else []
     finally:
+        if state:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, state)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(signalled)
-        os.close(signals)
 
 
-@contextmanager
-def _single_keys() -> Iterator[list[int]]:
-    """Yield the terminal, if there is one, from which keys can be read one by one."""
-    try:
-        terminal = sys.stdin.fileno()
-        before = termios.tcgetattr(terminal)
-    except (OSError, ValueError, termios.error):
-        yield []
-        return
-    try:
-        tty.setcbreak(terminal)
-        yield [terminal]
-    finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
-
-
-def _quits(inputs: list[int], seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        for source in select.select(inputs, [], [], left)[0]:
-            pressed = os.read(source, 64)
-            if not pressed or b"q" in pressed.lower():
-                return True
-    return False
+def _quits(keys: list[int], seconds: float) -> bool:
+    """Wait; return whether a key says that the user quits, or the terminal is gone."""
+    pressed = [os.read(terminal, 64) for terminal in select.select(keys, [], [], seconds)[0]]
+    return any(not key or b"q" in key.lower() for key in pressed)

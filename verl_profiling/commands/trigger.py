@@ -1,24 +1,50 @@
-"""``verl-profiling trigger``."""
+"""``verl-profiling trigger``: asks a running job for captures, and follows what becomes of them.
+
+The job is asked in its run's folder, or behind a URL.
+"""
 
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
 import math
-from collections.abc import Sequence
-from typing import Any
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from verl_profiling.capture_request import MOST_STEPS, Aim, Demand
+import msgspec
+
+from verl_profiling.capture_request import (
+    MOST_STEPS,
+    REFUSED,
+    REQUEST,
+    REQUESTS,
+    Aim,
+    Demand,
+    new_request_id,
+)
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.arguments import at_least_0, count
-from verl_profiling.commands.asking import Answer, find_job
-from verl_profiling.errors import ConfigError
+from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
 from verl_profiling.ranks import parse_ranks
+from verl_profiling.remote import LocalFolder, RemoteFolder, folder_at
+from verl_profiling.run_files import read_manifest
+from verl_profiling.timeline.inputs import is_step
 from verl_profiling.visible import visible
+from verl_profiling.watch_log import WATCH_LOG
 
 _SOON_S = 0.3
+_PAUSE_S = 0.25
+_SLOW_PAUSE_S = 5.0
 _MOST_RANKS = 4096
 _MOST_FOLDERS = 3
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,15 +83,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Ask, and follow what becomes of it."""
     job = find_job(arguments.run, arguments.run_id)
-    demand = job.ask(_aim(arguments), _steps(arguments.steps), arguments.at)
+    if arguments.steps > MOST_STEPS:
+        raise ConfigError("--steps", f"asks for {arguments.steps} steps; at most {MOST_STEPS} at a time")
+    demand = job.ask(_aim(arguments), arguments.steps, arguments.at)
     if not arguments.json:
         print(visible(f"asked as {demand.id}; {job.in_words()}"), flush=True)
     answer: Answer | None = None
     said: list[str] = []
     for answer in job.follow(demand, _SOON_S if arguments.wait is None else arguments.wait):
         before, said = said, _in_words(answer, demand, job.place)
-        if not arguments.json and said != before:
-            _print(said)
+        for line in said if said != before and not arguments.json else ():
+            print(visible(line), flush=True)
     if arguments.json:
         asked = {"request": demand.id, "run": job.place, "job": job.in_words()}
         print(json.dumps({**asked, "answer": _as_json(answer) if answer is not None else None}))
@@ -77,21 +105,10 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_OK if answer.state == "done" and answer.complete and ok and all(ok) else EXIT_FINDING
 
 
-def _as_json(answer: Answer) -> dict[str, Any]:
+def _as_json(answer: Answer) -> dict[str, object]:
     workers = [{"name": one.name, "status": one.status, "reason": one.reason} for one in answer.workers]
-    return {
-        "state": answer.state,
-        "reason": answer.reason,
-        "folders": answer.folders,
-        "complete": answer.complete if answer.state == "done" else None,
-        "policy_versions": answer.policy_versions,
-        "workers": workers,
-    }
-
-
-def _print(lines: list[str]) -> None:
-    for line in lines:
-        print(visible(line), flush=True)
+    complete = answer.complete if answer.state == "done" else None
+    return {**msgspec.structs.asdict(answer), "complete": complete, "workers": workers}
 
 
 def _in_words(answer: Answer, demand: Demand, place: str) -> list[str]:
@@ -133,12 +150,6 @@ def _aim(arguments: argparse.Namespace) -> Aim:
     )
 
 
-def _steps(number: int) -> int:
-    if number > MOST_STEPS:
-        raise ConfigError("--steps", f"asks for {number} steps; at most {MOST_STEPS} at a time")
-    return number
-
-
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     found = parse_ranks(text, option)
     if found is not None and len(found) > _MOST_RANKS:
@@ -157,3 +168,194 @@ def _step(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not the number of a step")
     return int(text)
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a request so far.
+
+    Attributes:
+        state: ``accepted``, then ``done``; or ``refused``.
+        reason: Why it was refused.
+        folders: The step folders of its captures, in order.
+        complete: Whether all steps were recorded to their end.
+        policy_versions: Versions of the weights in these steps, where the loop reports them.
+        workers: The results of the workers that took part in the last capture.
+    """
+
+    state: str
+    reason: str
+    folders: list[str]
+    complete: bool
+    policy_versions: list[int]
+    workers: list[CaptureResult]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that can be asked.
+
+    Attributes:
+        folder: Its folder, or what is behind its URL.
+        info: Its ``run.json``.
+    """
+
+    folder: LocalFolder | RemoteFolder
+    info: RunInfo
+    _request_of: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Where the job records."""
+        return self.folder.url
+
+    @property
+    def gone(self) -> str:
+        """Why nobody would answer; empty while the job runs, as far as can be seen from here."""
+        info = _run_in(self.folder) or self.info
+        if info.end_ns is not None:
+            last = f" after step {info.last_step}" if info.last_step is not None else ""
+            return f"training ended{last}, at {_time_of_day(info.end_ns)}"
+        if info.process.alive() is False:
+            return f"{info.process}, which ran the job, is gone"
+        return ""
+
+    def in_words(self) -> str:
+        """Return what is known of the job now."""
+        process = self.info.process
+        text = f"the job runs ({process})"
+        if process.alive() is None:
+            text = f"whether the job runs ({process}) is not seen from here"
+        with suppress(OSError):
+            ago_s = time.time() - Path(self.place, WATCH_LOG).stat().st_mtime
+            text += f"; its watch logged a step {max(ago_s, 0.0):.1f} s ago"
+        return text
+
+    def ask(self, aim: Aim, steps: int, at: int | None) -> Demand:
+        """Leave a request; return it.
+
+        Raises:
+            OSError: The folder cannot be written; behind a URL it may be another error.
+        """
+        self._request_of.update(dict.fromkeys(self._steps() - self._request_of.keys(), ""))
+        by = f"{_user()}@{socket.gethostname()}"[:200]
+        demand = Demand(id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, at=at, aim=aim)
+        self._requests.create(f"{demand.id}{REQUEST}", msgspec.json.encode(demand))
+        return demand
+
+    def answer(self, demand: Demand) -> Answer | None:
+        """Return what became of a request so far; ``None`` while the job has not taken it."""
+        names, state, reason = self._requests.names(), "accepted", ""
+        steps = sorted(self._steps())
+        captures = {name: capture for name in steps if (capture := self._capture(name, demand.id))}
+        found = list(captures.values())
+        if f"{demand.id}{REFUSED}" in names:
+            state = "refused"
+            reason = self._requests.read(f"{demand.id}{REFUSED}").decode(errors="replace")
+        elif sum(len(one.steps) for one in found if one.state == "written") >= demand.steps:
+            state = "done"
+        elif not found and f"{demand.id}{REQUEST}" in names:
+            return None
+        return Answer(
+            state=state,
+            reason=reason,
+            folders=list(captures),
+            complete=all(one.complete for one in found),
+            policy_versions=[one.policy_version for one in found if one.policy_version is not None],
+            workers=found[-1].workers if found else [],
+        )
+
+    def follow(self, demand: Demand, seconds: float) -> Iterator[Answer]:
+        """Yield the answers to a request as they come, until the last one, or until the time is up.
+
+        Raises:
+            ProfilingError: The job is gone.
+        """
+        deadline = time.monotonic() + seconds
+        seen: Answer | None = None
+        pause_s, most_s = 0.01, _PAUSE_S if isinstance(self.folder, LocalFolder) else _SLOW_PAUSE_S
+        while True:
+            gone = self.gone if pause_s == most_s else ""  # before the answer, which may be the last word
+            answer = self.answer(demand)
+            if answer is not None and answer != seen:
+                yield (seen := answer)
+                if answer.state != "accepted":
+                    return
+            if gone:
+                raise ProfilingError(gone)
+            if time.monotonic() > deadline:
+                return
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, most_s)
+
+    @property
+    def _requests(self) -> LocalFolder | RemoteFolder:
+        return self.folder.child(REQUESTS)
+
+    def _steps(self) -> set[str]:
+        return {name for name in self.folder.names() if name.startswith("step_")}
+
+    def _capture(self, name: str, request: str) -> Manifest | None:
+        """Return the manifest of a step folder, if its capture was made for a request."""
+        if self._request_of.get(name, request) != request:
+            return None
+        try:
+            if isinstance(self.folder, LocalFolder):
+                manifest = read_manifest(self.folder.path / name)
+            else:
+                manifest = msgspec.json.decode(self.folder.child(name).read(MANIFEST_NAME), type=Manifest)
+        except (*_UNREADABLE, TraceFormatError, OSError):  # it has just been made
+            return None
+        self._request_of[name] = manifest.trigger.request
+        return manifest if manifest.trigger.request == request else None
+
+
+def find_job(place: str | Path, run_id: str | None = None) -> Job:
+    """Return the job that runs in a folder, or behind a URL.
+
+    Args:
+        place: Its run's folder, or its ``save_path``.
+        run_id: The run, where several are there.
+
+    Raises:
+        TraceFormatError: No job can be asked there, or several can.
+    """
+    root = folder_at(str(place).rstrip("/"))
+    if isinstance(root, LocalFolder) and not root.path.is_dir():
+        raise TraceFormatError(place, "no such folder")
+    if isinstance(root, LocalFolder) and is_step(root.path):
+        raise TraceFormatError(place, f"is a step; name its run, {root.path.absolute().parent}")
+    folders: list[LocalFolder | RemoteFolder] = [root]
+    folders += [root.child(name) for name in sorted(root.names()) if name.startswith("run_")]
+    jobs = [Job(folder, info) for folder in folders if (info := _run_in(folder)) is not None]
+    found = [job for job in jobs if job.info.config.get("watch", {}).get("enable")]
+    if not found:
+        raise TraceFormatError(place, "no job here can be asked: it needs watch.enable=true")
+    found = [job for job in found if run_id in (None, job.info.run_id)]
+    if not found:
+        raise TraceFormatError(place, f"has no run {run_id!r} that can be asked")
+    running = [job for job in found if not job.gone]
+    if not running:
+        raise TraceFormatError(place, f"no job runs here: {found[-1].gone}")
+    if len(running) > 1:
+        which = ", ".join(f"{job.place} (run {job.info.run_id})" for job in running)
+        raise TraceFormatError(place, f"several runs are here, name one with --run: {which}")
+    return running[0]
+
+
+def _run_in(folder: LocalFolder | RemoteFolder) -> RunInfo | None:
+    """Return the file of a run; ``None`` where there is none that can be read."""
+    try:
+        return msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
+    except (*_UNREADABLE, OSError):
+        return None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a user id without a name
+        return str(os.getuid())
+
+
+def _time_of_day(at_ns: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_ns / 1e9))

@@ -57,9 +57,9 @@ from verl_profiling.report.numbers import (
 from verl_profiling.report.over_time import gantt, requests_running
 from verl_profiling.report.rollout.section import few_causes, rollout_of
 from verl_profiling.report.suspects import asked_of
-from verl_profiling.timeline.logs import read_logs
 from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.step import Source, StepInputs
+from verl_profiling.timeline.trajectories import read_logs
 from verl_profiling.trajectory_log import TrajectoryLog
 from verl_profiling.units import step_list
 from verl_profiling.visible import visible_text_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rich import box
@@ -53,10 +54,10 @@ def shortened(name: str) -> str:
     return f"{name[:head]}…{name[head + 1 - _NAME :]}"
 
 
-def table_of(title: str, first: str, *headings: str) -> Table:
-    """Return a table with a column for names, which wrap, and columns for numbers, which do not."""
+def table_of(title: str, headings: Sequence[str], texts: Collection[int] = ()) -> Table:
+    """Return a table: its first column and some others hold texts, which wrap; all others numbers."""
     table = Table(
-        title=title,
+        title=title or None,
         title_justify="left",
         title_style="bold",
         caption_justify="left",
@@ -66,7 +67,9 @@ def table_of(title: str, first: str, *headings: str) -> Table:
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    table.add_column(first, overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    for at, heading in enumerate(headings):
+        is_number = bool(at) and at not in texts
+        table.add_column(
+            heading, overflow="fold", justify="right" if is_number else "left", no_wrap=is_number
+        )
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -17,19 +17,22 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.page.colours import stage_class
 from verl_profiling.report.page.document import document, figures_section, linked, section, table
 from verl_profiling.report.sentences import Figure
-from verl_profiling.report.sparkline import axis_top
 from verl_profiling.report.tables import Cell, named, timed
-from verl_profiling.report.trend import excess, first_change, slowest, stage_seconds, unaimed
-from verl_profiling.report.watch_history import IN_NO_STAGE
-from verl_profiling.report.watch_picture import watch_picture
+from verl_profiling.report.trend import axis_top, excess, first_change, slowest, stage_seconds, unaimed
+from verl_profiling.report.watch_history import IN_NO_STAGE, captures_so_far
 from verl_profiling.run_files import read_run
 from verl_profiling.timeline.inputs import is_step, step_folders
 from verl_profiling.units import duration
 from verl_profiling.visible import visible
-from verl_profiling.watch_log import LoggedStep, has_watch_log
+from verl_profiling.watch_log import LoggedSpans, LoggedStep, has_watch_log
 
 RUN_PAGE = "index.html"
 _SCRIPTS = ("trend.js",)
+_MOST_BARS = 600
+_MOST_STAGES = 15
+_MOST_CAPTURES = 1000
+_MOST_SPANS = 10
+_OTHERS = "(other stages)"
 
 
 class _Captured(NamedTuple):
@@ -100,7 +103,8 @@ def render_run(
     links = (quote(page.relative_to(directory).as_posix()) for page in pages)
     steps = [_Captured(report, link) for report, link in zip(reports, links, strict=True)]
     by_step = {step.report.step: step.link for step in steps if step.report.step is not None}
-    history = watch_picture(directory, watched, by_step) if watched else None
+    history = _bars(directory, watched, by_step)
+    exposed = list(dict.fromkeys(name for bar in history for name in bar.seconds))
     ran = [
         _Ran(f"Step {step.step}", by_step.get(step.step, ""), step.seconds, step.exposed_s)
         for step in watched
@@ -111,9 +115,9 @@ def render_run(
     else:
         note = escape(visible(how_to_capture(directory)))
         content += f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
-    content += history.picture() if history else ""
+    content += _every_step(history, len(watched)) if history else ""
     content += "".join(_tables(steps)) if steps else ""
-    content += history.table() if history else ""
+    content += _watch_tables(history, exposed)
     bars = [
         {
             "name": step.title if step.report.step is None else str(step.report.step),
@@ -127,9 +131,18 @@ def render_run(
         "steps": bars,
         "stages": {name: stage_class(name) for step in steps for name in stage_seconds(step.report)},
         "lost": {name: f"k-{name}" for step in steps for name in step.report.lost_s},
-        **(history.data() if history else {}),
+        "exposed": {name: stage_class(name) for name in exposed},
+        "watch": [
+            {
+                "name": str(bar.step.step),
+                "link": bar.link,
+                "captured": bar.captured,
+                "watch": {name: round(seconds, 6) for name, seconds in bar.seconds.items()},
+            }
+            for bar in history
+        ],
     }
-    drawn = {"watch": data.get("watch", []), "stages": data["steps"], "lost": data["steps"]}
+    drawn = {"watch": data["watch"], "stages": data["steps"], "lost": data["steps"]}
     data["axis"] = {kind: axis_top([sum(bar[kind].values()) for bar in bars]) for kind, bars in drawn.items()}
     count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"
     return document(visible(directory.resolve().name), count, content, data, _SCRIPTS)
@@ -216,16 +229,111 @@ def _tables(steps: Sequence[_Captured]) -> Iterator[str]:
         row.append(named(report.findings[0].text, step.link) if report.findings else named(""))
         rows.append(row)
     yield section("Steps", table("Steps", headings, rows))
-    yield _by_step("Stages by step", steps, [stage_seconds(step.report) for step in steps])
-    yield _by_step("Lost time by step", steps, [step.report.lost_s for step in steps], note)
+    cells = [step.cell for step in steps]
+    yield _by_step("Stages by step", cells, [_times(stage_seconds(step.report)) for step in steps])
+    yield _by_step("Lost time by step", cells, [_times(step.report.lost_s) for step in steps], note=note)
+
+
+def _times(seconds: Mapping[str, float]) -> dict[str, Cell]:
+    return {name: timed(took) for name, took in seconds.items()}
 
 
 def _by_step(
-    title: str, steps: Sequence[_Captured], times: Sequence[Mapping[str, float]], note: str = ""
+    title: str,
+    steps: Sequence[Cell],
+    rows: Sequence[Mapping[str, Cell]],
+    names: Sequence[str] | None = None,
+    note: str = "",
 ) -> str:
-    """Return a table with a row for each step and a column for each name."""
-    names = list(dict.fromkeys(name for row in times for name in row))
-    rows = [
-        [step.cell, *(timed(row.get(name)) for name in names)] for step, row in zip(steps, times, strict=True)
+    """Return a table with a row for each step and a column for each name; by default for all in the rows."""
+    if names is None:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [
+        [step, *(row.get(name, Cell(None, "")) for name in names)]
+        for step, row in zip(steps, rows, strict=True)
     ]
-    return section(title, table(title, ("step", *names), rows if names else []), note)
+    return section(title, table(title, ("step", *map(visible, names)), cells if names else []), note)
+
+
+class _Bar(NamedTuple):
+    """A step that the watch has logged: exposed time by stage, who asked for its capture, and its page."""
+
+    step: LoggedStep
+    seconds: dict[str, float]
+    captured: str
+    link: str
+
+    @property
+    def cell(self) -> Cell:
+        return named(str(self.step.step), self.link)
+
+
+def _bars(run: Path, steps: Sequence[LoggedStep], links: Mapping[int, str]) -> list[_Bar]:
+    """Return the logged steps that are shown.
+
+    Args:
+        run: The run's folder.
+        steps: What was logged, in order of the steps.
+        links: Address of the page of each captured step that has one.
+    """
+    asked = {capture.folder: capture.asked for capture in captures_so_far(run, _MOST_CAPTURES)[1]}
+    totals = Counter[str]()
+    for step in steps:
+        totals.update(step.exposed_s)
+    kept = {name for name, _ in totals.most_common(_MOST_STAGES)}
+    bars = []
+    for step in _shown(steps, {step.step for step in steps if step.captured in asked or step.step in links}):
+        times = defaultdict[str, float](float)
+        for name, exposed_s in step.exposed_s.items():
+            times[(visible(name) or IN_NO_STAGE) if name in kept else _OTHERS] += exposed_s
+        captured = asked.get(step.captured, "yes" if step.step in links else "")
+        bars.append(_Bar(step, times, visible(captured), links.get(step.step, "")))
+    return bars
+
+
+def _every_step(bars: Sequence[_Bar], total: int) -> str:
+    """Return the section in which a script draws the steps that the watch has logged."""
+    note = "Exposed time: by how much each stage moved the end of its step."
+    if total > len(bars):
+        note += (
+            f" {len(bars):,} of {total:,} steps are shown: those that were captured, and the "
+            "longest of every few in a row."
+        )
+    return section("Every step", '<div id="watch" class="trend"></div>', note)
+
+
+def _watch_tables(bars: Sequence[_Bar], stages: Sequence[str]) -> str:
+    """Return the same in numbers, and what trajectories spent."""
+    steps = [bar.cell for bar in bars]
+    rows = [
+        {"took": timed(bar.step.seconds), **_times(bar.seconds), "captured": named(bar.captured)}
+        for bar in bars
+    ]
+    sums = Counter[str]()
+    for bar in bars:
+        sums.update({spans.name: spans.seconds for spans in bar.step.spans})
+    names = [name for name, _ in sums.most_common(_MOST_SPANS)]
+    spent = [{spans.name: _spent(spans) for spans in bar.step.spans} for bar in bars]
+    note = "All spans of a name together. They run side by side, so they may be longer than the step."
+    exposed = _by_step("Exposed time by step", steps, rows, ["took", *stages, "captured"])
+    return exposed + _by_step("Time of trajectories by step", steps, spent, names, note)
+
+
+def _spent(spans: LoggedSpans) -> Cell:
+    failed = f", {spans.failed:,} failed" if spans.failed else ""
+    calls = "call" if spans.runs == 1 else "calls"
+    return Cell(spans.seconds, f"{duration(spans.seconds)} in {spans.runs:,} {calls}{failed}")
+
+
+def _shown(steps: Sequence[LoggedStep], captured: set[int]) -> list[LoggedStep]:
+    """Return the captured steps, and of each group of the others in a row the longest."""
+    if len(steps) <= _MOST_BARS:
+        return list(steps)
+    width = -(-len(steps) // _MOST_BARS)
+    shown = []
+    for begin in range(0, len(steps), width):
+        group = steps[begin : begin + width]
+        others = [step for step in group if step.step not in captured]
+        longest = max(others, key=lambda step: step.seconds, default=None)
+        shown += [step for step in group if step is longest or step.step in captured]
+    return shown

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from verl_profiling.report.model import OTHER_RANKS, Asked, Report
 from verl_profiling.report.rows import Rollout
-from verl_profiling.report.sparkline import sparkline
+from verl_profiling.report.trend import sparkline
 from verl_profiling.units import byte_size, duration
 
 _MOST_BARS = 60

@@ -69,10 +69,9 @@ def print_table(
     if not rows:
         return
     heads = ["\n".join(head.rsplit(" ", 1)) if len(head) > 9 else head for head in headings]
-    table = table_of(title, heads[0], *heads[1:])
-    for at, column in enumerate(table.columns):
-        if at and all(isinstance(row[at].value, str | bool | list | None) for row in rows):
-            column.justify, column.no_wrap, column.overflow = "left", False, "fold"
+    columns = enumerate(zip(*rows, strict=True))
+    texts = {at for at, cells in columns if all(isinstance(c.value, str | bool | list | None) for c in cells)}
+    table = table_of(title, heads, texts)
     for number, (first, *others) in enumerate(rows):
         cells = (escape(shortened(cell.text)) for cell in others)
         table.add_row(escape(first.text), *cells, style="dim" if dim and dim[number] else None)

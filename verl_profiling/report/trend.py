@@ -1,4 +1,4 @@
-"""The captured steps of a run: figures that they share, and steps that differ."""
+"""Steps of a run: figures that they share, steps that differ, and a row of numbers as a row of characters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Literal
 import msgspec
 
 from verl_profiling.report.model import Report
-from verl_profiling.report.sparkline import axis_top
+
+_BARS = "▁▂▃▄▅▆▇█"
+_BEYOND = "▲"
+_FAR = 3.0
+"""Times the 90th percentile from which on a value lies beyond the axis."""
 
 
 class Shift:
@@ -104,3 +108,24 @@ def _left_its_range(rows: list[dict[str, float]], whole_s: float) -> list[tuple[
         if outside and abs(took - usual) > max(Shift.OF_ITSELF * usual, Shift.OF_THE_STEP * whole_s):
             found.append((name, took, usual))
     return sorted(found, key=lambda row: -abs(row[1] - row[2]))
+
+
+def axis_top(values: Sequence[float]) -> float:
+    """Return the largest of some values that is no outlier: a first step that warms up is one."""
+    usual = sorted(values)[int(0.9 * (len(values) - 1))] if len(values) > 2 else 0.0
+    return max((value for value in values if value <= _FAR * usual or usual <= 0), default=0.0)
+
+
+def sparkline(values: Sequence[float], most: int) -> str:
+    """Return one character for each of the last values, as high as the value on the axis; a sign beyond it.
+
+    Args:
+        values: Numbers of at least 0.
+        most: How many are shown.
+    """
+    shown = values[-most:]
+    top = axis_top(shown)
+    return "".join(
+        _BEYOND if value > top else _BARS[round(max(value, 0.0) / (top or 1.0) * (len(_BARS) - 1))]
+        for value in shown
+    )

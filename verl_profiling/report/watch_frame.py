@@ -8,17 +8,18 @@ from itertools import islice
 from statistics import median
 
 import msgspec
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Group
+from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
-from verl_profiling.report.captures_so_far import CaptureSoFar
 from verl_profiling.report.columns import table_of
-from verl_profiling.report.sparkline import sparkline
-from verl_profiling.report.watch_history import IN_NO_STAGE, main_rows
+from verl_profiling.report.sentences import counted
+from verl_profiling.report.trend import sparkline
+from verl_profiling.report.watch_history import IN_NO_STAGE, CaptureSoFar, main_rows
 from verl_profiling.units import byte_size, duration
 from verl_profiling.visible import visible
-from verl_profiling.watch_log import LoggedSpans, LoggedStage, LoggedStep, RoleMemory
+from verl_profiling.watch_log import LoggedStage, LoggedStep, RoleMemory
 
 _WIDTH = 100
 _TREND = 20
@@ -42,10 +43,17 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     is_well: bool = True
 
 
-class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """A frame, 100 columns wide; rich draws it without colours where there are none.
+def watch_frame(
+    run: str,
+    pulse: Pulse,
+    steps: Sequence[LoggedStep] = (),
+    captures: int = 0,
+    latest: Sequence[CaptureSoFar] = (),
+    footer: str = "",
+) -> Constrain:
+    """Return a frame of at most 100 columns; rich draws it without colours where there are none.
 
-    Attributes:
+    Args:
         run: Name of the run's folder.
         pulse: Whether it lives.
         steps: The latest steps, in order.
@@ -53,98 +61,71 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
         latest: The latest of these.
         footer: How to leave.
     """
+    newest = f", the latest {len(latest)}:" if captures > len(latest) else ":"
+    lines: list[Text | Table] = [
+        _line((run, "bold"), ": ", (pulse.says, "green" if pulse.is_well else "red")),
+        *(_drawn(steps) if steps else [_line("No step has ended yet.")]),
+        Text(),
+        _line((f"{counted(captures, 'capture')}{newest}" if captures else "no capture so far", "bold")),
+        *(_line(f"  {capture.folder}: {capture.asked}") for capture in latest),
+        *([_line((footer, "dim"))] if footer else ()),
+    ]
+    return Constrain(Group(*lines), _WIDTH)
 
-    run: str
-    pulse: Pulse
-    steps: Sequence[LoggedStep] = ()
-    captures: int = 0
-    latest: Sequence[CaptureSoFar] = ()
-    footer: str = ""
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw it."""
-        yield from console.render(Group(*self._drawn()), options.update_width(min(options.max_width, _WIDTH)))
-
-    def _drawn(self) -> Iterator[Text | Table]:
-        yield _line((self.run, "bold"), ": ", (self.pulse.says, "green" if self.pulse.is_well else "red"))
-        if not self.steps:
-            yield _line("No step has ended yet.")
-        else:
-            yield from self._steps_drawn()
+def _drawn(steps: Sequence[LoggedStep]) -> Iterator[Text | Table]:
+    latest = steps[-1]
+    took = [step.seconds for step in steps]
+    policy = "" if latest.policy_version is None else f", policy version {latest.policy_version}"
+    captured = f", captured: {latest.captured}" if latest.captured else ""
+    yield _line(
+        (f"step {latest.step}", "bold"),
+        f": {duration(took[-1])}, median of {len(took)} {duration(median(took))}{policy}{captured}",
+    )
+    yield _line((sparkline(took, 2 * _TREND), "cyan"))
+    yield Text()
+    yield _stages(steps)
+    if led := _led(latest):
+        yield _line(led)
+    if with_spans := [step for step in steps if step.spans]:
         yield Text()
-        yield from self._captures_drawn()
-        if self.footer:
-            yield _line((self.footer, "dim"))
-
-    def _steps_drawn(self) -> Iterator[Text | Table]:
-        latest = self.steps[-1]
-        took = [step.seconds for step in self.steps]
-        policy = "" if latest.policy_version is None else f", policy version {latest.policy_version}"
-        captured = f", captured: {latest.captured}" if latest.captured else ""
-        trend = sparkline(took, 2 * _TREND)
-        yield _line(
-            (f"step {latest.step}", "bold"),
-            f": {duration(took[-1])}, median of {len(took)} {duration(median(took))}{policy}{captured}",
-        )
-        yield _line((trend, "cyan"))
+        yield _spans(with_spans, latest)
+    known = {row.role: row for step in steps for row in step.memory if row.peak_bytes or row.held_bytes}
+    if known:
         yield Text()
-        yield self._stages()
-        if led := _led(latest):
-            yield _line(led)
-        if spent := next((step for step in reversed(self.steps) if step.spans), None):
-            yield Text()
-            yield self._spans(spent)
-        known = {
-            row.role: row for step in self.steps for row in step.memory if row.peak_bytes or row.held_bytes
-        }
-        if known:
-            yield Text()
-            yield _memory(known.values())
+        yield _memory(known.values())
 
-    def _stages(self) -> Table:
-        latest = self.steps[-1]
-        table = table_of("", "stage", "exposed", "share", "median", "trend", "leads")
-        table.title = None
-        table.columns[-1].justify = "left"
-        table.columns[-1].no_wrap = False
-        table.columns[-1].overflow = "fold"
-        table.columns[-2].justify = "left"
-        by_stage = [step.exposed_s for step in self.steps]
-        rows = main_rows(latest)
-        seconds = by_stage[-1]
-        kept = set(nlargest(_MANY_STAGES, seconds, key=lambda name: seconds[name]))
-        for name in [name for name in seconds if name in kept]:
-            values = [times.get(name, 0.0) for times in by_stage]
-            share = seconds[name] / latest.seconds if latest.seconds else 0.0
-            cells = [duration(seconds[name]), f"{share:.1%}", duration(median(values))]
-            cells.append(sparkline(values, _TREND))
-            shown = [Text(visible(name) or IN_NO_STAGE), *map(Text, cells), Text(_leads(rows.get(name)))]
-            table.add_row(*shown, style="dim" if not name else "")
-        if (more := len(seconds) - _MANY_STAGES) > 0:
-            table.add_row(Text(f"and {more} more"))
-        return table
 
-    def _spans(self, spent: LoggedStep) -> Table:
-        which = "" if spent is self.steps[-1] else f" (step {spent.step})"
-        table = table_of("", f"in trajectories{which}", "total", *_OF_SPANS)
-        table.title = None
-        known = [{spans.name: spans.seconds for spans in step.spans} for step in self.steps if step.spans]
-        for spans in spent.spans[:_MANY_SPANS]:
-            values = [seconds.get(spans.name, 0.0) for seconds in known]
-            cells = [duration(spans.seconds), f"{spans.runs:,}", _mean(spans)]
-            cells += [f"{spans.failed:,}" if spans.failed else "", duration(median(values))]
-            cells.append(sparkline(values, _TREND))
-            table.add_row(Text(visible(spans.name)), *map(Text, cells))
-        if (more := len(spent.spans) - _MANY_SPANS) > 0:
-            table.add_row(Text(f"and {more} more"))
-        return table
+def _stages(steps: Sequence[LoggedStep]) -> Table:
+    latest = steps[-1]
+    table = table_of("", ("stage", "exposed", "share", "median", "trend", "leads"), texts=(5,))
+    by_stage = [step.exposed_s for step in steps]
+    rows = main_rows(latest)
+    seconds = by_stage[-1]
+    kept = set(nlargest(_MANY_STAGES, seconds, key=lambda name: seconds[name]))
+    for name in [name for name in seconds if name in kept]:
+        values = [times.get(name, 0.0) for times in by_stage]
+        share = seconds[name] / latest.seconds if latest.seconds else 0.0
+        cells = [duration(seconds[name]), f"{share:.1%}", duration(median(values))]
+        cells += [sparkline(values, _TREND), _leads(rows.get(name))]
+        table.add_row(*_texts(name or IN_NO_STAGE, *cells), style="dim" if not name else "")
+    _add_more(table, len(seconds) - _MANY_STAGES)
+    return table
 
-    def _captures_drawn(self) -> Iterator[Text]:
-        many = f"{self.captures} captures" if self.captures > 1 else "1 capture"
-        newest = f", the latest {len(self.latest)}:" if self.captures > len(self.latest) else ":"
-        yield _line((f"{many}{newest}" if self.captures else "no capture so far", "bold"))
-        for capture in self.latest:
-            yield _line(f"  {capture.folder}: {capture.asked}")
+
+def _spans(steps: Sequence[LoggedStep], latest: LoggedStep) -> Table:
+    spent = steps[-1]
+    which = "" if spent is latest else f" (step {spent.step})"
+    table = table_of("", (f"in trajectories{which}", "total", *_OF_SPANS))
+    known = [{spans.name: spans.seconds for spans in step.spans} for step in steps]
+    for spans in spent.spans[:_MANY_SPANS]:
+        values = [seconds.get(spans.name, 0.0) for seconds in known]
+        mean = duration(spans.seconds / spans.runs) if spans.runs else ""
+        cells = [spans.name, duration(spans.seconds), f"{spans.runs:,}", mean]
+        cells += [f"{spans.failed:,}" if spans.failed else "", duration(median(values))]
+        table.add_row(*_texts(*cells, sparkline(values, _TREND)))
+    _add_more(table, len(spent.spans) - _MANY_SPANS)
+    return table
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:
@@ -153,14 +134,19 @@ def _line(*parts: str | tuple[str, str]) -> Text:
     return Text.assemble(*shown, no_wrap=True, overflow="ellipsis")
 
 
+def _texts(*cells: str) -> Iterator[Text]:
+    return (Text(visible(cell)) for cell in cells)
+
+
+def _add_more(table: Table, more: int) -> None:
+    if more > 0:
+        table.add_row(Text(f"and {more} more"))
+
+
 def _leads(row: LoggedStage | None) -> str:
     if row is None or not row.leader or not row.lead_ns:
         return ""
-    return visible(f"{row.leader} {duration(row.lead_ns / 1e9, signed=True)}")
-
-
-def _mean(spans: LoggedSpans) -> str:
-    return duration(spans.seconds / spans.runs) if spans.runs else ""
+    return f"{row.leader} {duration(row.lead_ns / 1e9, signed=True)}"
 
 
 def _led(step: LoggedStep) -> str:
@@ -172,10 +158,8 @@ def _led(step: LoggedStep) -> str:
 
 
 def _memory(rows: Iterable[RoleMemory]) -> Table:
-    table = table_of("", "memory", "processes", "highest peak", "held", "of")
-    table.title = None
-    table.columns[-1].justify = "left"
+    table = table_of("", ("memory", "processes", "highest peak", "held", "of"), texts=(4,))
     for row in islice(rows, _MANY_ROLES):
-        sizes = [None if size is None else byte_size(size) for size in (row.peak_bytes, row.held_bytes)]
-        table.add_row(Text(visible(row.role)), str(row.processes), *sizes, Text(visible(row.lane)))
+        sizes = ["" if size is None else byte_size(size) for size in (row.peak_bytes, row.held_bytes)]
+        table.add_row(*_texts(row.role, str(row.processes), *sizes, row.lane))
     return table

@@ -1,13 +1,24 @@
-"""The latest steps of a run's watch, whatever is logged later or again."""
+"""The latest steps and captures of a run, whatever is logged later or again, and who asked for these."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from statistics import median
 
+import msgspec
+
+from verl_profiling.capture_request import Trigger
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import MANIFEST_NAME, ManifestState
 from verl_profiling.report.trend import excess, slowest
+from verl_profiling.run_files import named_file
+from verl_profiling.timeline.inputs import step_folders, step_number
 from verl_profiling.units import duration
 from verl_profiling.watch_log import LoggedStage, LoggedStep
+
+_UNREADABLE = (OSError, TraceFormatError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_MOST_BYTES = 64 << 20
 
 IN_NO_STAGE = "(in no stage)"
 """What the part of a step is called that lies in no stage."""
@@ -72,3 +83,62 @@ def watch_sentence(steps: Sequence[LoggedStep]) -> str:
     found = excess([step.exposed_s for step in steps], index)
     why = f" ({found[0] or IN_NO_STAGE} {duration(found[1], signed=True)})" if found else ""
     return f"{which}; median {duration(median(took))}, {longest}{why}"
+
+
+class _Head(msgspec.Struct, frozen=True):
+    state: ManifestState = "written"
+    trigger: Trigger = Trigger()
+
+
+class CaptureSoFar(msgspec.Struct, frozen=True, kw_only=True):
+    """One step folder.
+
+    Attributes:
+        folder: Its name.
+        step: Number of its first step.
+        trigger: Who asked for it, and why; ``None`` if its manifest cannot be read.
+        goes_on: Whether its capture has not ended.
+    """
+
+    folder: str
+    step: int
+    trigger: Trigger | None = None
+    goes_on: bool = False
+
+    @property
+    def asked(self) -> str:
+        """Who asked for it, and why, as words."""
+        if self.trigger is None:
+            return "no manifest yet"
+        by = (
+            f" by {self.trigger.by}" if self.trigger.by and self.trigger.by not in self.trigger.reason else ""
+        )
+        reason = f": {self.trigger.reason}" if self.trigger.reason else ""
+        return f"{self.trigger.kind}{by}{reason}{' (goes on)' if self.goes_on else ''}"
+
+
+def captures_so_far(run: Path, most: int) -> tuple[int, list[CaptureSoFar]]:
+    """Return how many step folders a run has, and the latest of them, in order.
+
+    Args:
+        run: The run's folder.
+        most: How many of the latest are looked into.
+    """
+    try:
+        folders = step_folders(run)
+    except OSError:
+        return 0, []
+    return len(folders), [_capture(folder) for folder in folders[-most:]]
+
+
+def _capture(folder: Path) -> CaptureSoFar:
+    step = step_number(folder)
+    try:
+        path = named_file(folder, MANIFEST_NAME)
+        if path.is_file() and path.stat().st_size <= _MOST_BYTES:
+            head = msgspec.json.decode(path.read_bytes(), type=_Head)
+            goes_on = head.state == "begun"
+            return CaptureSoFar(folder=folder.name, step=step, trigger=head.trigger, goes_on=goes_on)
+    except _UNREADABLE:
+        pass
+    return CaptureSoFar(folder=folder.name, step=step)

@@ -22,10 +22,15 @@ from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import SCHEMA_VERSION
 from verl_profiling.ranks import parse_ranks
 from verl_profiling.run_files import scratch_folder
-from verl_profiling.timeline.controller import CONTROLLER, controller_events
+from verl_profiling.timeline.manifest_lanes import (
+    CONTROLLER,
+    Arrow,
+    controller_events,
+    request_events,
+    requests_by_id,
+)
 from verl_profiling.timeline.member import Member, MemberFile, MemberJob, compressor, write_member
 from verl_profiling.timeline.processes import LANE_PIDS, STAGES_TID, name_process
-from verl_profiling.timeline.requests import Arrow, request_events, requests_by_id
 from verl_profiling.timeline.step import (
     TIMELINE_MARK,
     TIMELINE_NAME,
@@ -178,9 +183,9 @@ def _plan(inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep) -> list[M
             base_ns=base_ns,
             keep=keep,
             limits=inputs.limits,
+            requests=requests if source.is_log else {},
+            fates=fates,
         )
-        if source.is_log:
-            job = msgspec.structs.replace(job, requests=requests, fates=fates)
         plan.append(job)
     return plan
 

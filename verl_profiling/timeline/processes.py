@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -92,6 +93,20 @@ def draw(
     args = NO_ARGS if about is None else msgspec.Raw(_ENCODER.encode(about))
     took = max(end_ns - base_ns - since, 0)
     return Event("X", category, shortened(name), pid, tid, since / 1000, took / 1000, args=args)
+
+
+def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Return a row for each span (begin, end): as many as overlap at once, and of those free the first."""
+    rows = [0] * len(spans)
+    busy: list[tuple[int, int]] = []  # until when, row
+    free: list[int] = []
+    for place in sorted(range(len(spans)), key=lambda place: spans[place][0]):
+        begin, end = spans[place]
+        while busy and busy[0][0] <= begin:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        rows[place] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (end, rows[place]))
+    return rows
 
 
 class Processes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +14,10 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import (
     MAX_NS,
-    Artifact,
     CaptureCost,
     CaptureResult,
     Manifest,
+    Rpc,
     StageSpan,
     StepSpan,
     ToolSpan,
@@ -96,7 +96,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
         manifest: The manifest, where the folder has one; all its times are on the clock of the loop.
         capture: The manifest of the whole capture, of which ``manifest`` is one step.
         sources: Trace files, sorted by lane.
-        logs: Logs of trajectories, likewise; :func:`~verl_profiling.timeline.logs.read_logs`
+        logs: Logs of trajectories, likewise; :func:`~verl_profiling.timeline.trajectories.read_logs`
             reads them.
         absent: What is missing or cannot be put on a timeline, as sentences.
         limits: How much of each trace is read.
@@ -205,7 +205,7 @@ def one_by_one(inputs: StepInputs) -> list[StepInputs]:
     if manifest.state != "written":  # its process was killed in the last step
         last = msgspec.structs.replace(last, end_ns=max(last.end_ns, manifest.end_ns))
         manifest = msgspec.structs.replace(manifest, step_spans=[*before, last])
-    return [_inputs_of(inputs, manifest, index) for index in range(len(manifest.step_spans))]
+    return [_of_step(inputs, manifest, index) for index in range(len(manifest.step_spans))]
 
 
 def _in_order(spans: Sequence[StepSpan]) -> bool:
@@ -214,98 +214,77 @@ def _in_order(spans: Sequence[StepSpan]) -> bool:
     return all(follows) and all(span.begin_ns <= span.end_ns for span in spans)
 
 
-def _inputs_of(inputs: StepInputs, manifest: Manifest, index: int) -> StepInputs:
-    span = manifest.step_spans[index]
-    step = _Part(manifest, index)
-    return msgspec.structs.replace(
-        inputs,
-        step=span.step,
-        manifest=step.manifest(),
-        capture=manifest,
-        sources=[source for source in inputs.sources if step.has_a_part_of(source, inputs.directory)],
-        label=step_folder_name(span.step),
-    )
+def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
+    span, *later = whole.step_spans[index:]
+    begin_ns, end_ns, next_ns = span.begin_ns, span.end_ns, later[0].begin_ns if later else MAX_NS
 
+    def drives(begun: ToolSpan | Rpc) -> bool:
+        """Return whether what drives the capture is of this step: the last that had begun, else the first."""
+        return (not index or begin_ns <= begun.begin_ns) and begun.begin_ns < next_ns
 
-class _Part:
-    """The part of a manifest that belongs to one of its steps."""
-
-    def __init__(self, manifest: Manifest, index: int) -> None:
-        self._whole = manifest
-        self._index = index
-        self._span = manifest.step_spans[index]
-
-    def manifest(self) -> Manifest:
-        whole, span = self._whole, self._span
-        return msgspec.structs.replace(
-            whole,
-            step=span.step,
-            steps=[span.step],
-            step_spans=[span],
-            policy_version=span.policy_version,
-            begin_ns=span.begin_ns,
-            end_ns=span.end_ns,
-            complete=whole.complete or self._index < len(whole.step_spans) - 1,
-            stages=list(self._stages(whole.stages)),
-            outside=list(self._outside()),
-            rpcs=[rpc for rpc in whole.rpcs if self._is_of(rpc.begin_ns)],
-            workers=[self._worker(worker) for worker in whole.workers],
-            metrics=span.metrics,
-        )
-
-    def has_a_part_of(self, source: Source, directory: Path) -> bool:
-        """Return whether a trace was recorded while the step ran."""
-        name = source.path.relative_to(directory).as_posix()
-        return any(
-            name.startswith(artifact.path.removesuffix(".gz"))
-            for worker in self._whole.workers
-            if worker.name == source.worker
-            for artifact in self._recorded(worker)
-        )
-
-    def _recorded(self, worker: CaptureResult) -> list[Artifact]:
-        """Return the artifacts of which a part is of this step, and those of which it is not known."""
-        begin_ns, end_ns = self._span.begin_ns, self._span.end_ns
+    def clipped(stages: Iterable[StageSpan]) -> list[StageSpan]:
+        parts = ((stage, max(stage.begin_ns, begin_ns), min(stage.end_ns, end_ns)) for stage in stages)
         return [
-            artifact
-            for artifact in worker.artifacts
-            if not artifact.end_ns or (artifact.begin_ns < end_ns and artifact.end_ns > begin_ns)
+            msgspec.structs.replace(stage, begin_ns=first, end_ns=last)
+            for stage, first, last in parts
+            if first < last or begin_ns <= stage.begin_ns == stage.end_ns < end_ns
         ]
 
-    def _worker(self, worker: CaptureResult) -> CaptureResult:
-        begin_ns, end_ns = self._span.begin_ns, self._span.end_ns
-        tool_spans = [span for span in worker.tool_spans if self._is_of(span.begin_ns)]
+    def is_outside(stage: StageSpan) -> bool:
+        """Return whether the loop did it before the first step, or between this one and the next."""
+        return (not index and stage.end_ns <= begin_ns) or end_ns <= stage.begin_ns < next_ns
+
+    def part_of(worker: CaptureResult) -> CaptureResult:
+        tool_spans = [one for one in worker.tool_spans if drives(one)]
         return msgspec.structs.replace(
             worker,
-            step=self._span.step,
-            stages=list(self._stages(worker.stages)),
+            step=span.step,
+            stages=clipped(worker.stages),
             tool_spans=tool_spans,
             cost=_cost(worker, tool_spans),
             requests=[request for request in worker.requests if begin_ns <= request.begin_ns < end_ns],
-            artifacts=self._recorded(worker),
+            artifacts=[
+                one
+                for one in worker.artifacts
+                if not one.end_ns or (one.begin_ns < end_ns and one.end_ns > begin_ns)
+            ],
         )
 
-    def _stages(self, stages: Sequence[StageSpan]) -> Iterator[StageSpan]:
-        begin_ns, end_ns = self._span.begin_ns, self._span.end_ns
-        for stage in stages:
-            first, last = max(stage.begin_ns, begin_ns), min(stage.end_ns, end_ns)
-            if first < last or begin_ns <= stage.begin_ns == stage.end_ns < end_ns:
-                yield StageSpan(stage.name, first, last, stage.thread, stage.depth, stage.failed)
-
-    def _outside(self) -> Iterator[StageSpan]:
-        """Yield what the loop did before the first step, and between this one and the next."""
-        spans, here = self._whole.step_spans, self._span
-        begin_ns = spans[self._index + 1].begin_ns if self._index + 1 < len(spans) else MAX_NS
-        for stage in sorted((*self._whole.outside, *self._whole.stages), key=lambda stage: stage.begin_ns):
-            before_all = self._index == 0 and stage.end_ns <= here.begin_ns
-            if before_all or here.end_ns <= stage.begin_ns < begin_ns:
-                yield stage
-
-    def _is_of(self, begin_ns: int) -> bool:
-        """Return whether what drives the capture is of this step: the last that had begun, else the first."""
-        spans = self._whole.step_spans
-        begun = [index for index, span in enumerate(spans) if span.begin_ns <= begin_ns]
-        return max(begun, default=0) == self._index
+    around = sorted((*whole.outside, *whole.stages), key=lambda stage: stage.begin_ns)
+    manifest = msgspec.structs.replace(
+        whole,
+        step=span.step,
+        steps=[span.step],
+        step_spans=[span],
+        policy_version=span.policy_version,
+        begin_ns=begin_ns,
+        end_ns=end_ns,
+        complete=whole.complete or bool(later),
+        stages=clipped(whole.stages),
+        outside=list(filter(is_outside, around)),
+        rpcs=list(filter(drives, whole.rpcs)),
+        workers=list(map(part_of, whole.workers)),
+        metrics=span.metrics,
+    )
+    recorded = [
+        (worker.name, inputs.directory / artifact.path.removesuffix(".gz"))
+        for worker in manifest.workers
+        for artifact in worker.artifacts
+    ]
+    return msgspec.structs.replace(
+        inputs,
+        step=span.step,
+        manifest=manifest,
+        capture=whole,
+        sources=[
+            source
+            for source in inputs.sources
+            if any(
+                source.worker == name and str(source.path).startswith(str(path)) for name, path in recorded
+            )
+        ],
+        label=step_folder_name(span.step),
+    )
 
 
 def _cost(worker: CaptureResult, tool_spans: Sequence[ToolSpan]) -> CaptureCost:

@@ -43,7 +43,6 @@ _BASE_BEHIND = re.compile(rb'"baseTimeNanoseconds"\s*:\s*([^,}]*)')
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _SEPARATOR = re.compile(rb"[\s,]*")
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
-_TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _SCANNER = json.JSONDecoder()
 _TOLERANT = json.JSONDecoder(parse_constant=lambda name: None)
 _READ_ON = 1 << 16
@@ -266,16 +265,7 @@ class Trace:
             self._ended = True
             return events, close
         except UNDECODABLE:
-            pass  # it contains the end of the list, or damage
-        listed = b"".join((b"[", text))
-        try:
-            self._decoder.decode(listed)
-        except UNDECODABLE as error:
-            if match := _TRAILING.search(str(error)):
-                close = listed.rindex(b"]", 0, int(match[1]))
-                self._ended = True
-                return self._decoder.decode(listed[: close + 1]), close - 1
-        return self._decode_each(bytes(text), last)
+            return self._decode_each(bytes(text), last)  # it contains the end of the list, or damage
 
     def _decode_each(self, text: bytes, last: bool) -> tuple[list[Event], int]:
         """Decode events one by one until the list or what is whole of it ends; return them and its length.

@@ -41,7 +41,7 @@ from verl_profiling.report.rollout.pieces import (
 )
 from verl_profiling.report.rollout.records import OTHERS, read_records
 from verl_profiling.report.rows import CauseRow, PartRow, Polling, Rollout
-from verl_profiling.timeline.requests import joined, requests_by_id
+from verl_profiling.timeline.manifest_lanes import joined, requests_by_id
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import TrajectoryLog
 

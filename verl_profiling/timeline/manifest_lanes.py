@@ -1,0 +1,266 @@
+"""What the manifest draws: stages and calls of the loop, workers' stages, engines' requests, and arrows.
+
+Hundreds of requests may overlap, so they form a separate process below the engine's. Arrows lead to them
+from the spans of trajectories that wait for them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+import msgspec
+
+from verl_profiling.manifest import CaptureResult, Manifest, Request, StageSpan
+from verl_profiling.timeline.processes import (
+    REQUESTS_PID,
+    STAGES_TID,
+    TOOL_TID,
+    draw,
+    name_process,
+    name_row,
+    name_thread,
+    packed_rows,
+)
+from verl_profiling.timeline.step import Keep
+from verl_profiling.timeline.trace import Event
+
+CONTROLLER = "controller"
+_ARROW = "causes"
+_FIRST_RPC_TID = 1000
+_STEPS_TID = 999_998
+_MOST_ROWS = 64
+_APART_NS = 1_000  # Perfetto may cut off a nanosecond of a time
+
+
+def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) -> list[Event]:
+    """Return the stages and calls of the loop, the workers' stages and tools, and arrows between stages.
+
+    Args:
+        manifest: The capture.
+        pids: Process id by the name of a worker (and of ``controller``).
+        base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
+    """
+    own = partial(draw, base_ns, pids[CONTROLLER])
+    stages = {CONTROLLER: _stages([*manifest.stages, *manifest.outside], own)}
+    events = []
+    if len(manifest.step_spans) > 1:
+        events.append(name_thread(pids[CONTROLLER], _STEPS_TID, "steps"))
+        for step in manifest.step_spans:
+            version = step.policy_version
+            about = {} if version is None else {"policy_version": version}
+            events.append(
+                own(_STEPS_TID, "step", f"step {step.step}", step.begin_ns, step.end_ns, about=about)
+            )
+    threads: dict[str, int] = {}
+    for rpc in manifest.rpcs:
+        if rpc.worker not in threads:
+            threads[rpc.worker] = _FIRST_RPC_TID + len(threads)
+            events.append(name_thread(pids[CONTROLLER], threads[rpc.worker], f"rpc {rpc.worker}"))
+        called = {"worker": rpc.worker, "ok": rpc.ok}
+        events.append(own(threads[rpc.worker], "rpc", rpc.method, rpc.begin_ns, rpc.end_ns, about=called))
+    for worker in manifest.workers:
+        if not (worker.stages or worker.tool_spans):
+            continue
+        pid = pids[worker.name]
+        stages[worker.name] = _stages(worker.stages, partial(draw, base_ns, pid))
+        if worker.tool_spans:
+            events.append(name_thread(pid, TOOL_TID, "tool"))
+        for tool in worker.tool_spans:
+            name, of = f"{tool.name} the tool", {"stage": tool.stage} if tool.stage else {}
+            events.append(draw(base_ns, pid, TOOL_TID, "capture", name, tool.begin_ns, tool.end_ns, about=of))
+    for spans in stages.values():
+        events += [*spans, *_spread(spans)]
+    return events + _arrows(stages)
+
+
+def _stages(spans: Iterable[StageSpan], draw: Callable[..., Event]) -> list[Event]:
+    return [
+        draw(
+            STAGES_TID,
+            "stage",
+            span.name,
+            span.begin_ns,
+            span.end_ns,
+            about={"failed": True} if span.failed else {},
+        )
+        for span in spans
+    ]
+
+
+def _spread(spans: list[Event]) -> list[Event]:
+    """Put stages that overlap without nesting on separate threads, and name these.
+
+    Perfetto nests the slices of a thread, but the stages of an asynchronous loop may overlap.
+    """
+    rows: list[list[Event]] = []  # the open stages of each thread
+    names = []
+    for span in sorted(spans, key=lambda s: (s.ts or 0.0, -(s.dur or 0.0))):
+        row = next((index for index, opened in enumerate(rows) if _nests(span, opened)), len(rows))
+        row = min(row, _MOST_ROWS - 1)
+        if row == len(rows):
+            rows.append([])
+            if isinstance(span.pid, int):
+                name = f"stages {row + 1}" if row else "stages"
+                names.append(name_thread(span.pid, STAGES_TID - row, name))
+        rows[row].append(span)
+        span.tid = STAGES_TID - row
+    return names
+
+
+def _nests(span: Event, opened: list[Event]) -> bool:
+    """Close the stages that ended before ``span`` began; return whether it ends inside the others."""
+    while opened and _end_us(opened[-1]) <= (span.ts or 0.0):
+        opened.pop()
+    return not opened or _end_us(span) <= _end_us(opened[-1])
+
+
+def _end_us(span: Event) -> float:
+    return (span.ts or 0.0) + (span.dur or 0.0)
+
+
+def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
+    """Return arrows from each stage of the controller to the same stage of the workers inside it.
+
+    That is the latest one of the same name that has begun and not ended.
+    """
+    arrows: list[Event] = []
+    opened: dict[str, list[Event]] = {}  # by name
+    both = [(span, worker == CONTROLLER) for worker, spans in stages.items() for span in spans]
+    for span, is_cause in sorted(both, key=lambda one: (one[0].ts or 0.0, not one[1])):
+        causes = opened.setdefault(span.name, [])
+        if is_cause:
+            causes.append(span)
+            continue
+        while causes and _end_us(causes[-1]) < (span.ts or 0.0):
+            causes.pop()
+        if causes:
+            number = len(arrows) // 2 + 1
+            arrows += (_end(causes[-1], "s", number), _end(span, "f", number))
+    return arrows
+
+
+def _end(stage: Event, phase: str, number: int) -> Event:
+    bind = "e" if phase == "f" else None
+    return Event(phase, "stage", _ARROW, stage.pid, stage.tid, stage.ts, id=number, bp=bind)
+
+
+class Arrow(msgspec.Struct, frozen=True):
+    """Leads from the span that waits for a request to the request.
+
+    Attributes:
+        id: Number of the arrow in the timeline.
+        request: Id and begin of the request.
+        from_ns: When it leaves, on the controller's clock.
+    """
+
+    id: int
+    request: tuple[str, int]
+    from_ns: int
+
+
+def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
+    """Return the requests that have an id, by that; those of one id in order of their begin."""
+    found: dict[str, list[Request]] = {}
+    for worker in manifest.workers:
+        for request in worker.requests:
+            if request.id:
+                found.setdefault(request.id, []).append(request)
+    for served in found.values():
+        served.sort(key=_begin)
+    return found
+
+
+def joined(
+    spans: Iterable[tuple[int, str, int, int]], requests: Mapping[str, list[Request]]
+) -> dict[int, Request]:
+    """Return the request of each span that has one.
+
+    An engine may see one id several times. Of those requests it is the one that the span shares most time
+    with, of the two that begin around it; a request that shares none is not the span's.
+
+    Args:
+        spans: Number, id of the request, begin and end (ns) of each span.
+        requests: The requests by id.
+    """
+    found = {}
+    for number, id, begin, end in spans:
+        served = requests.get(id, [])
+        place = bisect_left(served, begin, key=_begin) if len(served) > 1 else 0
+        near = served[max(place - 1, 0) : place + 1]
+        overlap, best = max(
+            ((_common(one, begin, end), index) for index, one in enumerate(near)), default=(-1, 0)
+        )
+        if overlap >= 0:
+            found[number] = near[best]
+    return found
+
+
+def _begin(request: Request) -> int:
+    return request.begin_ns
+
+
+def _common(request: Request, begin: int, end: int) -> int:
+    return min(request.end_ns, end) - max(request.begin_ns, begin)
+
+
+def request_events(
+    worker: CaptureResult, pid: int, base_ns: int, keep: Keep, leading: Mapping[tuple[str, int], list[Arrow]]
+) -> tuple[list[Event], int]:
+    """Return the requests of an engine as slices of a process of their own, and how many are left out.
+
+    Args:
+        worker: The engine.
+        pid: First process id of its lane.
+        base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
+        keep: Which slices are wanted.
+        leading: The arrows that lead to each request.
+    """
+    pid += REQUESTS_PID
+    rows = packed_rows([(request.begin_ns, request.end_ns) for request in worker.requests])
+    events = name_process(pid, f"{worker.name} requests") if rows else []
+    for row in range(max(rows, default=-1) + 1):
+        events += name_row(pid, row, f"requests {row}")
+    left_out = 0
+    for request, row in zip(worker.requests, rows, strict=True):
+        slices = list(_slices(request, partial(draw, base_ns, pid, row + 1, "request")))
+        kept = keep.select(slices, base_ns)
+        left_out += len(slices) - len(kept)
+        events += kept
+        if kept:
+            arrows = leading.get((request.id, request.begin_ns), ())
+            events += (_head(request, arrow, base_ns, pid, row + 1) for arrow in arrows)
+    return events, left_out
+
+
+def _slices(request: Request, draw: Callable[..., Event]) -> Iterator[Event]:
+    """Yield the slice of a request and inside it those of its parts, where any of them is known apart."""
+    facts = {
+        "prompt_tokens": request.prompt_tokens,
+        "response_tokens": request.response_tokens,
+        "failed": request.failed,
+        "id": request.id or None,
+        "cached_tokens": request.cached_tokens,
+        "preemptions": request.preemptions,
+        "policy_version": request.policy_version,
+    }
+    known = {name: value for name, value in facts.items() if value is not None}
+    name = f"request ({request.response_tokens} tokens)"
+    yield draw(name, request.begin_ns, request.end_ns, about=known)
+    parts = request.parts()
+    if len(parts) > 1:
+        yield from (draw(*part) for part in parts)
+
+
+def _head(request: Request, arrow: Arrow, base_ns: int, pid: int, tid: int) -> Event:
+    """Return the end of an arrow, which points to the next slice: a microsecond earlier that is the request.
+
+    Perfetto binds what has the request's own time to its first part. An arrow that leaves later than that,
+    because clocks differ, ends inside the request.
+    """
+    at_ns, inside = request.begin_ns - _APART_NS, None
+    if at_ns <= arrow.from_ns:
+        at_ns, inside = arrow.from_ns + _APART_NS, "e"
+    ts = (at_ns - base_ns) / 1000
+    return Event("f", "request", "generate", pid, tid, ts, id=arrow.id, bp=inside)
