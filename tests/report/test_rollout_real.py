@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -109,6 +110,21 @@ def test_a_span_that_keeps_the_gil_in_its_event_loop_is_named(reported: Reported
 
     found = blocked(reported(body()))
     assert {"tool:parse"} <= set(found) <= {"tool:parse", "unknown"}, "no sample at all saw some of it"
+
+
+@again
+def test_a_tool_that_waits_for_a_command_in_its_event_loop_is_named(reported: Reported) -> None:
+    """The function is the user's, below those of Python's own that wait."""
+
+    async def body() -> None:
+        async with trajectory():
+            for _ in range(4):
+                async with span("tool:sandbox"):
+                    subprocess.run(["sleep", "0.3"], check=True)
+                    await asyncio.sleep(0)
+
+    found = blocked(reported(body()))
+    assert {"tool:sandbox"} <= set(found) <= {"tool:sandbox", "unknown"}
 
 
 @pytest.mark.parametrize("watch", [True, False])

@@ -32,7 +32,7 @@ WORTH_NS = 5_000_000
 PAUSE_NS = 20_000_000
 MOST_RECORDS = 100_000
 _NEVER: Final = 1 << 62
-_LOOP = ("_run_once", "run_forever", "run_until_complete", "run")
+_LOOP = (asyncio.BaseEventLoop.run_forever.__code__, asyncio.run.__code__)
 _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 
 
@@ -213,7 +213,7 @@ def _function(frame: FrameType | None) -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_OWN):
         if "site-packages" in frame.f_code.co_filename:
             break
-        frame = None if frame.f_code.co_name in _LOOP else frame.f_back
+        frame = None if frame.f_code in _LOOP else frame.f_back
     if frame is None:
         return ""
     code = frame.f_code
